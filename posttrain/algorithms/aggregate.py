@@ -1,7 +1,7 @@
-"""Aggregation: the weight of each token of a rollout in the loss. The only place with a denominator.
+"""Aggregation: the weight of each token of a rollout in the loss. Only this module computes a denominator.
 
-A component is a callable frozen dataclass. Its fields are its settings, `formula` is its equation in plain mathematics, and
-`source` is the origin of the equation.
+A component is a callable frozen dataclass. Its fields are its settings, `formula` is its equation in plain mathematics,
+and `source` is the origin of the equation.
 
     S = B    rollouts of the optimizer batch    n_i    sampled tokens of rollout i
 """

@@ -1,6 +1,6 @@
 """Base class of the algorithms of every table: a name, a paper, and components with settings.
 
-Code that reaches settings by their place, or reads the needs of an algorithm, knows this class alone.
+Code that accesses settings by their place, or reads the needs of an algorithm, depends only on this class.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class AlgorithmBase:
         return found
 
     def needing(self, need: Need) -> list[str]:
-        """Return the fields whose components need this."""
+        """Return the names of the fields whose components have this need."""
         return [name for name, part in self.components if need in part.needs]
 
     @property
@@ -43,7 +43,7 @@ class AlgorithmBase:
         return frozenset[str]().union(*(part.wants for _, part in self.components))
 
     def configured(self, limits: RunLimits) -> Self:
-        """Return the algorithm with the values filled in that its components leave to the run."""
+        """Return the algorithm with the values that its components take from the run filled in."""
 
         def filled(value: Any) -> Any:
             if isinstance(value, tuple):

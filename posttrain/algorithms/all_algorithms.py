@@ -1,4 +1,4 @@
-"""The algorithms of all tables together, for readers: `posttrain algorithms` and the documentation."""
+"""The algorithms of all tables together, for `posttrain algorithms` and the documentation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVERY: dict[str, AlgorithmBase] = {**TABLE, **PREFERENCES, **REWARD_MODELS}
 
 
 def verb_of(algorithm: AlgorithmBase) -> str:
-    """Return the verb that trains with algorithms of this kind."""
+    """Return the command that trains with algorithms of this kind."""
     if isinstance(algorithm, RewardModelAlgorithm):
         return "reward-model"
     return "prefer" if isinstance(algorithm, PreferenceAlgorithm) else "rl"
@@ -29,7 +29,7 @@ def verb_of(algorithm: AlgorithmBase) -> str:
 def find_any(name: str) -> AlgorithmBase:
     """Return the algorithm of that name in any table, or the user's own "my.py:algorithm".
 
-    Raises UserError with the list of algorithms."""
+    Raises UserError, with the list of algorithms, if there is none."""
     kinds: dict[type[AlgorithmBase], str] = {
         Algorithm: "posttrain.algorithms.policy",
         PreferenceAlgorithm: "posttrain.algorithms.preference",
@@ -39,42 +39,42 @@ def find_any(name: str) -> AlgorithmBase:
 
 
 def beside(algorithm: AlgorithmBase) -> AlgorithmBase:
-    """Return the algorithm that others of its table are compared with."""
+    """Return the algorithm with which the pages compare this one: one for each table."""
     if isinstance(algorithm, RewardModelAlgorithm):
         return REWARD_MODELS["bradley-terry"]
     return PREFERENCES["dpo"] if isinstance(algorithm, PreferenceAlgorithm) else TABLE["grpo"]
 
 
 def find(name: str) -> Algorithm:
-    """Return the algorithm of that name, or the user's own "my.py:algorithm".
+    """Return the policy-gradient algorithm of that name, or the user's own "my.py:algorithm".
 
-    Raises UserError with the list of algorithms.
+    Raises UserError, with the list of algorithms, if there is none.
     """
     return lookup(name, TABLE, {Algorithm: "posttrain.algorithms.policy"})
 
 
 def find_preference(name: str) -> PreferenceAlgorithm:
-    """Return the algorithm of that name, or the user's own "my.py:algorithm".
+    """Return the preference algorithm of that name, or the user's own "my.py:algorithm".
 
-    Raises UserError with the list of algorithms.
+    Raises UserError, with the list of algorithms, if there is none.
     """
     return lookup(name, PREFERENCES, {PreferenceAlgorithm: "posttrain.algorithms.preference"})
 
 
 def find_reward_model(name: str) -> RewardModelAlgorithm:
-    """Return the algorithm of that name, or the user's own "my.py:algorithm".
+    """Return the reward-model algorithm of that name, or the user's own "my.py:algorithm".
 
-    Raises UserError with the list of algorithms.
+    Raises UserError, with the list of algorithms, if there is none.
     """
     return lookup(name, REWARD_MODELS, {RewardModelAlgorithm: "posttrain.algorithms.reward_model_table"})
 
 
 def lookup(name: str, table: Mapping[str, AnyAlgorithm], kinds: Mapping[type[AnyAlgorithm], str]) -> AnyAlgorithm:
-    """Return the algorithm of that name, or the user's own "my.py:algorithm".
+    """Return the algorithm of that name in a table, or the user's own "my.py:algorithm".
 
-    Raises UserError with the list of algorithms.
+    Raises UserError, with the list of algorithms, if there is none.
 
-    `kinds`: the classes of which a user's own algorithm may be made, and where each is imported from.
+    `kinds`: the classes allowed for a user's own algorithm, and the module from which to import each.
     """
     if name in table:
         return table[name]
@@ -86,7 +86,7 @@ def lookup(name: str, table: Mapping[str, AnyAlgorithm], kinds: Mapping[type[Any
         assert isinstance(algorithm, AlgorithmBase)
         check_components(algorithm)
         return cast(AnyAlgorithm, algorithm)
-    from posttrain.algorithms.all_algorithms import EVERY, verb_of  # which looks its own algorithms up here
+    from posttrain.algorithms.all_algorithms import EVERY, verb_of  # here because that module uses `lookup`
 
     if name in EVERY:
         verb = verb_of(EVERY[name])

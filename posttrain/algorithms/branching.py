@@ -1,4 +1,4 @@
-"""Rollouts that branch behind a tool's answer, and the credit of tokens that several of them share."""
+"""Rollouts that branch behind a tool's result, and the credit of tokens that several rollouts share."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class Branching(Component):
         return "mean of A over the rollouts that share them" if self.credit == "hard" else "A of each rollout in turn"
 
     def plan(self, vocab: int) -> BranchPlan:
-        """Return the plan that a player follows. vocab: V, the number of tokens that the policy chooses from."""
+        """Return the plan for running the episodes. `vocab`: V, the size of the policy's vocabulary."""
         settings = self.first, self.tokens, self.alpha, self.beta, self.threshold, self.branches
         return BranchPlan(*settings, largest=math.log(vocab))
 
     def shared(self, advantage: Sequence[Tensor], scores: Scores) -> list[Tensor]:
-        """Return the advantages, [n_i] of each rollout, with the credit of tokens that several rollouts share."""
+        """Return the advantages, [n_i] for each rollout, with credit assigned to tokens that several rollouts share."""
         if self.credit == "soft":
             return list(advantage)
         sharing: dict[tuple[int, int, int], list[tuple[int, slice]]] = defaultdict(list)

@@ -1,7 +1,7 @@
-"""Weights of comparisons and labels in the loss. The only place with a denominator of comparisons.
+"""Weights of comparisons and labels in the loss. Only this module computes a denominator of comparisons.
 
-A *unit* is an element of the loss: a comparison, or the several that a link makes one (`Link.units`). Weights are functions
-of all preference examples of an optimizer batch, so that a batch may be cut into micro-batches anywhere.
+A *unit* is an element of the loss: a comparison, or several that a link merges into one (`Link.units`). Weights are
+functions of all preference examples of an optimizer batch, so they do not depend on the split into micro-batches.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Advantages: how much better than expected a rollout, or one of its tokens, was. Functions of the scoreboard alone.
+"""Advantages: how much better than expected a rollout, or one of its tokens, was. Functions of the scoreboard only.
 
-A component is a callable frozen dataclass. Its fields are its settings, `formula` is its equation in plain mathematics, and
-`source` is the origin of the equation. It returns [S], one advantage for each rollout, or a list of [n_i], one for each of
-its sampled tokens.
+A component is a callable frozen dataclass. Its fields are its settings, `formula` is its equation in plain mathematics,
+and `source` is the origin of the equation. It returns [S], one advantage for each rollout, or a list of [n_i], one for
+each sampled token of each rollout.
 
     S = B    rollouts of the optimizer batch    n_i    sampled tokens of rollout i
     R    reward of a rollout    r_t    reward earned at token t (sum: R)    V_t    the critic's value before token t
@@ -43,8 +43,8 @@ class Advantage(Component):
         raise NotImplementedError
 
     def returns(self, scores: Scores, lam: float | None) -> list[Tensor]:
-        """Return the returns that a critic of states learns, [n_i] for each rollout; lam: its own lambda, None: the
-        advantage's.
+        """Return the returns that a critic of states learns, [n_i] for each rollout. `lam`: lambda of the returns;
+        None: the advantage's.
         """
         raise NotImplementedError
 
@@ -138,10 +138,10 @@ class Baselined(Advantage):
     def __call__(self, scores: Scores) -> Tensor:
         reward = total_reward(scores)
         _, group, size = scores.group.unique(return_inverse=True, return_counts=True)
-        count = size[group].double()  # [S], rollouts in the own group
+        count = size[group].double()  # [S], number of rollouts in the rollout's group
         assert not self.compares or bool((size > 1).all()), "a group of one has no baseline"
 
-        def over_group(x: Tensor) -> Tensor:  # the own group's sum of x, for every rollout
+        def over_group(x: Tensor) -> Tensor:  # [S], the sum of x over the rollout's group
             return torch.zeros(len(size), dtype=x.dtype).index_add_(0, group, x)[group]
 
         advantage = reward - self._baseline(scores, reward, over_group)
@@ -165,7 +165,7 @@ class Baselined(Advantage):
         return advantage.to(scores.reward.dtype)
 
     def _baseline(self, scores: Scores, reward: Tensor, over_group: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return sum of w R / sum of w over the rollouts of the baseline, float64 [S]."""
+        """Return sum of w R / sum of w over the rollouts of each rollout's baseline, float64 [S]."""
         if self.baseline == "none":
             return torch.zeros_like(reward)
         if self.baseline == "greedy":
@@ -301,13 +301,17 @@ class StepRewards(Advantage):
 
     @staticmethod
     def _apart(scores: Scores, i: int) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-        """Return the steps of rollout i, and its final reward as one of its own: (tokens up to its end, reward)."""
+        """Return the steps of rollout i, and its final reward as a separate step: lists of (tokens up to the step's
+        end, reward).
+        """
         own = list(scores.steps[i]) if scores.steps else []
         return own, [(int(scores.length[i]), scores.reward[i].item() - sum(r for _, r in own))]
 
     @classmethod
     def _steps(cls, scores: Scores, i: int) -> list[tuple[int, float]]:
-        """Return all of them, the final reward with the step that ends with the last token, if there is one."""
+        """Return all steps of rollout i, with the final reward added to a step that ends with the last token, or else
+        as a step.
+        """
         own, [(length, final)] = cls._apart(scores, i)
         last = own.pop()[1] if own and own[-1][0] == length else 0.0
         return [*own, (length, last + final)]
@@ -341,7 +345,7 @@ class Decoupled(Advantage):
         return "GDPO, arXiv 2601.05242" if self.whiten else "GDPO, arXiv 2601.05242, without its last division"
 
     def weight_of(self) -> dict[str, float]:
-        """Return the weight of each name. Raises UserError where a weight cannot be read."""
+        """Return the weight of each name. Raises UserError if a weight cannot be read."""
         found: dict[str, float] = {}
         for text in self.weights:
             name, _, number = text.rpartition("=")
@@ -403,7 +407,7 @@ class PassAtK(Advantage):
     def _worth(self, size: int, wrong: int) -> tuple[float, float]:
         """Return (advantage of a wrong rollout, of a right one) in a group of `size` rollouts, `wrong` of which are wrong.
 
-        A group from which invalid rollouts were taken may have fewer than k: then all of it is the only subset.
+        Without its invalid rollouts a group may have fewer than k: then the whole group is the only subset.
         """
         k = min(self.k, size)
         mean = 1 - math.comb(wrong, k) / math.comb(size, k)
@@ -462,7 +466,7 @@ class GAE(Advantage):
         return [x.to(scores.reward.dtype) for x in (whitened(out, self.eps) if self.whiten else out)]
 
     def returns(self, scores: Scores, lam: float | None) -> list[Tensor]:
-        """Return the estimate with this lambda plus the values that it was made from, float64 [n_i] for each rollout."""
+        """Return the estimate with this lambda plus the critic's values, float64 [n_i] for each rollout."""
         own = self if lam is None else replace(self, lam=lam, alpha=None)
         found = own.estimate(scores)
         return [a + value.double().cpu() for a, value in zip(found, scores.value, strict=True)]
@@ -516,7 +520,7 @@ class KStep(Advantage):
         return [x.to(scores.reward.dtype) for x in (whitened(out, self.eps) if self.whiten else out)]
 
     def returns(self, scores: Scores, lam: float | None) -> list[Tensor]:
-        """Return the estimate plus the values that it was made from, float64 [n_i] for each rollout; there is no lambda."""
+        """Return the estimate plus the critic's values, float64 [n_i] for each rollout; `lam` is not used."""
         return [a + value.double().cpu() for a, value in zip(self.estimate(scores), scores.value, strict=True)]
 
     def estimate(self, scores: Scores) -> list[Tensor]:

@@ -26,7 +26,7 @@ class CriticLoss(Component):
 
     @property
     def follow(self) -> float:
-        """Share of the distance by which slow copies follow each update; 0: there are none."""
+        """Share of the difference by which target copies follow the critic after each update; 0: there are none."""
         return 0.0
 
     def targets(self, advantage: Advantage, scores: Scores) -> list[Tensor] | None:
@@ -78,7 +78,7 @@ class Value(CriticLoss):
         error = (outputs.value - batch.returns).square()
         if self.clip is not None:
             assert batch.value is not None
-            # a value within the range stays as it is: a sum of its distance would be rounded, and count as clipped
+            # clamp keeps a value within the range exactly; old value + difference would be rounded: counted as clipped
             moved = outputs.value.clamp(batch.value - self.clip, batch.value + self.clip)
             bounded = (moved - batch.returns).square()
             stats.add("value/clipped", (bounded > error).sum().item(), error.numel())
@@ -124,7 +124,7 @@ class SoftQ(CriticLoss):
         value = (outputs.target_q + batch.coefficients["entropy"] * outputs.entropy).detach()
         last = torch.ones_like(batch.rollout, dtype=torch.bool)
         last[:-1] = batch.rollout[1:] != batch.rollout[:-1]
-        after = torch.cat([value[1:], value[:1]]).masked_fill(last, 0.0)  # a rollout's tokens are neighbours
+        after = torch.cat([value[1:], value[:1]]).masked_fill(last, 0.0)  # the tokens of a rollout are contiguous
         target = batch.advantage + self.gamma * after
         loss = (outputs.q - target).square().sum(0) / 2
         stats.add("q/loss", loss.detach().sum().item(), loss.numel())

@@ -1,6 +1,6 @@
 """Descriptions of algorithms: in plain mathematics, as data, and as pages of the documentation.
 
-All of it is derived from the algorithm itself.
+All descriptions are derived from the algorithm's components.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _(algorithm: Algorithm) -> list[tuple[str, str, str]]:
 
 
 def _ratio_note(algorithm: Algorithm) -> str:
-    """Return the note for one update per step, in which the ratio is exactly 1; else ""."""
+    """Return the note for algorithms with one update per step, whose ratio is exactly 1; "" for others."""
     if not (algorithm.on_policy and algorithm.surrogate.uses_ratio and algorithm.old == "start"):
         return ""
     return " (so r is exactly 1" + (" and nothing is clipped)" if algorithm.surrogate.clips else ")")
@@ -179,7 +179,7 @@ def _(algorithm: Algorithm) -> str:
 
 
 def _reward(algorithm: Algorithm) -> str:
-    """Return the reward of a rollout with KL and entropy bonus, where these are in it; "" where none is."""
+    """Return the reward of a rollout including KL penalty and entropy bonus; "" if neither is in the reward."""
     kl, entropy = algorithm.kl, algorithm.entropy
     inside = f" - {kl.beta:g} sum_t k" if kl is not None and kl.where == "reward" else ""
     inside += f" - {entropy.coefficient:g} sum_t lp" if entropy is not None and entropy.where == "reward" else ""
@@ -207,7 +207,7 @@ def differences(algorithm: AlgorithmBase, other: AlgorithmBase) -> list[str]:
 
 
 def cited(algorithm: AlgorithmBase) -> str:
-    """Return the citation in the paper field, without the description around it."""
+    """Return the citation in the paper field, without further text of the field."""
     found = re.search(r"\((.*)\)", algorithm.paper)
     return found[1] if found else algorithm.paper
 
@@ -247,7 +247,7 @@ gradients have been run on [one common task](../results/algorithms.md); their pa
 
 
 def requirements(algorithms: Iterable[AlgorithmBase]) -> list[str]:
-    """Return the table of requirements, lines of Markdown; algorithms with the same requirements share a line."""
+    """Return the table of requirements as lines of Markdown; algorithms with the same requirements share a line."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for algorithm in algorithms:
         alike.setdefault(_required(algorithm), []).append(f"`{algorithm.name}`")
@@ -295,7 +295,7 @@ def _yes(needed: bool) -> str:
 
 
 def settings(algorithm: AlgorithmBase) -> list[str]:
-    """Return every setting as `--set` takes it, one line each, with its flag where it has a short one."""
+    """Return one line for every setting, in the form that `--set` accepts, with its flag if it has one."""
     short = {".".join(place): name for name, flag in flags(type(algorithm)).items() for place, _ in flag.places}
     lines = []
     for place, value in settings_of(algorithm).items():
@@ -321,14 +321,14 @@ def as_data(algorithm: AlgorithmBase) -> dict[str, Any]:
 
 
 def symbols(algorithm: AlgorithmBase) -> str:
-    """Return the explanation of the letters in its formulas."""
+    """Return the explanation of the letters in an algorithm's formulas."""
     if isinstance(algorithm, PreferenceAlgorithm | RewardModelAlgorithm):
         return SYMBOLS_OF_PREFERENCES
     return f"{SYMBOLS} {OF_TEACHERS}" if isinstance(algorithm, Algorithm) and algorithm.teacher is not None else SYMBOLS
 
 
 def axes(algorithm: PreferenceAlgorithm) -> list[tuple[str, str, str]]:
-    """Return (option, resulting component, source) of the options that change the computation, not only its numbers."""
+    """Return (option, resulting component, source) of the options that change a formula, not only its numbers."""
     found: list[tuple[str, str, Component]] = []
     if isinstance(algorithm.score, LogRatio):
         for name in ("forward-kl", "jensen-shannon", "alpha"):
@@ -350,14 +350,14 @@ COMMON_TASKS = {"curves": ("sums", "algorithms.md"), "curves-worked-sums": ("wor
 
 
 def curves_in(folder: Path, algorithm: AlgorithmBase) -> list[str]:
-    """Return the folders of `COMMON_TASKS` in which this folder of pages has a curve of the algorithm."""
+    """Return the names in `COMMON_TASKS` under which `folder` has a curve of the algorithm."""
     return [name for name in COMMON_TASKS if (folder / name / f"{algorithm.name}.png").exists()]
 
 
 def page(algorithm: AlgorithmBase, beside: AlgorithmBase, measured: Sequence[str]) -> str:
-    """Return the algorithm's page of the documentation, Markdown.
+    """Return the algorithm's page of the documentation, as Markdown.
 
-    `beside`: the algorithm it is compared with; `measured`: see `curves_in`.
+    `beside`: the algorithm that it is compared with; `measured`: the result of `curves_in`.
     """
     lines = [
         f"# {algorithm.name}",
@@ -381,7 +381,7 @@ def page(algorithm: AlgorithmBase, beside: AlgorithmBase, measured: Sequence[str
 
 @singledispatch
 def _use(algorithm: AlgorithmBase, measured: Sequence[str]) -> list[str]:
-    """Return the end of its page: figures, options, and the command."""
+    """Return the last part of an algorithm's page: figures, options, and the command."""
     raise NotImplementedError
 
 
@@ -391,7 +391,7 @@ def _(algorithm: Algorithm, measured: Sequence[str]) -> list[str]:
     if algorithm.multiplies:
         exact += " [Other weights and their bias](expected-gradients.md#the-weights-of-off-policy-pg)."
     every = f"All settings: `posttrain algorithms {algorithm.name}`. {exact}"
-    if algorithm.branching is not None:  # nor any tools
+    if algorithm.branching is not None:  # the common task has no tools
         use = f"`posttrain rl --algorithm {algorithm.name}`"
         return [f"Figures: [agents](../results/agents.md#arpo). Command: {use}. {every}", ""]
     if algorithm.teacher is not None:  # the common task has no teacher

@@ -1,4 +1,4 @@
-"""Rewards of rollouts and of their tokens as advantages read them, and sums over tokens."""
+"""Rewards of rollouts and of their tokens, from which advantages are computed, and sums over tokens."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def total_reward(scores: Scores) -> Tensor:
 def earnings(scores: Scores, bootstrap: bool = False) -> list[Tensor]:
     """Return the reward earned at each token, float64 [n_i] for each rollout.
 
-    A step's reward is earned by the last token before it, and by none where it came before the first; the final reward is
-    earned by the last token. `bootstrap`: the last token of a rollout that was cut off earns the critic's value of the state
-    before it, and nothing else.
+    The last token before a step's reward earns it (no token, if the reward came before the first one); the last token
+    earns the final reward. `bootstrap`: the last token of a rollout that was cut off earns only the critic's value of
+    the state before it.
     """
     out = []
     for i, length in enumerate(scores.length.long().tolist()):
@@ -44,9 +44,9 @@ def earnings(scores: Scores, bootstrap: bool = False) -> list[Tensor]:
 
 
 def standardised(values: Sequence[float], among: Sequence[float], eps: float | None) -> list[float]:
-    """Return (value - mean) / (std + eps) of these values, with the moments of those among them; None: without the scale.
+    """Return (value - mean) / (std + eps) of each value, with mean and std of `among`. `eps` None: do not divide.
 
-    Exactly 0 where all of these are equal, up to rounding, and where there is a single one.
+    The result is exactly 0 if all numbers in `among` are equal, up to rounding, or if there is only one.
     """
     every = torch.tensor(among, dtype=torch.float64)
     if not len(every) or every.max() - every.min() <= 1e-8 * max(1.0, every.abs().max().item()):
@@ -58,8 +58,8 @@ def standardised(values: Sequence[float], among: Sequence[float], eps: float | N
 def equal_rewards(scores: Scores) -> Tensor:
     """Return whether all rewards of the rollout's group are equal, so that it carries no signal: bool [S].
 
-    Where named parts are compared, each of them must be equal: (1, 0) and (0, 1) have the same sum and carry a signal. A
-    greedy reply counts as one of its group: the others are compared with it.
+    If named parts are compared, each part must be equal: (1, 0) and (0, 1) have the same sum, and carry a signal. A
+    greedy reply counts as a member of its group, since the others are compared with it.
     """
     if scores.greedy is not None:
         every = torch.cat([total_reward(scores), scores.greedy.double()])
@@ -69,7 +69,7 @@ def equal_rewards(scores: Scores) -> Tensor:
 
 
 def equal_in_group(reward: Tensor, group: Tensor) -> Tensor:
-    """Return whether the value is the same, up to rounding, in all of the rollout's group: bool [S]."""
+    """Return whether the value is equal, up to rounding, for all rollouts of the rollout's group: bool [S]."""
     _, group = group.unique(return_inverse=True)
     groups = int(group.max()) + 1 if len(group) else 0
     high = torch.full((groups,), -torch.inf, dtype=torch.float64).scatter_reduce_(0, group, reward, "amax")
@@ -79,7 +79,7 @@ def equal_in_group(reward: Tensor, group: Tensor) -> Tensor:
 
 
 def discounted_sums(x: list[Tensor], discount: Tensor) -> list[Tensor]:
-    """Compute y_t = x_t + discount y_(t+1) for each of these sequences; `discount` is one number or one for each."""
+    """Compute y_t = x_t + discount y_(t+1) for each sequence; `discount` is one number, or one for each sequence."""
     if not x:
         return []
     last_first = torch.nn.utils.rnn.pad_sequence([own.flip(0) for own in x])  # [longest, S]: all end in row 0
@@ -91,14 +91,14 @@ def discounted_sums(x: list[Tensor], discount: Tensor) -> list[Tensor]:
 
 
 def whitened(x: list[Tensor], eps: float) -> list[Tensor]:
-    """Return (x - mean) / (std + eps), with the moments of all tokens together."""
+    """Return (x - mean) / (std + eps), with mean and std over the tokens of all rollouts."""
     every = torch.cat(x)
     spread = every.std() if len(every) > 1 else every.new_zeros(())
     return [(own - every.mean()) / (spread + eps) for own in x]
 
 
 def per_token(advantage: Tensor | list[Tensor], scores: Scores) -> list[Tensor]:
-    """Return advantages, given as [S] or as one [n_i] for each rollout, in the latter form."""
+    """Return advantages as one [n_i] for each rollout, from that form or from [S]."""
     if isinstance(advantage, list):
         return [a.to(scores.length.dtype) for a in advantage]
     lengths = scores.length.long()

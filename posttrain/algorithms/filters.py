@@ -46,7 +46,7 @@ class DynamicSampling(Component):
 
     @property
     def exclusion_reason(self) -> str:
-        """Return the reason why a group whose rewards differ is not kept."""
+        """Return the reason why the filter drops a group whose rewards differ."""
         return f"the share of successes of its group is not between {self.low:g} and {self.high:g}"
 
     @property
@@ -84,7 +84,7 @@ class OverlongFilter(Component):
         return ~scores.truncated
 
     def why(self, sampled: int, stop: str) -> str:
-        """Return the reason why an episode that ended so, after this many tokens, is not in the loss."""
+        """Return the reason why an episode with `sampled` tokens, which ended by `stop`, is not in the loss."""
         return f"cut off after {sampled} tokens ({stop})"
 
 
@@ -93,12 +93,12 @@ class TokenSelection(Component):
     elsewhere, and every denominator stays that of the full batch.
     """
 
-    option: ClassVar[str] = "a selection of tokens of your own"  # that brings it, for messages
+    option: ClassVar[str] = "a selection of tokens of your own"  # the option that selects it, for messages
 
     def __call__(self, own: Mapping[str, list[Tensor]], advantage: list[Tensor]) -> list[Tensor]:
         """Return the tokens that are kept, bool [n_i] for each rollout.
 
-        `own`: the policy's outputs by field of `Outputs`, as far as `needs` asks for them; [n_i] for each rollout, as
+        `own`: outputs of the policy, by field of `Outputs`, those that are in `needs`; [n_i] for each rollout, as
         `advantage`.
         """
         raise NotImplementedError
@@ -219,7 +219,7 @@ class CovariancePenalty(Component):
 
 
 def covariances(logp: list[Tensor], advantage: list[Tensor]) -> Tensor:
-    """Return each token's part in the covariance of log-probability and advantage, float64, all rollouts end to end."""
+    """Return each token's term in the covariance of log-probability and advantage, float64 [sum of n_i]."""
     lp, a = (torch.cat([own.double().cpu() for own in of]) for of in (logp, advantage))
     return (lp - lp.mean()) * (a - a.mean())
 

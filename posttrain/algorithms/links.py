@@ -1,4 +1,4 @@
-"""Links: from the scores of responses to a loss. Decides how strongly a comparison, or a label, pulls on two scores, or one.
+"""Links: losses as functions of the scores of compared or labelled responses, which determine the size of gradients.
 
 Losses are in nats, one per comparison [C] or label [V]. Their weights are computed in `comparison_weights`.
 
@@ -27,27 +27,29 @@ class Pairs:
 
     better: Tensor  # [C], score of the better response
     worse: Tensor  # [C]
-    margin: Tensor  # [C], by how much it is to be better
-    unit: Tensor  # int64 [C], equal for comparisons that have the same better response
-    coefficients: Mapping[str, float]  # what was measured over a whole optimizer batch, or before it
+    margin: Tensor  # [C], required margin of the better response
+    unit: Tensor  # int64 [C], equal for comparisons with the same better response
+    coefficients: Mapping[str, float]  # measured over a whole optimizer batch, or before it
 
 
 class PreferenceLink(Component):
     """Loss on scores. It reads comparisons (`compare`), or labels (`judge`)."""
 
     reads_labels = False
-    takes_margin = False  # whether it asks the better response to be better by something
+    takes_margin = False  # whether the loss uses a margin between the scores
 
     def compare(self, pairs: Pairs) -> Tensor:
-        """Return losses [C]. Comparisons that are one element of the loss (see `units`) all get that element's."""
+        """Return losses [C]. Comparisons that form one element of the loss (see `units`) all get the element's loss."""
         raise NotImplementedError
 
     def judge(self, score: Tensor, label: Tensor, coefficients: Mapping[str, float]) -> Tensor:
-        """Return losses [V] of scores and labels [V]; coefficients: as in `Pairs`."""
+        """Return losses [V] of scores [V] and labels [V]. `coefficients`: as in `Pairs`."""
         raise NotImplementedError
 
     def units(self, comparisons: Sequence[Comparison]) -> list[int]:
-        """Return a number for each comparison of a preference example, equal where they are one element of the loss."""
+        """Return a number for each comparison of a preference example, equal for those that form one element of the
+        loss.
+        """
         return list(range(len(comparisons)))
 
 
@@ -246,7 +248,7 @@ class ClassifierLink(PreferenceLink):
     """
 
     beta: float = setting(0.1, "beta", BETA, above=0, first_hour=True)
-    shift: bool = setting(True)  # whether d is subtracted; its authors keep a running mean of earlier batches, as here
+    shift: bool = setting(True)  # whether d is subtracted; d is a running mean of earlier batches, as the authors'
     source = "BCO, arXiv 2404.04656, without density ratios"
 
     @property

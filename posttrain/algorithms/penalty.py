@@ -1,6 +1,6 @@
 """Penalties and bonuses: KL penalties, the entropy bonus, and controls of their coefficients.
 
-N    scored tokens of a micro-batch    lp   current log-probability    ref, old   the reference's, the learner's before
+N    scored tokens of a micro-batch    lp   current log-probability    ref, old   the reference's, the old policy's
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Control(Component):
     """Control of a coefficient from step to step. A function of the last coefficient, which is training state."""
 
     def __call__(self, coefficient: float, measured: float, rollouts: int) -> float:
-        """Return the next coefficient; `measured` in nats per token over the step's `rollouts`."""
+        """Return the next coefficient. `measured`: KL in nats per token over the step's `rollouts` rollouts."""
         raise NotImplementedError
 
 
@@ -201,11 +201,11 @@ class KL(Component):
         if self.where == "reward":
             found.add(Need.KL if self.estimator == "exact" else Need.OLD)
         if self.control is not None:
-            found.add(Need.OLD)  # the KL that is measured is that of the step's rollouts
+            found.add(Need.OLD)  # the measured KL is that of the step's rollouts
         return frozenset(found)
 
     def __call__(self, logp: Tensor, ref_logp: Tensor) -> Tensor:
-        """Estimate the KL per token, [N] in nats, from log-probabilities [N] of the sampling policy and of the other.
+        """Estimate the KL per token, [N] in nats, from log-probabilities [N] of the sampling policy and the reference.
 
         Not for `exact`, and without the weight of `weighed`.
         """

@@ -1,4 +1,4 @@
-"""Policy-gradient algorithms as sets of components, and the one objective that all of them share.
+"""Policy-gradient algorithms as sets of components, and the objective that all of them share.
 
 A new paper is one entry of the table and, if it has a new idea, one component. No code checks an algorithm's name.
 
@@ -66,7 +66,7 @@ class Pretraining(Component):
     coefficient: float = setting(
         1.0, "ptx-coefficient", "Weight of the likelihood of --ptx texts in the loss.", least=0
     )
-    rows: int = setting(16, above=0)  # texts in each update
+    rows: int = setting(16, above=0)  # number of texts in each update
     weight: TokenWeight = setting(
         "equal",
         "ptx-weight",
@@ -114,7 +114,7 @@ class Algorithm(AlgorithmBase):
     off_policy_mask: OffPolicyMask | None = None
     kl: KL | None = None
     entropy: Entropy | None = None
-    select: tuple[TokenSelection, ...] = ()  # tokens that keep their advantage: those that all of them keep
+    select: tuple[TokenSelection, ...] = ()  # tokens keep their advantage if all selections keep them
     covariance: CovariancePenalty | None = None
     critic: CriticLoss | None = setting(None, brought="--advantage gae")
     teacher: Distillation | None = setting(None, brought="posttrain distill --teacher FOLDER")
@@ -145,7 +145,7 @@ class Algorithm(AlgorithmBase):
 
     @property
     def looks_back(self) -> bool:
-        """Whether the log-probabilities of the step's start have to be known in its later updates."""
+        """Whether later updates of a step need the log-probabilities from its start."""
         weighed = self.kl is not None and self.kl.weighed
         parts = self.off_policy_mask, self.covariance, self.early_stop
         compares = self.surrogate.uses_ratio or weighed or any(part is not None for part in parts)
@@ -159,23 +159,23 @@ class Algorithm(AlgorithmBase):
 
     @property
     def reinforces(self) -> bool:
-        """Whether anything is reinforced: rewards, or a teacher's log-probability of each sampled token."""
+        """Whether the loss reinforces sampled tokens, by rewards or by a teacher's log-probabilities."""
         return not isinstance(self.advantage, Unrewarded) or (self.teacher is not None and self.teacher.sampled)
 
     @property
     def weighs_older(self) -> bool:
-        """Whether rollouts of any weights give the same expected gradient, as far as the algorithm can correct for them."""
-        exact = not self.reinforces or not self.surrogate.samples  # over the vocabulary, wherever the sampler went
+        """Whether the expected gradient is independent of the weights that sampled, as far as corrections allow."""
+        exact = not self.reinforces or not self.surrogate.samples  # over the vocabulary, for any sampled tokens
         return exact or self.correction is not None or (self.old == "sampler" and self.surrogate.uses_ratio)
 
     @property
     def weighs_updates(self) -> bool:
-        """Whether the same holds for the earlier weights of the step's own updates."""
+        """Whether it is independent of the changes of the weights in earlier updates of the same step."""
         return self.weighs_older or (self.surrogate.uses_ratio and self.replay is None)
 
     @property
     def multiplies(self) -> bool:
-        """Whether its ratio is an unbounded product over tokens, which is exact for any sampling policy."""
+        """Whether the ratio is an unbounded product over tokens, which is exact for any sampling policy."""
         return self.surrogate.uses_ratio and not self.surrogate.clips and any(step.multiplies for step in self.ratio)
 
     @property
@@ -185,9 +185,9 @@ class Algorithm(AlgorithmBase):
 
     @property
     def moves_every_token(self) -> bool:
-        """Whether every rollout can have a gradient, or bound the step, though its advantage is 0."""
+        """Whether rollouts can have a gradient, or bound the step, even if their advantage is 0."""
         penalised = (self.kl is not None and self.kl.where == "loss") or self.widens
-        region = self.trust_region is not None  # its KL is over all tokens, not those alone that the advantage moves
+        region = self.trust_region is not None  # its KL is over all tokens, not only those with an advantage
         others = self.critic, self.imitation, self.teacher, self.surrogate.wants
         return penalised or region or any(others)
 
@@ -203,12 +203,12 @@ class PolicyObjective:
         return self.algorithm.wants
 
     def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
-        """Return the loss, a scalar. Metrics are averaged over the tokens that are fed."""
+        """Return the loss, a scalar. Metrics are averaged over the tokens of the batch."""
         algorithm = self.algorithm
         if algorithm.old == "sampler" and batch.advantage is not None:
             assert batch.sampler_logp is not None, "rollouts were sampled"
             batch = replace(batch, old_logp=batch.sampler_logp)
-        if batch.advantage is None:  # text to imitate, and nothing else
+        if batch.advantage is None:  # only text to imitate
             assert batch.imitate is not None and algorithm.pretraining is not None
             stats.add("ptx/nll", -outputs.logp.detach().sum().item(), outputs.logp.numel())
             return -(batch.imitate * weighed_likelihood(outputs.logp, algorithm.pretraining.weight)).sum()
@@ -240,19 +240,19 @@ class PolicyObjective:
     def _surrogate(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
         """Return the surrogate per token, [N], with the correction for the engine's log-probabilities."""
         algorithm, logp = self.algorithm, outputs.logp if self.algorithm.reinforces else outputs.logp.detach()
-        first = batch.old_logp is None  # of the step's updates: the old policy is the current one
+        first = batch.old_logp is None  # first update of the step: the old policy is the current one
         old = logp.detach() if batch.old_logp is None else batch.old_logp
         start = logp.detach() if algorithm.old == "sampler" else old
         batch = replace(batch, old_logp=old)
         if algorithm.teacher is not None and algorithm.teacher.sampled:
             assert batch.advantage is not None and batch.teacher_logp is not None
             stats.add("divergence", (start - batch.teacher_logp).sum().item(), start.numel())
-            # by older weights' probabilities it would not be the gradient of the reverse KL
+            # with log-probabilities of older weights it would not be the gradient of the reverse KL
             batch = replace(batch, advantage=batch.advantage + algorithm.teacher.worth(batch.teacher_logp, start))
         log_ratio = logp - old
         for step in algorithm.ratio:
             log_ratio = step(log_ratio, batch)
-        # Far beyond any clip; above it, a product over a sequence overflows, and its gradient is NaN.
+        # Far beyond any clip; without this limit a product over a sequence overflows, and its gradient is NaN.
         ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
         gain = algorithm.surrogate(ratio, replace(outputs, logp=logp), batch)
         if batch.sampler_logp is not None and algorithm.correction is not None:
@@ -263,7 +263,7 @@ class PolicyObjective:
         return gain
 
     def _penalty(self, kl: KL, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
-        """Return the KL penalty per token, [N]; 0 where the KL is in the reward."""
+        """Return the KL penalty per token, [N]; 0 if the KL is in the reward."""
         logp, current = outputs.logp, outputs.logp.detach()
         count = logp.numel()
         if kl.against == "old":
@@ -287,7 +287,7 @@ class PolicyObjective:
 
     @staticmethod
     def _estimate(kl: KL, logp: Tensor, other: Tensor, batch: Batch) -> Tensor:
-        """Return the estimate of each token, [N]: its own, or that of its whole response."""
+        """Return the KL estimate of each token, [N]: the token's own, or that of its whole response."""
         if kl.unit == "token":
             return kl(logp, other)
         total, _, inverse = over_rollouts(other - logp, batch.rollout)
@@ -296,7 +296,7 @@ class PolicyObjective:
     def _measure(self, ratio: Tensor, start: Tensor, first: bool, outputs: Outputs, batch: Batch, stats: Stats) -> None:
         """Add the metrics of the ratio.
 
-        `start`: log-probabilities of the step's start, or the current ones where these are no longer known.
+        `start`: log-probabilities at the step's start, or the current ones if those are unknown.
         """
         count = ratio.numel()
         if first:
@@ -313,7 +313,7 @@ class PolicyObjective:
             moved = (outputs.logp.detach() - batch.old_logp).double()
             stats.add("kl/step", (moved.expm1() - moved).sum().item(), count)
         if batch.sampler_logp is not None:
-            # How far the engine's numbers are from the learner's: estimates KL(sampler || learner), unclipped.
+            # Difference of the engine's log-probabilities from the learner's: estimates of KL(sampler || learner).
             gap = (start - batch.sampler_logp).double()
             stats.add("sampler/kl", (gap.expm1() - gap).sum().item(), count)
             stats.add("sampler/gap", gap.abs().sum().item(), count)
@@ -324,5 +324,5 @@ class PolicyObjective:
 
 
 def policy_objective(algorithm: Algorithm) -> Objective:
-    """Return the loss of `algorithm`."""
+    """Return the objective of `algorithm`, for the learner."""
     return PolicyObjective(algorithm)

@@ -33,7 +33,7 @@ from posttrain.algorithms.turn_groups import TurnGroups
 from posttrain.learners.natural_gradient import TrustRegion
 
 _ALGORITHMS = (
-    # -- the reward of the whole response, no critic -------------------------------------------------------------------
+    # -- reward of the whole response, without a critic ----------------------------------------------------------------
     Algorithm(
         "reinforce",
         "REINFORCE without a baseline, on the reward to go (Williams 1992)",

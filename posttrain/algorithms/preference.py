@@ -1,6 +1,6 @@
-"""Preference algorithms: link x score x margin x likelihood term, and the one objective that all of them share.
+"""Preference algorithms: link x score x margin x likelihood term, and the objective that all of them share.
 
-It serves pairs, rankings and labels alike. In reward models, which share the links, the score is the output of a head.
+The objective serves pairs, rankings and labels. In reward models, which use the same links, a head outputs the score.
 
     N    scored tokens of a micro-batch    R    responses in it    C    comparisons    V    labels
 """
@@ -89,7 +89,7 @@ class Imitated(Component):
         return f"{self.coefficient:g} x {by}"
 
     def shares(self, lengths: list[int]) -> list[float]:
-        """Return the weight of each token of the imitated responses of an optimizer batch, from their lengths."""
+        """Return the weight of a token in each imitated response of an optimizer batch, given the lengths."""
         if self.per == "tokens":
             return [self.coefficient / sum(lengths)] * len(lengths)
         of_each = [1 if self.per == "sums" else n for n in lengths]
@@ -151,9 +151,9 @@ class PreferenceObjective:
         return loss
 
     def measure(self, outputs: Outputs, batch: Batch, stats: Stats, before: str = "") -> None:
-        """Add the metrics of these responses; their names begin with `before`.
+        """Add the metrics of these responses, under names that begin with `before`.
 
-        Rewards and margins are of the scores that are compared: where there is a tail, the scores with its weight.
+        Rewards and margins are computed from the compared scores, which include the weight of the tail if there is one.
         """
         said = batch.preferences
         assert said is not None
@@ -182,14 +182,14 @@ class PreferenceObjective:
                 stats.add(f"{before}accuracy", won.sum().item(), len(margin))
                 stats.add(f"{before}margin", margin.sum().item(), len(margin))
             if batch.ref_logp is not None:
-                # At the data's tokens, whose sampling policy is unknown: k2, which is near the KL from either side.
+                # The sampling policy of the data's tokens is unknown: k2 is near the KL of either direction.
                 ratio = (outputs.logp - batch.ref_logp).double()
                 stats.add(f"{before}kl/data", (0.5 * ratio.square()).sum().item(), ratio.numel())
 
     def _compared(
         self, outputs: Outputs, batch: Batch, said: Preferences, responses: Responses
     ) -> tuple[Tensor, Tensor]:
-        """Return scores [C] and [C] of the two sides; tokens behind the length of the shorter one have weight `tail`."""
+        """Return the scores, [C] each, of better and worse responses; tokens beyond the shorter length weigh `tail`."""
         shorter = torch.minimum(responses.length[said.better], responses.length[said.worse])
         better, worse = (self.algorithm.score(outputs, batch, responses, w, shorter) for w in (said.better, said.worse))
         return better, worse

@@ -1,9 +1,9 @@
 """Table of preference algorithms, which learn from preferences without sampling.
 
-WPO (arXiv 2406.11827) is --policy-weight, LD-DPO (arXiv 2409.06411) is --tail, for any row.
+WPO (arXiv 2406.11827) is --policy-weight, LD-DPO (arXiv 2409.06411) is --tail, for any algorithm.
 
-Left out: AOT (arXiv 2406.05882), which sorts the scores of a micro-batch, so that the loss depends on how the batch is cut;
-and DiscoPOP (arXiv 2406.08414), a link that a search over code found: it has no derivation, and is not convex.
+Left out: AOT (arXiv 2406.05882), which sorts the scores of a micro-batch, so that the loss depends on the split of the
+batch; and DiscoPOP (arXiv 2406.08414), a link found by a search over code: it has no derivation, and is not convex.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Ratio steps: transformations of the log ratio of each token before it is exponentiated, applied left to right.
+"""Ratio steps: transformations of each token's log ratio before it is exponentiated, applied left to right.
 
-An algorithm has a sequence of steps because they do not commute: GSPO averages and then clips, GMPO clips and then averages.
-Each step takes the log ratio [N] and the micro-batch and returns a log ratio [N]. Rollouts are whole within a
-micro-batch and their tokens are neighbours, which `over_rollouts` relies on.
+An algorithm has a sequence of steps because they do not commute: GSPO averages and then clips, GMPO clips and then
+averages. Each step takes the log ratio [N] and the micro-batch and returns a log ratio [N]. Rollouts are whole within a
+micro-batch and their tokens are contiguous, which `over_rollouts` relies on.
 
     N    scored tokens of a micro-batch    r    exp(log ratio)    n_i    sampled tokens of rollout i
 """
@@ -28,7 +28,7 @@ class RatioStep(Component):
 
     @property
     def multiplies(self) -> bool:
-        """Whether it makes a product over tokens: the probability of a whole prefix or reply over that of sampling it."""
+        """Whether the result is a product over tokens: the ratio of probabilities of a whole prefix or reply."""
         return False
 
     def __call__(self, log_ratio: Tensor, batch: Batch) -> Tensor:
@@ -165,7 +165,7 @@ class Correction(Component):
         }[self.kind]
 
     def __call__(self, gap: Tensor, rollout: Tensor) -> Tensor:
-        """Return the weight [N] from gap [N] = old - mu, without a gradient, and the rollout of each token [N]."""
+        """Return weights [N], given gap [N] = old - mu, without a gradient, and the rollout of each token, [N]."""
         if self.kind in ("sequence", "sequence-truncate"):
             total, count, inverse = over_rollouts(gap, rollout)
             if self.kind == "sequence-truncate":
@@ -200,7 +200,7 @@ class OffPolicyMask(Component):
         return f"M = 0 where A < 0 and sum_t (old_t - lp_t) / n_i > {self.delta:g}, else 1"
 
     def __call__(self, gap: Tensor, batch: Batch, stats: Stats) -> Tensor:
-        """Return M [N] from gap [N] = old - lp, without a gradient. Adds the share of masked tokens to the metrics."""
+        """Return M [N], given gap [N] = old - lp, without a gradient. Add the share of masked tokens to the metrics."""
         assert batch.advantage is not None
         total, count, inverse = over_rollouts(gap, batch.rollout)
         masked = (batch.advantage < 0) & (total / count > self.delta)[inverse]
@@ -220,7 +220,7 @@ RATIOS: dict[str, tuple[RatioStep, ...]] = {
 
 
 def over_rollouts(x: Tensor, rollout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return sums of x [N] over the micro-batch's rollouts [R], token counts [R], and the rollout of each token [N]."""
+    """Return (sums of x [N] over each rollout of the micro-batch [R], token counts [R], rollout of each token [N])."""
     _, inverse, count = rollout.unique_consecutive(return_inverse=True, return_counts=True)
     total = torch.zeros(len(count), dtype=x.dtype, device=x.device).index_add(0, inverse, x)
     return total, count.to(x.dtype), inverse

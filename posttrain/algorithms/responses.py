@@ -1,6 +1,6 @@
-"""Scores of responses from the log-probabilities of their tokens, the input of links.
+"""Scores of responses, computed from the log-probabilities of their tokens; the input of links.
 
-N    scored tokens of a micro-batch    R    responses in it    M    some of them, which may repeat
+N    scored tokens of a micro-batch    R    responses in it    M    selected responses, which may repeat
 n    scored tokens of a response       lp, ref    their log-probabilities under the policy and the reference
 """
 
@@ -26,8 +26,8 @@ LENGTH_DESENSITISED = "; LD-DPO, arXiv 2409.06411"
 class Responses:
     """Responses of a micro-batch, and the response that each flat token belongs to."""
 
-    transcript: Tensor  # int64 [N], index in [R]: neighbours
-    length: Tensor  # int64 [R], tokens of each
+    transcript: Tensor  # int64 [N], index of the token's response in [R]; tokens of a response are contiguous
+    length: Tensor  # int64 [R], tokens of each response
 
     @staticmethod
     def of(batch: Batch) -> Responses:
@@ -36,7 +36,7 @@ class Responses:
     def total(self, values: Tensor, which: Tensor, first: Tensor | None = None, tail: float = 1.0) -> Tensor:
         """Return sums [M] of the values [N] over the tokens of the responses `which` [M], in float64.
 
-        `first` int64 [M]: tokens behind this number have weight `tail`.
+        `first` int64 [M]: tokens of a response beyond this number have weight `tail`; None: all have weight 1.
         """
         values = values.double()
         if first is None or tail == 1.0:
@@ -77,7 +77,7 @@ class LogRatio(Score):
     divergence: Literal["reverse-kl", "forward-kl", "jensen-shannon", "alpha"] = setting(
         "reverse-kl", "divergence", "Divergence from the reference, in place of the reverse KL."
     )
-    alpha: float = setting(0.5, least=0)  # 1 less the paper's: 1 is the reverse KL, 0 the forward one
+    alpha: float = setting(0.5, least=0)  # 1 - the paper's alpha: 1 is the reverse KL, 0 the forward KL
     tail: float = setting(1.0, "tail", TAIL, least=0, most=1)
     needs = frozenset({Need.REFERENCE})
 

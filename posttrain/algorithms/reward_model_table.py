@@ -1,6 +1,6 @@
-"""Reward-model algorithms: link x margin x penalty over the scores of a head, their objective and their table.
+"""Reward-model algorithms: link x margin x penalty over the scores of a head; their objective and their table.
 
-N    readings of a micro-batch: hidden states that are scored    U    scores    C    comparisons    V    labels
+N    scored hidden states ("readings") of a micro-batch    U    scores    C    comparisons    V    labels
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ScorePenalty(Component):
         return f"{self.sign:g} (relu(-r_w) + relu(r_l)) + {self.size:g} (r_w^2 + r_l^2)"
 
     def __call__(self, better: Tensor, worse: Tensor) -> Tensor:
-        """Return penalties [C] of scores [C]."""
+        """Return penalties [C], given the scores [C] of better and of worse responses."""
         sign = torch.relu(-better) + torch.relu(worse)
         return self.sign * sign + self.size * (better.square() + worse.square())
 
@@ -76,7 +76,7 @@ class RewardModelObjective:
     """Loss of one micro-batch of preference examples, and metrics of their scores."""
 
     algorithm: RewardModelAlgorithm
-    mean: bool = False  # whether a score is the mean over the readings of a response; else each reading is one
+    mean: bool = False  # whether a score is the mean over a response's readings; otherwise each reading is a score
     wants = frozenset({"score"})
 
     def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:

@@ -1,8 +1,8 @@
 """Access to every setting of every component of an algorithm by its place: "surrogate.high", "kl.control.target".
 
-Places follow the fields of the algorithm and of its components; within several components of one field, a component is named
-by its class ("shaping.soft-overlong.cache"). Flags such as "clip_high" are declared beside their setting and name all places
-that have it.
+A place is a path of fields of the algorithm and of its components; if a field has several components, the path contains
+the name of the component's class ("shaping.soft-overlong.cache"). A flag such as "clip_high" is declared with its
+setting, and applies to all places that have the setting.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ class Flag:
 
     name: str  # with underscores
     help: str
-    type: Any  # what it takes: of all places together
-    places: tuple[tuple[Place, type[Component]], ...]  # of the setting, and its component there
+    type: Any  # common type of the values at all places
+    places: tuple[tuple[Place, type[Component]], ...]  # places of the setting, and the component's class at each
     first_hour: bool = False  # whether --help shows it, and not only --help-all
 
 
 def choose(algorithm: AnyAlgorithm, settings: Mapping[str, Any]) -> AnyAlgorithm:
-    """Return the algorithm with the whole components that these settings choose; others are ignored. Raises as `change`."""
+    """Return the algorithm with those settings applied that choose whole components. Raises as `change`."""
     return change(algorithm, {name: value for name, value in settings.items() if _rank(type(algorithm), name) == 0})
 
 
 def change(algorithm: AnyAlgorithm, settings: Mapping[str, Any]) -> AnyAlgorithm:
     """Return the algorithm with these settings: names of flags or places -> values, as text or of their type.
 
-    Whole components are chosen first, then made or removed, then changed, so the order of settings does not matter.
+    Whole components are chosen first, then created or removed, then changed, so the order of settings does not matter.
 
-    Raises UserError, in one line, for a name that does not exist, a value that does not fit, a flag whose setting no
-    component of the algorithm has, and one setting with two values.
+    Raises UserError, in one line, for an unknown name, a value that does not fit, a flag whose setting no component of
+    the algorithm has, and a setting with two values.
     """
     kind = type(algorithm)
     _refuse_two_values(kind, settings)
@@ -70,7 +70,7 @@ def change(algorithm: AnyAlgorithm, settings: Mapping[str, Any]) -> AnyAlgorithm
 
 
 def _refuse_two_values(kind: type[AlgorithmBase], settings: Mapping[str, Any]) -> None:
-    """Raise UserError where a setting is given by its flag and by its place, with different values."""
+    """Raise UserError if a setting is given by its flag and by its place with different values."""
     by_name = {name.replace("-", "_"): name for name in settings}
     for plain, name in by_name.items():
         flag = flags(kind).get(plain)
@@ -105,12 +105,12 @@ _flags: dict[type[AlgorithmBase], dict[str, Flag]] = {}
 
 
 def settings_of(algorithm: AlgorithmBase) -> dict[str, Any]:
-    """Return every setting of an algorithm: place -> value; for a whole component that can be chosen, its name."""
+    """Return every setting of an algorithm: place -> value, or the name of a whole component that can be chosen."""
     return dict(_values(algorithm, ()))
 
 
 def check_components(algorithm: AlgorithmBase) -> None:
-    """Raise UserError where a user's own algorithm holds something else than components of the declared classes."""
+    """Raise UserError if a field of a user's own algorithm has a value that is not of the declared component class."""
     for f in dataclasses.fields(algorithm):
         value, hint = getattr(algorithm, f.name), _hints(type(algorithm))[f.name]
         kind, several = _component_class(hint)
@@ -126,7 +126,7 @@ def check_components(algorithm: AlgorithmBase) -> None:
 
 
 def check_ranges(algorithm: AlgorithmBase) -> None:
-    """Raise UserError for a setting outside its range: a user's own algorithm may be made with any value."""
+    """Raise UserError for a setting outside its range, since a user's own algorithm may have any value."""
     for place, part, name in _settings_at(algorithm, ()):
         known = setting_of(_fields(type(part))[name])
         if known.bounds != SettingRange():
@@ -162,13 +162,13 @@ def _values(part: Any, above: Place) -> Iterator[tuple[str, Any]]:
 
 
 def _same_kind(one: Any, other: Any) -> bool:
-    """Whether two choices are of the same kind, whatever their settings."""
+    """Return whether two choices are of the same kind, regardless of their settings."""
     if isinstance(one, tuple) and isinstance(other, tuple):
         return [type(x) for x in one] == [type(x) for x in other] and (not one or one == other or len(one) > 1)
     return type(one) is type(other)
 
 
-# -- what there is -----------------------------------------------------------------------------------------------------
+# -- declared settings -------------------------------------------------------------------------------------------------
 
 
 def _declared_settings(kind: type[Any], above: Place) -> Iterator[tuple[Place, type[Any], Any, Setting]]:
@@ -194,11 +194,11 @@ def _hints(kind: type[Any]) -> dict[str, Any]:
     return _evaluated[kind]
 
 
-_evaluated: dict[type[Any], dict[str, Any]] = {}  # hints are text until they are evaluated, which takes its time
+_evaluated: dict[type[Any], dict[str, Any]] = {}  # cache: evaluating type hints, which are text, is slow
 
 
 def _component_class(hint: Any) -> tuple[type[Component] | None, bool]:
-    """Return the component class that a field holds, if it holds any, and whether it holds several."""
+    """Return (the component class of a field with this type hint or None, whether the field has several components)."""
     if get_origin(hint) is tuple:
         return _component_class(get_args(hint)[0])[0], True
     if get_origin(hint) in (Union, types.UnionType):
@@ -207,7 +207,7 @@ def _component_class(hint: Any) -> tuple[type[Component] | None, bool]:
 
 
 def _concrete_classes(kind: type[Component]) -> list[type[Component]]:
-    """Return the class and its subclasses, as far as these are concrete components."""
+    """Return those of the class and its subclasses that are concrete components."""
     below = [x for child in kind.__subclasses__() for x in _concrete_classes(child)]
     return ([kind] if dataclasses.is_dataclass(kind) else []) + below
 
@@ -218,7 +218,7 @@ def _named(kind: type) -> str:
 
 
 def _common_type(every: Sequence[tuple[Place, type[Component], Any, Setting]]) -> Any:
-    """Return one type for a flag that several components have: they agree, or each takes some of the same words."""
+    """Return the type of a flag that several components have: their common type, or the union of their words."""
     if choices := every[0][3].choices:
         words = tuple(choices)
         return bool if set(words) == {"true", "false"} else Literal[words]
@@ -233,11 +233,11 @@ def _words(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) if get_origin(hint) is Literal else ()
 
 
-# -- where a name leads ------------------------------------------------------------------------------------------------
+# -- from a name to a setting ------------------------------------------------------------------------------------------
 
 
 def _rank(kind: type[AlgorithmBase], name: str) -> int:
-    """Return the rank of a setting: 0 chooses a whole component, 1 may make or remove one, 2 changes one."""
+    """Return the rank of a setting: 0 chooses a whole component, 1 may create or remove one, 2 changes one."""
     flag = flags(kind).get(name.replace("-", "_"))
     place = flag.places[0][0] if flag else tuple(name.split("."))
     known = next((declared for where, _, _, declared in _declared_settings(kind, ()) if where == place), Setting())
@@ -251,7 +251,7 @@ def _knob_at(place: Place, owner: type[Component]) -> Setting:
 
 
 def _has_component(algorithm: AlgorithmBase, place: Place, owner: type[Component]) -> bool:
-    """Whether the algorithm has a component of this class at the place of this setting."""
+    """Return whether the algorithm has a component of this class at the place of this setting."""
     found: Any = algorithm
     for name in place[:-1]:
         if isinstance(found, tuple):
@@ -262,7 +262,7 @@ def _has_component(algorithm: AlgorithmBase, place: Place, owner: type[Component
 
 
 def _hint(kind: type[AlgorithmBase], flag: Flag) -> str:
-    """Return the choice that brings a component with the setting."""
+    """Return a hint at options that add a component with the setting of this flag, for messages."""
     brings = []
     for other in flags(kind).values():
         known = _knob_at(*other.places[0])
@@ -286,7 +286,9 @@ def _hint(kind: type[AlgorithmBase], flag: Flag) -> str:
 
 
 def _assigned(part: Any, place: Sequence[str], value: Any, written: str, whole: str) -> Any:
-    """Return the component (or algorithm) with one setting changed. written: the user's name; whole: the full place."""
+    """Return the component (or algorithm) with one setting changed. `written`: the name that the user gave; `whole`:
+    the full place.
+    """
     hints = _hints(type(part))
     name = place[0].replace("-", "_")
     if name not in hints or name in LABELS:
@@ -308,7 +310,7 @@ def _assigned(part: Any, place: Sequence[str], value: Any, written: str, whole: 
 
 
 def _read(value: Any, hint: Any, known: Setting, written: str) -> Any:
-    """Return the value of a plain setting."""
+    """Convert and check the value of a plain setting."""
     new = convert(value, hint, written)
     if known.off is not NEVER and new == known.off:
         return None
@@ -317,11 +319,11 @@ def _read(value: Any, hint: Any, known: Setting, written: str) -> Any:
 
 
 def _is_absent(value: Any, known: Setting, hint: Any) -> bool:
-    """Whether this value means that there is no such component."""
+    """Return whether this value removes the component."""
     if known.absent is NEVER:
         return False
     if value is None or (isinstance(value, str) and value.lower() == "none"):
-        return type(None) not in get_args(hint)  # None is no value of the setting itself
+        return type(None) not in get_args(hint)  # None is not a value of the setting itself
     if isinstance(known.absent, str):
         return bool(value == known.absent)
     try:
@@ -331,7 +333,7 @@ def _is_absent(value: Any, known: Setting, hint: Any) -> bool:
 
 
 def _in_one(current: Any, kind: type[Component], place: Sequence[str], value: Any, written: str, whole: str) -> Any:
-    """Change a setting of the one component that a field holds, or may hold."""
+    """Change a setting of a field's single component, which may have to be created."""
     owner = kind if current is None else type(current)
     name = place[0].replace("-", "_")
     fields = _fields(owner)
@@ -352,7 +354,7 @@ def _in_one(current: Any, kind: type[Component], place: Sequence[str], value: An
 def _in_several(
     current: tuple[Any, ...], kind: type[Component], place: Sequence[str], value: Any, written: str, whole: str
 ) -> Any:
-    """Change a setting of one of the components that a field holds."""
+    """Change a setting of one of a field's components."""
     classes = {_named(own): own for own in _concrete_classes(kind)}
     named = place[0].replace("_", "-")
     if named not in classes:
@@ -369,7 +371,7 @@ def _in_several(
 
 
 def _chosen(value: Any, kind: type[Component], several: bool, hint: Any, known: Setting, written: str) -> Any:
-    """Return a whole component, given by its name, by "my.py:name", or as an object."""
+    """Return a whole component, given by name, as "my.py:name", or as an object."""
     choices = known.choices or {}
     word = str(value).lower() if isinstance(value, bool) else value
     if isinstance(word, str) and word in choices:

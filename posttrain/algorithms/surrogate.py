@@ -1,8 +1,8 @@
-"""Surrogate objectives: the quantity maximised for each token, one idea each.
+"""Surrogate objectives: the quantity maximised for each token. Each class has one idea.
 
-A component is a callable frozen dataclass. Its fields are its settings, `formula` is its equation in plain mathematics, and
-`source` is the origin of the equation. Components see the scoreboard or flat tensors of scored tokens, never a mask, a
-prompt or a world size.
+A component is a callable frozen dataclass. Its fields are its settings, `formula` is its equation in plain mathematics,
+and `source` is the origin of the equation. Components get the scoreboard or flat tensors of scored tokens, never a
+mask, a prompt or a world size.
 
     N    scored tokens of a micro-batch    S = B    rollouts of the optimizer batch    n_i    sampled tokens of rollout i
     lp   current log-probability           old      the learner's before the update    A      advantage
@@ -26,15 +26,15 @@ class Surrogate(Component):
     """Surrogate objective, maximised for each token."""
 
     uses_ratio = True
-    samples = True  # whether it is a mean over sampled tokens, so that it matters which weights sampled them
+    samples = True  # whether it is a mean over sampled tokens, and so depends on the weights that sampled them
 
     @property
     def clips(self) -> bool:
-        """Whether ratios far from 1 are treated differently, which has no effect where every ratio is 1."""
+        """Whether ratios far from 1 are treated differently, which has no effect if every ratio is 1."""
         return False
 
     def __call__(self, ratio: Tensor, outputs: Outputs, batch: Batch) -> Tensor:
-        """Return [N], from the ratio [N], the models' outputs, and the batch, whose `old_logp` is filled in."""
+        """Return the surrogate [N], given the ratio [N], the models' outputs, and the batch with `old_logp` set."""
         raise NotImplementedError
 
     def measure(self, ratio: Tensor, outputs: Outputs, batch: Batch, stats: Stats) -> None:
@@ -255,7 +255,7 @@ class DivergenceMask(Surrogate):
     def _distance(self, logp: Tensor, old: Tensor) -> Tensor:
         if self.divergence == "tv":
             return (logp.exp() - old.exp()).abs()
-        least = torch.finfo(logp.dtype).tiny  # a probability of 1 leaves nothing for the others
+        least = torch.finfo(logp.dtype).tiny  # with a probability of 1 the other tokens have probability 0
         others, before = (-torch.expm1(x.clamp(max=-least)) for x in (logp, old))
         return old.exp() * (old - logp) + before * (before.log() - others.log())
 

@@ -103,13 +103,13 @@ class Distillation(Component):
         return replace(self, temperature=limits.temperature if self.temperature is None else self.temperature)
 
     def distance(self, outputs: Outputs) -> Tensor:
-        """Return the divergence per token, [N] in nats, with a gradient into the policy. Not for `sampled`."""
+        """Return the divergence per token, [N] in nats, differentiable in the policy. Not for `sampled`."""
         found: Tensor = getattr(outputs, FIELDS[self.divergence])
         return found
 
     def worth(self, teacher_logp: Tensor, logp: Tensor) -> Tensor:
         """Return the addition of `sampled` to each token's advantage, [N].
 
-        `logp`: that of the sampling policy, without a gradient.
+        `logp`: log-probabilities under the sampling policy, without a gradient.
         """
         return self.coefficient * (teacher_logp - logp)

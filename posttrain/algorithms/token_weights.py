@@ -1,4 +1,4 @@
-"""Weights of tokens in a likelihood term, functions of the probability that the policy gives them.
+"""Weights of tokens in a likelihood term, as functions of the tokens' probability under the policy.
 
 N    scored tokens of a micro-batch    p    exp(lp), the policy's probability of a token
 """
@@ -25,7 +25,7 @@ SOURCES: dict[TokenWeight, str] = {
 
 
 def weighed_likelihood(logp: Tensor, weight: TokenWeight) -> Tensor:
-    """Return lp times the token's weight, [N]; the weight has no gradient."""
+    """Return log-probability times the token's weight, [N]; the weight has no gradient."""
     if weight == "equal":
         return logp
     p = logp.detach().exp()

@@ -1,6 +1,6 @@
-"""Advantages of turns: an episode's turn is compared with others of its group that began in the same state.
+"""Advantages of turns: an episode's turn is compared with the turns of its group that began in the same state.
 
-R_t    what turn t and later ones of a rollout earned, discounted by turns
+R_t    sum of the rewards of turn t and later turns of a rollout, discounted per turn
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class TurnGroups(Advantage):
         return out
 
     def _returns(self, earned: Tensor, turns: tuple[TurnStart, ...]) -> list[float]:
-        """Return R_t of each turn, from what each token earned, [n_i]."""
+        """Return R_t of each turn, given the reward that each token earned, [n_i]."""
         ends = [*(turn.before for turn in turns), len(earned)]
         found: list[float] = []
         behind = 0.0

@@ -1,4 +1,4 @@
-"""The parent's side of a process in which an engine runs: a socket to it, and a log file with its output."""
+"""Starts and ends the process of an engine, connected by a socket, with a log file for its output."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from posttrain.system.child_processes import Child, pair
 from posttrain.system.temp_folders import temp_log
 
-CLOSE_SECONDS = 5.0  # for an idle process to exit by itself
+CLOSE_SECONDS = 5.0  # timeout for an idle process to exit by itself
 
 
 class EngineProcess:
-    """An engine's process. `target`: "package.module:function", called with the number of the socket and with
+    """The process of an engine. `target`: "package.module:function", called with the socket's file descriptor and
     `descriptors`.
     """
 
@@ -29,12 +29,12 @@ class EngineProcess:
             os.close(descriptor)
 
     def kill(self) -> None:
-        """Kill the process; its log stays."""
+        """Kill the process, and keep its log."""
         self.child.kill()
         self.socket.close()
 
     def leave(self) -> None:
-        """End the process, by closing its socket and, if need be, by force; its log is removed."""
+        """End the process by closing its socket, or else by force, and remove its log."""
         self.socket.close()
         self.child.wait(CLOSE_SECONDS)
         self.child.kill()

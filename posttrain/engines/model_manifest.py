@@ -1,6 +1,4 @@
-"""Description of a model for engines in other processes: its config.json, its tensors by name, the size of its
-cache.
-"""
+"""Description of a model for engines in other processes: config.json, tensors by name, and cache size."""
 
 from __future__ import annotations
 
@@ -17,14 +15,14 @@ HEAD = "lm_head.weight"
 
 
 def backbone_of(model: Model) -> Backbone:
-    """Return the backbone of a model. Raises UserError for a kind of model that only this process knows."""
+    """Return the backbone of a model. Raises UserError for a kind of model that other processes cannot build."""
     if model.decoder is None:
         raise UserError(f"engines in other processes cannot take over the weights of a {type(model).__name__}")
     return model.decoder
 
 
 def with_head(model: Backbone) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors under the names of a checkpoint, with the output head even where it is the embedding."""
+    """Yield (name in a checkpoint, tensor) of a model, with the output head even if it is tied to the embedding."""
     for name, tensor in model.stored_tensors():
         if name != HEAD or not model.tied:
             yield name, tensor

@@ -1,4 +1,4 @@
-"""Opens the engine that samples, by its name in the options."""
+"""Opens the rollout engine that the options name."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def open_engine(
 ) -> Engine:
     """Open an engine.
 
-    `seconds`: timeout of an engine in another process, in a weight sync and in a decoding step. `serving`: requests
-    come at any time, and memory is used for sampling alone. `own`: sample with the weights that were loaded last,
-    whatever happens to the model meanwhile. `many`: open a pool, if it names engines.
+    `seconds`: timeout of a weight sync and of a decoding step, for an engine in another process. `serving`: requests
+    come at any time, and memory is used for sampling alone. `own`: sample with the weights that were loaded last, even
+    if the model changes. `many`: open a pool if it names engines.
     """
     if kind == "local" and many.weight_sync == "adapter":
         raise UserError("--weight-sync adapter requires --engine vllm")

@@ -1,7 +1,7 @@
-"""A request to an engine, its checks, and how its reply ends: the same for every engine.
+"""Requests to engines: checks of a request, and the end of its reply, the same for every engine.
 
-An engine samples tokens; whether a prompt is valid, whether a stop string has been reached, why a reply ended and what
-its text is are decided here, with the run's own tokenizer.
+An engine only samples tokens. This module checks prompts, finds stop strings, and determines why a reply ended and its
+text, with the run's own tokenizer.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class Request:
     id: int
     prompt: tuple[int, ...]
     sampling: Sampling
-    own: tuple[int, ...] = ()  # tokens that follow the prompt and are given too, where an earlier request is continued
+    own: tuple[int, ...] = ()  # given tokens behind the prompt, if the request continues an earlier one
     keep: bool = False  # whether another request may continue this one
     media: tuple[Media, ...] = ()  # pictures in the prompt
 
     def check(self, context: int, vocab: int) -> Request:
-        """Return the request. Raises UserError if the prompt leaves no room for a reply, or holds a token the model
-        lacks.
+        """Return the request. Raises UserError if the prompt leaves no room for a reply, or has a token outside the
+        vocabulary.
         """
         if not self.prompt:
             raise UserError("empty prompt: give the task a prompt, or the tokenizer a BOS token")
@@ -42,12 +42,12 @@ class Request:
         return self
 
     def budget(self, context: int) -> int:
-        """Return the most tokens that may be sampled."""
+        """Return the maximum of tokens that may be sampled."""
         return min(self.sampling.max_tokens, context - self.given)
 
     @property
     def given(self) -> int:
-        """Number of tokens before the first that is sampled."""
+        """Number of tokens before the first sampled one."""
         return len(self.prompt) + len(self.own)
 
     @property
@@ -58,15 +58,15 @@ class Request:
 
 
 def stop_window(stop: Iterable[str]) -> int:
-    """Return how many last tokens to search: each is at least one byte of text, so a stop string that ends here is in
-    them.
+    """Return the number of last tokens to search for a stop string: a token has at least one byte of text, so a string
+    that ends at the last token is within them.
     """
     return max(len(s.encode()) for s in stop) + 4
 
 
 def reached_stop(tokenizer: Tokenizer, tail: Sequence[int], stop: Iterable[str]) -> bool:
-    """Return whether the last `stop_window` tokens of a reply hold a stop string, tokens of an earlier request
-    included.
+    """Return whether the last `stop_window` tokens of a reply, including those of an earlier request, contain a stop
+    string.
     """
     text = tokenizer.decode(tail)
     return any(s in text for s in stop)
@@ -82,9 +82,7 @@ def complete(
     tokenizer: Tokenizer,
     version: int,
 ) -> Completion:
-    """Build the completion of a request that ended. `stopped`: whether its text reached a stop string with the last
-    token.
-    """
+    """Build the completion of a request that ended. `stopped`: whether the last token completed a stop string."""
     sampling = request.sampling
     if stopped:
         stop = StopReason.STOP
@@ -95,6 +93,6 @@ def complete(
     whole = [*request.begun, *tokens]
     text = tokenizer.decode(whole[:-1] if stop is StopReason.EOS else whole)
     if stopped:
-        # The whole text may lack a stop string that the tail showed: bytes that do not form a character swallow it.
+        # The whole text may lack a stop string that the tail had, if it is part of an invalid byte sequence there.
         text = text[: min((text.find(s) + len(s) for s in sampling.stop if s in text), default=len(text))]
     return Completion(request.id, tokens, logp, text, stop, version)

@@ -1,6 +1,6 @@
-"""An engine that returns replies that were written beforehand, ended as sampled ones are.
+"""An engine that returns written replies, which end as sampled replies do.
 
-So a demonstration of an episode gets the tokens, stops and masks that a policy would have had in its place.
+A demonstration of an episode thus gets the tokens, stops and masks that the same episode of a policy would have.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 class ScriptedEngine:
     """Engine of written replies; implements `posttrain.core.protocols.Engine`. `replies`: of one episode, in order.
 
-    A reply ends behind the first stop string in it, after as many tokens as are allowed, or else with `eos_ids[0]`.
+    A reply ends behind its first stop string, at the maximum of tokens, or else with `eos_ids[0]`.
     """
 
     batch_invariant = True
@@ -35,7 +35,7 @@ class ScriptedEngine:
 
     @property
     def left(self) -> int:
-        """Number of replies that were not requested yet."""
+        """Number of replies that have not been requested yet."""
         return len(self._replies)
 
     def load(self, weights: Any, version: int) -> None:
@@ -69,7 +69,7 @@ class ScriptedEngine:
     def submit_seen(
         self, id: int, prompt: Sequence[int], media: Sequence[Media], sampling: Sampling, keep: bool = False
     ) -> None:
-        """Answer with the next reply, whatever the pictures are. See `posttrain.core.protocols.Seeing`."""
+        """Answer with the next reply, for any pictures. See `posttrain.core.protocols.Seeing`."""
         self.submit(id, prompt, sampling, keep)
 
     def forget(self, id: int) -> None:

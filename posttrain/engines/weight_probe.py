@@ -1,8 +1,8 @@
-"""Weight probe: verifies that an engine samples with the synced weights, by a few tokens that the learner scores too.
+"""Weight probe: verifies that an engine samples with the synced weights, on a few tokens that the learner also scores.
 
 The engine samples one token behind each prefix of a fixed text. Its log-probability of that token is compared with the
-learner's, whose whole table is computed once for each version. A weight sync that never reaches the weights in use is
-caught in two ways: the difference is above a limit, or the engine agrees with the weights before.
+learner's, which is computed once per version for all tokens. A weight sync that does not change the weights in use is
+detected in two ways: the difference exceeds a limit, or the engine agrees with the previous weights.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from posttrain.models.row_shards import asked_by_all
 
 TOKENS = 32
 LIMIT = 0.05  # nats, in float32: kernels differ by some 1e-5
-LIMIT_BFLOAT16 = 0.5  # for weights rounded to 8 bits; seen: up to 0.1
-OLD = 10.0  # so many times nearer to the old weights than to the new ones: the old ones are still in use
-NOTICED = 1e-4  # nats: less than that is noise
+LIMIT_BFLOAT16 = 0.5  # nats, for weights rounded to 8 bits; observed: up to 0.1
+OLD = 10.0  # if the difference to the new weights is this many times that to the old ones, the old ones are in use
+NOTICED = 1e-4  # nats: smaller differences are noise
 
 
 class WeightProbe:
-    """`limit`: most nats between engine and learner at any token."""
+    """Weight probe of one model. `limit`: maximal difference between engine and learner at any token, in nats."""
 
     def __init__(self, model: Model, limit: float) -> None:
         self.limit = limit
         vocab, count = model.config.vocab, min(TOKENS, model.config.context - 1)
         self.text = tuple(7919 * (place + 1) % vocab for place in range(count))
-        self._table: Tensor | None = None  # float32 [n, V] of the version being synced: behind text[: i + 1]
-        self._before: Tensor | None = None  # of the version before
+        self._table: Tensor | None = None  # float32 [n, V]: row i behind text[: i + 1], of the version being synced
+        self._before: Tensor | None = None  # the same of the previous version
 
     def look(self, weights: Model) -> None:
-        """Compute the learner's log-probabilities. Reads the weights, and keeps none of them.
+        """Compute the learner's log-probabilities from the weights, of which no reference is kept.
 
-        Raises UserError if they are damaged, or another process that holds some of them is lost.
+        Raises UserError if they are not finite, or another process that holds some of the weights is lost.
         """
         device, count = weights.head.device, len(self.text)
         place = torch.arange(count, device=device)
@@ -54,15 +54,15 @@ class WeightProbe:
         self._before, self._table = self._table, logits.float().log_softmax(-1).cpu()
 
     def requests(self) -> list[tuple[list[int], Sampling]]:
-        """Return the requests to the engine, by place."""
+        """Return the requests to the engine, one (prompt, sampling) for each prefix of the text."""
         return [
             (list(self.text[: place + 1]), Sampling(max_tokens=1, seed=seed_of("canary", place)))
             for place in range(len(self.text))
         ]
 
     def deviation(self, found: Mapping[int, Completion], had_previous: bool = False) -> tuple[float, str | None]:
-        """Return the most nats between engine and learner, and the problem, if any. `had_previous`: the engine had the
-        version before.
+        """Return (maximal difference between engine and learner in nats, the problem or None). `had_previous`: whether
+        the engine had the previous version.
         """
         assert self._table is not None and len(found) == len(self.text)
         far = self._far(self._table, found)

@@ -1,8 +1,9 @@
-"""Weight sync with engines in other processes: tensors end to end in shared memory, or in a file on a shared disk.
+"""Weight sync with engines in other processes: concatenated tensors in shared memory, or in a file on a shared disk.
 
-Each sync makes an *offer*: where the weights are, their version, and their checksum. An engine loads them and returns
-version and checksum, the latter computed from what it read. One layout serves both: a file is mapped like memory.
-Weights of a version stay until the next one is put, so a restarted engine gets them without the learner.
+Each sync makes an *offer*: the location of the weights, their version, and their checksum. An engine loads them, and
+returns the version and the checksum of the weights that it read. Both transports use one layout: a file is mapped like
+memory. The weights of a version remain until the next version is put, so a restarted engine gets them without the
+learner.
 """
 
 from __future__ import annotations
@@ -34,32 +35,34 @@ Call = Callable[[str, Any], None]
 
 @dataclass(frozen=True)
 class Stored:
-    """Place of a tensor in memory that two processes share."""
+    """Position of a tensor in memory that two processes share."""
 
     name: str
     shape: tuple[int, ...]
     offset: int  # bytes
 
     def bytes_in(self, memory: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the bytes of the tensor, a view uint8 [n]."""
+        """Return the bytes of the tensor: a view, uint8 [n]."""
         return memory[self.offset : self.offset + size_of(self.shape, dtype)]
 
     def tensor_in(self, memory: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the tensor, a view of its shape."""
+        """Return the tensor: a view of its shape."""
         return self.bytes_in(memory, dtype).view(dtype).view(self.shape)
 
     def checksum(self, memory: Tensor, dtype: torch.dtype, before: int) -> int:
-        """Continue a CRC-32 with name and content. It detects mistakes, not malice, and is faster than the copy."""
+        """Continue the CRC-32 `before` with name and content. It detects errors, not attacks, and is faster than the
+        copy.
+        """
         return zlib.crc32(self.bytes_in(memory, dtype).numpy().data, zlib.crc32(self.name.encode(), before))
 
 
 def size_of(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Return the size in bytes."""
+    """Return the size of a tensor in bytes."""
     return torch.Size(shape).numel() * dtype.itemsize
 
 
 class WeightLayout:
-    """Layout of a model's tensors, end to end, on boundaries of 64 bytes."""
+    """Layout of a model's concatenated tensors, aligned to 64 bytes."""
 
     def __init__(
         self,
@@ -68,8 +71,8 @@ class WeightLayout:
         named: Callable[[Any], Named],
         same: tuple[str, str] | None = None,
     ) -> None:
-        """Lay out the tensors. `named`: the tensors, in their order. `same`: of two names, the second shares the place
-        of the first.
+        """Lay out the tensors. `named`: yields (name, tensor) in order. `same`: two names, of which the second has the
+        position of the first.
         """
         self.dtype, self.named, self.stored, self.bytes = dtype, named, list[Stored](), 0
         places: dict[str, int] = {}
@@ -81,11 +84,11 @@ class WeightLayout:
 
     @property
     def described(self) -> dict[str, Any]:
-        """The layout as plain JSON data."""
+        """Return the layout as plain JSON data."""
         return {"dtype": str(self.dtype).removeprefix("torch."), "stored": [asdict(s) for s in self.stored]}
 
     def write(self, weights: Any, memory: Tensor) -> int:
-        """Copy the weights into memory; return their checksum."""
+        """Copy the weights into memory, and return their checksum."""
         checksum = 0
         with torch.no_grad():
             for stored, (name, tensor) in zip(self.stored, self.named(weights), strict=True):
@@ -116,20 +119,22 @@ def checksum_of_names(names: Sequence[str], dtypes: Sequence[str], shapes: Seque
 class Transport(Protocol):
     """Transport of weights to the engines of a pool."""
 
-    offer: Offer | None  # of the version that was put last; None: there is none
+    offer: Offer | None  # offer of the version that was put last; None: there is none
 
     @property
     def layout(self) -> dict[str, Any]: ...  # the layout of the weights, as engines get it: plain JSON data
     def put(self, weights: Any, version: int) -> None: ...  # makes the weights of a version available to all engines
     def send(self, name: str, first: bool, call: Call) -> None:
-        """Send what an engine needs before the offer. `first`: it has just started. Raises `pool_protocol.Gone`."""
+        """Send the data that an engine needs before the offer. `first`: the engine has just started. Raises
+        `pool_protocol.Gone`.
+        """
 
-    def done(self) -> None: ...  # the weights that were put may change from now on
+    def done(self) -> None: ...  # allows the caller to change the weights that were put
     def close(self) -> None: ...
 
 
 class Copied:
-    """Base class of transports that copy weights end to end into memory or a file."""
+    """Base class of transports that copy the concatenated weights into memory or a file."""
 
     def __init__(self, weight_layout: WeightLayout) -> None:
         self.weight_layout = weight_layout
@@ -140,14 +145,14 @@ class Copied:
         return self.weight_layout.described
 
     def send(self, name: str, first: bool, call: Call) -> None:
-        pass  # engines fetch them
+        pass  # engines fetch the weights themselves
 
     def done(self) -> None:
         pass
 
 
 class SharedMemory(Copied):
-    """Transport through shared memory, for processes of this machine, which inherit the descriptor."""
+    """Transport through shared memory, for processes of this machine, which inherit its file descriptor."""
 
     def __init__(self, weight_layout: WeightLayout) -> None:
         super().__init__(weight_layout)
@@ -169,7 +174,7 @@ class SharedMemory(Copied):
 class Files(Copied):
     """Transport through files, for engines that share a disk: a file for each version, renamed when it is complete.
 
-    `rank`: of the process whose engines these are.
+    `rank`: rank of the process to which the engines belong.
     """
 
     def __init__(self, folder: Path, rank: int, weight_layout: WeightLayout) -> None:
@@ -177,7 +182,7 @@ class Files(Copied):
         self.folder, self.rank = folder.absolute(), rank
 
     def put(self, weights: Any, version: int) -> None:
-        """Write the weights to a file. Raises UserError where it cannot be written."""
+        """Write the weights to a file. Raises UserError if it cannot be written."""
         path = self.folder / f"weights-{self.rank}-{version}"
         partial = path.with_name(f"{path.name}.partial")
         try:
@@ -185,7 +190,7 @@ class Files(Copied):
             with user_files.opened(partial, "w+b") as file:
                 os.posix_fallocate(
                     file.fileno(), 0, self.weight_layout.bytes
-                )  # a full disk raises here, and sends no signal
+                )  # so that a full disk raises an error here instead of a signal later
                 checksum = self.weight_layout.write(weights, shared_memory(file.fileno()))
                 os.fsync(file.fileno())
             partial.rename(path)
@@ -196,11 +201,11 @@ class Files(Copied):
 
     def close(self) -> None:
         self._forget()
-        with suppress(OSError):  # it is not empty, or was never made
+        with suppress(OSError):  # the folder is not empty, or was never created
             self.folder.rmdir()
 
     def _forget(self, but: Path | None = None) -> None:
-        """Remove the file of the last version, unless it has just been written again."""
+        """Remove the file of the last version, unless it is the file `but`."""
         if self.offer is not None and self.offer["file"] != str(but):
             Path(self.offer["file"]).unlink(missing_ok=True)
         self.offer = None
@@ -214,7 +219,7 @@ def stored_in(layout: Any) -> tuple[torch.dtype, tuple[Stored, ...]]:
 
 
 class Received:
-    """Received weights, with the names that the model has for them."""
+    """Received weights, with the model's names of the tensors."""
 
     def __init__(self, layout: Any, memory: Tensor) -> None:
         self.memory, self.dtype, self.stored = memory, *stored_in(layout)
@@ -225,7 +230,9 @@ class Received:
 
 
 def offered(offer: Offer, memory: Tensor | None) -> Tensor:
-    """Return the memory of the weights of an offer. `memory`: the shared one. Raises UserError for a lost file."""
+    """Return the bytes of an offer's weights, uint8 [n]: the file, mapped, or the shared `memory`. Raises UserError if
+    the file cannot be read.
+    """
     if "file" not in offer:
         assert memory is not None, "no memory is shared with this engine"
         return memory

@@ -1,6 +1,6 @@
-"""AdamW over torch's fused kernel.
+"""AdamW with torch's fused kernel.
 
-torch.optim's own class imports the compiler when it is created, which takes longer than the first steps of a small run.
+Creating torch.optim's own class imports torch's compiler, which takes longer than the first steps of a small run.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 
 class AdamW:
-    """Adam with decoupled weight decay (arXiv 1711.05101, algorithm 2). A parameter without a gradient is left alone.
+    """Adam with decoupled weight decay (arXiv 1711.05101, algorithm 2). A parameter without a gradient does not change.
 
-    `groups`: each "params", "weight_decay" and what the caller keeps with them; "lr" may be changed between steps.
-    `state`: parameter -> its step, exp_avg and exp_avg_sq, as torch names them.
+    `groups`: each has "params", "weight_decay" and further entries of the caller; "lr" may change between steps.
+    `state`: parameter -> step, exp_avg and exp_avg_sq, named as in torch.
     """
 
     MOMENTS = ("step", "exp_avg", "exp_avg_sq")
@@ -57,10 +57,10 @@ class AdamW:
             )
             torch.autograd.graph.increment_version(
                 moved
-            )  # the kernel does not increment it: users of copies must notice
+            )  # the kernel does not increment the version, by which users of copies detect changes
 
     def begin(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return the state of a parameter, zeros before its first step."""
+        """Return the state of a parameter, which is zeros before its first step."""
         if parameter not in self.state:
             self.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),

@@ -1,4 +1,4 @@
-"""Learner of several processes: each gets all micro-batches, and computes its share of them."""
+"""Data-parallel learner: each process gets all micro-batches, and computes its share of them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ P = TypeVar("P", bound=Packed)
 class DataParallelLearner(LocalLearner):
     """Data-parallel learner; implements `posttrain.core.protocols.Learner`. In one process it equals a `LocalLearner`.
 
-    Every process makes the same calls with the same micro-batches, and gets the same results: those of all
-    micro-batches. Gradients are sums, so the assignment of micro-batches changes nothing but the order of additions.
+    Every process makes the same calls with the same micro-batches, and gets the results of all micro-batches. Gradients
+    are sums, so the assignment of micro-batches to processes affects only the order of additions.
     """
 
     def evaluate(
@@ -58,7 +58,7 @@ class DataParallelLearner(LocalLearner):
     def _together(
         self, batches: Sequence[P], compute: Callable[[Sequence[P]], list[Any]], here: Callable[[Any], Any]
     ) -> list[Any]:
-        """Compute a function of each micro-batch, each in one process; return all results, in their order."""
+        """Apply a function to each micro-batch, in one of the processes. Return all results, in order, everywhere."""
         if self.world.size == 1:
             return compute(batches)
         shares = self._shares(batches)
@@ -72,7 +72,7 @@ class DataParallelLearner(LocalLearner):
 
 
 def deal(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Split the indices of these sizes into `count` shares of about the same sum; each share in ascending order."""
+    """Split the indices of `sizes` into `count` shares of about equal sums, each in ascending order."""
     shares: list[list[int]] = [[] for _ in range(count)]
     total = [0] * count
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):

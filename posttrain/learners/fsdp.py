@@ -1,12 +1,12 @@
-"""Learner of several processes that shard every weight: torch's FSDP2 beneath the data-parallel learner.
+"""Learner of several processes that shard every weight: the data-parallel learner with torch's FSDP2.
 
-A decoder layer is gathered when it is its turn, in the forward and in the backward pass, and its gradients are reduced
-to the processes with their rows. Weights outside of the layers (embedding, last norm, output head) stay gathered from
-the first pass of a call to its end, since the head is used outside of the model's forward. Other modules than decoders
-(heads of critics and reward models) are replicated, and so are teachers where there are several.
+A decoder layer is gathered for its forward and for its backward pass, and its gradients are reduced to the processes
+that hold the rows. Weights outside the layers (embedding, last norm, output head) remain gathered from the first pass
+of a call to its end, since the head is used outside the model's forward. Modules other than decoders (heads of critics
+and reward models) are replicated, and so are teachers if there are several.
 
-All processes have to make the same forward and backward passes. So each makes as many as the one with most
-micro-batches, and each backward pass goes through every trained decoder, also where the loss does not reach it.
+All processes have to make the same forward and backward passes. So each makes as many passes as the process with most
+micro-batches, and each backward pass goes through every trained decoder, even if the loss does not depend on it.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from posttrain.models.tensor_files import write_state
 
 P = TypeVar("P", bound=Packed)
 
-MMAP_THRESHOLD = -3  # glibc's name of the size from which on a block has pages of its own
+MMAP_THRESHOLD = -3  # glibc's M_MMAP_THRESHOLD: the size from which on a block gets its own pages
 OWN_PAGES = 2**20  # bytes
 
 
 def shard(decoder: Backbone, size: int, device: torch.device) -> None:
-    """Shard each weight of a decoder over the processes. Of a decoder on "meta" no weight is whole at any time.
+    """Shard each weight of a decoder over the processes. Weights of a decoder on "meta" are never allocated whole.
 
-    Raises UserError for a model of transformers that cannot be sharded by its layers.
+    Raises UserError for a model of transformers whose layers cannot be sharded.
     """
     decoder.prepare_shards()
     if device.type == "cpu":
@@ -56,17 +56,17 @@ def shard(decoder: Backbone, size: int, device: torch.device) -> None:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     fully_shard(cast(nn.Module, decoder), mesh=mesh, reshard_after_forward=False)
     for module in decoder.modules():
-        if isinstance(module, FSDPModule):  # losses are divided already, by the counts of the whole batch
+        if isinstance(module, FSDPModule):  # losses are already divided by the counts of the whole batch
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 
 
 @cache
 def _return_freed_memory() -> None:
-    """Make glibc return freed memory to the system at once, where that is possible.
+    """Make glibc return freed memory to the system at once, if that is possible.
 
-    Gathered layers are allocated and freed again and again. glibc soon keeps blocks of their size for itself, in pieces
-    that do not fit the next ones: processes then take more memory than without sharding.
+    Gathered layers are repeatedly allocated and freed. By default glibc keeps their blocks, in fragments that do not
+    fit the next allocations, so that processes take more memory than without sharding.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -74,13 +74,13 @@ def _return_freed_memory() -> None:
 
 
 class FSDPLearner(DataParallelLearner):
-    """FSDP learner; implements `posttrain.core.protocols.Learner`. Its results are those of `DataParallelLearner`.
+    """FSDP learner; implements `posttrain.core.protocols.Learner`, with the results of `DataParallelLearner`.
 
-    The tensors of `parts`, which are clipped, updated and saved, are this process's rows of the parameters, in place.
+    The tensors of `parts`, which are clipped, updated and saved, are views of this process's rows of the parameters.
     """
 
     world: Processes
-    _keeps = False  # they would be the whole model
+    _keeps = False  # narrowed weights that are kept would be the whole model
 
     def __init__(
         self,
@@ -96,15 +96,15 @@ class FSDPLearner(DataParallelLearner):
         assert options.get("trust_region") is None, "a natural step needs whole gradients"
         others = dict(others or {})
         teachers = [name for name in others if name != REFERENCE]
-        kept = set(teachers if len(teachers) > 1 else [])  # a micro-batch uses some of several, and another one others
-        self._held: dict[nn.Parameter, nn.Parameter] = {}  # this process's rows -> the parameter
+        kept = set(teachers if len(teachers) > 1 else [])  # not sharded: micro-batches use different ones
+        self._held: dict[nn.Parameter, nn.Parameter] = {}  # this process's rows -> their parameter
         self._decoders: list[Backbone] = []
         for held in (model, critic, *(other for name, other in others.items() if name not in kept)):
             self._decoders += [] if held is None else self._sharded(cast(nn.Module, held), world)
         self._learning = [d for d in self._decoders if any(p.requires_grad for p in d.parameters())]
-        self._idle: list[Batch] = []  # passes that this process makes because others make them
-        self._passes: list[Tensor] = []  # hidden states of the trained decoders for a micro-batch
-        self._reached: set[Backbone] = set()  # those into which a loss of this update has a gradient
+        self._idle: list[Batch] = []  # micro-batches computed only because other processes have more
+        self._passes: list[Tensor] = []  # hidden states of the trained decoders for the current micro-batch
+        self._reached: set[Backbone] = set()  # trained decoders that a gradient has reached in this update
         super().__init__(model, optimization, world=world, others=others, critic=critic, **options)
         for decoder in self._learning:
             decoder.register_forward_hook(self._record_hidden)
@@ -146,8 +146,8 @@ class FSDPLearner(DataParallelLearner):
         raise AssertionError("gradients of single rollouts are whole nowhere")
 
     def _own(self, batches: Sequence[P]) -> list[P]:
-        """Return as many micro-batches for each process: one with fewer computes the smallest one again, without
-        effect.
+        """Return this process's micro-batches, padded to the same number in all processes with the smallest one, whose
+        results are ignored.
         """
         shares = self._shares(batches)
         own = [batches[place] for place in shares[self.world.rank]]
@@ -162,7 +162,7 @@ class FSDPLearner(DataParallelLearner):
             outputs = self._tapped(batch if mine else replace(batch, tap=None), objective.wants)
             loss = objective(outputs, batch, stats) if mine else outputs.logp.new_zeros(())
             del outputs
-            for decoder in self._learning:  # all reduce the same gradients, also where a loss does not use a head
+            for decoder in self._learning:  # all processes must reduce the same gradients, even if a loss uses no head
                 for own in (decoder.head.weight, decoder.head.bias):
                     _ = own is None or collected(own)
             anchored: Tensor = _Anchored.apply(loss, *self._passes)
@@ -178,7 +178,7 @@ class FSDPLearner(DataParallelLearner):
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        """Gather the weights outside of the layers within it; they are sharded again behind it."""
+        """Context in which the weights outside the layers stay gathered; they are sharded again at its end."""
         try:
             with self.world.meeting():
                 yield
@@ -191,7 +191,7 @@ class FSDPLearner(DataParallelLearner):
             _forget(decoder)
 
     def _record_hidden(self, decoder: nn.Module, arguments: Any, hidden: Tensor) -> Tensor | None:
-        """Record the hidden states of a decoder, and later whether a gradient reaches them."""
+        """Record the hidden states of a decoder, and, in the backward pass, that a gradient reaches them."""
         if not hidden.requires_grad:
             return None
         self._passes.append(hidden)
@@ -199,7 +199,9 @@ class FSDPLearner(DataParallelLearner):
         return heard
 
     def _share_gradients(self) -> None:
-        """Take the rows of the sums that FSDP2 has reduced, and sum gradients of replicated parameters."""
+        """Assign this process's rows of the gradients that FSDP2 has summed, and sum gradients of replicated
+        parameters.
+        """
         self._let_go()
         for part in self.parts:
             held = {rows: self._held[rows] for rows in part.parameters.values() if rows in self._held}
@@ -219,9 +221,9 @@ class FSDPLearner(DataParallelLearner):
                 parameter.grad = None
 
     def _clip_part(self, part: TrainedModule, limit: float) -> float:
-        """Clip as torch.nn.utils.clip_grad_norm_, by the norm over all rows."""
+        """Clip as torch.nn.utils.clip_grad_norm_ does, by the norm over the rows of all processes."""
         gradients = {p: p.grad for p in part.parameters.values() if p.grad is not None}
-        squares = torch.zeros(2, dtype=torch.float64, device=self.device)  # of rows, and of replicated parameters
+        squares = torch.zeros(2, dtype=torch.float64, device=self.device)  # of sharded, of replicated parameters
         for parameter, gradient in gradients.items():
             squares[0 if parameter in self._held else 1] += gradient.double().square().sum()
         norm = float((self.world.sum(squares[:1]) + squares[1]).sqrt().item())
@@ -244,14 +246,14 @@ class FSDPLearner(DataParallelLearner):
         return rows
 
     def move(self, of: str, rate: float) -> None:
-        self._let_go()  # other code may have called the model since
+        self._let_go()  # other code may have called the model meanwhile
         with torch.no_grad():
             for frozen, own in zip(self.others[of].parameters(), self.model.parameters(), strict=True):
                 step_to(here(frozen)[1], here(own)[1], rate)
         self.moved.add(of)
 
     def save(self, folder: Path | None) -> None:
-        """Save the state, see `LocalLearner`. Every process calls it, the first with a folder."""
+        """Save the state, see `LocalLearner`. Every process has to call it, the first with a folder."""
         self._let_go()
         if folder is not None:
             super().save(folder)
@@ -262,7 +264,7 @@ class FSDPLearner(DataParallelLearner):
         for decoder in decoders_in(cast(nn.Module, self.model)):
             deque(
                 (whole(weight) for _, weight in plain_weights(cast(nn.Module, decoder))), maxlen=0
-            )  # each is let go at once
+            )  # each gathered weight is freed at once
         for _, tensors in self._state():
             write_state(None, tensors)
 
@@ -289,7 +291,7 @@ def _gathered(parameter: Tensor, world: Processes) -> Tensor:
 
 
 def _forget(decoder: Backbone) -> None:
-    """Reset torch's order of visited modules, which it does behind a backward pass alone."""
+    """Reset torch's record of the order of modules, which torch itself resets only after a backward pass."""
     _state(cast(nn.Module, decoder))._comm_ctx.post_forward_order.clear()
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
@@ -297,12 +299,12 @@ def _forget(decoder: Backbone) -> None:
 
 
 def _state(module: nn.Module) -> Any:
-    """Return torch's state of a sharded module."""
+    """Return FSDP2's state of a sharded module."""
     return fully_shard.state(module)  # type: ignore[attr-defined]
 
 
 class _GradientProbe(torch.autograd.Function):
-    """Identity that reports when a gradient comes back for the tensor."""
+    """Identity that calls a function when the backward pass reaches the tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, say: Callable[[], None]) -> Tensor:
@@ -316,7 +318,7 @@ class _GradientProbe(torch.autograd.Function):
 
 
 class _Anchored(torch.autograd.Function):
-    """Identity of the loss; its gradient goes back into these tensors as well, as zeros."""
+    """Identity of the loss that also propagates zero gradients into further tensors."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *others: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Learner of one process: forward, backward, clip, step. It knows neither rewards nor algorithms.
+"""Learner of one process: forward, backward, clip, step, independent of rewards and algorithms.
 
 N    scored tokens of a micro-batch
 """
@@ -63,7 +63,7 @@ class Optimization:
     max_grad_norm: float = 1.0  # 0: no clipping
 
     def rate(self, update: int) -> float:
-        """Return the learning rate of update 1, 2, ..."""
+        """Return the learning rate of an update; the first is update 1."""
         if update <= self.warmup:
             return self.lr * update / self.warmup
         progress = min(1.0, (update - self.warmup - 1) / max(1, self.updates - self.warmup))
@@ -83,27 +83,27 @@ class Teaching:
 
 
 def step_to(parameter: Tensor, target: Tensor, rate: float) -> None:
-    """Move a parameter this share of the way to another one of its shape, in place."""
+    """Move a parameter towards a target of the same shape by the share `rate` of the difference, in place."""
     parameter.copy_(target if rate == 1 else torch.lerp(parameter, target, rate))
 
 
 @dataclass(frozen=True)
 class TrainedModule:
-    """A module that is optimised: its gradients are clipped by one norm and it has its own learning rate."""
+    """A module that is optimised: its gradients are clipped by one norm, and it has its own learning rate."""
 
     name: str  # "policy" or "critic"
     parameters: dict[str, nn.Parameter]
-    share: float = 1.0  # its learning rate over the schedule's
+    share: float = 1.0  # ratio of its learning rate to the schedule's
 
 
 class LocalLearner:
     """Learner of one process; implements `posttrain.core.protocols.Learner`.
 
-    `temperature` divides the logits here and nowhere else, for current, old and reference log-probabilities alike (the
-    engine divides its own); those of teachers have a temperature of their own.
+    `temperature` divides the logits only here, for current, old and reference log-probabilities alike (the engine
+    divides its own logits); teachers have a separate temperature.
     """
 
-    _keeps = True  # weights in the type of products, from one micro-batch to the next
+    _keeps = True  # whether weights in the type of products are kept between micro-batches
 
     def __init__(
         self,
@@ -124,10 +124,10 @@ class LocalLearner:
         """Create the learner. `others`: models that are evaluated and not trained, by name; all but the reference are
         teachers.
 
-        `critic_lr`: None is the policy's; `follow`: share by which target copies of a critic move towards it in each
-        update.
+        `critic_lr`: learning rate of the critic; None: the policy's. `follow`: share by which target copies of a critic
+        move towards it in each update.
 
-        In a `world` of several processes each has the same weights and its own micro-batches: gradients are summed.
+        In a `world` of several processes each has the same weights and its own micro-batches; gradients are summed.
         """
         self.world = world or Alone()
         self.model, self.others, self.critic = model, dict(others or {}), critic
@@ -137,7 +137,7 @@ class LocalLearner:
         self.router_losses = router_losses or RouterLosses()
         self.version = 0
         self.device = model.head.device
-        self.moved: set[str] = set()  # frozen models that are no longer as they were opened
+        self.moved: set[str] = set()  # names of frozen models that have changed since they were opened
         share = 1.0 if critic_lr is None else critic_lr / optimization.lr
         self.parts = [TrainedModule("policy", self._trained(model))]
         self.parts += [TrainedModule("critic", self._trained(critic), share)] if critic else []
@@ -163,9 +163,8 @@ class LocalLearner:
             return [self._outputs(model, batch, want, self._temperature(of)) for batch in batches]
 
     def update(self, batches: Sequence[Batch], objective: Objective) -> Stats:
-        """Make an update, see `Learner`. A gradient that is not finite is counted as "skipped" and changes nothing.
-
-        That is neither weights, nor the optimizer's moments, nor the schedule.
+        """Make an update, see `Learner`. An update with a gradient that is not finite is counted as "skipped": it
+        changes neither weights, nor the optimizer's moments, nor the schedule.
         """
         stats = Stats()
         self.optimizer.zero_grad()
@@ -180,7 +179,7 @@ class LocalLearner:
                 routing.count(batches, self._autocast())
                 self._accumulate_routed(batches, objective, stats, routing)
                 routing.measure(stats)
-        stats.add("loss", 0.0, 1 / self.world.size)  # of one update, however many processes merge their counts
+        stats.add("loss", 0.0, 1 / self.world.size)  # counts one update, since processes merge their counts
         self._share_gradients()
         norms = self._clip()
         if not all(math.isfinite(norm) for norm in norms.values()):
@@ -196,7 +195,7 @@ class LocalLearner:
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["share"]
         self.optimizer.step()
-        self.optimizer.zero_grad()  # rollouts come next, which need the memory
+        self.optimizer.zero_grad()  # the next rollouts need the memory
         if self.critic is not None:
             self.critic.follow(self.follow)
         self.version += 1
@@ -214,20 +213,20 @@ class LocalLearner:
             stats.add("loss", loss.item(), 0)
 
     def _mixture(self) -> Backbone | None:
-        """The decoder that learns, if it is a mixture of experts."""
+        """Return the trained decoder if it is a mixture of experts, else None."""
         decoder = self.model.decoder
         return decoder if decoder is not None and decoder.routers is not None else None
 
     def _accumulate_routed(
         self, batches: Sequence[Batch], objective: Objective, stats: Stats, routing: Routing
     ) -> None:
-        """Accumulate the gradients of a mixture of experts, with the losses of its routers."""
+        """Accumulate the gradients of a mixture of experts, including those of its router losses."""
         for batch in batches:
             with watching(routing.model, scored=bool(routing.losses)) as routed:
                 outputs = self._tapped(batch, objective.wants)
             loss = objective(outputs, batch, stats)
             of_routers = routing.loss(routed)
-            warming = batch.coefficients.get("policy", 1.0) == 0  # while a critic warms up, the policy is unchanged
+            warming = batch.coefficients.get("policy", 1.0) == 0  # while a critic warms up, the policy must not change
             whole = loss if warming or of_routers is None else loss + of_routers.to(loss.dtype)
             whole.backward()
             stats.add("loss", whole.item(), 0)
@@ -249,7 +248,7 @@ class LocalLearner:
         self.moved.add(of)
 
     def _movable(self, of: str) -> dict[str, Tensor]:
-        """Return the tensors of a frozen model that can change: not those that it shares with an adapted policy."""
+        """Return the tensors of a frozen model that can change, without those shared with an adapted policy."""
         own = dict(self.model.named_parameters())
         return {name: p for name, p in self.others[of].named_parameters() if p is not own[name]}
 
@@ -259,8 +258,8 @@ class LocalLearner:
     def save(self, folder: Path | None) -> None:
         """Save the policy, optimizer moments and counters, the critic, and frozen models that have moved.
 
-        None: another process writes, and this one takes part in collectives. Raises UserError if a weight is not
-        finite: no run could continue from it.
+        `folder` None: another process writes, and this one takes part in collectives. Raises UserError if a weight is
+        not finite, since no run could continue from it.
         """
         if folder is None:
             if isinstance(self.model, Measured):
@@ -286,7 +285,7 @@ class LocalLearner:
         return all(bool(parameter.isfinite().all()) for parameter in part.parameters.values())
 
     def _state(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yield (file, its tensors) of all tensors that are saved beside the policy."""
+        """Yield (file, tensors by name) of everything that is saved beside the policy."""
         moments: dict[str, Tensor] = {}
         for part in self.parts:
             for name, parameter in part.parameters.items():
@@ -300,12 +299,12 @@ class LocalLearner:
             yield MOVED.format(name), self._movable(name)
 
     def load(self, folder: Path) -> None:
-        """Load all that `save` has written, but for the policy's weights. Raises UserError if the files are not of this
-        learner.
+        """Load the state that `save` has written, except the policy's weights. Raises UserError if the files do not fit
+        this learner.
         """
         folder = folder / TRAINING
         counted = json.loads(user_files.content(folder / COUNTERS))["version"]
-        if type(counted) is not int or not 0 <= counted < 2**31:  # the record has it in 32 bits
+        if type(counted) is not int or not 0 <= counted < 2**31:  # the record stores it in 32 bits
             raise UserError(f"{folder / COUNTERS} is damaged: it counts {counted!r} updates")
         self.version = counted
         if self.critic is not None:
@@ -335,11 +334,11 @@ class LocalLearner:
                         read_rows(file, stored, f"{owner}/{key}", self._as_stored(parameter, value))
 
     def _as_stored(self, parameter: nn.Parameter, moment: Tensor) -> Tensor:
-        """Return a moment of a parameter, in the shape in which it is written."""
+        """Return a moment of a parameter in the form in which it is saved."""
         return moment
 
     def _tapped(self, batch: Batch, want: frozenset[str]) -> Outputs:
-        """Compute the outputs of an update's micro-batch, and pass them to its token probe."""
+        """Compute the outputs of a micro-batch of an update, and pass them to its token probe, if there is one."""
         if batch.tap is None:
             return self._outputs(self.model, batch, want)
         outputs = self._outputs(self.model, batch, want, measured=batch.tap.entropy)
@@ -356,7 +355,7 @@ class LocalLearner:
     ) -> Outputs:
         """Compute the log-probabilities and the outputs in `want`.
 
-        `measured`: the entropy too, without a gradient where it is not in `want`.
+        `measured`: compute the entropy too, without a gradient if it is not in `want`.
         """
         temperature = temperature or self.temperature
         with self._computing():
@@ -366,7 +365,7 @@ class LocalLearner:
             outputs, distances = None, {}
             for name in sorted(want & DISTANCES):
                 logp, distances[name], *told = self._distance(Hidden(hidden, model.head), batch, name, measured)
-                outputs = Outputs(logp)  # of the same logits
+                outputs = Outputs(logp)  # computed from the same logits
                 if measured:
                     outputs = replace(outputs, teacher=told[0], entropy=told[1])
             if "entropy" in want:
@@ -406,9 +405,9 @@ class LocalLearner:
         return self.temperature if of in ("policy", REFERENCE) else self.teaching.temperature
 
     def _distance(self, policy: Hidden, batch: Packed, name: str, measured: bool) -> tuple[Tensor, ...]:
-        """Return (log-probabilities of the scored tokens, the divergence of that name from their teachers), both [N].
+        """Return (log-probabilities of the scored tokens, divergence `name` from their teachers), each [N].
 
-        And of `measured` ones the teachers' log-probabilities and the policy's entropy.
+        If `measured`, also return the teachers' log-probabilities and the policy's entropy, each [N].
         """
         assert batch.readings, "nobody teaches these rollouts"
         beta = {"reverse_kl": REVERSE, "forward_kl": FORWARD}.get(name, self.teaching.beta)
@@ -427,7 +426,7 @@ class LocalLearner:
         return tuple(torch.cat(column)[order] for column in columns)
 
     def _share_gradients(self) -> None:
-        """Sum the gradients over the world; a module without any, in all processes, stays without."""
+        """Sum the gradients over the world. A module without gradients in any process keeps None."""
         if self.world.size == 1:
             return
         for part in self.parts:
@@ -440,10 +439,10 @@ class LocalLearner:
                 parameter.grad = gradient.view_as(parameter) if there else None
 
     def _clip(self) -> dict[str, float]:
-        """Clip the gradients of each module; return their norms before that.
+        """Clip the gradients of each module. Return the norms before clipping, by module.
 
-        A module without any gradient, while others have one, is left alone: its moments do not change it either. Where
-        no module has one, nothing to learn is a gradient of 0, not the absence of an update.
+        If only some modules have a gradient, the others are not updated, not even by their moments. If no module has
+        one, the gradient is 0, and the update still happens.
         """
         limit = self.optimization.max_grad_norm
         moved = [p for p in self.parts if any(x.grad is not None for x in p.parameters.values())] or self.parts
@@ -452,7 +451,7 @@ class LocalLearner:
             for parameter in part.parameters.values():
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            # a trust region bounds the policy's step by itself
+            # a trust region itself bounds the policy's step
             free = limit <= 0 or (self.trust_region is not None and part.name == "policy")
             norms[part.name] = self._clip_part(part, math.inf if free else limit)
         return norms
@@ -466,17 +465,15 @@ class LocalLearner:
     # -- the natural step of a trust region ----------------------------------------------------------------------------
 
     def _with_old(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Return batches with the old log-probabilities stored: within the line search they are no longer the current
-        ones.
-        """
-        now = LocalLearner.evaluate(self, batches)  # they are this process's own
+        """Return batches with stored old log-probabilities, since the line search changes the current ones."""
+        now = LocalLearner.evaluate(self, batches)  # not of all processes: the batches are this process's own
         old = [b.old_logp if b.old_logp is not None else o.logp for b, o in zip(batches, now, strict=True)]
         return [replace(b, old_logp=logp) for b, logp in zip(batches, old, strict=True)]
 
     def _natural_step(self, region: TrustRegion, batches: Sequence[Batch], objective: Objective, stats: Stats) -> None:
-        """Update the policy by a natural gradient step, without the other optimizer."""
+        """Update the policy by a natural gradient step instead of AdamW."""
         parameters = list(self.parts[0].parameters.values())
-        # of the objective to maximise; while a critic warms up there is none
+        # gradient of the objective to maximise; None while a critic warms up
         gradient = -torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in parameters])
         for parameter in parameters:
             parameter.grad = None
@@ -486,7 +483,7 @@ class LocalLearner:
         tokens = world.sum(torch.tensor(float(sum(b.target.numel() for b in batches)), device=self.device)).item()
 
         def kl(batch: Batch) -> Tensor:
-            """Return the sum over the batch's tokens of KL(before || now), exact."""
+            """Return the exact KL(before || now), summed over the batch's tokens."""
             with torch.no_grad():
                 old = Hidden(self._states(before, batch), before.head)
             return exact_kl(old, Hidden(self._states(self.model, batch), self.model.head), self.temperature).sum()
@@ -494,7 +491,7 @@ class LocalLearner:
         def product(vector: Tensor) -> Tensor:
             total = torch.zeros_like(vector)
             for batch in batches:
-                with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+                with sdpa_kernel(SDPBackend.MATH):  # other kernels have no second derivative
                     first = torch.autograd.grad(kl(batch) / tokens, parameters, create_graph=True)
                     along = torch.cat([g.flatten() for g in first]).dot(vector)
                     total += torch.cat([g.flatten() for g in torch.autograd.grad(along, parameters)])
@@ -525,7 +522,7 @@ class LocalLearner:
         stats.add("trust_region/no_step", found.halvings < 0)
 
     def _computing(self) -> AbstractContextManager[Any]:
-        """Return the context of a forward pass for `_outputs`."""
+        """Return the context for the forward pass in `_outputs`."""
         return self._autocast()
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -537,7 +534,7 @@ if TYPE_CHECKING:
 
 
 def _fill(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
-    """Write a flat vector into the parameters, in place: the engine decodes with the same tensors."""
+    """Write a flat vector into the parameters, in place, since the engine decodes with the same tensors."""
     with torch.no_grad():
         pieces = flat.split([p.numel() for p in parameters])
         for parameter, piece in zip(parameters, pieces, strict=True):

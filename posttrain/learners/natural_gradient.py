@@ -1,6 +1,6 @@
 """The natural gradient step of a trust region: conjugate gradient, then a backtracking line search.
 
-Knows vectors and three functions of them, nothing of models (TRPO, arXiv 1502.05477, appendix C).
+It uses vectors and functions of vectors, no models (TRPO, arXiv 1502.05477, appendix C).
 
     P    parameters, as one flat vector
 """
@@ -48,14 +48,14 @@ class TrustRegion(Component):
 class SearchResult:
     """Result of a line search."""
 
-    step: Tensor  # [P], added to the parameters: 0 where no step was good
+    step: Tensor  # [P], to be added to the parameters; 0 if no step was accepted
     gain: float  # increase of the objective
     kl: float
-    halvings: int  # number of halvings of the full step; -1: no step was good
+    halvings: int  # number of halvings of the full step; -1: no step was accepted
 
 
 def conjugate_gradient(product: Callable[[Tensor], Tensor], b: Tensor, iterations: int, damping: float) -> Tensor:
-    """Solve (F + damping) x = b for x [P], where `product` gives F v. Stops early when the residual is negligible."""
+    """Solve (F + damping) x = b for x [P], where `product` returns F v. Stop early if the residual is negligible."""
     x = torch.zeros_like(b)
     residual, direction = b.clone(), b.clone()
     square = residual.dot(residual)
@@ -85,8 +85,8 @@ def search(
 ) -> SearchResult:
     """Find the step from the current parameters.
 
-    gradient [P] of the objective to maximise; `product`: Fisher-vector product; `measure(step)`: (gain of the
-    objective, KL) at parameters + step.
+    `gradient` [P]: of the objective to maximise; `product`: Fisher-vector product; `measure(step)`: returns (gain of
+    the objective, KL) at parameters + step.
     """
     nothing = SearchResult(torch.zeros_like(gradient), 0.0, 0.0, -1)
     if not bool(gradient.any()):

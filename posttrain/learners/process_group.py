@@ -1,7 +1,7 @@
-"""The processes of torch.distributed as a `World`, and how a process joins them.
+"""The processes of torch.distributed as a `World`, and functions to join them.
 
-Before each collective every process reports through the store, a separate channel, that it is ready. So where one has
-failed or hangs, the others get an error with the reason, and none waits in a collective that cannot end.
+Before each collective every process reports through the store, a separate channel, that it is ready. So if a process
+has failed or hangs, the others get an error with the reason, and none waits in a collective that cannot end.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from posttrain.core.types import UserError
 from posttrain.models.gpu_placement import GPUPlacement
 from posttrain.system.child_processes import MEETING
 
-FAILED = "failed"  # the store's entry of the first process that fails: its exit code, and the reason
+FAILED = "failed"  # the store's entry for the first failure: exit code and reason
 FIRST_PAUSE, LONGEST_PAUSE = 0.0001, 0.01  # seconds between checks for readiness
 
 
 class Elsewhere(UserError):
-    """Another process of the run has failed. `code`: the resulting exit code."""
+    """Raised when another process of the run has failed. `code`: the resulting exit code."""
 
     def __init__(self, message: str, code: int = 1) -> None:
         super().__init__(message)
@@ -50,10 +50,11 @@ class Processes:
         name: str = "",
         lasting: Store | None = None,
     ) -> None:
-        """Wrap an initialised process group. `store`: shared with the other processes; None: readiness is not checked.
+        """Wrap an initialised process group. `store`: store shared by the processes; None: readiness is not checked.
 
-        `timeout`: seconds within which the others have to come to each call. `group`: of torch.distributed, with the
-        `name` under which its calls are counted; None: all processes. `lasting`: a store that outlives a restart.
+        `timeout`: seconds within which the other processes have to reach each call. `group`: group of
+        torch.distributed, with the `name` under which its calls are counted; None: all processes. `lasting`: a store
+        that outlives a restart.
         """
         assert dist.is_initialized(), "start the process group first"
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -74,9 +75,9 @@ class Processes:
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
-        """Allow collectives that are not calls of this world, the same ones in all processes.
+        """Context for collectives that are not calls of this world; all processes have to make the same ones.
 
-        It begins when all processes have reached it. Raises UserError where one is lost before its end.
+        It begins when all processes have reached it. Raises UserError if a process is lost before its end.
         """
         self._wait_for_all()
         try:
@@ -87,32 +88,32 @@ class Processes:
             raise self._lost(error) from error
 
     def _lost(self, error: RuntimeError) -> Elsewhere:
-        """Return the error after a broken collective: the reason that the other process reported, if it did."""
+        """Return the error for a broken collective, with the reason if the other process has reported one."""
         try:
             if self._store is not None and self._store.check([FAILED]):
                 code, _, why = self._store.get(FAILED).decode().partition(" ")
                 return Elsewhere(why, int(code))
-        except RuntimeError:  # the process that kept the store is gone as well
+        except RuntimeError:  # the process that serves the store is gone as well
             pass
         return gone(error)
 
     def apart(self) -> Processes:
-        """Return a view with a name of its own for its calls; an error of one is an error of all."""
+        """Return a view of the same processes that counts its calls separately; an error of one view is one of all."""
         self._wait_for_all()
         self._apart += 1
         group = dist.new_group(timeout=timedelta(seconds=self._timeout))
         return Processes(self._store, self._timeout, group, f"{self._name}{self._apart}.")
 
     def fail(self, error: BaseException) -> None:
-        """Report to the others, and to other threads of this one, why it makes no more calls. The first report
-        counts.
+        """Report, to other processes and to other threads of this one, the reason why this process makes no more calls.
+        The first report counts.
         """
         if self._store is not None and not isinstance(error, Elsewhere):
             code = error.code if isinstance(error, UserError) else 1
             why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             try:
                 self._store.compare_set(FAILED, "", f"{code} process {self.rank}: {why}")
-            except RuntimeError:  # the process that kept the store is gone, so all others notice
+            except RuntimeError:  # the process that serves the store is gone, which all others detect
                 return
 
     def mark(self, name: str) -> None:
@@ -123,7 +124,7 @@ class Processes:
         return self._lasting is not None and bool(self._lasting.check([name]))
 
     def _wait_for_all(self) -> None:
-        """Wait until all processes have made this call. Raises UserError if one does not."""
+        """Wait until all processes have reached this call. Raises UserError if one does not."""
         if self._store is None:
             return
         self._calls += 1
@@ -140,14 +141,14 @@ class Processes:
                     raise Elsewhere(f"process {said} did not respond within {self._timeout:g} s (--collective-timeout)")
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
-            if self._calls > 2:  # all others have read it
+            if self._calls > 2:  # all others have read that entry
                 self._store.delete_key(f"{self._name}{self._calls - 2}/{self.rank}")
         except RuntimeError as error:
             raise Elsewhere(f"the first process of the run is gone ({' '.join(str(error).split())[:100]})") from error
 
 
 def with_peers(call: Callable[[], Any]) -> None:
-    """Run a collective. If a peer is killed during it, the connection breaks."""
+    """Run a collective. If a peer is killed during it, the broken connection raises an error."""
     try:
         call()
     except RuntimeError as error:
@@ -163,9 +164,9 @@ _runs = count()
 
 
 def joined(device: str, timeout: float, learner_devices: tuple[int, ...] = ()) -> Processes:
-    """Join the processes that torchrun or --processes has started, for one run."""
+    """Join the processes of a run, which torchrun or --processes has started."""
     kept = _shared_store(timeout)
-    # torchrun's outlives a restart, and entries of the attempt before must not be read again
+    # torchrun's store outlives a restart, and entries of the previous attempt must not be read again
     attempt = _attempt(kept, timeout) if _kept_by_torchrun() else 0
     store = PrefixStore(f"posttrain {attempt}", kept)
     if not dist.is_initialized():
@@ -181,9 +182,10 @@ def joined(device: str, timeout: float, learner_devices: tuple[int, ...] = ()) -
 
 
 def backend(gpus: Sequence[str]) -> str:
-    """Return torch.distributed's backends for processes on these GPUs, one name each; "" is none.
+    """Return torch.distributed's backends for processes on these GPUs, one name per process; "": no GPU.
 
-    Where processes share a GPU, as in a trial on a small machine, Gloo sums through the host's memory: NCCL refuses them.
+    If processes share a GPU, as in a trial on a small machine, Gloo sums through the host's memory, since NCCL refuses
+    shared GPUs.
     """
     if not all(gpus):
         return "gloo"
@@ -191,9 +193,9 @@ def backend(gpus: Sequence[str]) -> str:
 
 
 def gpus_of_all(device: str, placement: GPUPlacement, store: Store) -> list[str]:
-    """Return the GPU of every process, by a name that no other GPU of any machine has; "": it has none.
+    """Return the GPU of every process, by a name that is unique over all machines; "": no GPU.
 
-    Numbers would not do: a batch system may show each process a GPU of its own, which is then number 0 to all of them.
+    Numbers are not unique: a batch system may show each process only its own GPU, which is then number 0 in each.
     """
     own = ""
     if device.startswith("cuda") or (device == "auto" and placement.gpus):
@@ -224,9 +226,9 @@ def _attempt(kept: Store, timeout: float) -> int:
 def attempt_of(kept: Store, rank: int, size: int, timeout: float) -> int:
     """Return the number of this start by torchrun, the same in all processes.
 
-    torchrun's own number differs between machines: where a process fails it counts a restart, and where others have to
-    restart with it, it does not. So the first process counts, and invites each of the others by a name that is new in
-    every start: an old one may still be in the store.
+    torchrun's own number differs between machines: it counts a restart where a process has failed, but not where
+    processes restart because of another machine. So the first process counts, and invites each other process by a name
+    that is new in every start, since entries of old starts may still be in the store.
     """
     store, end, name = PrefixStore("posttrain starts", kept), time.monotonic() + timeout, uuid4().hex
     attempt = store.add("number", 1) if rank == 0 else 0
@@ -257,7 +259,7 @@ def attempt_of(kept: Store, rank: int, size: int, timeout: float) -> int:
 @cache
 def _shared_store(timeout: float) -> Store:
     """Return the store of the first process, or torchrun's."""
-    # passed to the first process alone: a port that was only looked up might be taken before it is opened
+    # an open socket, passed only to the first process: a port that is merely free might be taken before it is opened
     meeting = os.environ.pop(MEETING, None) if os.environ["RANK"] == "0" else None
     kept: Store = dist.TCPStore(  # type: ignore[attr-defined]  # it is imported there by a star
         os.environ["MASTER_ADDR"],

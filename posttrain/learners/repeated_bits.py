@@ -1,6 +1,6 @@
-"""Whether an update on a GPU adds up its sums in the same order each time.
+"""Bit-identical repetition of updates on a GPU, by sums in a fixed order.
 
-Only updates ask for it: sampling writes each number once, and torch's ways of doing that in a fixed order sort first, which
+Only updates use it: sampling writes each number once, and torch's deterministic operations for that sort first, which
 takes longer than a whole decoding step.
 """
 
@@ -17,20 +17,20 @@ _wanted = False
 
 
 def repeat_bits(wanted: bool) -> None:
-    """Set whether updates repeat their bits, where torch knows a way.
+    """Set whether updates repeat their bits, as far as torch has deterministic operations.
 
-    torch lists running sums among those without one. Those of single rows have one order anyway.
+    torch lists running sums as not deterministic, but those of single rows always have the same order.
     """
     global _wanted
     _wanted = wanted
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else products may share their workspace
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # otherwise products may share a workspace
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation")
 
 
 @contextmanager
 def repeated_bits() -> Iterator[None]:
-    """Let torch choose algorithms that repeat their bits, if that was wanted and is not so anyway."""
+    """Context in which torch uses deterministic algorithms, if `repeat_bits` was set and they are not on already."""
     if not _wanted or torch.are_deterministic_algorithms_enabled():
         yield  # the setting is not touched: that would import torch's compiler, which takes a second
         return

@@ -1,10 +1,10 @@
-"""Routers of a mixture of experts during an update: their losses, and their metrics.
+"""Losses and metrics of the routers of a mixture of experts during an update.
 
 Both are means over the tokens from which scored tokens are predicted, each as often as it is scored, of the whole
-optimizer batch: in every micro-batch and every process. Neither padding nor shared prompts can change them, so they do
-not depend on how rollouts are split into micro-batches.
+optimizer batch over all micro-batches and processes. Neither padding nor shared prompts affect them, so they do not
+depend on the split of rollouts into micro-batches.
 
-N    these tokens of the optimizer batch    M    layers that route    E    experts of each    k    experts per token
+N    these tokens of the optimizer batch    M    layers with a router    E    experts of each    k    experts per token
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ class RouterLosses:
 
 
 class Routing:
-    """Routers during one update of one process."""
+    """Losses and metrics of the routers during one update, in one process."""
 
     def __init__(self, model: Backed, losses: RouterLosses, world: World, batches: Sequence[Packed]) -> None:
         assert model.routers is not None
         self.model, self.losses, self.world = model, losses, world
         size = len(model.routers), model.routers.experts
-        self.counts = torch.zeros(size, dtype=torch.float64, device=model.head.device)  # choices so far
-        self.moved = self.chosen = 0.0  # of the given choices, those that the router would not make; all choices
+        self.counts = torch.zeros(size, dtype=torch.float64, device=model.head.device)  # [M, E], choices so far
+        self.moved = self.chosen = 0.0  # choices that differ from the router's own; all choices
         self.sums = dict.fromkeys(("balance", "z"), 0.0)  # this process's share of the two terms
-        # before the first gradient: numbers of micro-batches and tokens, and whether the load is known already
+        # before the first gradient: numbers of micro-batches and tokens, and whether the load is unknown
         known, told = self._given_choices(batches)
         own = [float(len(batches)), float(sum(b.at.numel() for b in batches)), float(told)]
         *about, rest = world.sum(torch.cat([known.new_tensor(own), known.flatten()])).split([1, 1, 1, known.numel()])
         many, self.tokens, unknown = (x.item() for x in about)
-        self.alone = many == 1  # the micro-batch is the batch: its load is known when it is computed
+        self.alone = many == 1  # with a single micro-batch the load is known when it is computed
         self.load: Tensor | None = None if unknown else self._share(rest.view(size))  # f, [M, E]
 
     def count(self, batches: Sequence[Packed], within: AbstractContextManager[object]) -> None:
-        """Compute the load of the whole batch, where the balance loss needs it and it is unknown: by a forward pass of
-        each.
+        """Compute the load of the whole batch by a forward pass of each micro-batch, if the balance loss needs it and
+        it is unknown.
         """
         if not self.losses.balance or self.load is not None or self.alone:
             return
@@ -73,7 +73,9 @@ class Routing:
         self.load = self._share(self.world.sum(counts))
 
     def loss(self, routed: Routed) -> Tensor | None:
-        """Return this micro-batch's share of the terms; the shares add up to the terms of the batch."""
+        """Return this micro-batch's share of the loss terms, whose sum over the micro-batches is the batch's; None:
+        there are none.
+        """
         taken = routed.taken
         counts = self._counted(taken)
         self.counts += counts
@@ -94,7 +96,7 @@ class Routing:
         return self.losses.balance * balance + self.losses.z * z
 
     def measure(self, stats: Stats) -> None:
-        """Add what is known of the routers behind an update."""
+        """Add the metrics of the routers after an update."""
         numbers = [self.moved, self.chosen, self.sums["balance"], self.sums["z"]]
         found = self.world.sum(torch.cat([self.counts.new_tensor(numbers), self.counts.flatten()]))
         moved, chosen, balance, z = found[:4].tolist()
@@ -115,7 +117,7 @@ class Routing:
         return self.model.routers.taken
 
     def _given_choices(self, batches: Sequence[Packed]) -> tuple[Tensor, bool]:
-        """Return (choices that layouts name, whether any is missing)."""
+        """Return (counts of the choices given in layouts, [M, E]; whether any choice is missing)."""
         counts = torch.zeros_like(self.counts)
         for batch in batches:
             given = batch.layout.experts if self.model.replays else None
@@ -125,7 +127,7 @@ class Routing:
         return counts, False
 
     def _counted(self, taken: Sequence[Tensor]) -> Tensor:
-        """Return choices [M, E] of experts [n, M, k]."""
+        """Return the counts of choices, [M, E], in a sequence of experts [n, M, k]."""
         layers, experts = self.counts.shape
         found = torch.zeros_like(self.counts)
         for one in taken:
@@ -139,7 +141,7 @@ class Routing:
 
 
 def measured(load: Tensor, taken: int) -> dict[str, float]:
-    """Compute metrics of a load [M, E], shares of all choices that sum to 1, for k = `taken`.
+    """Compute metrics of a load [M, E], for k = `taken`. The load is the share of each expert in a layer's choices.
 
     entropy   of the load, mean over layers, between 0 (all tokens use the same k experts) and 1 (an equal load)
     busiest   share of the tokens that use the busiest expert of any layer

@@ -1,4 +1,4 @@
-"""Protocol of a decoder beyond training: what adapters, heads of reward models and critics, and engines use of it."""
+"""Protocol of a decoder that adapters, heads of reward models and critics, and engines need in addition to `Model`."""
 
 from __future__ import annotations
 
@@ -19,26 +19,24 @@ if TYPE_CHECKING:
 
 
 class Backbone(Model, Protocol):
-    """A decoder that can get adapters and other heads, and whose weights can be synced to engines in other processes.
-    It is a torch module.
-    """
+    """A decoder, a torch module, that supports adapters, other heads, and weight sync to engines in other processes."""
 
-    lora: LoRA | None  # settings of its adapters; its own weights are then frozen
-    generation: dict[str, Any]  # its generation_config.json
+    lora: LoRA | None  # settings of the adapters, whose base weights are then frozen; None: no adapters
+    generation: dict[str, Any]  # content of generation_config.json
 
     @property
     def family(self) -> str:
-        """Its model_type."""
+        """The model_type in config.json."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of its arithmetic between products; its matrices may be held in a narrower one."""
+        """Type of the activations between matrix products; the matrices may be stored in a narrower type."""
         ...
 
     @property
     def layers(self) -> Any:
-        """Modules of its layers, in order; empty where they are not in one list."""
+        """Modules of the layers, in order; empty if the model does not keep them in one list."""
         ...
 
     @property
@@ -51,17 +49,17 @@ class Backbone(Model, Protocol):
         ...
 
     def linears(self) -> Iterator[tuple[str, Linear, list[tuple[str, int]]]]:
-        """Yield (name, module, the stored matrices in it: name and rows) of every product that may have an adapter."""
+        """Yield (name, module, [(name of a stored matrix, its rows), ...]) of every product that may be adapted."""
         ...
 
     def open_linears(self, wanted: Callable[[str], bool]) -> None:
-        """Make those matrices available in `linears`. Raises UserError if that is impossible."""
+        """Make the wanted matrices available in `linears`. Raises UserError if that is impossible."""
         ...
 
     # -- another head
 
     def classifier(self) -> str | None:
-        """Class of transformers with a head of one number on such a decoder; None: there is none."""
+        """Name of the class of transformers for this decoder with a head of one number; None if there is none."""
         ...
 
     def save_headless(self, folder: Path, also: Mapping[str, Tensor], told: Mapping[str, Any]) -> None:
@@ -75,7 +73,7 @@ class Backbone(Model, Protocol):
     # -- for programs that read checkpoints
 
     def described(self) -> dict[str, Any]:
-        """Return its config.json."""
+        """Return the content of config.json."""
         ...
 
     @property
@@ -90,17 +88,15 @@ class Backbone(Model, Protocol):
 
     @property
     def kept_numbers(self) -> int:
-        """Most numbers that a cache holds of each token: keys and values of all layers."""
+        """Maximum of numbers that a cache stores per token: keys and values of all layers."""
         ...
 
     def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights as a checkpoint stores them, by name, with adapters merged. Views where that is
-        possible.
-        """
+        """Yield (name, tensor) of the weights as a checkpoint stores them, with adapters merged; views if possible."""
         ...
 
     def how_it_runs(self) -> dict[str, Any] | None:
-        """Return what was determined when it was loaded, for an engine that builds it anew; None: config.json is
+        """Return the choices made at loading, with which an engine builds the model again; None: config.json is
         enough.
         """
         ...
@@ -111,14 +107,14 @@ class Backbone(Model, Protocol):
 
     @property
     def native(self) -> bool:
-        """Whether tokens are flat and attention is plugged in from outside: the engine with our KV cache can sample
-        from it.
+        """Whether the model takes flat tokens and an attention function from outside, so that the engine with our KV
+        cache can sample from it.
         """
         ...
 
     def recompute_layers(self) -> None:
-        """Keep only the input of each layer for a backward pass, and compute the layer again there. Raises UserError
-        where that is impossible.
+        """Keep only the input of each layer, and recompute the layer in the backward pass. Raises UserError if that is
+        impossible.
         """
         ...
 
@@ -128,25 +124,25 @@ class Backbone(Model, Protocol):
 
     @property
     def apart(self) -> bool:
-        """Whether it can process several texts at once so that the bits of each depend on no other: see
-        `hidden_apart`.
+        """Whether `hidden_apart` can compute several texts at once such that the result of each is bit-identical to its
+        result alone.
         """
         ...
 
     def hidden_apart(self, layout: Layout, at: Tensor) -> Tensor:
-        """Compute `hidden` of texts whose bits depend on no other text."""
+        """Compute `hidden` such that the bits of each text's result do not depend on the other texts."""
         ...
 
     # -- mixtures of experts
 
-    routers: Routers | None  # None: it has none
+    routers: Routers | None  # None: not a mixture of experts
     replays: bool  # whether tokens use the experts that a layout names
 
     # -- pictures
 
     @property
     def sees(self) -> bool:
-        """Whether it reads pictures."""
+        """Whether the model reads pictures."""
         ...
 
     def freeze_vision(self) -> None:
@@ -157,7 +153,7 @@ class Backbone(Model, Protocol):
         """Return the names of the modules that compute features of pictures."""
         ...
 
-    # -- what every torch module has
+    # -- methods of every torch module
     def buffers(self) -> Iterator[Tensor]: ...
     def modules(self) -> Iterator[nn.Module]: ...
     def set_submodule(self, target: str, module: nn.Module) -> None: ...
@@ -165,14 +161,14 @@ class Backbone(Model, Protocol):
 
 
 def decoders_in(held: nn.Module) -> list[Backbone]:
-    """Those that a model or a critic is, or is built on."""
+    """Return all decoders in a model or a critic: itself, or those that it is built on."""
     return [module for module in held.modules() if is_backbone(module)]
 
 
 def is_backbone(held: object) -> TypeGuard[Backbone]:
     """Return whether this is a decoder that can get adapters.
 
-    Not by `isinstance` with the protocol, which from Python 3.12 on does not find what a torch module keeps among its
-    submodules.
+    `isinstance` with the protocol does not work: from Python 3.12 on it does not find attributes that a torch module
+    stores among its submodules.
     """
     return hasattr(type(held), "open_linears")

@@ -1,7 +1,7 @@
 """Loads Hugging Face checkpoint folders.
 
-It decides which checkpoints are supported (`LOADERS`). A checkpoint is loaded completely or refused: no tensor missing,
-none left over, every shape as config.json has it, every number finite, and enough memory before anything is allocated.
+`LOADERS` lists the supported model types. A checkpoint is loaded completely or refused: no tensor may be missing or
+unknown, every shape must agree with config.json, every number must be finite, and the free memory must suffice.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from posttrain.models.weight_files import (
     weight_files,
 )
 
-OURS = "posttrain_reward_model"  # the model_type of a reward model that transformers cannot hold
-BACKBONE = "posttrain_backbone"  # the model_type of its decoder
+OURS = "posttrain_reward_model"  # the model_type of a reward model for which transformers has no class
+BACKBONE = "posttrain_backbone"  # the entry with the model_type of such a reward model's decoder
 FORM = (BACKBONE, "posttrain_pooling", "posttrain_head")  # entries of config.json that describe a reward model
 
 
@@ -61,10 +61,10 @@ def load_model(
     shares: int = 1,
     matrices: torch.dtype | None = None,
 ) -> Model:
-    """Load a checkpoint folder (or a Hugging Face model by name), its parameters of this dtype on this device.
+    """Load a checkpoint folder (or a Hugging Face model by name) onto this device, with parameters of this dtype.
 
-    `matrices`: the type of matrices, if narrower: the decoder is then frozen. Its arithmetic remains that of `dtype`.
-    `shard`: keep one of `shares` shares of a decoder's rows in this process; of a native decoder only these are read.
+    `matrices`: a narrower type for the matrices; the decoder is then frozen, and still computes in `dtype`.
+    `shard`: keeps one of `shares` shares of a decoder's rows in this process; a native decoder reads only these rows.
 
     Raises UserError if there is no such folder, if the architecture is not supported, or if weights are missing,
     damaged, of the wrong shape or unknown.
@@ -107,9 +107,9 @@ def load_backbone(folder: str | Path, device: str | torch.device = "cpu") -> tup
     """Load the decoder of a checkpoint without its output head, and the score head [hidden] of a reward model if it has
     one.
 
-    For critics: reads causal language models and the sequence-classification checkpoints (`score.weight`, one label) of
-    the same architectures, and reward models of ours; a head of two layers is not a score head of states, and is
-    ignored. Raises UserError as `load_model` does.
+    For critics: reads causal language models, sequence-classification checkpoints (`score.weight`, one label) of the
+    same architectures, and this package's reward models. A head of two layers is ignored, since it does not score
+    hidden states directly. Raises UserError as `load_model` does.
     """
     folder = checkpoint_folder(folder)
     if is_adapter(folder):
@@ -128,8 +128,8 @@ def load_backbone(folder: str | Path, device: str | torch.device = "cpu") -> tup
 def load_headless(
     folder: Path, device: str | torch.device = "cpu", matrices: torch.dtype | None = None
 ) -> tuple[Decoder | Backed, dict[str, Tensor]]:
-    """Load the decoder of a checkpoint folder, without an output head of its own, and the heads that are there, by
-    name. `matrices`: see `load_model`.
+    """Load the decoder of a checkpoint folder without its output head, and the stored heads by name. `matrices`: see
+    `load_model`.
     """
     source = of_backbone(read_json(folder / "config.json"))
     config, kind = None, source.get("model_type")
@@ -161,7 +161,7 @@ def _read_heads(folder: Path) -> dict[str, Tensor]:
 
 
 def of_backbone(source: dict[str, Any]) -> dict[str, Any]:
-    """Return a config.json as its decoder alone would have it."""
+    """Convert the config.json of a reward model into that of its decoder alone."""
     own = {name: value for name, value in source.items() if name not in FORM}
     return {**own, "model_type": source.get(BACKBONE)} if source.get("model_type") == OURS else own
 
@@ -213,7 +213,7 @@ def _load_other(
     headless: bool = False,
     matrices: torch.dtype | None = None,
 ) -> Backed:
-    """Load by transformers, whose import takes seconds: only where it is needed."""
+    """Load a model through transformers, imported only here because the import takes seconds."""
     from posttrain.models.hf.transformers_folder import load_backed
 
     return load_backed(folder, source, dtype, device, headless, matrices)
@@ -226,10 +226,10 @@ LOADERS: dict[str, Callable[[Path, dict[str, Any], torch.dtype, torch.device], M
 
 
 def _pieces_here(parameter: Tensor, pieces: Pieces) -> Iterator[tuple[str, Tensor, slice]]:
-    """Yield the parts of a parameter in this process: the stored tensor, the destination, the rows to read."""
+    """Yield (name of the stored tensor, destination, rows to read) for each part of a parameter in this process."""
     first, own = here(parameter)
     total = sum(shape[0] for _, shape in pieces)
-    unit = total // parameter.shape[0]  # rows as stored, of one of the parameter's
+    unit = total // parameter.shape[0]  # stored rows per row of the parameter
     flat = own.view(len(own) * unit, *pieces[0][1][1:])
     begin, end, at = first * unit, first * unit + len(flat), 0
     for stored, shape in pieces:
@@ -240,10 +240,10 @@ def _pieces_here(parameter: Tensor, pieces: Pieces) -> Iterator[tuple[str, Tenso
 
 
 def read_weights(model: Decoder, folder: Path, also: Sequence[str] = ()) -> dict[str, Tensor]:
-    """Fill the parameters, one stored tensor in memory at a time. Return those tensors of `also` that are there."""
+    """Fill the parameters, with one stored tensor in memory at a time. Return the tensors of `also` that are stored."""
     expected = stored_pieces(model.config)
     with ExitStack() as opened:
-        where: dict[str, tuple[Path, Any]] = {}  # file of each tensor, closed and open
+        where: dict[str, tuple[Path, Any]] = {}  # name of a tensor -> its file: path, and opened
         for file in weight_files(folder):
             shard = opened.enter_context(open_tensors(file))
             where.update(dict.fromkeys(shard.keys(), (file, shard)))
@@ -294,8 +294,8 @@ def _check_shapes(folder: Path, found: Mapping[str, tuple[int, ...]], model: Dec
 def load_adapted(
     folder: Path, dtype: torch.dtype, device: str | torch.device, matrices: torch.dtype | None = None
 ) -> Backbone:
-    """Load the base of a folder of adapters with these; only they are trainable. Raises UserError if it is another
-    base.
+    """Load the base of a folder of adapters, and the adapters, which alone are trainable. Raises UserError if the
+    base is not the one that they were trained on.
     """
     if read_adapter_config(folder).task == CLASSIFIER:
         raise UserError(
@@ -314,7 +314,7 @@ def load_adapted(
 
 
 def merged_backbone(folder: Path, device: str | torch.device) -> tuple[Backbone, Tensor | None]:
-    """Load a folder of adapters as `load_backbone` does; they are merged into the weights."""
+    """Load a folder of adapters as `load_backbone` loads a model, with the adapters merged into the weights."""
     from posttrain.models.checkpoint_folder import load_backbone
 
     model, score = load_backbone(checked_base(folder), device)

@@ -14,8 +14,8 @@ from posttrain.system.hub import HubName, hub_name
 
 
 def checkpoint_folder(name: str | Path) -> Path:
-    """Return the local folder of a checkpoint: a path, or else a Hugging Face model name, downloaded if that is
-    possible. A GGUF file is returned itself: `read_json`, `open_tensors` and `Tokenizer.load` know its content.
+    """Return the local folder of a checkpoint, given as a path or as a Hugging Face model name, which is downloaded.
+    The path of a GGUF file is returned unchanged: `read_json`, `open_tensors` and `Tokenizer.load` read its content.
 
     Raises UserError if it is neither.
     """
@@ -31,7 +31,7 @@ def checkpoint_folder(name: str | Path) -> Path:
         if not there:
             raise UserError(f"{name}: no such GGUF file: correct the path")
         require_package(folder)
-        read_gguf(folder)  # its header is checked, and kept
+        read_gguf(folder)  # checks the header, and caches it
         return folder
     if there:
         raise UserError(f"{name} is a file: give the checkpoint folder that holds it")
@@ -45,11 +45,11 @@ def checkpoint_folder(name: str | Path) -> Path:
 
 
 def pinned(path: Path) -> Path:
-    """Return a model of the hub with its commit, org/name@commit, once it is downloaded; a local checkpoint unchanged.
+    """Download a model of the hub and return its name with the commit, org/name@commit; return a local path unchanged.
 
-    A run that goes on later then begins with the same weights, whatever its branch has by then.
+    A resumed run then begins with the same weights, even if the branch on the hub has moved.
     """
     named = hub_name(str(path))
-    if named is None or os.path.lexists(path):  # unlike Path.exists it raises for no name
+    if named is None or os.path.lexists(path):  # unlike Path.exists it never raises
         return path
     return Path(str(HubName(named.name, downloaded(named).name)))

@@ -1,4 +1,4 @@
-"""Facts about a checkpoint without its weights: the tokenizer with its template, and the context length."""
+"""Summary of a checkpoint that needs no weights: the tokenizer with its template, and the context length."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ CONTEXT = 2048  # default of transformers where config.json has none
 
 
 class Outline(NamedTuple):
-    """Summary of a model, made without torch."""
+    """Summary of a model; computing it does not import torch."""
 
     tokenizer: Tokenizer
-    context: int  # most tokens of prompt and replies together
-    ends: tuple[int, ...] = ()  # ids that end a reply, as far as they are known
+    context: int  # maximum of tokens of prompt and replies together
+    ends: tuple[int, ...] = ()  # ids that end a reply; () if unknown
 
 
 def outline(
     folder: str | Path, chat_template: str | None = None, chat_template_kwargs: Mapping[str, Any] | None = None
 ) -> Outline:
-    """Summarise a checkpoint folder. Template and its variables: see `Tokenizer.load`. Raises UserError if it is not one."""
+    """Summarise a checkpoint folder. `chat_template`, `chat_template_kwargs`: see `Tokenizer.load`. Raises UserError if
+    it is not a checkpoint.
+    """
     folder = checkpoint_folder(folder)
     described = described_in(folder)
     source = read_json(described / "config.json")
@@ -34,7 +36,7 @@ def outline(
 
 
 def ends_of(folder: Path, source: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids that end a reply; errors in them are reported where the model is loaded."""
+    """Return the ids that end a reply. Invalid ids are skipped: loading the model reports them."""
     text = source.get("text_config")
     places = (
         read_json(folder / "generation_config.json", optional=True),
@@ -46,10 +48,10 @@ def ends_of(folder: Path, source: Mapping[str, Any], tokenizer: Tokenizer) -> tu
 
 
 def context_of(folder: Path, source: Mapping[str, Any]) -> int:
-    """Return the context length of config.json, under any of the names in use.
+    """Return the context length in tokens, stored in config.json under one of several names.
 
-    LongRoPE (Phi-3) uses other angles for all tokens of a text longer than those it was first trained on. A batch or a
-    cache cannot switch to them, so such texts are too long.
+    LongRoPE (Phi-3) uses other angles for all tokens of a text that exceeds the original context length. A batch or a
+    cache cannot switch between the angles, so the original context length is the limit.
     """
     text = source.get("text_config")
     for place in (source, text if isinstance(text, dict) else {}):

@@ -1,7 +1,7 @@
 """Critics: a value for each state (PPO), or twin values for each action over the vocabulary (soft actor-critic).
 
-The backbone is a decoder of its own, or the policy's, whose hidden states are then shared. Heads begin near zero, so
-that the first values are uninformative instead of wrong.
+The backbone is a separate decoder or the policy's, whose hidden states are then shared. Heads are initialised near
+zero, so that the first values are uninformative instead of wrong.
 
 T    tokens of a micro-batch    N    scored tokens    D    hidden size    V    vocabulary
 """
@@ -25,7 +25,7 @@ from posttrain.models.row_shards import here
 from posttrain.models.tensor_files import open_tensors
 from posttrain.models.weight_files import check_finite
 
-STORED = "critic.safetensors"  # in that folder
+STORED = "critic.safetensors"  # in the folder TRAINING of a checkpoint
 NEAR_ZERO = 1e-3  # standard deviation of a new head's weights, times 1 / sqrt(D)
 
 
@@ -42,9 +42,9 @@ class ValueModel(nn.Module):
         """Do nothing: there are no target copies."""
 
     def forward(self, batch: Packed, policy: Hidden, temperature: float) -> dict[str, Tensor]:
-        """{"value": float32 [N]}; `policy`: its hidden states at the scored tokens, and its head."""
+        """Return {"value": float32 [N]}. `policy`: the policy's hidden states at the scored tokens, and its head."""
         shared = policy.states if self.backbone is None else self.backbone.hidden(batch.layout, batch.at)
-        with torch.autocast(shared.device.type, enabled=False):  # small differences of values are what advantages are
+        with torch.autocast(shared.device.type, enabled=False):  # advantages are small differences of values
             wide = torch.promote_types(shared.dtype, torch.float32)
             return {"value": shared.to(wide) @ self.weight.to(wide) + self.bias}
 
@@ -63,7 +63,7 @@ class ActionValueModel(nn.Module):
         self.slow_heads = nn.Parameter(self.heads.detach().clone(), requires_grad=False)
 
     def forward(self, batch: Packed, policy: Hidden, temperature: float) -> dict[str, Tensor]:
-        """{"q": of what was said, float32 [2, N]; "expected_q", "target_q": see `soft_values`}."""
+        """Return {"q": of the target tokens, float32 [2, N]; "expected_q", "target_q": [N], see `soft_values`}."""
         own = self.backbone.hidden(batch.layout, batch.at)
         with torch.no_grad():
             slow = self.slow_backbone.hidden(batch.layout, batch.at)
@@ -87,10 +87,10 @@ Critic = ValueModel | ActionValueModel
 
 
 def new_critic(kind: type[Critic], folder: Path | None, policy: Model, seed: int) -> Critic:
-    """Create a critic whose backbone starts from a checkpoint folder, on the policy's device. None: share the policy's.
+    """Create a critic on the policy's device, with a backbone from a checkpoint folder; None: the policy's backbone.
 
-    A reward model's score head is loaded, and so is the critic of a run's checkpoint; any other head begins near zero.
-    Raises UserError if the folder's model does not fit.
+    The score head of a reward model and the critic of a run's checkpoint are loaded; any other head is initialised near
+    zero. Raises UserError if the folder's model does not fit.
     """
     device, hidden = policy.head.device, policy.config.hidden
     if folder is None:

@@ -1,7 +1,7 @@
-"""Decides which GPUs of a machine learn and which sample.
+"""Assignment of a machine's GPUs to learners and engines.
 
-Each process that learns has a GPU of its own, as far as there are enough. Engines in processes of their own take the GPUs
-that are left, in turn; where none is left they share those of the learners, each first that of its own.
+Each learner process gets its own GPU if there are enough. Engines in separate processes take the remaining GPUs in
+turn; if none remains, they share the learners' GPUs, and the first engine of each learner shares that learner's GPU.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from posttrain.core.types import UserError
 
 @dataclass(frozen=True)
 class GPUPlacement:
-    """GPUs of one machine, by their numbers among those that CUDA_VISIBLE_DEVICES leaves."""
+    """Placement on the GPUs of one machine, numbered within CUDA_VISIBLE_DEVICES."""
 
     gpus: int  # of this machine
-    learners: int = 1  # processes of this machine that learn
-    place: int = 0  # number of this process among them
+    learners: int = 1  # learner processes on this machine
+    place: int = 0  # index of this process among the learners
     learner_devices: tuple[int, ...] = ()  # GPUs of the learners; empty: the first ones
-    engine_devices: tuple[int, ...] = ()  # GPUs of the engines; empty: the others
+    engine_devices: tuple[int, ...] = ()  # GPUs of the engines; empty: those that no learner uses
 
     @classmethod
     def here(cls, learner_devices: tuple[int, ...] = (), engine_devices: tuple[int, ...] = ()) -> GPUPlacement:
@@ -37,20 +37,22 @@ class GPUPlacement:
         return cls(gpus, local, int(os.environ.get("LOCAL_RANK", "0")), learner_devices, engine_devices)
 
     def learner(self, place: int | None = None) -> int:
-        """Return the GPU of this process, or of the one in another place."""
+        """Return the GPU of the learner at this index; None: of this process."""
         choice = self.learner_devices or range(self.gpus)
         return choice[(self.place if place is None else place) % len(choice)]
 
     def engine(self, number: int) -> int:
-        """Return the GPU of this process's engine of that number: 0, 1, ..."""
+        """Return the GPU of one of this process's engines, by its number 0, 1, ..."""
         learning = [self.learner(place) for place in range(self.learners)]
         free = [gpu for gpu in range(self.gpus) if gpu not in learning]
-        # shared ones in the order of the learners, so that the first engine of each is on its own GPU
+        # shared GPUs in the order of the learners, so that the first engine of each learner is on that learner's GPU
         choice = self.engine_devices or free or list(dict.fromkeys([*learning, *range(self.gpus)]))
         return choice[(self.place + number * self.learners) % len(choice)]
 
 
 def visible_name(gpu: int) -> str:
-    """Return the name of a GPU for CUDA_VISIBLE_DEVICES of another process: what that variable calls it here, if set."""
+    """Return the entry of this process's CUDA_VISIBLE_DEVICES for a GPU, to be set in another process; if the variable
+    is not set, the GPU's number.
+    """
     names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return names[gpu].strip() if gpu < len(names) else str(gpu)

@@ -1,7 +1,7 @@
-"""Downloads checkpoints from the Hugging Face hub: the files that are read here, into the cache that its client keeps.
+"""Downloads checkpoints from the Hugging Face hub into its client's cache; only files that this package reads.
 
-A finished file is never downloaded again, and a connection that breaks off within one is taken up where it broke. An
-interrupted command begins with the file that was not finished.
+A complete file is never downloaded again. A lost connection resumes within the file. An interrupted command starts with
+the file that was incomplete.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ FOUND: dict[tuple[str, str, str], Path] = {}
 
 
 def downloaded(named: HubName) -> Path:
-    """Return the folder of a model of the hub, downloaded as far as necessary; without a network that of the cache.
+    """Download the missing files of a model of the hub, and return its folder in the cache; offline, that folder alone.
 
-    Raises UserError: no such model or revision, no access, no network and not in the cache, no safetensors, disk full.
+    Raises UserError: no such model or revision, no access, offline and not in the cache, no safetensors, disk full.
     """
     from huggingface_hub import constants
 
@@ -51,7 +51,7 @@ def _download(named: HubName) -> Path:
                 )
         except UserError:
             raise
-        except Exception as error:  # the network, the name, the disk: any of many types
+        except Exception as error:  # network, name and disk cause errors of many types
             if unreached:
                 part = "was downloaded in part" if "incomplete" in str(error) else "was not downloaded before"
                 raise UserError(f"{unreached}, and {named} {part}; {cached_list()}") from None
@@ -59,15 +59,15 @@ def _download(named: HubName) -> Path:
 
 
 def _missing(named: HubName) -> list[str]:
-    """Return the files of the repository that the cache lacks, as far as the hub answers.
+    """Return the files of the repository that the cache lacks; ["unknown"] if the hub does not respond.
 
-    Raises UserError if it holds no checkpoint.
+    Raises UserError if the repository holds no checkpoint.
     """
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     try:
         info = HfApi().model_info(named.name, revision=named.revision, timeout=10.0)
-    except Exception:  # the download itself finds it out, and then looks into the cache
+    except Exception:  # the download then reports the error, or uses the cache
         return ["unknown"]
     every = [file.rfilename for file in info.siblings or ()]
     wanted = [file for file in every if _matches(file, WANTED) and not _matches(file, LEFT)]
@@ -95,7 +95,7 @@ def _refuse_without_weights(named: HubName, files: list[str]) -> None:
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """Let the client show no bars: there is nothing to download."""
+    """Context without progress bars of the client, for when there is nothing to download."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     before = are_progress_bars_disabled()

@@ -1,8 +1,7 @@
-"""Converts pictures to pixels and to placeholder tokens: the only place that does either.
+"""Converts pictures to pixels and to placeholder tokens; no other module does either.
 
-The pixels are those of transformers' own image processor of the checkpoint, on PIL. The number of a picture's
-placeholders follows from the shape of its pixels and from the model's configuration, and the model has to make as many
-features.
+transformers' image processor of the checkpoint computes the pixels, with PIL. The number of a picture's placeholders
+follows from the shape of its pixels and from config.json; the model must return as many features.
 
 grid     the processor cuts a picture into patches and returns their grid (Qwen-VL)
 tiles    it cuts a large picture into tiles of one size, and adds a small version of the whole (Idefics3, SmolVLM)
@@ -33,7 +32,7 @@ PLACEHOLDERS = ("image_token_id", "image_token_index", "video_token_id", "video_
 """Entries of config.json that name a placeholder token."""
 PLACE = "\ufffc"
 """The object replacement character: used in our texts, and replaced by the model's placeholder before tokenization."""
-REMEMBERED = 1 << 28  # bytes of pixels
+REMEMBERED = 1 << 28  # bytes of pixels that are cached
 
 
 @dataclass(frozen=True)
@@ -47,25 +46,25 @@ class Pixels:
 
 
 class ImageProcessor:
-    """The image processor of one checkpoint. Identified by its files' content, so that a tokenizer and a model share
-    one.
+    """The image processor of one checkpoint. The content of its files identifies it, so that a tokenizer and a model
+    share one.
     """
 
     def __init__(self, source: Mapping[str, Any], files: Mapping[str, str]) -> None:
-        """Create the processor. `source`: the model's config.json; `files`: those of the processor."""
+        """Create the processor. `source`: the model's config.json; `files`: name and text of the processor's files."""
         self.source, self.files = source, dict(files)
         self.id: int = placeholder_ids(source)[0]
         text = source.get("text_config")
         text = text if isinstance(text, dict) else source
         rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
-        self.places = "mrope_section" in rope  # tokens in time, height and width
+        self.places = "mrope_section" in rope  # whether positions are in time, height and width
         self._theirs: Any = None
         self._known: OrderedDict[str, Pixels] = OrderedDict()
         self._room = REMEMBERED
 
     @staticmethod
     def of(folder: Path, source: Mapping[str, Any]) -> ImageProcessor | None:
-        """Return the processor of a checkpoint folder; None where config.json, already read, names no placeholder."""
+        """Return the processor of a checkpoint folder; None if its config.json, `source`, names no placeholder."""
         if not placeholder_ids(source):
             return None
         files = {name: read_text(folder / name) for name in FILES if (folder / name).exists()}
@@ -75,7 +74,7 @@ class ImageProcessor:
         return self
 
     def pixels(self, digest: str) -> Pixels:
-        """Process a picture by its hash. Raises PictureError if it is damaged, or if the processor refuses it."""
+        """Process the picture with this hash. Raises PictureError if it is damaged, or if the processor refuses it."""
         if digest in self._known:
             self._known.move_to_end(digest)
             return self._known[digest]
@@ -118,7 +117,7 @@ class ImageProcessor:
         return Pixels(made, count, PLACE * count, grid if self.places else ())
 
     def _in_tiles(self, made: dict[str, Tensor], rows: int, columns: int) -> Pixels:
-        """Return the placeholders as `Idefics3Processor.replace_image_token` writes them."""
+        """Return the pixels with placeholders as `Idefics3Processor.replace_image_token` writes them."""
         height, width = made["pixel_values"].shape[-2:]
         patch, scale = int(self._vision("patch_size", 32)), int(self.source.get("scale_factor", 2))
         each = (height // patch) * (width // patch) // scale**2
@@ -155,10 +154,10 @@ def _known(source: str, files: tuple[tuple[str, str], ...]) -> ImageProcessor:
 
 
 def _of_transformers(source: Mapping[str, Any], files: Mapping[str, str]) -> Any:
-    """Build transformers' image processor on PIL: torchvision is not needed, and pixels are the same on every
-    machine.
+    """Build transformers' image processor with its PIL backend, which needs no torchvision and gives the same pixels on
+    every machine.
     """
-    # not from the package itself: some versions of that require torchvision, whatever backend is requested
+    # imported from its module: in some versions the import from `transformers` requires torchvision for any backend
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
     with tempfile.TemporaryDirectory() as name:

@@ -21,10 +21,10 @@ MISSING: Any = object()  # no default: the key is required
 
 
 class Fields(Mapping[str, Any]):
-    """The object in a JSON file, or one inside it, whose values are checked when they are read.
+    """The object in a JSON file, or a nested object, whose values are checked when they are read.
 
-    Every method raises UserError for a value of another type or out of its range. A key that is absent or null gives
-    the default; without a default it is an error too.
+    Every method raises UserError for a value of another type or out of range. A key that is absent or null gives the
+    default, and raises UserError if there is none.
     """
 
     def __init__(self, file: Path, values: Mapping[str, Any], inside: str = "") -> None:
@@ -41,7 +41,7 @@ class Fields(Mapping[str, Any]):
         return len(self._values)
 
     def refuse(self, key: str, expected: str) -> UserError:
-        """Return the error that shows the value of a key and the expected one."""
+        """Return the error that shows the value of a key, and the expected value."""
         if self._values.get(key) is None:
             return UserError(f"{self.file} lacks {self._inside}{key}: it must be {expected}")
         return UserError(f"{self.file}: {self._inside}{key} is {shown(self._values[key])}; it must be {expected}")
@@ -114,7 +114,7 @@ def read_text(path: Path) -> str:
 def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
     """Read the object in a JSON file; {} for an absent one if it is optional. Raises UserError if absent or damaged.
 
-    A path within a GGUF file gives what its metadata has in place of that file.
+    For a path within a GGUF file, return the same content built from the metadata of that file.
     """
     if is_gguf(path.parent) and (found := described(path.parent, path.name)) is not None:
         return found
@@ -132,4 +132,4 @@ def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-    path.write_bytes(text.encode("utf-8", "backslashreplace"))  # half a surrogate pair: its escape is JSON's own
+    path.write_bytes(text.encode("utf-8", "backslashreplace"))  # a lone surrogate is written as its JSON escape

@@ -1,11 +1,11 @@
 """Reward models: a decoder with a head of one number in place of the output head.
 
-Decides what is written, so that other programs get the same numbers: a folder that transformers opens as a sequence
-classification model (one label, no bias in the head, a padding token that never ends a reply). Models for which
-transformers has no class, with scores averaged over tokens or a head of two layers, are written under a model_type that
-it refuses, since it would put a random head in its place.
+Reward models are written so that other programs compute the same scores: as a folder that transformers opens as a
+sequence classification model (one label, no bias in the head, a padding token that never ends a reply). Models for
+which transformers has no class, with scores averaged over tokens or a head of two layers, get a model_type that
+transformers refuses, since it would otherwise initialise a random head.
 
-T    tokens of a micro-batch    N    readings: hidden states that are scored    D    hidden size
+T    tokens of a micro-batch    N    hidden states that are scored    D    hidden size
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ OFFSET = "posttrain_score_offset"
 
 @dataclass(frozen=True)
 class ScoreShape:
-    """Form of a score: pooling of hidden states, and head."""
+    """How a score is computed: the pooling of hidden states, and the head."""
 
     pooling: Pooling = "last"  # the score at the last token, or the mean of those at every token of the response
     head: Form = "linear"
 
 
 class RewardModel(nn.Module):
-    """A reward model; implements `posttrain.core.protocols.Model`: its head has one row, [1, D], and its outputs are
+    """A reward model. Implements `posttrain.core.protocols.Model` with a head of one row, [1, D], whose outputs are
     scores, float32 [N].
     """
 
@@ -56,12 +56,12 @@ class RewardModel(nn.Module):
         """Create a new head on a backbone, drawn from N(0, 1 / (D + 1)) (Stiennon et al., arXiv 2009.01325, appendix
         B.1).
 
-        `pad`: the padding token for other programs; None: there is none to be written.
+        `pad`: id of the padding token, written for other programs; None: not yet known.
         """
         super().__init__()
         self.backbone, self.shape, self.pad = backbone, shape, pad
-        self.offset = 0.0  # added by services, so that the mean over the training data is 0; never added here
-        self.measured: Callable[[], float] | None = None  # computes the offset of the current weights, to be written
+        self.offset = 0.0  # services add it, so that the mean score of the training data is 0; never added here
+        self.measured: Callable[[], float] | None = None  # computes the offset of the current weights, for `save`
         size = backbone.config.hidden
         generator = torch.Generator().manual_seed(seed)
         self.score = nn.Parameter(torch.randn((1, size), generator=generator) / (size + 1) ** 0.5)
@@ -83,7 +83,7 @@ class RewardModel(nn.Module):
 
     @property
     def decoder(self) -> None:
-        """It is built on one, and samples nothing."""
+        """Always None: the model cannot sample, although it is built on a decoder."""
 
     @property
     def head(self) -> Head:
@@ -99,7 +99,7 @@ class RewardModel(nn.Module):
 
     @property
     def classifier(self) -> str | None:
-        """The class of transformers for such a model; None: it has none."""
+        """Name of the class of transformers for such a model; None if there is none."""
         return self.backbone.classifier() if self.shape == ScoreShape() else None
 
     def measure(self) -> None:
@@ -108,9 +108,9 @@ class RewardModel(nn.Module):
             self.offset = self.measured()
 
     def save(self, folder: Path) -> None:
-        """Write config.json and weights, as `load_reward_model` reads them, and transformers where it can.
+        """Write config.json and weights for `load_reward_model`, and for transformers if it has a class for them.
 
-        Of an adapted model adapters and head, as PEFT has them for sequence classification.
+        For an adapted model, write adapters and head in PEFT's format for sequence classification.
         """
         self.measure()
         also = {SCORE: self.score.detach()}
@@ -135,7 +135,7 @@ class RewardModel(nn.Module):
         self.backbone.save_headless(folder, also, told)
 
     def _metadata(self) -> dict[str, Any]:
-        """Return the fields that a folder of adapters stores besides adapters and head."""
+        """Return the further fields that a folder of adapters stores beside adapters and head."""
         return {
             "posttrain_pooling": self.shape.pooling,
             "posttrain_head": self.shape.head,
@@ -157,7 +157,7 @@ def new_reward_model(
     device: str | torch.device = "cpu",
     matrices: torch.dtype | None = None,
 ) -> RewardModel:
-    """Create a reward model whose backbone starts from a checkpoint; a head of the same shape in it is loaded.
+    """Create a reward model with the backbone of a checkpoint; if that has a head of the same shape, load it too.
 
     `matrices`: see `posttrain.models.checkpoint_folder.load_model`.
     """
@@ -213,7 +213,7 @@ def _read(
 def _read_adapted(
     folder: Path, shape: ScoreShape, seed: int, device: str | torch.device, matrices: torch.dtype | None
 ) -> tuple[RewardModel, dict[str, Tensor]]:
-    """Load the base of a folder of adapters with these, and the head: the folder's, or else the base's."""
+    """Load the base of a folder of adapters, the adapters, and the head: the folder's, or else the base's."""
     model, found = _read(checked_base(folder), shape, seed, device, matrices)
     fields = Fields(folder / NOTE, read_note(folder))
     vocab = model.config.vocab
@@ -227,7 +227,7 @@ def _read_adapted(
 
 
 def _fill_head(model: RewardModel, found: dict[str, Tensor], folder: str | Path) -> None:
-    """Fill the head. Raises UserError if it is of another size."""
+    """Fill the head with the tensors found. Raises UserError if one is missing or of another shape."""
     own = {SCORE: model.score, **({INNER: model.inner} if model.inner is not None else {})}
     for name, parameter in own.items():
         stored = found.get(name)
@@ -241,10 +241,10 @@ def _fill_head(model: RewardModel, found: dict[str, Tensor], folder: str | Path)
 
 
 def settle(model: RewardModel, tokenizer: Tokenizer, ends: tuple[int, ...]) -> Tokenizer:
-    """Set the tokens that end a reply (`ends`) and the padding token, never the same, in the model and the tokenizer
-    returned.
+    """Set the tokens that end a reply (`ends`) and the padding token, which is never one of them, in the model and in
+    the returned tokenizer.
 
-    Where a token is added for that, the embedding grows: by zeros, which are never read.
+    If a padding token is added, the embedding is extended by zeros, which are never read.
     """
     tokenizer = tokenizer.padding(ends)
     assert tokenizer.pad_id is not None

@@ -1,7 +1,7 @@
-"""Sharded weights, of which each process of a run holds some rows. The only file that gathers them, or knows their
-rows.
+"""Access to sharded weights, of which each process of a run holds some rows. Only this module gathers them or computes
+which rows are local.
 
-Such a tensor is torch's DTensor. It is recognised by its methods, since only sharded runs pay for its import.
+A sharded tensor is a DTensor of torch. It is recognised by its methods, so that only sharded runs import that class.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ MEETING = "meeting"
 
 
 def asked_by_all(model: Any) -> AbstractContextManager[None]:
-    """Return the context for calls of a model outside of its learner. If it is sharded, all processes have to
-    enter it.
+    """Return a context for calls of a model outside its learner. If the model is sharded, all processes have to enter
+    it.
     """
     meeting: Callable[[], AbstractContextManager[None]] | None = getattr(model, MEETING, None)
     return nullcontext() if meeting is None else meeting()
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """Return all of a parameter, without a gradient. If it is sharded, all processes have to call this."""
+    """Return the whole parameter, without a gradient. If it is sharded, all processes have to call this."""
     gather: Callable[[], Tensor] | None = getattr(parameter, GATHER, None)
     return parameter.detach() if gather is None else gather()
 
@@ -38,7 +38,7 @@ def is_sharded(x: Tensor) -> bool:
 
 
 def here(x: Tensor) -> tuple[int, Tensor]:
-    """Return the first row of a tensor in this process, and the rows that are here: in place, without a gradient."""
+    """Return (index of this process's first row, this process's rows of a tensor: a view without a gradient)."""
     if not is_sharded(x):
         return 0, x.detach()
     own: Tensor = x.to_local().detach()  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
-"""Reads and writes .safetensors files one tensor at a time, and of a tensor only the rows of this process.
+"""Reads and writes .safetensors files one tensor at a time; of a sharded tensor it reads only this process's rows.
 
 The library's own writer needs all tensors at once. The format: eight bytes with the length of a JSON header, which
-gives type, shape and place of each tensor; then the tensors, end to end
+gives type, shape and offsets of each tensor; then the concatenated tensors
 (https://github.com/huggingface/safetensors#format).
 """
 
@@ -31,12 +31,12 @@ Described = Mapping[str, tuple[torch.dtype, Sequence[int]]]
 
 
 def size_of(dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """Return the size in bytes."""
+    """Return the size of a tensor in bytes."""
     return dtype.itemsize * torch.Size(shape).numel()
 
 
 def write_tensors(file: Path, described: Described, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write the described tensors. `tensors`: the same names in the same order; no more are taken than described."""
+    """Write the described tensors. `tensors` yields the same names in the same order; further tensors are not read."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in described.items():
@@ -57,7 +57,7 @@ def write_tensors(file: Path, described: Described, tensors: Iterable[tuple[str,
 
 
 def write_state(file: Path | None, tensors: Mapping[str, Tensor]) -> None:
-    """Write tensors, gathering sharded ones. None: another process writes, and this one takes part in gathering."""
+    """Write tensors, gathering sharded ones. `file` None: only take part in gathering, while another process writes."""
     if file is None:
         for tensor in tensors.values():
             whole(tensor)
@@ -67,8 +67,8 @@ def write_state(file: Path | None, tensors: Mapping[str, Tensor]) -> None:
 
 
 def open_tensors(file: Path) -> Any:
-    """Open a .safetensors file for reading, or a GGUF file in the same way. Raises UserError if it is absent or
-    damaged.
+    """Open a .safetensors or GGUF file for reading; both have the methods of `safe_open`. Raises UserError if it is
+    absent or damaged.
     """
     if file.suffix == SUFFIX:
         return GgufTensors(file)
@@ -79,7 +79,7 @@ def open_tensors(file: Path) -> Any:
 
 
 def read_state(file: Path, places: Mapping[str, Tensor]) -> None:
-    """Fill tensors, in place. Raises UserError if the file is damaged or holds others."""
+    """Fill tensors in place, by name. Raises UserError if the file is damaged or has other names or shapes."""
     with open_tensors(file) as stored:
         if odd := set(stored.keys()) ^ places.keys():
             raise UserError(f"{file} does not belong to this model: unexpected tensor {min(odd)}")
@@ -88,9 +88,7 @@ def read_state(file: Path, places: Mapping[str, Tensor]) -> None:
 
 
 def read_rows(file: Path, stored: Any, name: str, place: Tensor) -> None:
-    """Fill a tensor from the one of this name in an open file; of a sharded one only the rows of this process
-    are read.
-    """
+    """Fill a tensor in place with the stored tensor of this name; for a sharded one, read only this process's rows."""
     found = stored.get_slice(name)
     if tuple(found.get_shape()) != place.shape:
         raise UserError(f"{file} does not belong to this model: unexpected tensor {name}")

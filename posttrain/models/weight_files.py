@@ -1,4 +1,4 @@
-"""Files of a checkpoint's weights: their names, their types of tensors, and how they are written."""
+"""Files of a checkpoint's weights: names, supported tensor types, and the writer."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SCORE = "score.weight"  # the head of a sequence-classification checkpoint
 
 
-INNER = "score.inner.weight"  # of its head, if that has two layers
+INNER = "score.inner.weight"  # the first layer of a head of two layers
 
 
 HEADS = ("lm_head.weight", "lm_head.bias", SCORE, "score.bias", INNER)
 """Tensors of heads, which may be stored beside a decoder that is read without its own."""
 
 
-FILE_BYTES = 5_000_000_000  # most of one file of weights
+FILE_BYTES = 5_000_000_000  # maximal size of one file of weights
 
 
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -61,7 +61,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_finite(file: Path, name: str, tensor: Tensor) -> None:
-    """Raise UserError if a weight is NaN or infinite: one pass over memory, by the sum, which such a number spoils."""
+    """Raise UserError if a weight is NaN or infinite. The sum is checked first: it takes one pass over memory."""
     if not math.isfinite(tensor.sum(dtype=torch.float32).item()) and not tensor.isfinite().all():
         raise UserError(
             f"{file}: {name} holds numbers that are not finite (NaN or infinity, as {tensor.dtype}): training would "
@@ -77,7 +77,7 @@ def check_dtype(file: Path, name: str, dtype: str) -> None:
 
 
 def reward_model_error(folder: Path, sign: str) -> UserError:
-    """Return the error for a reward model where a language model is required."""
+    """Return the error for a reward model given where a language model is required."""
     return UserError(
         f"{folder} is a reward model ({sign}), and a language model is required here: give its base, or pass "
         "this as --reward-model"

@@ -1,11 +1,11 @@
-"""The embedded engine of models that transformers backs: their own cache, our sampler.
+"""The embedded engine for models of transformers, with transformers' cache and our sampler.
 
-Requests that begin together form a cohort, whose rows are one tensor from then on: each distinct prompt is computed once,
-and its keys, values and states are copied for the replies of its group. Prompts of different lengths are filled up to the
-left where that changes nothing, which is tried on the model itself; else each length is a cohort of its own.
+Requests that begin together form a cohort, whose rows are decoded as one tensor: each distinct prompt is computed once,
+and its keys, values and states are copied for the replies of its group. Prompts of different lengths are padded on the
+left if a test on the model shows that padding has no effect; otherwise each length is a separate cohort.
 
-    B    rows of a cohort    P    its distinct prompts    L    tokens of the longest
-    M    layers that route   k    experts that each takes
+    B    rows of a cohort            P    distinct prompts of a cohort    L    tokens of its longest prompt
+    M    layers with a router        k    experts per token
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from posttrain.models.hf.experts import UNKNOWN, Routed, calling, watching
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 PREFILL = 16_384  # tokens of prompts that are computed at once
-SPARSE = 0.75  # rows of a cohort are moved together when fewer than this share of them still run
-TOLERANCE = 1e-3  # nats, of padded rows beside unpadded ones
+SPARSE = 0.75  # rows of ended replies are removed from a cohort when fewer than this share of its rows still run
+TOLERANCE = 1e-3  # nats, allowed difference between padded and unpadded rows
 
 
 @dataclass
 class _Begun(RunningReply):
-    """A request with the experts that its tokens were routed to."""
+    """A running request, with the experts that its tokens were routed to."""
 
     experts: list[NDArray[np.int16]] = field(default_factory=list)  # [prompt, M, k], then [1, M, k] of each token
 
@@ -45,12 +45,12 @@ class _Cohort:
     """Requests that began together and are decoded as one batch."""
 
     cache: Any
-    rows: list[_Begun | None]  # [B]; None: the reply has ended; its row is computed and ignored until it is removed
+    rows: list[_Begun | None]  # [B]; None: the reply has ended, and its row is computed but ignored until it is removed
     padding: Tensor  # int64 [B], padding tokens on the left
     place: (
-        Tensor  # int64 [B], of the next token: fewer than the tokens before it where tokens of pictures share positions
+        Tensor  # int64 [B], position of the next token, which is below its index if tokens of pictures share positions
     )
-    length: int  # of every row, with its padding
+    length: int  # tokens of every row, including padding
 
     @property
     def alive(self) -> list[int]:
@@ -67,7 +67,7 @@ class BackedEngine(UncachedEngine):
     ) -> None:
         super().__init__(model, tokenizer, slots, precision, own)
         self._cohorts: list[_Cohort] = []
-        self._placeholders = 0  # times that a picture's placeholder token would have been sampled
+        self._placeholders = 0  # number of times that a picture's placeholder would have been sampled
         known = inspect.signature(model.inner.base_model.forward).parameters
         self._cache_name = "cache_params" if "cache_params" in known else "past_key_values"
         self._positions = "position_ids" in known
@@ -76,7 +76,7 @@ class BackedEngine(UncachedEngine):
 
     @property
     def backend(self) -> str:
-        """Return a description of what computes: the model's class."""
+        """Return a description of the implementation: the model's class."""
         return f"{type(self.model.inner).__name__} of transformers, with its cache"
 
     def counts(self) -> dict[str, float]:
@@ -86,7 +86,7 @@ class BackedEngine(UncachedEngine):
     def poll(self) -> list[Completion]:
         done = super().poll()
         if not self._running:
-            self._cohorts.clear()  # an update comes next, which needs the memory
+            self._cohorts.clear()  # the next update needs the memory
         return done
 
     def close(self) -> None:
@@ -105,8 +105,8 @@ class BackedEngine(UncachedEngine):
         return replace(done, prompt_experts=prompt, experts=np.concatenate([*others, last]))
 
     def _admits(self) -> bool:
-        """Return whether waiting requests may begin. They are not admitted one by one: each would be a cohort of its
-        own.
+        """Return whether waiting requests may begin: only when many slots are free, since each admission makes a
+        cohort.
         """
         return self.slots - len(self._running) >= max(1, self.slots // 4)
 
@@ -128,7 +128,7 @@ class BackedEngine(UncachedEngine):
         return self.model.head.logits(torch.cat(found).index_select(0, order))
 
     def _drawn(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Sample tokens, never a placeholder token of pictures; how often one would have been sampled is counted."""
+        """Sample tokens, never a placeholder of pictures; count how often a placeholder would have been sampled."""
         vision = self.model.vision
         if vision is not None:
             free, _ = super()._drawn(logits - self.model.scale * vision.forbidden)
@@ -150,9 +150,7 @@ class BackedEngine(UncachedEngine):
         return list(by_length.values())
 
     def _prefilled(self, some: list[_Begun]) -> tuple[_Cohort, Tensor]:
-        """Prefill these requests. Return their cohort, and the hidden states [B, D] from which their first tokens are
-        sampled.
-        """
+        """Prefill these requests. Return their cohort, and the hidden states [B, D] for sampling their first tokens."""
         asked = {_key(r): r.request for r in some}
         prompts, seen = [request.prompt for request in asked.values()], [request.media for request in asked.values()]
         longest, device = max(map(len, prompts)), self.model.head.device
@@ -179,7 +177,7 @@ class BackedEngine(UncachedEngine):
         return _Cohort(cache, list(some), padding[row], place, longest), states[row]
 
     def _decoded(self, cohort: _Cohort) -> Tensor:
-        """Decode one token of each row. Return the hidden states [B, D] behind the last token of each row."""
+        """Decode one token of each row. Return the hidden states [B, D] of the rows' last tokens."""
         alive = cohort.alive
         if len(alive) < SPARSE * len(cohort.rows):
             index = torch.tensor(alive, device=cohort.padding.device)
@@ -204,8 +202,7 @@ class BackedEngine(UncachedEngine):
         """Run the model on tokens [B, n] behind `length` tokens. Return (hidden states [B, D] of the last tokens, the
         cache, experts [B, n, M, k] if recorded).
 
-        `places`: positions [B, n], or [3, B, n] where they are positions in time, height and width; `more`: the model's
-        other inputs.
+        `places`: positions [B, n], or [3, B, n] in time, height and width; `more`: further inputs of the model.
         """
         cache = self.model.new_cache() if cache is None else cache
         more = {**more, self._cache_name: cache}
@@ -222,7 +219,7 @@ class BackedEngine(UncachedEngine):
 
     @contextmanager
     def _recording(self) -> Iterator[tuple[Routed, Any]]:
-        """Record the experts that tokens are routed to during a call of the model, where the model is to replay them
+        """Context that records the experts of the tokens in a call of the model, if the model is to replay them
         later.
         """
         model = self.model
@@ -230,7 +227,7 @@ class BackedEngine(UncachedEngine):
             yield routed, matter
 
     def _padding_is_free(self) -> bool:
-        """Return whether padding leaves hidden states unchanged, for a prompt and for a token behind it."""
+        """Return whether padding does not change the log-probabilities after a prompt and after one more token."""
         device, vocab = self.model.head.device, self.model.config.vocab
         short = [(37 * n + 11) % vocab for n in range(5)]
         zero, four = (torch.tensor(p, device=device) for p in ([0], [4]))
@@ -250,14 +247,12 @@ class BackedEngine(UncachedEngine):
 
 
 def _key(running: RunningReply) -> tuple[Any, ...]:
-    """Return a key that is equal for equal prompts, with the pictures in them."""
+    """Return a key that is equal for equal prompts with equal pictures."""
     return running.request.prompt, running.request.media
 
 
 def _places(prompts: Sequence[Sequence[int]], seen: Sequence[Sequence[Media]], longest: int) -> Tensor:
-    """Return positions [B, longest], or [3, B, longest] where a picture has a height and a width; those of padding are
-    0.
-    """
+    """Return positions [B, longest], or [3, B, longest] if a picture has a height and a width; 0 at padding."""
     rows = [
         torch.arange(len(prompt)) if (found := positions_of(len(prompt), media)) is None else torch.from_numpy(found)
         for prompt, media in zip(prompts, seen, strict=True)
@@ -273,7 +268,7 @@ def _joined(caches: Sequence[Any]) -> Any:
     for number, layer in enumerate(first.layers):
         others = [cache.layers[number] for cache in caches[1:]]
         for name, value in vars(layer).items():
-            if isinstance(value, Tensor) and value.ndim:  # rows have numbers in common
+            if isinstance(value, Tensor) and value.ndim:  # a tensor without dimensions is common to all rows
                 setattr(layer, name, torch.cat([value, *(getattr(o, name) for o in others)]))
             elif isinstance(value, dict) and value and all(isinstance(v, Tensor) for v in value.values()):
                 setattr(

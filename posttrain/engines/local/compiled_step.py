@@ -1,6 +1,5 @@
-"""Decides whether decoding steps run as compiled code, and packs weights, cache and requests as that code reads them.
-
-`decode.c` holds the step itself.
+"""Decoding steps by compiled code, `decode.c`: decides whether it can be used, and packs weights, cache and requests in
+its formats.
 
     B    running requests    K    inputs of a product
 """
@@ -28,15 +27,15 @@ tiles.
 """
 KINDS = ("products", "attention", "norms", "sampling")
 """Kinds of work in a step, as in decode.c."""
-FEED_ROWS = 256  # tokens that are given, in a step
+FEED_ROWS = 256  # maximum of given tokens in a step
 SAMPLED = ("count", "budget", "seed", "temperature", "filtered", "ended", "tokens", "logp")
 """Fields of a step that are about sampling alone."""
-HEAD_ROWS = 16  # of an output head's product that torch computes
+HEAD_ROWS = 16  # rows per product with the output head that torch computes
 
 
 def logits_in_blocks(model: Decoder, hidden: Tensor) -> Tensor:
-    """Compute logits [n, vocab] of hidden states [n, hidden] in blocks, so that no row depends on the number
-    of rows.
+    """Compute logits [n, vocab] of hidden states [n, hidden] in blocks, so that the bits of a row do not depend on the
+    number of rows.
     """
     whole = torch.cat((hidden, hidden[:1].expand(-len(hidden) % HEAD_ROWS, -1)))
     return torch.cat([model.logits(rows) for rows in whole.split(HEAD_ROWS)])[: len(hidden)]
@@ -46,8 +45,8 @@ def logits_in_blocks(model: Decoder, hidden: Tensor) -> Tensor:
 
 
 def supported(model: Decoder, dtype: torch.dtype) -> bool:
-    """Return whether this model, with products of `dtype`, can be decoded by compiled code here. May compile it."""
-    types = {p.dtype for p in model.parameters()}  # matrices that are frozen may be held in bfloat16
+    """Return whether compiled code can decode this model, with products of `dtype`. May compile the code."""
+    types = {p.dtype for p in model.parameters()}  # frozen matrices may be stored in bfloat16
     if model.head.device.type != "cpu" or model.dtype != torch.float32 or types - {torch.float32, torch.bfloat16}:
         return False
     library = binder.decode()
@@ -64,8 +63,8 @@ def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def panels(weight: Tensor, dtype: torch.dtype, lanes: int) -> Tensor:
-    """Pack a weight [outputs, K] for products of `dtype`: panels of two vectors of outputs, in bfloat16 of pairs of
-    inputs.
+    """Pack a weight [outputs, K] for products of `dtype`: in panels of two vectors of outputs; for bfloat16, with pairs
+    of inputs together.
     """
     width, weight = 2 * lanes, weight.to(dtype)
     outputs = _round_up(weight.shape[0], width)
@@ -77,7 +76,7 @@ def panels(weight: Tensor, dtype: torch.dtype, lanes: int) -> Tensor:
 
 
 def interleaved(gate_up: Tensor, lanes: int) -> Tensor:
-    """Interleave rows (gate, up) [2 n, ...]: a vector of gate, the same of up, and so on; missing ones are zeros."""
+    """Interleave rows (gate, up) [2 n, ...]: a vector of gate, a vector of up, and so on, padded with zeros."""
     gate, up = gate_up.chunk(2)
     missing = (0,) * (2 * (gate.dim() - 1)) + (0, -len(gate) % lanes)
     both = torch.stack([functional.pad(x, missing).unflatten(0, (-1, lanes)) for x in (gate, up)], 1)
@@ -85,13 +84,13 @@ def interleaved(gate_up: Tensor, lanes: int) -> Tensor:
 
 
 class PackedModel:
-    """Copies of a model's weights as decode.c reads them, in products of `dtype`; adapters are merged."""
+    """Copies of a model's weights in the format of decode.c, for products of `dtype`, with adapters merged."""
 
     @torch.no_grad()
     def __init__(self, decoder: Decoder, dtype: torch.dtype, lanes: int) -> None:
         config = decoder.config
         self._dtype, self._lanes = dtype, lanes
-        self._held: list[Any] = []  # what the structures point to
+        self._held: list[Any] = []  # keeps the tensors alive to which the structures point
         layers = [self._layer(cast(Layer, layer)) for layer in decoder.layers]
         array, address = binder.array_of(layers)
         self._held.append(array)
@@ -114,7 +113,7 @@ class PackedModel:
 
     @property
     def current(self) -> bool:
-        """Return whether no weight was changed in place since it was packed."""
+        """Return whether no weight has been changed in place since packing."""
         return self._versions == [p._version for p in self.parameters]
 
     def _layer(self, layer: Layer) -> binder.CLayer:
@@ -155,15 +154,15 @@ class PackedModel:
 
 
 class Given(NamedTuple):
-    """Given tokens, which follow a request's tokens in the cache."""
+    """Given tokens of a request, which follow its tokens in the cache."""
 
     slot: int
-    place: int  # index of the first of them among the request's own tokens
+    place: int  # index of the first one among the request's own tokens
     tokens: tuple[int, ...]
 
 
 class CompiledStep:
-    """Compiled decoding steps of one model. It holds copies of its weights and buffers until `forget`."""
+    """Compiled decoding steps of one model. Copies of the weights and buffers are kept until `forget`."""
 
     def __init__(self, model: Decoder, dtype: torch.dtype, eos: Tensor) -> None:
         library = binder.decode()
@@ -172,15 +171,15 @@ class CompiledStep:
         self._packed: PackedModel | None = None
         self._buffers: dict[str, Tensor] = {}
         self._rotary: tuple[Tensor, Tensor] | None = None
-        self.seconds: Tensor | None = None  # float64 [KINDS]: the time of decoding is added to these
+        self.seconds: Tensor | None = None  # float64 [KINDS]: decoding adds its times; None: no measurement
 
     def forget(self) -> None:
-        """Free copies and buffers: the weights may have changed, or nothing is running."""
+        """Free copies and buffers, since the weights may have changed, or nothing is running."""
         self._packed, self._buffers, self._rotary = None, {}, None
 
     def __call__(self, cache: PackedCache, rows: RunningBatch, count: int) -> tuple[Tensor, slice | Tensor] | None:
-        """Decode one token of the first `count` requests. Return the logits float32 [n, V] that are left to sample
-        from, and their requests.
+        """Decode one token of the first `count` requests. Return logits, float32 [n, V], and slots of the requests for
+        which the caller has to sample; None: there are none.
         """
         packed = self._pack()
         order, prompt, _ = cache.requests()
@@ -210,7 +209,7 @@ class CompiledStep:
         return logits[rows.filtered_slots, : self._decoder.config.vocab], rows.filtered_slots
 
     def feed(self, cache: PackedCache, given: Sequence[Given]) -> None:
-        """Write keys and values of given tokens into the cache, bit for bit as if they were decoded one by one."""
+        """Write keys and values of given tokens into the cache, bit-identical to decoding the tokens one by one."""
         left = list(given)
         while left:
             taken: list[Given] = []
@@ -224,10 +223,10 @@ class CompiledStep:
             self._feed(cache, taken)
 
     def _feed(self, cache: PackedCache, given: Sequence[Given]) -> None:
-        """Write at most `FEED_ROWS` tokens."""
+        """Write keys and values of at most `FEED_ROWS` tokens."""
         packed = self._pack()
         _, prompts, lengths = cache.requests()
-        given = sorted(given, key=lambda one: int(prompts[one.slot]))  # requests of one prompt next to each other
+        given = sorted(given, key=lambda one: int(prompts[one.slot]))  # requests with the same prompt must be adjacent
         counts = torch.tensor([len(one.tokens) for one in given])
         slots = torch.tensor([one.slot for one in given], dtype=torch.int32)
         starts = torch.tensor([one.place for one in given]) + lengths[prompts[slots.long()].long()]
@@ -309,15 +308,15 @@ class CompiledStep:
         )
 
     def _tables(self, positions: int) -> tuple[Tensor, Tensor]:
-        """Return the tables of the rotary embedding for at least that many positions."""
+        """Return the tables of the rotary embedding for at least `positions` positions."""
         if self._rotary is None or len(self._rotary[0]) < positions:
             cos, sin = self._decoder.rotary(torch.arange(_round_up(positions, 256)), torch.float32)
             self._rotary = cos.contiguous(), sin.contiguous()
         return self._rotary
 
     def _buffer(self, name: str, size: int, dtype: torch.dtype = torch.float32) -> int:
-        """Return the address of a buffer of at least `size` numbers. It starts as zeros: the padding of a row is read,
-        and stays 0.
+        """Return the address of a buffer of at least `size` numbers, initially zeros: the padding of rows is read, and
+        remains 0.
         """
         held = self._buffers.get(name)
         if held is None or held.numel() < size:
@@ -329,7 +328,7 @@ class CompiledStep:
 
 
 class PackedCache(KVCache):
-    """Cache with keys in blocks of a vector of tokens [tokens / lanes, size, lanes], where a plain cache has [tokens,
+    """Cache that stores keys in blocks of one vector of tokens, [tokens / lanes, size, lanes] instead of [tokens,
     size].
     """
 
@@ -342,11 +341,11 @@ class PackedCache(KVCache):
 
     @property
     def positions(self) -> int:
-        """Number of positions; no request has more."""
+        """Maximum of positions of a request."""
         return min(self.config.context, self.own.shape[4] + self.shared.shape[4])
 
     def requests(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return requests grouped by prompt, the prompt of each, and the prompts' lengths; all int32."""
+        """Return (slots grouped by prompt, the prompt of each slot, the lengths of the prompts), all int32."""
         if self._requests is None:
             prompt = torch.tensor([self.row[prompt] for prompt in self.prompt], dtype=torch.int32)
             lengths = torch.tensor([len(prompt) for prompt in self.row], dtype=torch.int32)

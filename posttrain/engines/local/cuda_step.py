@@ -1,10 +1,10 @@
-"""Decoding steps on CUDA: each is one graph, which samples too and reads nothing from the host.
+"""Decoding steps on CUDA: each is one CUDA graph, which includes sampling and reads nothing from the host.
 
-Launched one by one, the kernels of a step take several times as long as they run. A graph is launched at once; it reads
-and writes the tensors whose addresses it captured, with the shapes that it captured. So shapes are rounded up, and rows
-beyond the running requests count as ended: such a row is computed as any other, but changes nothing that is read.
+Launching the kernels of a step one by one takes several times as long as running them. A graph is launched at once; it
+uses the tensors at the captured addresses, with the captured shapes. So shapes are rounded up, and rows beyond the
+running requests count as ended: they are computed as any other row, but their results are never read.
 
-The same code runs uncaptured on every device.
+The same code runs without capture on every device.
 
     B    rows    L    own tokens seen    G    prompts    W    requests of the most used prompt    P    tokens of a prompt
     H    key heads    R    query heads per key head    V    vocabulary
@@ -43,15 +43,15 @@ that memory is worth to an update.
 
 
 def decodes_in_graphs(model: Decoder, dtype: torch.dtype) -> bool:
-    """Return whether this model, with products of `dtype`, is decoded by steps of this kind."""
+    """Return whether this model, with products of `dtype`, is decoded by CUDA graphs."""
     if model.head.device.type != "cuda" or dtype not in (torch.float32, torch.bfloat16):
         return False
     return fits(model, dtype) and 2 * model.config.parameters < COPIED_SHARE * gpu_memory(model.head.device)
 
 
 def fits(model: Decoder, dtype: torch.dtype) -> bool:
-    """Return whether the model is of plain weights, in float32 or in the type of its products: copies of quantized ones
-    would undo what they save.
+    """Return whether all weights are plain, in float32 or the type of products. Copies of quantized weights would take
+    the memory that quantization saves.
     """
     return all(p.dtype in (torch.float32, dtype) for p in model.parameters()) and all(
         linear.parameter is not None for _, linear, _ in model.linears()
@@ -59,7 +59,7 @@ def fits(model: Decoder, dtype: torch.dtype) -> bool:
 
 
 class Shape(NamedTuple):
-    """What a graph is captured for."""
+    """Key of a captured graph: the rounded sizes of a step, and the parts of sampling that it needs."""
 
     rows: int  # B
     own: int  # L
@@ -73,13 +73,13 @@ class Shape(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """What each row sees, the same for all layers."""
+    """Inputs of attention for each row, the same for all layers."""
 
     rotation: Tensor  # float32 [B, 2, 1, size]: cos and sin
     slot: Tensor  # int64 [B]
-    place: Tensor  # int64 [B], of the new token among the row's own
+    place: Tensor  # int64 [B], index of the new token among the row's own tokens
     queries: (
-        Tensor  # int64 [B * H * R + G * H * W * R], index into heads [B * (H * R + 2 H)]: once by row, once by prompt
+        Tensor  # int64 [B * H * R + G * H * W * R], index into heads [B * (H * R + 2 H)]: first by row, then by prompt
     )
     members: Tensor  # int64 [G * H * W], index into [B * H]
     seat: Tensor  # int64 [B * H], index into [G * H * W]
@@ -87,9 +87,9 @@ class _Seen(NamedTuple):
 
 
 class CudaStep:
-    """Decoding steps of one model. It holds copies of its weights, and graphs, until `free`.
+    """Decoding steps of one model. Copies of the weights, and graphs, are kept until `free`.
 
-    `capture`: whether steps are captured in graphs; only on CUDA, where it is the default.
+    `capture`: whether steps are captured in graphs, which is possible only on CUDA; None: on CUDA.
     """
 
     def __init__(self, model: Decoder, dtype: torch.dtype, eos: Tensor, capture: bool | None = None) -> None:
@@ -103,7 +103,7 @@ class CudaStep:
         self._compiles = self.graphs is not None and build.used() and model.config.parameters >= LARGE_MODEL
 
     def changed(self) -> None:
-        """Note that weights may have changed."""
+        """Mark the weights as possibly changed."""
         self._changed = True
 
     def free(self) -> None:
@@ -118,7 +118,7 @@ class CudaStep:
         return copies + cache.bytes <= RESTING_SHARE * gpu_memory(self.device)
 
     def __call__(self, cache: StepCache, rows: RunningBatch, count: int, steps: int) -> None:
-        """Decode up to `steps` tokens of the first `count` requests: those that have ended stay as they are."""
+        """Decode up to `steps` tokens of the first `count` requests; ended requests do not change."""
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             weights = self._current()
             cache.seat()
@@ -134,7 +134,7 @@ class CudaStep:
                 rows.longest += 1
 
     def shape(self, cache: StepCache, rows: RunningBatch, count: int) -> Shape:
-        """Return the rounded sizes of the next step; no more than there is memory for."""
+        """Return the key of the next step: rounded sizes, at most those of the cache."""
         return Shape(
             min(row_bucket(count), cache.own.shape[2]),
             min(token_bucket(rows.longest), cache.own.shape[4]),
@@ -156,18 +156,18 @@ class CudaStep:
         return self._weights
 
     def _rotate(self, positions: int) -> None:
-        """Make the tables of the rotary embedding, for at least that many positions."""
+        """Compute the tables of the rotary embedding for at least `positions` positions."""
         if self._rotary is None or len(self._rotary) < positions:
             tables = self._decoder.rotary(torch.arange(positions, device=self.device), torch.float32)
             self._rotary = torch.stack(tables, 1)
 
     def _addresses(self, cache: StepCache, rows: RunningBatch, weights: StepWeights) -> tuple[object, ...]:
-        """Return what graphs depend on besides the shape: where tensors are, and how they are laid out."""
+        """Return the further conditions of captured graphs: addresses and shapes of all tensors that they use."""
         assert self._rotary is not None
         tensors = (cache.own, cache.shared, cache.seats, self._rotary, *rows.tensors)
         return (id(weights), *((x.data_ptr(), x.shape) for x in tensors))
 
-    # -- the step: no synchronisation, and no tensor that outlives it but those of the cache and the rows -------------
+    # -- the step: without synchronisation; only tensors of the cache and of the rows outlive it ----------------------
 
     def _step(self, shape: Shape, cache: StepCache, rows: RunningBatch, weights: StepWeights) -> None:
         """Compute and sample the next token of every row that has not ended."""
@@ -197,11 +197,11 @@ class CudaStep:
         heads, kept = config.heads + 2 * config.kv_heads, config.kv_heads
         row, number, length = cache.seats[:, :count]
         slot = rows.slot[:count]
-        # a row that is not in use may have been left anywhere, also in a larger cache
+        # an unused row may have an old position, even of a larger cache
         place = (rows.before[:count] + rows.count[:count] - 1).clamp(0, cache.own.shape[4] - 1)
         position = rows.length[:count].clamp(0, len(self._rotary) - 1)
-        # the slot in each seat; rows that are not in use take the one behind the last
-        # (masked_fill takes a number along; torch.where would copy it from the host, which a capture forbids)
+        # the slot in each seat; unused rows get the seat behind the last
+        # (masked_fill passes the number to its kernel; torch.where would copy it from the host: no capture allows that)
         seat = (row * widest + number).masked_fill_(row < 0, prompts * widest)
         holder = torch.zeros(prompts * widest + 1, dtype=torch.int64, device=device).scatter_(0, seat, slot)
         holder = holder[:-1].view(prompts, 1, widest, 1)
@@ -231,8 +231,8 @@ class CudaStep:
     def _layer(
         self, number: int, layer: LayerWeights, x: Tensor, more: Tensor, seen: _Seen, shape: Shape, cache: StepCache
     ) -> tuple[Tensor, Tensor]:
-        """Compute the residual stream float32 [B, hidden], and what is yet to be added to it, from both before the
-        layer.
+        """Compute a layer: from the residual stream, float32 [B, hidden], and the output that is still to be added to
+        it, to the same two after the layer.
         """
         config, kept, size = self._decoder.config, self._decoder.config.kv_heads, self._decoder.config.head_size
         x, normed = self._entered(x, more, layer.attention_norm)
@@ -247,12 +247,12 @@ class CudaStep:
         return compiled(function, any_size) if self._compiles else function
 
     def _entered(self, x: Tensor, more: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x + more, float32, and the same normed, in the type of products."""
+        """Return (x + more in float32, its RMSNorm in the type of products)."""
         found: tuple[Tensor, Tensor] = self._fused(_added_normed)(x, more, weight, self._decoder.config.norm_eps)
         return found
 
     def _attend(self, number: int, qkv: Tensor, seen: _Seen, shape: Shape, cache: StepCache) -> Tensor:
-        """Attend to the own tokens of each row, and to each prompt once for all of its rows, under one softmax: qkv
+        """Attend to each row's own tokens, and to each prompt once for all of its rows, with one softmax: qkv
         [B, H R + 2 H, size] -> [B, H R size].
         """
         config = self._decoder.config
@@ -260,7 +260,7 @@ class CudaStep:
         repeat, pairs = config.heads // kept, shape.prompts * kept
         own_keys, own_values = cache.own[:, number, :count, :, : shape.own].flatten(1, 2)  # [B H, L, size]
         keys, values = cache.shared[:, number, : shape.prompts, :, : shape.prompt].flatten(1, 2)  # [G H, P, size]
-        # The R query heads that share a key head become queries of it: nothing is repeated.
+        # The R query heads that share a key head become R queries of that head: nothing is repeated.
         queries = qkv.view(-1, size).index_select(0, seen.queries)
         by_row, by_prompt = queries.split((count * kept * repeat, len(queries) - count * kept * repeat))
         to_own = wide_product(by_row.view(count * kept, repeat, size), own_keys.transpose(1, 2))
@@ -276,7 +276,7 @@ class CudaStep:
         return summed.view(count, -1)
 
 
-# -- what is between the products, each one kernel where it is compiled --------------------------------------------------
+# -- operations between the products, each one kernel if compiled ------------------------------------------------------
 
 
 def _added_normed(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -285,7 +285,7 @@ def _added_normed(x: Tensor, more: Tensor, weight: Tensor, eps: float) -> tuple[
 
 
 def _turned(qkv: Tensor, rotation: Tensor, kept: int, qk_norm: Tensor | None, eps: float) -> Tensor:
-    """Rotate the heads of q and k, after their norm where they have one: qkv [B, H R + 2 H, size]."""
+    """Apply the norm, if there is one, and the rotary embedding to the heads of q and k: qkv [B, H R + 2 H, size]."""
     qk, v = qkv[:, :-kept].float(), qkv[:, -kept:]
     if qk_norm is not None:
         qk = qk * (qk.square().mean(-1, keepdim=True) + eps).rsqrt() * qk_norm
@@ -300,7 +300,7 @@ def _swiglu(x: Tensor) -> Tensor:
 
 
 def _scores(to_own: Tensor, to_prompt: Tensor, seat: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Return the scores [B H, R, L + P] of own tokens [B H, R, L] and of those of prompts [G H W, R, P]."""
+    """Concatenate the scores of own tokens [B H, R, L] and of prompts' tokens [G H W, R, P] to [B H, R, L + P]."""
     scores = torch.cat((to_own, to_prompt.index_select(0, seat)), -1) * scale
     return (scores.view(len(mask), -1, scores.shape[-1]) + mask).view_as(scores)
 
@@ -310,15 +310,15 @@ def _summed(from_own: Tensor, from_prompt: Tensor, seat: Tensor, dtype: torch.dt
 
 
 class Graphs:
-    """Captured graphs by shape. They share one pool of memory: they run one after the other, and what one leaves there
-    is not read.
+    """Captured graphs by shape. They share one memory pool, since they run one after the other, and none reads data
+    that another left there.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._known: OrderedDict[Shape, torch.cuda.CUDAGraph | None] = OrderedDict()  # None: it ran once, uncaptured
+        self._known: OrderedDict[Shape, torch.cuda.CUDAGraph | None] = OrderedDict()  # None: ran once, uncaptured
         self._addresses: tuple[object, ...] = ()
 
     def __len__(self) -> int:
@@ -326,18 +326,18 @@ class Graphs:
 
     def clear(self) -> None:
         if self._known:
-            torch.cuda.synchronize(self._device)  # none of them may be running
+            torch.cuda.synchronize(self._device)  # no graph may be running
             self._known.clear()
             self._pool = torch.cuda.graph_pool_handle()
 
     def check(self, addresses: tuple[object, ...]) -> None:
-        """Drop the graphs if tensors that they read are elsewhere now."""
+        """Drop the graphs if the tensors that they use have moved."""
         if addresses != self._addresses:
             self.clear()
             self._addresses = addresses
 
     def run(self, shape: Shape, step: Callable[[], None]) -> None:
-        """Run a step. The first of a shape runs as it is: libraries set themselves up then, which cannot be captured."""
+        """Run a step. The first step of a shape runs without capture, since libraries initialise themselves then."""
         if shape not in self._known:
             self._warm(step)
             self._known[shape] = None
@@ -359,9 +359,9 @@ class Graphs:
         current.wait_stream(self._stream)
 
     def _captured(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Capture a step. It does not run by that."""
+        """Capture a step, without running it."""
         graph = torch.cuda.CUDAGraph()
-        # other threads may use the card meanwhile: a learner, or environments
+        # other threads, such as a learner or environments, may use the GPU meanwhile
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             step()
         return graph

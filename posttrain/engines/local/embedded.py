@@ -1,6 +1,4 @@
-"""Opens the engine that runs in the learner's process, with its weights or a copy: the fastest one that the model
-allows.
-"""
+"""Opens the fastest engine for a model in the learner's process, with the learner's weights or a copy."""
 
 from __future__ import annotations
 
@@ -27,9 +25,9 @@ def embedded(
 ) -> Engine:
     """Open the engine in the learner's process.
 
-    `slots`: most requests that run at once. `kept_gib`: memory of keys and values that are kept between turns. `rests`:
+    `slots`: maximum of concurrent requests. `kept_gib`: memory in GiB of the prefix cache, kept between turns. `rests`:
     whether memory is freed when nothing runs. `own`: sample with a copy of the weights that were loaded last; `filled`:
-    `model` is already that copy, and used by nobody else.
+    `model` is already that copy, and used by nothing else.
     """
     model, own = own_copy(model) if own else model, own or filled
     if model.decoder is None:

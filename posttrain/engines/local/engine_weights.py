@@ -1,6 +1,4 @@
-"""Weights of an engine in the learner's process: it shares the learner's, or has a copy that each weight sync
-overwrites.
-"""
+"""Weights of an engine in the learner's process: the learner's own, or a copy that each weight sync overwrites."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from posttrain.models.row_shards import is_sharded, whole
 def own_copy(model: Model) -> Model:
     """Copy a model, with adapters merged; no update changes the copy.
 
-    Where weights are sharded over processes, all of these make the copy at the same time.
+    If weights are sharded over processes, all processes have to call this at the same time.
     """
     if not any(map(is_sharded, model.parameters())):
         copied: Model = copy.deepcopy(model)
@@ -34,14 +32,12 @@ def own_copy(model: Model) -> Model:
 
 
 def named_weights(weights: Any) -> Iterable[tuple[str, Tensor]]:
-    """Yield the tensors that an engine samples with: adapters are merged, unless the weights come from a weight sync
-    already.
-    """
+    """Yield the tensors for an engine, with adapters merged; weights received by a weight sync are merged already."""
     return plain_weights(weights) if isinstance(weights, nn.Module) else weights.named_parameters()
 
 
 def copy_weights(own: Model, weights: Model) -> None:
-    """Copy these weights over those of an engine's own model, in place."""
+    """Copy `weights` into an engine's own model, in place."""
     mine = dict(held(own))  # type: ignore[arg-type]
     with torch.no_grad():
         for name, weight in named_weights(weights):

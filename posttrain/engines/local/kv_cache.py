@@ -1,7 +1,7 @@
-"""Key-value cache of running requests: a prompt is stored once for all its requests, each one's own tokens apart.
+"""Key-value cache of running requests: a prompt is stored once for all of its requests, their own tokens separately.
 
-A request attends to its prompt and to its own tokens in two products that are joined by their normalisers. So the
-prompt of a group costs memory and bandwidth once, however many rollouts continue it.
+The attention of a request to its prompt and to its own tokens is computed separately, and merged by the normalisers. So
+the prompt of a group takes memory and bandwidth once for all of its rollouts.
 
 B    running requests    G    prompts in use    W    requests of the most used prompt    R    query heads per key head
 """
@@ -23,24 +23,24 @@ Prompt = tuple[int, ...]
 
 @dataclass(frozen=True)
 class PromptPrefix:
-    """A computed prompt of P tokens, kept while requests that begin with it wait."""
+    """A computed prompt of P tokens, kept while requests with this prompt wait."""
 
     k: Tensor  # [layers, kv_heads, P, size]
     v: Tensor
-    logits: Tensor  # [V], of the first token to sample
+    logits: Tensor  # [V], of the first token of a reply
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.k, self.v, self.logits
 
     def alone(self) -> PromptPrefix:
-        """Return a copy that does not hold the memory of prompts that were computed with it."""
+        """Return a copy with its own memory, so that prompts computed in the same batch can be freed."""
         return self if all(x._base is None for x in self.tensors) else PromptPrefix(*(x.clone() for x in self.tensors))
 
 
 @dataclass(frozen=True)
 class _Groups:
-    """Assignment of requests to rows of prompts. Padding members repeat the first one of their row."""
+    """Assignment of requests to rows of prompts. Padding repeats the first request of a row."""
 
     members: Tensor  # int64 [G * kv_heads * W], index into queries ordered as [B * kv_heads]
     place: Tensor  # int64 [B * kv_heads], index of a request's output in [G * kv_heads * W]
@@ -48,8 +48,8 @@ class _Groups:
 
 
 class KVCache:
-    """Key-value cache whose running requests occupy the first slots, and their prompts the first rows: a step is a few
-    dense products.
+    """Key-value cache in which running requests occupy the first slots, and their prompts the first rows, so that a
+    step is a few dense products.
     """
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -57,17 +57,17 @@ class KVCache:
         self.unit = 1  # tokens per unit of the cache
         self.own = self._empty(0, 0)
         self.shared = self._empty(0, 0)
-        self.row: dict[Prompt, int] = {}  # of every prompt in use, in the order of the rows
-        self.prompt: list[Prompt] = []  # [B], of each slot
+        self.row: dict[Prompt, int] = {}  # prompt in use -> its row, in the order of the rows
+        self.prompt: list[Prompt] = []  # [B], prompt of each slot
         self._groups: _Groups | None = None
 
     def reserve(self, slots: int, own: int, prompts: int, prompt: int) -> None:
-        """Make room for that many requests with `own` tokens each, and that many prompts of at most `prompt` tokens."""
+        """Make room for `slots` requests with `own` tokens, and `prompts` more prompts of at most `prompt` tokens."""
         self.own = self._grown(self.own, slots, own)
         self.shared = self._grown(self.shared, len(self.row) + prompts, prompt)
 
     def admit(self, prompts: Sequence[Prompt], computed: dict[Prompt, PromptPrefix]) -> None:
-        """Assign these prompts to the next slots."""
+        """Assign these prompts to the next slots. `computed`: has those that are not in the cache yet."""
         for prompt in dict.fromkeys(prompts):
             if prompt not in self.row:
                 row = self.row[prompt] = len(self.row)
@@ -76,7 +76,7 @@ class KVCache:
         self._reseated()
 
     def keep(self, count: int, source: Sequence[int], to: Sequence[int], filled: int) -> None:
-        """Keep the first `count` slots, after moving `source` to `to`; `filled`: most own tokens of a request."""
+        """Keep the first `count` slots, after moving `source` to `to`; `filled`: maximum of own tokens of a request."""
         if source:
             index, place = (torch.tensor(slots, device=self.device) for slots in (source, to))
             used = self.own[:, :, :, :, : self.whole(filled)]
@@ -92,21 +92,21 @@ class KVCache:
         return self.own[:, :, slot, :, : self.whole(tokens)].clone()
 
     def restore(self, slot: int, states: Tensor) -> None:
-        """Write what `states` returned into a slot."""
+        """Write the result of `states` into a slot."""
         self.own[:, :, slot, :, : states.shape[3]] = states
 
     def extend(self, slot: int, place: int, tokens: int) -> ExtendAttention:
-        """Return the attention of the next tokens of a request, whose own tokens begin at `place`."""
+        """Return the attention function for `tokens` further tokens of a request, from index `place` of its own on."""
         return ExtendAttention(self, slot, place, tokens)
 
     def step(self, place: Tensor, longest: int) -> DecodeAttention:
-        """Return the attention of the next token of every request, at place int64 [B], all below `longest`."""
+        """Return the attention function for the next token of every request, at `place`, int64 [B], below `longest`."""
         if self._groups is None:
             self._groups = self._group()
         return DecodeAttention(self, place, longest, self._groups)
 
     def _reseated(self) -> None:
-        """Note that the running requests or their slots have changed."""
+        """Drop what depends on the running requests and their slots, which have changed."""
         self._groups = None
 
     def _write(self, row: int, prefix: PromptPrefix) -> None:
@@ -157,12 +157,12 @@ class KVCache:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def _grown(self, old: Tensor, slots: int, tokens: int) -> Tensor:
-        """Return a tensor with at least that many slots and tokens: `old` itself if it is large enough."""
+        """Return a tensor with at least `slots` slots and `tokens` tokens: `old` itself if it is large enough."""
         have, filled = old.shape[2], old.shape[4]
         if slots <= have and tokens <= filled:
             return old
         if filled and tokens > filled:
-            tokens = max(tokens, min(self.config.context, 3 * filled // 2))  # few reallocations
+            tokens = max(tokens, min(self.config.context, 3 * filled // 2))  # grows in large steps: few reallocations
         new = self._empty(max(slots, have), max(64 * math.ceil(tokens / 64), filled))
         new[:, :, :have, :, :filled] = old
         return new
@@ -184,7 +184,7 @@ class DecodeAttention:
         keys, values = cache.own[0, layer], cache.own[1, layer]
         keys[self.slot, :, self.place] = k.to(cache.dtype)
         values[self.slot, :, self.place] = v.to(cache.dtype)
-        # The R query heads that share a key head become queries of it: nothing is repeated.
+        # The R query heads that share a key head become R queries of that head: nothing is repeated.
         queries = q.to(cache.dtype).reshape(count, heads, -1, size)
         own, own_mass = attention(
             queries, keys[:count, :, : self.longest], values[:count, :, : self.longest], self.mask
@@ -199,7 +199,7 @@ class DecodeAttention:
 
 
 class ExtendAttention:
-    """The `Attend` of given tokens that follow one request's tokens in the cache. Padding attends to nothing."""
+    """The `Attend` of given tokens that follow one request's tokens in the cache. The output at padding is 0."""
 
     def __init__(self, cache: KVCache, slot: int, place: int, tokens: int) -> None:
         self.cache, self.slot, self.place, self.tokens = cache, slot, place, tokens
@@ -220,7 +220,7 @@ class ExtendAttention:
         keys, values = cache.own[0, layer, self.slot], cache.own[1, layer, self.slot]
         keys[:, where] = k[:count].transpose(0, 1).to(cache.dtype)
         values[:, where] = v[:count].transpose(0, 1).to(cache.dtype)
-        # The R query heads that share a key head become queries of it.
+        # The R query heads that share a key head become R queries of that head.
         queries = q[:count].to(cache.dtype).unflatten(1, (heads, -1)).permute(1, 2, 0, 3).reshape(1, heads, -1, size)
         own = attention(queries, keys[None, :, : where.stop], values[None, :, : where.stop], self.mask)
         shared = attention(
@@ -247,8 +247,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Te
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `attention` in single operations, for devices whose fused kernels want another mask. Scores are float32
-    at least.
+    """Compute `attention` by single operations, for devices whose fused kernels need another mask. Scores are at least
+    float32.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ k.to(wide).transpose(-1, -2) * q.shape[-1] ** -0.5 + mask

@@ -1,13 +1,12 @@
 """The embedded rollout engine: continuous batching over a key-value cache, with the learner's own weights.
 
-Requests wait in line until a slot of the cache is free. The prompt of a group is computed and kept once, and the common
-beginning of different prompts is computed once. Running requests occupy the first slots, so one decoding step is one dense
-forward over them.
+Requests wait in a queue until a slot of the cache is free. The prompt of a group is computed and stored once, and the
+common prefix of different prompts is computed once. Running requests occupy the first slots, so one decoding step is
+one dense forward over them.
 
-Decided here: where decoding is compiled code, which adds up each row's numbers in an order of its own, prompts and output
-heads too are computed so that nothing depends on what is computed beside them. Prompts still go through the model
-together, but their products go in blocks of one size, and each looks at itself in a call of its own. So a request gives
-the same bits in any company, whenever it arrives.
+With compiled decoding the engine is batch-invariant: the bits of a request depend neither on the other requests nor on
+the time of its arrival. Compiled code sums each row in its own order. Prompts and output heads are computed to match:
+prompts go through the model together, but with products in blocks of one size and a separate attention call each.
 
     B    running requests (slots in use)
 """
@@ -45,7 +44,7 @@ from posttrain.models.native.linear import ROUND, in_blocks, rounds
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 PREFILL_TOKENS = 8192  # prompts are computed in batches of about this many tokens
-POLL_STEPS = 4  # of decoding, after which the caller may handle other events
+POLL_STEPS = 4  # decoding steps after which the caller may handle other events
 LOOK_STEPS = 8
 """Steps of decoding on CUDA between two looks at which requests have ended: each look waits for the card, which then waits
 for the next launch.
@@ -55,9 +54,9 @@ for the next launch.
 class LocalEngine:
     """Embedded engine of the decoder; implements `posttrain.core.protocols.Engine`. One per learner; not thread-safe.
 
-    `slots`: most requests that run at once. `context`: tokens of prompt and reply together, at most the model's.
-    `rests`: whether memory that an update can use is freed when nothing runs; the next start then takes longer. `own`:
-    the model is the engine's, and a weight sync overwrites its weights; else it is the learner's.
+    `slots`: maximum of concurrent requests. `context`: maximum of tokens of prompt and reply, at most the model's.
+    `rests`: whether memory is freed for the update when nothing runs; the next start then takes longer. `own`: the
+    model belongs to the engine, and a weight sync overwrites its weights; otherwise it is the learner's.
     """
 
     def __init__(
@@ -80,14 +79,14 @@ class LocalEngine:
         self.eos_ids = model.eos_ids or ((tokenizer.eos_id,) if tokenizer.eos_id is not None else ())
         self.eos = torch.tensor(self.eos_ids, dtype=torch.int64, device=self.device)
         self.waiting: deque[Request] = deque()
-        self._wanted: Counter[Prompt] = Counter()  # prompts of the waiting requests, with the number of these
+        self._wanted: Counter[Prompt] = Counter()  # prompt -> number of waiting requests with it
         self.prefixes: dict[Prompt, PromptPrefix] = {}
-        self.running: list[Request] = []  # [B], request of each slot
+        self.running: list[Request] = []  # [B], the request of each slot
         self.kept = PrefixCache(kept_bytes)
-        self.computed = 0  # tokens that went through the model
+        self.computed = 0  # tokens that the model has processed
         self._pace = Throughput()
-        self._resumed: dict[int, CachedPrefixes] = {}  # by id of the waiting request that continues it
-        self._prefix_of: dict[int, PromptPrefix] = {}  # of running requests to be kept
+        self._resumed: dict[int, CachedPrefixes] = {}  # id of the waiting request that continues the prefix -> prefix
+        self._prefix_of: dict[int, PromptPrefix] = {}  # id of a running request with `keep` -> its prompt's prefix
         self._rows = RunningBatch(self.device)
         self.dtype = torch.bfloat16 if precision == "bfloat16" else model.dtype
         self._compiled = CompiledStep(model, self.dtype, self.eos) if supported(model, self.dtype) else None
@@ -97,11 +96,11 @@ class LocalEngine:
 
     @property
     def backend(self) -> str:
-        """Return a description of what computes the decoding steps."""
+        """Return a description of the implementation of decoding steps."""
         return build.backend(self._compiled is not None)
 
     def load(self, weights: Any, version: int) -> None:
-        """Take weights. Shared weights are there already: only the version is noted."""
+        """Load weights of a version. If the weights are shared with the learner, only set the version."""
         assert not self.running and not self.waiting, "weights change between batches of rollouts, not within one"
         assert self.own or weights is self.model, "this engine shares the learner's weights"
         if self.own:
@@ -141,20 +140,20 @@ class LocalEngine:
         self.kept.copy(id, to, tokens, self._cache.whole)
 
     def poll(self) -> list[Completion]:
-        """Decode until a request has finished, for a few steps at most. Return what has finished."""
-        # Not inference_mode: under it autocast would cast every weight again at every token.
+        """Decode until a request has finished, for at most a few steps. Return the completions."""
+        # Not inference_mode, under which autocast would cast every weight again for every token.
         with torch.no_grad(), self._autocast():
             for _ in range(POLL_STEPS):
                 if not self.running and not self.waiting:
                     break
                 began, count, computed = time.perf_counter(), len(self.running), self.computed
                 free = self.slots - count
-                # Admitting a few at a time would interrupt decoding often; wait for a batch of free slots.
+                # Admitting few requests at a time would interrupt decoding often; wait for a batch of free slots.
                 admitting = bool(self.waiting) and (not count or free >= max(1, self.slots // 8))
                 if admitting:
                     self._admit(free)
                 steps = 0 if admitting else self._decode()
-                done = self._finished()  # synchronises with the device, so the clock may be read
+                done = self._finished()  # synchronises with the device, as reading the clock requires
                 seconds = time.perf_counter() - began
                 if admitting:
                     self._pace.read(self.computed - computed, seconds)
@@ -180,7 +179,7 @@ class LocalEngine:
         self._free()
 
     def _rest(self) -> None:
-        """Free the memory that an update can use, since nothing runs."""
+        """Free memory for the update, since nothing runs."""
         if self._cuda is not None and isinstance(self._cache, StepCache) and self._cuda.may_rest(self._cache):
             return
         self._free()
@@ -192,7 +191,7 @@ class LocalEngine:
             self._cuda.free()
 
     def _forget_copies(self) -> None:
-        """Make copies of the weights anew: they may have changed, or nothing runs."""
+        """Drop copies of the weights, since the weights may have changed, or nothing runs."""
         if self._compiled is not None:
             self._compiled.forget()
         if self._cuda is not None:
@@ -203,7 +202,7 @@ class LocalEngine:
             return PackedCache(self.model.config, self.dtype, self.device)
         if self._cuda is not None:
             return StepCache(self.model.config, self.dtype, self.device, self.slots)
-        # a processor's attention of few queries is faster in float32, though it reads more
+        # on a processor, attention with few queries is faster in float32, although it reads more memory
         return KVCache(
             self.model.config,
             self.dtype if self.device.type == "cuda" else torch.promote_types(self.dtype, torch.float32),
@@ -215,7 +214,7 @@ class LocalEngine:
     def _admit(self, free: int) -> None:
         """Move waiting requests into free slots and sample their first token."""
         requests = [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
-        requests.sort(key=lambda r: not r.own)  # those that continue an earlier request come first
+        requests.sort(key=lambda r: not r.own)  # requests that continue an earlier one come first
         waiting = len(self.running) + len(requests) + len(self.waiting)
         asked = Counter(r.prompt for r in requests)
         fresh = {r.prompt for r in requests if not r.own}
@@ -227,7 +226,7 @@ class LocalEngine:
             len(asked),
             max(map(len, asked)),
         )
-        if self._cuda is not None:  # few sizes, so that graphs stay valid
+        if self._cuda is not None:  # sizes in large steps, so that graphs remain valid
             self._rows.reserve(self._cache.own.shape[2], token_bucket(max(r.budget(self.context) for r in requests)))
         self._cache.admit([r.prompt for r in requests], self.prefixes)
         first = len(self.running)
@@ -242,11 +241,11 @@ class LocalEngine:
         if begun < len(self.running):
             logits = torch.stack([self.prefixes[r.prompt].logits for r in self.running[begun:]])
             self._choose(logits, slice(begun, len(self.running)))
-        self._wanted -= asked  # without those that nothing wants any more
+        self._wanted -= asked  # removes prompts without waiting requests
         self.prefixes = {p: x for p, x in self.prefixes.items() if p in self._wanted}
 
     def _go_on(self, slots: range) -> None:
-        """Prefill the given tokens of these slots behind their kept prefix, but for the last token, which is
+        """Prefill the given tokens of these slots behind their cached prefixes, except for the last token, which is
         decoded.
         """
         given = []
@@ -266,7 +265,7 @@ class LocalEngine:
             self._extend(one)
 
     def _extend(self, given: Given) -> None:
-        """Prefill the given tokens of one request by torch's operations."""
+        """Prefill the given tokens of one request with torch's operations."""
         count, first = len(given.tokens), len(self.running[given.slot].prompt) + given.place
         total = -(-count // ROUND) * ROUND if rounds(self.device) else count
         tokens = torch.zeros(total, dtype=torch.int64, device=self.device)
@@ -315,11 +314,11 @@ class LocalEngine:
     # -- decoding -----------------------------------------------------------------------------------------------------
 
     def _decode(self) -> int:
-        """Decode one token of every running request, or a few on CUDA. Return how many."""
+        """Decode one token of every running request, or several on CUDA. Return the number of steps."""
         count, rows = len(self.running), self._rows
         if self._cuda is not None:
             assert isinstance(self._cache, StepCache)
-            # text is looked at after every token, by the host
+            # stop strings have to be searched for on the host after every token
             steps = 1 if rows.any_stop else min(LOOK_STEPS, rows.left(count))
             self.computed += steps * count
             self._cuda(self._cache, rows, count, steps)
@@ -353,7 +352,9 @@ class LocalEngine:
         state.record(rows, token, logp, torch.isin(token, self.eos))
 
     def _finished(self) -> list[Completion]:
-        """Remove finished requests from their slots, and keep the rest in the first ones."""
+        """Remove finished requests from their slots, move the other requests to the first slots, and return the
+        completions.
+        """
         state, count = self._rows, len(self.running)
         ended = state.ended[:count].tolist()
         stopped = self._reached_stop(count)
@@ -379,7 +380,7 @@ class LocalEngine:
         del self.running[len(keep) :]
 
     def _reached_stop(self, count: int) -> set[int]:
-        """Slots whose text has just reached one of their stop strings."""
+        """Return the slots of requests whose text has just reached a stop string."""
         if not self._rows.any_stop:
             return set()
         slots = [s for s in range(count) if self.running[s].sampling.stop]
@@ -421,7 +422,7 @@ class LocalEngine:
         return found
 
     def _keep(self, slot: int, completion: Completion) -> None:
-        """Store the prefix of a request, if another one may continue it."""
+        """Cache the prefix of a request if another request may continue it."""
         request = self.running[slot]
         if not request.keep:
             return

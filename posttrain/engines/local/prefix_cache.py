@@ -1,7 +1,7 @@
 """Prefix cache: keys and values of requests that may be continued, within a budget of bytes.
 
-Decided here: the least recently used prefix is dropped first. It is then computed again, to the same bits, so the
-budget changes nothing but the time.
+The least recently used prefix is dropped first. If needed, it is computed again, with the same bits, so the budget
+affects only the time.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from torch import Tensor
 
 from posttrain.engines.local.kv_cache import Prompt, PromptPrefix
 
-KEPT_BYTES = 4 << 30  # unless a run sets another
+KEPT_BYTES = 4 << 30  # default of the budget in bytes
 
 
 @dataclass(frozen=True)
 class CachedPrefixes:
-    """Cached prefix of a request that was answered."""
+    """Cached prefix of a finished request."""
 
     prompt: Prompt  # the shared prompt; None: not cached
-    own: tuple[int, ...]  # the tokens behind it; the last one was sampled and is not computed yet
-    prefix: PromptPrefix | None = None  # of the prompt; None: dropped
-    states: Tensor | None = None  # of the own tokens but the last, as `Cache.states` returns them; None: dropped
+    own: tuple[int, ...]  # the tokens behind the prompt; the last one was sampled and is not computed yet
+    prefix: PromptPrefix | None = None  # the computed prompt; None: dropped
+    states: Tensor | None = None  # of all own tokens but the last, as returned by `KVCache.states`; None: dropped
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -31,20 +31,20 @@ class CachedPrefixes:
 
 
 class PrefixCache:
-    """Prefixes by the ids of their requests. Memory that several share is counted once."""
+    """Prefixes by the ids of their requests. Memory that several prefixes share is counted once."""
 
     def __init__(self, budget: int) -> None:
-        """Create an empty cache. `budget`: bytes."""
+        """Create an empty cache. `budget`: maximum of bytes."""
         self.budget = budget
-        self.bytes = 0  # of all keys and values that are cached
-        self._kept: dict[int, CachedPrefixes] = {}  # in the order in which they were answered
-        self._holders: dict[int, int] = {}  # of each cached tensor, by its identity
+        self.bytes = 0  # size of all cached keys and values
+        self._kept: dict[int, CachedPrefixes] = {}  # by id, in the order in which the requests finished
+        self._holders: dict[int, int] = {}  # id() of a cached tensor -> number of prefixes that use it
 
     def put(self, id: int, kept: CachedPrefixes) -> None:
         self._kept[id] = kept
         self._hold(kept)
         if self.bytes <= self.budget:
-            return  # a search keeps thousands of prefixes: they are walked through only to drop some
+            return  # a tree search caches thousands of prefixes: iterate over them only to drop some
         for oldest, other in list(self._kept.items()):
             if self.bytes <= self.budget:
                 break
@@ -59,8 +59,8 @@ class PrefixCache:
         return kept
 
     def copy(self, id: int, to: int, tokens: int, whole: Callable[[int], int]) -> None:
-        """Let another request continue from the first `tokens` tokens. `whole`: at least that many, as `Cache.states`
-        returns them.
+        """Cache the first `tokens` tokens of a prefix, prompt included, under another id `to` too. `whole`: rounds a
+        number of tokens up to units of `KVCache.states`.
         """
         kept = self._kept.get(id)
         own = tokens - len(kept.prompt) if kept else 0

@@ -1,9 +1,8 @@
-"""Layout of prompts for prefill, in which the common beginning of several prompts is computed once (prefix caching).
+"""Layout of prompts for prefill, in which the common prefix of several prompts is computed once (prefix caching).
 
-Prompts are cut into blocks of one size, wherever they come from. Two prompts share a block where they are equal up to its
-end. So how a prompt is cut, and with it every bit of its keys and values, depends on the prompt alone, not on whether
-another one that begins like it is computed beside it. Where bits may depend on that, blocks that no prompt separates are
-joined.
+Prompts are cut into blocks of one size. Two prompts share a block if they are equal up to its end. So the blocks of a
+prompt, and thus all bits of its keys and values, depend only on the prompt, and not on other prompts with the same
+prefix. If bits may depend on other prompts, adjacent blocks that all of their prompts share are joined.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ class PromptBlocks:
 
     def __init__(self) -> None:
         self.prompts: list[tuple[int, ...]] = []
-        self.tokens = 0  # of all blocks
-        self.paths: list[list[int]] = []  # of each prompt, the blocks that it goes through
-        self._known: dict[tuple[int, tuple[int, ...]], int] = {}  # (block before, its tokens) -> block
-        self._users: list[int] = []  # of each block, the prompts that go through it
+        self.tokens = 0  # total of tokens in all blocks
+        self.paths: list[list[int]] = []  # the blocks of each prompt
+        self._known: dict[tuple[int, tuple[int, ...]], int] = {}  # (previous block, tokens of the block) -> block
+        self._users: list[int] = []  # number of prompts of each block
 
     def missing(self, prompt: tuple[int, ...]) -> int:
-        """Return how many tokens of a prompt are in no block yet."""
+        """Return the number of tokens of a prompt that are in no block yet."""
         before = -1
         for first in range(0, len(prompt), BLOCK):
             if (number := self._known.get((before, prompt[first : first + BLOCK]))) is None:
@@ -39,7 +38,7 @@ class PromptBlocks:
         return 0
 
     def add(self, prompt: tuple[int, ...]) -> None:
-        """Add a prompt, and the blocks of it that are new."""
+        """Add a prompt, and those of its blocks that are new."""
         self.tokens += self.missing(prompt)
         before, path = -1, []
         for first in range(0, len(prompt), BLOCK):
@@ -52,7 +51,7 @@ class PromptBlocks:
         self.paths.append(path)
 
     def lay(self, device: torch.device, joined: bool) -> PromptLayout:
-        """Lay out the blocks, each as a segment, or with those joined that no prompt separates."""
+        """Lay out each block as a segment. `joined`: join adjacent blocks with the same prompts into one segment."""
         place: dict[int, int] = {}  # block -> its segment
         start, length, prefix = list[int](), list[int](), list[int]()
         tokens, position, paths = list[int](), list[int](), []
@@ -64,7 +63,7 @@ class PromptBlocks:
                 before = path[number - 1] if number else -1
                 if joined and number and self._users[block] == self._users[before]:
                     place[block] = place[before]
-                    length[-1] += len(own)  # the block before it was laid last
+                    length[-1] += len(own)  # the previous block is in the last segment
                 else:
                     place[block] = len(start)
                     start.append(len(tokens))
@@ -78,18 +77,18 @@ class PromptBlocks:
 
 
 class PromptLayout:
-    """Layout of prompts, and the segments that each goes through."""
+    """Layout of prompts, and the segments of each prompt."""
 
     def __init__(self, layout: Layout, paths: list[list[int]]) -> None:
         self.layout, self.paths = layout, paths
 
     def last(self, prompt: int) -> int:
-        """Return where the last token of a prompt lies."""
+        """Return the index of a prompt's last token."""
         segment = self.paths[prompt][-1]
         return self.layout.start[segment] + self.layout.length[segment] - 1
 
     def places(self, prompt: int) -> slice | Tensor:
-        """Return where the tokens of a prompt lie: a slice, or int64 [P] if others lie between them."""
+        """Return the indices of a prompt's tokens: a slice, or int64 [P] if they are not contiguous."""
         path, start, length = self.paths[prompt], self.layout.start, self.layout.length
         if all(b == a + 1 for a, b in pairwise(path)):
             return slice(start[path[0]], self.last(prompt) + 1)

@@ -12,7 +12,7 @@ from posttrain.engines.request import Request
 
 
 class _Asked(NamedTuple):
-    """Parts of sampling that some request needs."""
+    """The parts of sampling that a request needs."""
 
     tempered: bool
     greedy: bool
@@ -47,32 +47,32 @@ class RunningBatch:
         floats = torch.zeros(0, dtype=torch.float32, device=device)
         bools = torch.zeros(0, dtype=torch.bool, device=device)
         self.slot = integers  # 0, 1, 2, ...
-        self.token = integers  # the last token sampled
-        self.length = integers  # tokens in the cache, so also the position of the next
+        self.token = integers  # the last sampled token
+        self.length = integers  # tokens in the cache, which is also the position of the next token
         self.before = integers  # own tokens that were given, not sampled
-        self.count = integers  # tokens sampled
-        self.budget = integers  # tokens that may be sampled
+        self.count = integers  # sampled tokens
+        self.budget = integers  # maximum of sampled tokens
         self.seed = integers
         self.temperature, self.top_p, self.top_k = floats, floats, integers
-        self.filtered = bools  # by top-p or top-k
+        self.filtered = bools  # whether top-p or top-k is used
         self.ended = bools
         self._tables = {
             kind: torch.zeros(len(names), 0, dtype=kind, device=device) for kind, names in self._COLUMNS.items()
         }
-        self.tokens = torch.zeros(0, 0, dtype=torch.int64, device=device)  # [slots, tokens sampled]
+        self.tokens = torch.zeros(0, 0, dtype=torch.int64, device=device)  # [slots, sampled tokens]
         self.logp = torch.zeros(0, 0, dtype=torch.float32, device=device)
-        self.longest = 0  # the most own tokens, given or sampled, known without a synchronisation with the device
+        self.longest = 0  # maximum of own tokens, given or sampled, tracked on the host without synchronisation
         self._asked: list[_Asked] = []  # [size]
         self._note()
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return all tensors: `reserve` alone replaces them."""
+        """Return all tensors, which only `reserve` replaces."""
         columns = (getattr(self, name) for names in self._COLUMNS.values() for name in names)
         return (self.slot, self.tokens, self.logp, *columns)
 
     def reserve(self, slots: int, tokens: int) -> None:
-        """Make room for that many requests, and tokens sampled of each. Slots that are not in use count as ended."""
+        """Make room for `slots` requests with `tokens` sampled tokens each. Unused slots count as ended."""
         have, width = self.tokens.shape
         if slots > have:
             for kind, names in self._COLUMNS.items():
@@ -113,7 +113,7 @@ class RunningBatch:
             rows = torch.tensor([new[name] for name in names], dtype=kind)
             self._tables[kind][:, self.size : total] = rows.to(self.device)
         self.size = total
-        # a new request samples its first token before anything is decoded; a continued one by decoding
+        # a new request samples its first token before decoding; a continued request samples it by decoding
         self.longest = max(self.longest, *(max(1, len(r.own)) for r in requests))
         self._asked += asked
         self._note()
@@ -124,13 +124,13 @@ class RunningBatch:
         self.token[rows] = token
         self.tokens[self.slot[rows], count] = token
         self.logp[self.slot[rows], count] = logp
-        sampled = count + 1  # a new tensor: `count` is a view of what is written next
+        sampled = count + 1  # a new tensor, since `count` is a view of memory that is written next
         self.count[rows] = sampled
         self.ended[rows] = eos | (sampled >= self.budget[rows])
 
     def go_on(self, count: int, token: Tensor, logp: Tensor, eos: Tensor) -> None:
-        """Do what `advance` and `record` do for those of the first `count` requests that have not ended; the others stay
-        as they are. Without a synchronisation, and `longest` is the caller's.
+        """Do the same as `advance` and `record` for those of the first `count` requests that have not ended, without
+        synchronisation. The caller updates `longest`.
         """
         ended, active = self.ended[:count], ~self.ended[:count]
         at = self.count[:count].clamp_max(self.tokens.shape[1] - 1)[:, None]
@@ -142,11 +142,11 @@ class RunningBatch:
         ended.logical_or_(eos & active).logical_or_(self.count[:count] >= self.budget[:count])
 
     def left(self, count: int) -> int:
-        """Return the most tokens that one of the first `count` requests may still sample."""
+        """Return the maximum of tokens that any of the first `count` requests may still sample."""
         return int((self.budget - self.count)[:count].masked_fill(self.ended[:count], 0).max())
 
     def advance(self, count: int) -> None:
-        """Advance the first `count` requests: their last token is in the cache, and the next one is about to be
+        """Advance the first `count` requests, whose last tokens are now in the cache, before their next tokens are
         sampled.
         """
         self.length[:count] += 1
@@ -169,7 +169,7 @@ class RunningBatch:
         self._note()
 
     def _note(self) -> None:
-        """Note which parts of sampling the running requests need; the others are skipped."""
+        """Determine the parts of sampling that the running requests need; other parts are skipped."""
         asked = set(self._asked)
         self.any_tempered = any(a.tempered for a in asked)
         self.any_greedy = any(a.greedy for a in asked)

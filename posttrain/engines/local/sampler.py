@@ -1,5 +1,5 @@
-"""Samples the next tokens: one uniform number per row, and the log-probability under the distribution that was sampled
-from.
+"""Samples the next tokens with one uniform number per row, and returns the log-probability under the sampled
+distribution.
 
 B    rows (one per running request)    V    vocabulary
 """
@@ -16,8 +16,8 @@ BLOCK = 64  # entries of the vocabulary that are summed before the running sum
 def uniform(seed: Tensor, index: Tensor) -> Tensor:
     """Return uniform numbers in (0, 1]: float32 [B] from int64 seeds [B] and counters [B], the same on every device.
 
-    Counter-based, so a draw depends on (seed, index) alone and on nothing before it. The mixing function is the
-    finaliser of SplitMix64 (Steele, Lea, Flood 2014), applied to the seed and again to seed and counter.
+    Counter-based: a draw depends only on (seed, index), not on earlier draws. The mixing function is the finaliser of
+    SplitMix64 (Steele, Lea, Flood 2014), applied to the seed and again to seed and counter.
     """
     x = _mix(_mix(seed) + index * -7046029254386353131)  # 0x9E3779B97F4A7C15 as a signed number
     return (((x >> 40) & 0xFFFFFF).to(torch.float32) + 0.5) * 2.0**-24
@@ -39,8 +39,8 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Sample by inverting the cumulative distribution. logits [B, V], draw [B] -> token, logp [B].
 
-    `temperature`, `top_p`, `top_k` and `greedy` [B] are None where no request uses them; a row with temperature = 1,
-    top_p = 1 or top_k = 0 is left as it is. A greedy row is a point distribution: its log-probability is 0.
+    `temperature`, `top_p`, `top_k` and `greedy` [B] are None if no request uses them; temperature = 1, top_p = 1 and
+    top_k = 0 do not change a row. A greedy row is a point distribution: its log-probability is 0.
     """
     logits = logits.float()
     if temperature is not None:
@@ -48,13 +48,13 @@ def sample(
     if top_k is not None or top_p is not None:
         logits = _truncate(logits, top_p, top_k)
     top = logits.amax(-1)
-    # Two levels: the block of the vocabulary, then the token in it. A running sum over the whole vocabulary is slowest.
+    # Two levels: first the block of the vocabulary, then the token in it. One running sum over all of it is slower.
     mass = _blocks((logits - top[:, None]).exp_())  # [B, blocks, BLOCK]
     each = mass.sum(-1)
     total = each.sum(-1)
     block, before = _invert(each, draw * total)
     token, _ = _invert(mass[torch.arange(len(block), device=block.device), block], draw * total - before)
-    token = (block * BLOCK + token).clamp_max_(logits.shape[-1] - 1)  # beyond it only for NaN
+    token = (block * BLOCK + token).clamp_max_(logits.shape[-1] - 1)  # out of range only for NaN
     if greedy is not None:
         token = torch.where(greedy, logits.argmax(-1), token)
     logp = logits.gather(-1, token[:, None]).squeeze(-1) - top - total.log()
@@ -64,13 +64,13 @@ def sample(
 def _invert(mass: Tensor, draw: Tensor) -> tuple[Tensor, Tensor]:
     """Return the first entry of mass [B, n] at which the running sum exceeds draw [B], and the sum before it.
 
-    A draw may round to the total or above: then the last entry with mass.
+    If rounding makes the draw reach the total, return the last entry with mass.
     """
     running = mass.cumsum(-1)
     found = torch.searchsorted(running, draw[:, None], right=True)
-    last = torch.searchsorted(running, running[:, -1:].contiguous()).clamp_max_(mass.shape[-1] - 1)  # of NaN: none
+    last = torch.searchsorted(running, running[:, -1:].contiguous()).clamp_max_(mass.shape[-1] - 1)  # NaN: out of range
     found = torch.minimum(found, last)
-    # the number that the search compared with: the rest of the draw is never below 0
+    # the sum that the search compared with, so that the remaining draw is never negative
     before = running.gather(-1, (found - 1).clamp_min_(0)).masked_fill_(found == 0, 0.0)
     return found.squeeze(-1), before.squeeze(-1)
 
@@ -83,7 +83,7 @@ def _blocks(mass: Tensor) -> Tensor:
 
 
 def _truncate(logits: Tensor, top_p: Tensor | None, top_k: Tensor | None) -> Tensor:
-    """Set logits to -inf outside the kept set: the top_k likeliest tokens, then the smallest set of those with mass >=
+    """Set logits to -inf except for the kept tokens: of the top_k most likely ones, the smallest set with mass >=
     top_p.
     """
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)

@@ -1,7 +1,8 @@
-"""Key-value cache of a decoding step on CUDA: sizes in few steps, and who sits where in tensors of fixed address.
+"""Key-value cache of a decoding step on CUDA: bucketed sizes, and the assignment of requests in tensors at fixed
+addresses.
 
-A captured graph reads fixed addresses and has fixed shapes. So the cache grows rarely and far, and its sizes in a step
-are rounded up to buckets.
+A captured graph uses fixed addresses and shapes. So the cache grows rarely and in large steps, and the sizes that a
+decoding step uses are rounded up to buckets.
 
 B    running requests    G    prompts in use    W    requests of the most used prompt
 """
@@ -21,22 +22,22 @@ ROWS = 32
 
 
 def row_bucket(count: int) -> int:
-    """Round a number of requests or prompts up."""
+    """Round a number of requests or prompts up to a bucket."""
     return 1 << max(count - 1, 0).bit_length() if count <= ROWS else -(-count // ROWS) * ROWS
 
 
 def token_bucket(count: int) -> int:
-    """Round a number of tokens up."""
+    """Round a number of tokens up to a bucket."""
     return next((size for size in TOKENS if count <= size), -(-count // TOKENS[-1]) * TOKENS[-1])
 
 
 class StepCache(KVCache):
-    """Key-value cache for at most `most` requests at once."""
+    """Key-value cache for at most `most` concurrent requests."""
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, most: int) -> None:
         super().__init__(config, dtype, device)
         self.most = row_bucket(most)
-        self.widest = self.prompt_tokens = 0  # W, and the tokens of the longest prompt in use
+        self.widest = self.prompt_tokens = 0  # W; tokens of the longest prompt in use
         self.seats = self._no_seats(0)  # int64 [3, slots]: row of a slot's prompt, number in that row, prompt's length
         self._seated = False
 
@@ -46,11 +47,11 @@ class StepCache(KVCache):
 
     @property
     def positions(self) -> int:
-        """Number of positions; no request has more."""
+        """Maximum of positions of a request."""
         return min(self.config.context, self.own.shape[4] + self.shared.shape[4])
 
     def seat(self) -> None:
-        """Write who sits where, if it has changed. A slot that is not in use has row -1 and sees one token of row 0."""
+        """Update `seats` if the assignment has changed. An unused slot has row -1, and sees one token of row 0."""
         slots = self.own.shape[2]
         if self.seats.shape[1] != slots:
             self.seats, self._seated = self._no_seats(slots), False
@@ -75,8 +76,8 @@ class StepCache(KVCache):
         self._seated = False
 
     def _grown(self, old: Tensor, slots: int, tokens: int) -> Tensor:
-        """Return a tensor with at least that many slots and tokens, in whole buckets. What grows at least doubles, as
-        far as that can be needed: whenever the cache moves, every graph is captured anew.
+        """Return a tensor with at least `slots` slots and `tokens` tokens, in whole buckets. A dimension that grows at
+        least doubles, up to its maximum, because all graphs have to be captured again when the cache moves.
         """
         have, filled = old.shape[2], old.shape[4]
         if slots <= have and tokens <= filled:

@@ -1,6 +1,6 @@
-"""Weights of a decoding step on CUDA, in the type of its products: cast once per version of the weights, not per token.
+"""Weights of a decoding step on CUDA in the type of products, cast once per version of the weights, not per token.
 
-Decided here: copies keep their addresses when weights change, so captured graphs stay valid.
+Copies keep their addresses when weights change, so that captured graphs remain valid.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from posttrain.models.native.linear import Linear
 
 
 class Product(NamedTuple):
-    """Weight [inputs, outputs] and bias [outputs] of one product."""
+    """Weight [inputs, outputs] and bias [outputs] of a linear layer."""
 
     weight: Tensor
     bias: Tensor | None
@@ -37,12 +37,14 @@ class LayerWeights(NamedTuple):
 
 
 class StepWeights:
-    """Weights of a decoder in products of `dtype`, adapters merged. What needs no cast and no merge is the model's own."""
+    """Weights of a decoder for products of `dtype`, with adapters merged. Weights that need no cast and no merge are
+    not copied.
+    """
 
     @torch.no_grad()
     def __init__(self, decoder: Decoder, dtype: torch.dtype) -> None:
         self._decoder, self._dtype = decoder, dtype
-        self._copied: list[tuple[Tensor, Callable[[], Tensor]]] = []  # (copy, what it is a copy of)
+        self._copied: list[tuple[Tensor, Callable[[], Tensor]]] = []  # (copy, function that returns its source)
         self._parameters = list(decoder.parameters())
         self._own = {p.data_ptr() for p in self._parameters}
         self.layers = [self._layer(cast(Layer, layer)) for layer in decoder.layers]
@@ -53,11 +55,11 @@ class StepWeights:
 
     @property
     def bytes(self) -> int:
-        """Return the memory of the copies."""
+        """Return the size of the copies in bytes."""
         return sum(copy.nbytes for copy, _ in self._copied)
 
     def same(self, changed: bool) -> bool:
-        """Return whether the model still has the tensors that this was made of. `changed`: it may have others."""
+        """Return whether the model still has the same tensors. `changed`: parameters may have been replaced."""
         current = list(self._decoder.parameters()) if changed else self._parameters
         return (
             len(current) == len(self._parameters)
@@ -67,7 +69,7 @@ class StepWeights:
 
     @torch.no_grad()
     def refresh(self, changed: bool) -> None:
-        """Overwrite the copies, in place, if weights changed since. `changed`: they may have, unseen by torch."""
+        """Overwrite the copies, in place, if weights have changed. `changed`: they may have, undetected by torch."""
         versions, _ = self._state()
         if changed or versions != self._versions:
             for copy, source in self._copied:
@@ -99,7 +101,7 @@ class StepWeights:
         return Product(self._held(linear.merged).t(), shift)
 
     def _held(self, source: Callable[[], Tensor], dtype: torch.dtype | None = None) -> Tensor:
-        """Return what `source` returns, in the type of products: the same memory if it is a weight of that type."""
+        """Return the result of `source` in the type of products: a copy, unless it is a weight of that type."""
         dtype, value = dtype or self._dtype, source()
         if value.dtype == dtype and value.data_ptr() in self._own:
             return value

@@ -1,7 +1,7 @@
-"""An engine for any model behind the protocol: every token is computed from the whole sequence, without a cache.
+"""An engine without a cache for any `Model`: every token is computed from the whole sequence.
 
-For kinds of models that have no engine of their own, and as the plainest statement of what an engine does. Its cost grows
-with the square of a reply's length.
+It serves kinds of models without a special engine, and shows the behaviour of engines in the simplest form. Its cost
+grows with the square of a reply's length.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 @dataclass
 class RunningReply:
-    """A reply while it is sampled."""
+    """A request, and the part of its reply that has been sampled."""
 
     request: Request
     tokens: list[int] = field(default_factory=list)
@@ -39,9 +39,9 @@ class RunningReply:
 
 
 class UncachedEngine:
-    """Engine without a cache; implements `posttrain.core.protocols.Engine`. `slots`: most requests that run at once.
+    """Engine without a cache; implements `posttrain.core.protocols.Engine`. `slots`: maximum of concurrent requests.
 
-    `own`: the model is the engine's, and a weight sync overwrites its weights; else it is the learner's.
+    `own`: the model belongs to the engine, and a weight sync overwrites its weights; otherwise it is the learner's.
     """
 
     batch_invariant = False  # sequences are computed together
@@ -57,11 +57,11 @@ class UncachedEngine:
 
     @property
     def backend(self) -> str:
-        """Return a description of what computes: the model's class."""
+        """Return a description of the implementation: the model's class."""
         return f"{type(self.model).__name__}, whole sequences at each token"
 
     def load(self, weights: Any, version: int) -> None:
-        """Take weights. Shared weights are there already: only the version is noted."""
+        """Load weights of a version. If the weights are shared with the learner, only set the version."""
         assert not self._running and not self._waiting, "weights change between batches of rollouts, not within one"
         assert self.own or weights is self.model, "this engine shares the learner's weights"
         if self.own:
@@ -69,8 +69,8 @@ class UncachedEngine:
         self.version = version
 
     def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
-        """Queue one request. Raises UserError if the prompt leaves no room for a reply. `keep` has no effect: there is
-        no cache.
+        """Queue one request. Raises UserError if the prompt leaves no room for a reply. `keep` has no effect without a
+        cache.
         """
         request = Request(id, tuple(prompt), sampling)
         self._waiting.append(request.check(self.model.config.context, self.model.config.vocab))
@@ -118,7 +118,7 @@ class UncachedEngine:
         return RunningReply(request)
 
     def _admits(self) -> bool:
-        """Return whether waiting requests may begin, as far as there are slots."""
+        """Return whether waiting requests may begin in free slots."""
         return True
 
     def _logits(self) -> Tensor:

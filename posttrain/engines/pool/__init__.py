@@ -1,1 +1,1 @@
-"""Several engines behind one. Crashes, hangs and wrong weights are tolerated."""
+"""A pool of engines with the interface of one, which tolerates crashes, hangs and wrong weights."""

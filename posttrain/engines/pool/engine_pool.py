@@ -1,16 +1,16 @@
-"""An engine pool that tolerates crashes, hangs and wrong weights: what a run learns does not depend on them.
+"""An engine pool that tolerates crashes, hangs and wrong weights, without an effect on training.
 
-STARTING -> STALE -> READY -> DEAD, and from DEAD again to STARTING while the budget of restarts lasts
+STARTING -> STALE -> READY -> DEAD, and from DEAD again to STARTING until the maximum of restarts is reached
 
-An engine reports its properties (STALE), loads the weights that are offered, returns their version and checksum, and
-passes a weight probe (READY). Only then does it get requests. When it dies, times out or sends something wrong, its
-open requests go to the other engines, with the same seeds. So where engines are `batch_invariant`, nothing that is
-sampled depends on which of them answered, or on whether one was lost.
+An engine reports its properties (STALE), loads the offered weights, returns their version and checksum, and passes a
+weight probe (READY). Only then does it get requests. If it dies, times out or sends an invalid message, its open
+requests go to the other engines, with the same seeds. So if engines are `batch_invariant`, rollouts depend neither on
+the engine that sampled them nor on lost engines.
 
-Decided here: nothing waits for a single engine. Outgoing messages go into a buffer, incoming ones are read as they
-arrive, and a timeout counts only while the pool listens, so that a long update is charged to no engine. Each submission
-has a number of its own, a ticket: an answer without an open ticket is dropped and counted. A group's requests go to one
-engine, which prefills their prompt once, unless others would be idle.
+The pool never waits for a single engine. Outgoing messages are buffered, incoming messages are read as they arrive, and
+timeouts count only while the pool listens, so that a long update times out no engine. Each submission has a unique
+number, the ticket: an answer without an open ticket is dropped and counted. A group's requests go to one engine, which
+prefills their prompt once, unless other engines would be idle.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from posttrain.engines.request import Request
 from posttrain.engines.weight_probe import WeightProbe
 from posttrain.engines.weight_sync import Transport
 
-POLL_SECONDS = 0.005  # longest wait of a poll
-LOOK_SECONDS = 1.0  # most seconds of silence between two looks: beyond that the pool itself was busy elsewhere
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before a second start in a row, doubled for each further one
+POLL_SECONDS = 0.005  # maximal wait of a poll
+LOOK_SECONDS = 1.0  # maximum of silence counted between two reads: in a longer time the pool itself was busy
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before the second restart in a row, doubled for each further one
 
 
 class EnginePool:
-    """Engines behind one; implements `posttrain.core.protocols.Engine`. Close it: it holds processes or connections."""
+    """Pool of engines; implements `posttrain.core.protocols.Engine`. Close it: it has processes or connections."""
 
     def __init__(
         self,
@@ -53,11 +53,10 @@ class EnginePool:
         listen: Callable[[Sequence[Wire], float], None] = wait,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the engines. Return when all have started; none has weights then. Raises UserError if one does not
-        start.
+        """Start the engines. Return when all have started, without weights yet. Raises UserError if one does not start.
 
-        `seconds`: timeout of an engine that requests an answer; `start_seconds`: of its start. `restarts`: most restarts in
-        a row of each engine. `closed`: called at the end.
+        `seconds`: timeout for an answer of an engine; `start_seconds`: timeout of its start. `restarts`: maximum of
+        restarts in a row per engine. `closed`: called by `close`.
         """
         self.probe, self.context, self.vocab, self.version, self._before = probe, context, vocab, 0, -1
         self.seconds, self.start_seconds, self.restarts = seconds, start_seconds, restarts
@@ -68,7 +67,7 @@ class EnginePool:
         self._submitted: dict[int, tuple[PoolMember, int]] = {}  # by id: the engine that has it, and the ticket
         self._prefix_owner: dict[
             int, PoolMember
-        ] = {}  # by id: the engine with the cached prefix that the next request of the episode continues
+        ] = {}  # by id: the engine that caches the prefix for the episode's next request
         self._finished: list[Completion] = []
         self._weights_offered = self._started = False
         self._counted = {"restarts": 0, "resubmitted": 0, "duplicate_answers": 0}
@@ -93,14 +92,16 @@ class EnginePool:
         return f"{len(self.members)} engines ({', '.join(kinds)})"
 
     def counts(self) -> dict[str, float]:
-        """Return counters since the beginning, and `probe_gap`: most nats off the learner in the last weight sync."""
+        """Return counters since the beginning, and `probe_gap`: the maximal difference to the learner in the last
+        weight sync, in nats.
+        """
         ready = sum(m.state is MemberState.READY for m in self.members)
         return {"ready": ready, "probe_gap": self._deviation, **self._counted}
 
     # -- membership ------------------------------------------------------------------------------------------------------
 
     def join(self, place: EnginePlace) -> None:
-        """Add an engine. It gets requests as soon as it has the weights."""
+        """Add an engine, which gets requests as soon as it has the weights."""
         self.members.append(PoolMember(place, place.open()))
 
     def leave(self, name: str) -> None:
@@ -148,12 +149,12 @@ class EnginePool:
         return done
 
     def load(self, weights: Any, version: int) -> None:
-        """Sync weights to all engines that live. Return when each has them or is lost, and at least one is ready."""
+        """Sync weights to all live engines. Return when each has them or is lost, and at least one is ready."""
         assert not self._queue and not self._submitted, "weights change between batches of rollouts, not within one"
         self._weights_offered = False
         self._until(
             lambda: not any(m.loading or m.probe for m in self.members)
-        )  # until nobody reads the weights before
+        )  # until no engine reads the previous weights
         self.probe.look(weights)
         self._deviation, self._before, self.version = 0.0, self.version, version
         for member in self.members:
@@ -175,7 +176,7 @@ class EnginePool:
             transport.done()
 
     def close(self) -> None:
-        """Stop all engines; their requests are lost. May be called twice."""
+        """Stop all engines and drop their requests. May be called twice."""
         for member in self.members:
             member.state = MemberState.DEAD
             member.link.end(kept=False)
@@ -193,7 +194,7 @@ class EnginePool:
             self._exchange(POLL_SECONDS)
 
     def _exchange(self, seconds: float) -> None:
-        """Restart, sync and submit as needed, and handle incoming messages; waits up to `seconds` for them."""
+        """Restart, sync and submit as needed, and handle incoming messages, waiting up to `seconds` for them."""
         self._start_again()
         self._offer()
         self._submit_waiting()
@@ -215,7 +216,7 @@ class EnginePool:
             raise gone
 
     def _is_lost_for_good(self, member: PoolMember) -> bool:
-        """Return whether an engine cannot recover: it is dead for good, or needs weights that are gone."""
+        """Return whether an engine cannot recover: it has no restarts left, or needs weights that are gone."""
         lacks = self._weights_offered and member.place.transport.offer is None and not member.awaited
         spent = member.state is MemberState.DEAD and member.failures > self.restarts
         return spent or (member.state is MemberState.STALE and lacks)
@@ -270,14 +271,14 @@ class EnginePool:
         self._send(member, "submit", ticket, request.id, list(request.prompt), how, request.keep)
 
     def _send(self, member: PoolMember, *message: Any) -> bool:
-        """Send a message. Return whether the engine is alive."""
+        """Send a message. Return whether the engine is still alive."""
         if member.state is MemberState.DEAD or member.link.wire is None:
             return False
         member.link.wire.send(*message)
         return True
 
     def _call(self, member: PoolMember, method: str, info: Any) -> None:
-        """Call a method of an engine and wait for its end. Raises Gone."""
+        """Call a method of an engine, and wait until it returns. Raises Gone."""
         wire, end = member.link.wire, self._clock() + self.seconds
         assert wire is not None, "it has connected before"
         wire.send("transfer", method, info)
@@ -289,7 +290,7 @@ class EnginePool:
             raise Gone(f"it failed in {method}: {messages[0][-1]!s:.400}")
 
     def _receive(self, member: PoolMember, passed: float) -> None:
-        """Handle the messages that have arrived from an engine. `passed`: seconds since the last look. Raises Gone."""
+        """Handle the messages that have arrived from an engine. `passed`: seconds since the last call. Raises Gone."""
         if member.state is MemberState.DEAD:
             return
         member.link.look()
@@ -308,7 +309,7 @@ class EnginePool:
             raise Gone(f"it sent nothing for {limit:g} s")
 
     def _handle(self, member: PoolMember, what: str, more: list[Any]) -> None:
-        """Handle one message. Raises Gone, or ValueError and the like where it cannot be read."""
+        """Handle one message. Raises Gone, or ValueError and similar errors if it is malformed."""
         if what == "hello" and member.state is MemberState.STARTING:
             (hello,) = more
             kinds = {"backend": str, "batch_invariant": bool, "coldest": float, "slots": int, "context": int}
@@ -363,7 +364,7 @@ class EnginePool:
             self._counted["duplicate_answers"] += 1
 
     def _judge(self, member: PoolMember) -> None:
-        """Mark an engine as ready, or raise Gone, by the results of the weight probe."""
+        """Mark an engine as ready if the weight probe has passed, else raise Gone."""
         far, problem = self.probe.deviation(member.probed, member.held == self._before)
         if problem is not None:
             raise Gone(f"it {problem}, after it loaded version {self.version}")
@@ -388,7 +389,9 @@ class EnginePool:
         self.say(f"{message}; {'it is not started again' if last else f'it is started again in {pause:g} s'}")
 
     def _drop(self, member: PoolMember) -> None:
-        """Requeue an engine's open requests before all others, with the same seeds; its cached prefixes are lost."""
+        """Mark an engine as dead, and requeue its open requests before all others, with the same seeds; its cached
+        prefixes are lost.
+        """
         member.state = MemberState.DEAD
         again = {request.id: request for request in member.requests.values()}
         for id in again:
@@ -401,7 +404,7 @@ class EnginePool:
 
 
 def _cost(request: Request) -> int:
-    """Return the most tokens that an engine processes for a request."""
+    """Return the maximum of tokens that an engine processes for a request."""
     return len(request.prompt) + request.sampling.max_tokens
 
 

@@ -1,4 +1,4 @@
-"""An engine that listens for the pools of runs, one after the other, and samples with the weights that each syncs."""
+"""An engine that listens for the pools of runs, one after the other, and samples with the weights of each."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from posttrain.engines.pool.pool_protocol import Gone, Wire, host_and_port, keep
 from posttrain.engines.pool.replica import Host, open_host, serve_pool
 
 LOOK_SECONDS = 0.5  # between checks for a stop signal
-MOST_UNPROVEN = 64  # connections that have not yet proved that they have the token; beyond it the oldest is closed
+MOST_UNPROVEN = 64  # maximum of connections that have not yet proved that they have the token
 
 
 def listen(setup: dict[str, Any], address: str, token: bytes, say: Callable[[str], None]) -> NoReturn:
-    """Serve pools until an interruption. `setup`: from `replicas.setup_of`. Raises UserError for an address that is in
-    use.
+    """Serve pools until an interruption. `setup`: the result of `replicas.setup_of`. Raises UserError if the address is
+    in use.
     """
     host, port = host_and_port(address, "--listen")
-    had: tuple[Any, Host] | None = None  # a pool that reconnects finds the engine as it was
+    had: tuple[Any, Host] | None = None  # (layout of the weights, engine), kept for a pool that reconnects
 
     def hosted(told: dict[str, Any]) -> Host:
         nonlocal had
@@ -45,7 +45,7 @@ def listen(setup: dict[str, Any], address: str, token: bytes, say: Callable[[str
         while True:
             try:
                 end, peer = proven.get(timeout=LOOK_SECONDS)
-            except Empty:  # a signal may have reached another thread, and is noticed here
+            except Empty:  # gives this thread a chance to handle a signal that another thread received
                 continue
             say(f"a pool      {peer}")
             try:
@@ -62,8 +62,8 @@ def _accept(
 ) -> None:
     """Accept connections that prove that they have the token. No connection waits for a slow one.
 
-    Beyond the limit, the connection that has been silent longest is closed, of the peer that has most of them: an
-    honest one needs milliseconds.
+    If too many are unproven, the oldest one of the peer with the most of them is closed: valid peers need
+    milliseconds.
     """
     unproven: dict[socket.socket, str] = {}  # the oldest first
     changing = threading.Lock()
@@ -83,7 +83,7 @@ def _accept(
     while True:
         try:
             end, address = server.accept()
-        except OSError:  # it is closed, or a peer has gone, or there are no more descriptors for now
+        except OSError:  # the server is closed, a peer has gone, or no file descriptor is free
             if server.fileno() < 0:
                 return
             time.sleep(LOOK_SECONDS)
@@ -95,6 +95,6 @@ def _accept(
                 oldest = next(other for other, own in unproven.items() if own == most)
                 unproven.pop(oldest)
                 with suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)  # which its thread notices
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread then ends
             unproven[end] = peer
         threading.Thread(target=meet, args=(end, peer), daemon=True).start()

@@ -1,10 +1,10 @@
-"""Weight sync from GPU to GPU, by vLLM's own weight-transfer API: over NCCL, or by CUDA IPC on one GPU.
+"""Weight sync from GPU to GPU by vLLM's weight-transfer API: over NCCL, or by CUDA IPC on one GPU.
 
-vLLM's trainer side drives each weight sync (init once, then start / update / finish); here are the client through which
-it calls an engine's process, and the source that it reads. Built to the documented API of vLLM 0.32 and tested with
-fakes: no run on GPUs has been recorded yet. Differences from the other transports: weights are read from the learner
-while they are sent, so an engine that restarts in the middle of a step gets them with the next one; and the checksum is
-that of names, types and shapes alone, so that the weight probe vouches for what arrived.
+vLLM's trainer side drives each weight sync (init once, then start / update / finish). This module has the client
+through which it calls an engine's process, and the source from which it reads weights. It follows the documented API of
+vLLM 0.32 and is tested with fakes: no run on GPUs has been recorded yet. Differences from the other transports: weights
+are read from the learner while they are sent, so an engine that restarts within a step gets them with the next one; and
+the checksum covers only names, types and shapes, so that only the weight probe verifies the contents.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Backend = Literal["nccl", "ipc"]
 
 
 class Client:
-    """vLLM's `VLLMWeightSyncClient`: the four calls, made in the engine's process."""
+    """Implementation of vLLM's `VLLMWeightSyncClient`, whose four calls run in the engine's process."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -40,7 +40,7 @@ class Client:
 
     def update_weights(self, update_info: Any) -> None:
         handles = update_info.pop("ipc_handles", None)
-        if handles is not None:  # memory handles are no JSON; the process that reads them is our own child
+        if handles is not None:  # memory handles are not JSON; only our own child process unpickles them
             update_info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode()
         self.call("update_weights", update_info)
 
@@ -49,7 +49,7 @@ class Client:
 
 
 class CardToCard(Copied):
-    """GPU-to-GPU transfer; implements `weight_sync.Transport`. `seconds`: timeout of one weight sync."""
+    """Transport from GPU to GPU; implements `weight_sync.Transport`. `seconds`: timeout of one weight sync."""
 
     def __init__(self, backend: Backend, weight_layout: WeightLayout, seconds: float) -> None:
         super().__init__(weight_layout)
@@ -66,7 +66,7 @@ class CardToCard(Copied):
         }
 
     def send(self, name: str, first: bool, call: Call) -> None:
-        """Send the weights in a thread, since a collective with a dead process may never end. Raises Gone."""
+        """Send the weights in a thread, since a collective with a dead process may never return. Raises Gone."""
         failed: list[BaseException] = []
 
         def work() -> None:

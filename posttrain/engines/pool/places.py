@@ -1,4 +1,4 @@
-"""Places of a pool's engines: processes of this machine, or engines that listen elsewhere."""
+"""Places of a pool's engines: child processes on this machine, or engines that listen at an address."""
 
 from __future__ import annotations
 
@@ -18,25 +18,23 @@ from posttrain.models.gpu_placement import visible_name
 
 
 def environment_of(setup: dict[str, Any]) -> dict[str, str]:
-    """Return the environment variables of an engine's process, besides ours."""
+    """Return the environment variables of an engine's process, in addition to those of this process."""
     threads = {"OMP_NUM_THREADS": str(setup["threads"])}
     return {**environment(), **threads} if setup["engine"] == "vllm" else threads
 
 
 class LocalProcess:
-    """An engine in a process of this machine, with the weights in shared memory; implements
-    `pool_member.EnginePlace`.
-    """
+    """An engine in a child process, with the weights in shared memory; implements `pool_member.EnginePlace`."""
 
     def __init__(self, name: str, setup: dict[str, Any], memory: SharedMemory, transport: Transport) -> None:
-        """Create the place. `transport`: the shared memory, or the GPU-to-GPU transfer instead."""
+        """Create the place. `transport`: the shared memory, or the transfer from GPU to GPU instead."""
         self.name, self.memory, self.transport = name, memory, transport
         self.setup = {**setup, "layout": transport.layout}
 
     def open(self) -> EngineLink:
         own, device = environment_of(self.setup), torch.device(self.setup["device"])
         if self.setup.get("transfer") == "ipc":
-            own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # memory handles, which come from us
+            own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for memory handles, which come from this process
         if self.setup["engine"] == "vllm" and device.type == "cuda":
             own["CUDA_VISIBLE_DEVICES"] = visible_name(device.index or 0)
         return _ProcessLink(EngineProcess(WORKER, "engine", [self.memory.descriptor], own), self.setup)
@@ -66,7 +64,7 @@ class _ProcessLink:
 
 
 class Listening:
-    """An engine that was started with posttrain engine, here or elsewhere; implements `pool_member.EnginePlace`."""
+    """An engine started with `posttrain engine`, on any machine; implements `pool_member.EnginePlace`."""
 
     def __init__(self, address: str, token: bytes, transport: Transport, alive: float) -> None:
         """Parse the address. `alive`: seconds between two heartbeats. Raises UserError for an invalid address."""
@@ -78,7 +76,7 @@ class Listening:
 
 
 class _ListeningLink:
-    """A connection that is opened in a thread, since connecting may take long."""
+    """A connection that a thread opens, since connecting may take long."""
 
     def __init__(self, place: Listening) -> None:
         self.place = place

@@ -1,4 +1,4 @@
-"""A pool's view of an engine: its connection, its state, its open requests."""
+"""An engine as its pool sees it: connection, state and open requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.engines.weight_sync import Transport
 
 class MemberState(StrEnum):
     STARTING = "starting"
-    STALE = "stale"  # alive, with no weights or old ones
+    STALE = "stale"  # alive, without weights or with old ones
     READY = "ready"
     DEAD = "dead"
 
@@ -24,12 +24,12 @@ class EngineLink(Protocol):
 
     @property
     def wire(self) -> Wire | None: ...  # None: not connected yet
-    def look(self) -> None: ...  # raises Gone if it cannot be reached
-    def end(self, kept: bool) -> str: ...  # returns how it ended, in words. `kept`: keep the log. May be called twice
+    def look(self) -> None: ...  # raises Gone if the engine cannot be reached
+    def end(self, kept: bool) -> str: ...  # returns a description of the end. `kept`: keep the log. May be called twice
 
 
 class EnginePlace(Protocol):
-    """Source of an engine of a pool: opens it as often as needed."""
+    """The place of one engine of a pool, which opens the engine again after each loss."""
 
     @property
     def name(self) -> str: ...
@@ -40,30 +40,30 @@ class EnginePlace(Protocol):
 
 @dataclass(eq=False)
 class PoolMember:
-    """An engine of a pool with its state."""
+    """An engine of a pool, and its state."""
 
     place: EnginePlace
     link: EngineLink
     state: MemberState = MemberState.STARTING
-    hello: dict[str, Any] = field(default_factory=dict)  # the properties that it reported at its start
-    requests: dict[int, Request] = field(default_factory=dict)  # requests by ticket
-    tokens: int = 0  # most tokens of its open requests
-    cancelled: set[int] = field(default_factory=set)  # tickets
+    hello: dict[str, Any] = field(default_factory=dict)  # properties that the engine reported at its start
+    requests: dict[int, Request] = field(default_factory=dict)  # open requests by ticket
+    tokens: int = 0  # maximum of tokens of the open requests
+    cancelled: set[int] = field(default_factory=set)  # tickets of cancelled requests
     loading: bool = False
-    probe: dict[int, int] = field(default_factory=dict)  # tickets of the weight probe -> places
-    probed: dict[int, Completion] = field(default_factory=dict)  # its results, by place
-    held: int | None = None  # the version before the current one
-    silent: float = 0.0  # seconds
-    failures: int = 0  # in a row
+    probe: dict[int, int] = field(default_factory=dict)  # open tickets of the weight probe -> number of its request
+    probed: dict[int, Completion] = field(default_factory=dict)  # results of the weight probe, by number of the request
+    held: int | None = None  # version of the weights that last passed the probe; None: none since its start
+    silent: float = 0.0  # seconds without a message
+    failures: int = 0  # losses in a row
     restart_at: float = 0.0  # earliest time of the next start
     useful: bool = False  # whether it has answered since the last weight sync
 
     @property
     def awaited(self) -> bool:
-        """Whether an answer is due."""
+        """Whether the engine owes an answer."""
         return self.state is MemberState.STARTING or self.loading or bool(self.probe or self.requests)
 
     @property
     def room(self) -> bool:
-        """Whether it could begin another request soon."""
+        """Whether the engine could begin another request soon."""
         return len(self.requests) <= self.hello["slots"] + self.hello["slots"] // 8

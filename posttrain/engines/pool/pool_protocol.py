@@ -1,9 +1,9 @@
 """Protocol between a pool and its engines: JSON messages with a length prefix, over a non-blocking socket.
 
-JSON and not pickle: messages may come from another machine, and can be nothing but numbers and text. Numbers keep their
-bits (Python writes the shortest text that restores a float). A peer that connects over the network first proves that it
-has the token (HMAC-SHA256 over a nonce of this connection, each side in its turn), before any message of it is read.
-Nothing is encrypted: across untrusted networks, use a tunnel.
+Messages are JSON instead of pickle because they may come from another machine: JSON holds only numbers and text. Floats
+keep their bits (Python writes the shortest text that restores a float). A peer that connects over the network must
+prove that it has the token (HMAC-SHA256 over a nonce of this connection, by each side in turn) before its messages are
+read. Nothing is encrypted: across untrusted networks, use a tunnel.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from posttrain.core import user_files
 from posttrain.core.messages import one_line
 from posttrain.core.types import Completion, Sampling, StopReason, UserError
 
-LONGEST = 1 << 28  # bytes of a message
+LONGEST = 1 << 28  # maximum of bytes in a message
 PIECE = 1 << 18  # bytes per read
-TOKEN = "POSTTRAIN_ENGINE_TOKEN"  # the environment variable
-LEAST_TOKEN = 16  # characters
-PROOF_SECONDS = 10.0  # for a peer to prove that it has the token
+TOKEN = "POSTTRAIN_ENGINE_TOKEN"  # environment variable with the token
+LEAST_TOKEN = 16  # minimum of characters in a token
+PROOF_SECONDS = 10.0  # timeout for a peer to prove that it has the token
 
 Message = list[Any]
 """The name of a message, followed by its arguments."""
 
 
 class Gone(Exception):
-    """The other side has closed or broken off the connection, or sent something invalid."""
+    """Raised when the other side has closed or lost the connection, or sent an invalid message."""
 
 
 class Wire:
@@ -51,17 +51,17 @@ class Wire:
 
     @property
     def pending(self) -> bool:
-        """Whether some of the outgoing bytes have not left yet."""
+        """Whether outgoing bytes are still in the buffer."""
         return bool(self._out)
 
     def send(self, *message: Any) -> None:
-        """Send a message. It is dropped if the connection is broken: `receive` raises that."""
+        """Send a message. If the connection is broken, the message is dropped, and `receive` raises the error."""
         content = json.dumps(message, allow_nan=False).encode()
         self._out += struct.pack(">I", len(content)) + content
         self.flush()
 
     def flush(self) -> None:
-        """Send as much of the buffer as the other side takes now."""
+        """Send as much of the buffer as possible without blocking."""
         try:
             while self._out:
                 del self._out[: self.socket.send(self._out)]
@@ -71,7 +71,7 @@ class Wire:
             self._out.clear()
 
     def receive(self) -> list[Message]:
-        """Return the complete messages that have arrived. Raises Gone, once all that arrived before was returned."""
+        """Return the complete messages that have arrived. Raises Gone after all earlier messages have been returned."""
         ended = None
         while ended is None:
             try:
@@ -116,7 +116,7 @@ def _refuse(constant: str) -> float:
 
 
 def wait(wires: Sequence[Wire], seconds: float | None) -> None:
-    """Wait until a connection can be read, or written where bytes are pending."""
+    """Wait until a connection can be read, or one with pending bytes can be written."""
     ready = select.poll()
     for wire in wires:
         ready.register(wire, select.POLLIN | (select.POLLOUT if wire.pending else 0))
@@ -158,7 +158,7 @@ def decode_completion(id: int, content: Any, vocab: int, most: int) -> Completio
 
 
 def _decode_routes(content: Any) -> NDArray[np.int16]:
-    """Parse routed experts [tokens, layers, k]. Raises ValueError, TypeError or OverflowError for anything else."""
+    """Parse routed experts [tokens, layers, k]. Raises ValueError, TypeError or OverflowError if they are malformed."""
     found = np.array(content, dtype=np.int16)
     if found.ndim != 3:
         raise ValueError("experts are of tokens and layers")
@@ -183,7 +183,9 @@ def read_token(file: str | None) -> bytes:
 
 
 def prove(end: socket.socket, token: bytes, listening: bool) -> None:
-    """Prove to each other that both sides have the token. The one who connects proves it first. Raises Gone."""
+    """Prove to the peer that this side has the token, and verify that the peer has it. The connecting side is first.
+    Raises Gone.
+    """
     deadline = time.monotonic() + PROOF_SECONDS
     mine = os.urandom(32)
     roles = (b"listens", b"connects") if listening else (b"connects", b"listens")
@@ -217,7 +219,7 @@ def _exactly(end: socket.socket, count: int, deadline: float) -> bytes:
 
 
 def keep_alive(end: socket.socket) -> None:
-    """Have the kernel notice within a minute that the other machine is gone."""
+    """Set TCP keepalive so that the loss of the other machine is detected within a minute."""
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, name):

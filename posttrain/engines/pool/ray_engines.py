@@ -1,8 +1,8 @@
-"""Engines that Ray places and watches: each an actor that listens for the pool, wherever the cluster has room for it.
+"""Engines as Ray actors, which listen for the pool on any machine of the cluster.
 
-Ray carries no weights and no requests: the pool connects to an actor over a socket, as to any engine that listens, with
-a token made for this run alone, and syncs weights through files. An actor that dies closes its socket, which is all
-that the pool has to notice.
+Ray carries neither weights nor requests: the pool connects to an actor over a socket, as to any engine that listens,
+with a token made for this run, and syncs weights through files. When an actor dies, its socket closes, and so the pool
+detects the loss.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from posttrain.system.temp_folders import TempFolder
 
 
 class Actor:
-    """The actor that runs an engine. `files`: of the setup's folder, by name."""
+    """The actor that runs an engine. `files`: contents of the files in the setup's folder, by name."""
 
     def __init__(self, setup: dict[str, Any], files: Mapping[str, bytes], token: bytes) -> None:
         import ray
@@ -55,16 +55,14 @@ class Actor:
         threading.Thread(target=work, daemon=True).start()
 
     def address(self) -> str:
-        return self._said.get().split()[-1]  # its first message
+        return self._said.get().split()[-1]  # the address in its first message
 
 
 class RayPlaces:
-    """Places of a pool's engines on the cluster that RAY_ADDRESS names, or on a local one that is made for the run."""
+    """Places of a pool's engines on the cluster at RAY_ADDRESS, or on a local cluster started for the run."""
 
     def __init__(self, setup: dict[str, Any], transport: Files, cpus: float, alive: float) -> None:
-        """Connect to Ray. `cpus`: processors of each engine. Raises UserError where Ray is not installed or not
-        reachable.
-        """
+        """Connect to Ray. `cpus`: processors per engine. Raises UserError if Ray is not installed or not reachable."""
         try:
             import ray
         except ImportError as error:
@@ -97,7 +95,7 @@ class RayPlaces:
 
 
 class _RayPlace:
-    """One engine of the cluster; implements `pool_member.EnginePlace`."""
+    """Place of one engine on the cluster; implements `pool_member.EnginePlace`."""
 
     def __init__(self, name: str, of: RayPlaces) -> None:
         self.name, self.of, self.transport = name, of, of.transport
@@ -107,7 +105,7 @@ class _RayPlace:
 
 
 class _RayLink:
-    """A request for an actor, and then the connection to it."""
+    """A pending request for an actor, and then the connection to the actor."""
 
     def __init__(self, of: RayPlaces) -> None:
         self.of = of

@@ -1,11 +1,12 @@
-"""The process of an engine that answers a pool: `serve` is its whole life, whichever engine it is.
+"""The process of an engine of a pool: `serve` is its main loop, for every kind of engine.
 
     pool -> engine   ("submit", ticket, id, prompt, sampling, keep), ("cancel", id), ("forget", id),
                      ("copy", id, to, tokens), ("transfer", method, info), ("load", offer); first of all ("setup", ...)
-    engine -> pool   ("hello", what it is), ("transferred",), ("loaded", version, checksum), ("done", ticket, completion),
-                     ("alive",) now and then while it works, ("failed", why) before it gives up
+    engine -> pool   ("hello", properties), ("transferred",), ("loaded", version, checksum),
+                     ("done", ticket, completion), ("alive",) as a heartbeat while it works, ("failed", reason) before
+                     it exits
 
-Unlike vLLM's process of a run without a pool, it samples whether the pool listens or not.
+Unlike vLLM's process of a run without a pool, it also samples while the pool does not listen.
 """
 
 from __future__ import annotations
@@ -33,26 +34,26 @@ from posttrain.models.native.kernels import build
 from posttrain.models.native.merged_weights import held
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
-LAST_SECONDS = 1.0  # for the pool to hear why an engine gives up
+LAST_SECONDS = 1.0  # time for sending the reason of a failure to the pool
 
 
 class Host(Protocol):
-    """An engine that loads weights as they are offered."""
+    """An engine that can load offered weights."""
 
     @property
     def engine(self) -> Engine: ...
-    def hello(self) -> dict[str, Any]: ...  # besides what every engine reports
+    def hello(self) -> dict[str, Any]: ...  # properties beyond those that every engine reports
     def transfer(self, method: str, info: Any) -> None: ...  # calls a method of vLLM's weight transfer
     def take(
         self, offer: Offer
-    ) -> tuple[int, int]: ...  # returns version and checksum of the weights that it holds from then on
+    ) -> tuple[int, int]: ...  # returns version and checksum of the weights that are in use from then on
 
 
 class LocalHost:
     """The embedded engine with its own copy of the weights."""
 
     def __init__(self, setup: dict[str, Any], memory: Tensor | None) -> None:
-        """Build the model and its engine. `setup`: as returned by `posttrain.engines.pool.replicas.setup_of`."""
+        """Build the model and its engine. `setup`: the result of `posttrain.engines.pool.replicas.setup_of`."""
         torch.set_num_threads(setup["threads"])
         build.use(setup["compiled"])
         folder, self.memory, self.layout = Path(setup["folder"]), memory, setup["layout"]
@@ -89,7 +90,7 @@ class LocalHost:
 
 
 def serve(host: Host, wire: Wire, alive: float) -> None:
-    """Serve the pool until it is gone, which is raised as Gone. `alive`: seconds between two heartbeats."""
+    """Serve the pool. Raises Gone when the pool is gone. `alive`: seconds between two heartbeats."""
     engine, tickets, told = host.engine, dict[int, int](), time.monotonic()
     about = {"backend": engine.backend, "batch_invariant": engine.batch_invariant}
     wire.send("hello", {**about, **host.hello()})
@@ -106,7 +107,7 @@ def serve(host: Host, wire: Wire, alive: float) -> None:
                 wire.send("alive")
                 told = time.monotonic()
     finally:
-        for id in tickets:  # another pool may connect
+        for id in tickets:  # another pool may connect to this engine
             engine.cancel(id)
 
 
@@ -142,7 +143,7 @@ def open_host(setup: dict[str, Any], memory: Tensor | None) -> Host:
 
 
 def serve_pool(wire: Wire, host: Callable[[dict[str, Any]], Host]) -> None:
-    """Serve one pool from its first message on. Return when it is gone; any other error is sent to it, and raised."""
+    """Serve one pool from its first message until it is gone. Any other error is sent to the pool, and raised."""
     try:
         while not (messages := wire.receive()):
             wait([wire], None)

@@ -1,4 +1,4 @@
-"""Opens an engine pool: processes of this machine, or engines that listen elsewhere."""
+"""Opens an engine pool of child processes, Ray actors, or engines that listen at addresses."""
 
 from __future__ import annotations
 
@@ -34,34 +34,34 @@ from posttrain.models.native.kernels import build
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.system.temp_folders import TempFolder
 
-ALIVE_SECONDS = 1.0  # most seconds between two heartbeats of an engine that works
+ALIVE_SECONDS = 1.0  # maximal time between two heartbeats of a working engine
 
 Kind = Literal["local", "vllm"]
 
 
 @dataclass(frozen=True)
 class Many:
-    """Engines of a pool, as a run's options name them. None: one engine in its usual place."""
+    """Engines of a pool, as given by a run's options. Without replicas and addresses there is one engine, no pool."""
 
     replicas: int = 0  # processes to start
     addresses: Sequence[str] = ()  # addresses of engines that listen
-    token: str | None = None  # the file with their token
+    token: str | None = None  # file with the token of these engines
     restarts: int = 5
-    folder: Path | None = None  # of weights for engines elsewhere, on a disk that all see
+    folder: Path | None = None  # folder for weights on a disk that all engines share
     launch: Literal["local", "ray"] = "local"  # what starts the processes: local or ray
-    cpus: float = 1.0  # processors of the cluster for each of them
+    cpus: float = 1.0  # processors of the cluster per engine
     weight_sync: Literal["copied", "adapter", "nccl", "ipc"] = (
         "copied"  # transport of the weight sync to processes of this machine
     )
-    rank: int = 0  # rank of the process whose engines these are
+    rank: int = 0  # rank of the process to which the engines belong
     devices: tuple[int, ...] = ()  # GPUs of the processes
-    learner_devices: tuple[int, ...] = ()  # and of the learners
+    learner_devices: tuple[int, ...] = ()  # GPUs of the learners
 
     def __bool__(self) -> bool:
         return bool(self.replicas or self.addresses)
 
     def of(self, world: World) -> Many:
-        """Return the share of one process of a run. Raises UserError if it would have none."""
+        """Return the engines of this process of a run. Raises UserError if it would have none."""
         if self.weight_sync == "adapter":
             if self or world.size > 1:
                 raise UserError(
@@ -76,7 +76,7 @@ class Many:
                 f"each of {world.size} processes samples with engines of its own: give as many at least (--replicas, "
                 "--engines)"
             )
-        first = (world.rank - self.replicas) % world.size  # where the replicas end, addresses follow
+        first = (world.rank - self.replicas) % world.size  # address 0 goes to the process behind the last replica's
         own = len(range(world.rank, self.replicas, world.size)), self.addresses[first :: world.size]
         return replace(self, replicas=own[0], addresses=own[1], rank=world.rank)
 
@@ -91,8 +91,8 @@ def setup_of(
     cache_gib: float,
     threads: int,
 ) -> dict[str, Any]:
-    """Return the setup of an engine, without what the pool adds when it connects; its files are written into a
-    folder.
+    """Return the setup of an engine, without the entries that the pool adds when it connects, and write its files into
+    `folder`.
     """
     if kind == "vllm":
         require_vllm()
@@ -120,9 +120,9 @@ def open_pool(
     cache_gib: float,
     seconds: float,
 ) -> EnginePool:
-    """Open the pool. Nothing can be sampled, and no weights are on disk, before the first weight sync.
+    """Open the pool. Before the first weight sync it cannot sample, and no weights are on disk.
 
-    Raises UserError where an engine does not start.
+    Raises UserError if an engine does not start.
     """
     if many.weight_sync != "copied" and (kind != "vllm" or model.head.device.type != "cuda"):
         raise UserError(f"--weight-sync {many.weight_sync} requires vLLM on GPUs: --engine vllm --device cuda")

@@ -1,1 +1,1 @@
-"""HTTP server of a policy: token ids in and out, and the APIs of OpenAI and Anthropic on top."""
+"""HTTP server of a policy, with an API for token ids and the APIs of OpenAI and Anthropic."""

@@ -1,8 +1,8 @@
-"""Anthropic's Messages: requests, responses, streams and errors (API version 2023-06-01, types of anthropic 2.14).
+"""Anthropic's Messages API: requests, responses, streams and errors (version 2023-06-01, types of anthropic 2.14).
 
-Decided here: the thoughts of a reply are a thinking block of their own, since programs return such blocks with the
-conversation. Blocks of a message are joined by newlines; those of the policy's own replies are put together as they were
-sampled, so that they are recognised. Effort and thinking budgets are hints that have no effect.
+The thoughts of a reply are a separate thinking block, since clients return such blocks with the conversation. Blocks of
+a message are joined by newlines; blocks of the policy's own replies are joined as they were sampled, so that the
+replies are recognised. Effort and thinking budgets are hints without effect.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from posttrain.engines.serving.wire_format import WireFormat, alone, event
 
 PATH = "/v1/messages"
 COUNT_PATH = "/v1/messages/count_tokens"
-JOINT = "\n"  # between blocks of text in one message
+JOINT = "\n"  # separator of text blocks in one message
 PROMPT = ("model", "messages", "system", "tools", "tool_choice", "thinking", "output_config")
 MESSAGES = (*PROMPT, "max_tokens", "stop_sequences", "stream", "temperature", "top_k", "top_p",
             "seed", "return_token_ids")  # fmt: skip
@@ -88,7 +88,7 @@ def _read_system(fields: RequestFields) -> list[dict[str, Any]]:
 
 
 def _read_conversation(fields: RequestFields) -> list[dict[str, Any]]:
-    """Read the messages. Consecutive ones of the user are one, as in Anthropic's API."""
+    """Read the messages. Consecutive messages of the user are merged, as in Anthropic's API."""
     given = fields.objects("messages", 'a list of {"role": ..., "content": ...}')
     if not given:
         raise fields.wrong("messages", 'a list of {"role": ..., "content": ...}')
@@ -135,11 +135,11 @@ def _unread(block: RequestFields) -> RequestRefused:
 
 
 def _add_user(found: list[dict[str, Any]], blocks: Sequence[RequestFields]) -> None:
-    """Add a user's message: results of tools are messages of their own, and the text around them is the user's."""
+    """Add a user's message: tool results become separate messages, the other blocks a message of the user."""
     for block in blocks:
         if block.body.get("type") == "tool_result":
             result = _text(_blocks(block, "content")) if block.body.get("content") is not None else ""
-            block.flag("is_error")  # the content says so
+            block.flag("is_error")  # only checked: the content describes the error
             found.append({"role": "tool", "content": result, "tool_call_id": block.needed_text("tool_use_id")})
         elif found and found[-1]["role"] == "user":
             found[-1] = {"role": "user", "content": found[-1]["content"] + JOINT + _text([block])}
@@ -150,7 +150,7 @@ def _add_user(found: list[dict[str, Any]], blocks: Sequence[RequestFields]) -> N
 
 
 def _read_reply(message: RequestFields) -> dict[str, Any]:
-    """Read a reply of the assistant's."""
+    """Read a message of the assistant."""
     thoughts, texts, calls = [], [], []
     for block in _blocks(message, "content"):
         kind = block.body.get("type")
@@ -211,12 +211,12 @@ def _content(asked: PolicyRequest, reply: PolicyResponse) -> list[dict[str, Any]
 
 
 def _signature(thoughts: str) -> str:
-    """Return a signature: clients drop thinking blocks without one."""
+    """Return a signature of a thinking block, since clients drop blocks without one."""
     return hashlib.blake2b(thoughts.encode("utf-8", "replace"), digest_size=24).hexdigest()
 
 
 def _ending(reply: PolicyResponse) -> dict[str, Any]:
-    """Return why the reply ended."""
+    """Return the fields with the reason why the reply ended."""
     sequence = reply.stopped_by if isinstance(reply.stopped_by, str) else None
     if reply.completion.stop is StopReason.CONTEXT:
         reason = "model_context_window_exceeded"
@@ -262,7 +262,7 @@ def message_events(name: str, asked: PolicyRequest, replies: Sequence[PolicyResp
 
 
 def _pieces(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return a block as it begins, and what is added to it."""
+    """Return (the block at the start of its stream, the deltas that are added to it)."""
     if block["type"] == "text":
         return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
     if block["type"] == "thinking":
@@ -278,7 +278,7 @@ def _event(kind: str, **content: Any) -> bytes:
 
 
 def write_error(refused: RequestRefused) -> dict[str, Any]:
-    """Return an error in Anthropic's form. Programs recognise a conversation that is too long by the words."""
+    """Return an error in Anthropic's format. Clients detect a conversation that is too long by the wording."""
     kind = ERRORS.get(refused.status, "invalid_request_error" if refused.status < 500 else "api_error")
     begin = "prompt is too long: " if refused.code == "context_length_exceeded" else ""
     return {"type": "error", "error": {"type": kind, "message": f"{begin}{refused}"}}

@@ -20,11 +20,11 @@ from posttrain.engines.serving.stored_conversations import StoredConversations
 from posttrain.engines.serving.task_group import together
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
-SLACK = 4  # as many characters as the longest tokens have are tokenised, and as many again: some normalisers drop characters
+SLACK = 4  # text of more than context * the longest token * this is not tokenised; some normalisers drop characters
 
 
 class EnginePolicy:
-    """An engine with its tokenizer. `close` it."""
+    """A policy that samples with an engine and its tokenizer. It must be closed."""
 
     def __init__(
         self,
@@ -35,15 +35,15 @@ class EnginePolicy:
         eos_ids: Sequence[int],
         max_tokens: int | None = None,
     ) -> None:
-        """Create the policy. `name`: of the model, as clients call it; `context`: its longest sequence; `max_tokens`:
-        most of a reply.
+        """Create the policy. `name`: the model's name for clients; `context`: maximum of tokens in a sequence;
+        `max_tokens`: maximum of tokens in a reply.
         """
         self.desk, self.tokenizer, self.name, self.context = desk, tokenizer, name, context
         self.eos_ids, self.max_tokens = frozenset(eos_ids), max_tokens or context
         self.conversations = StoredConversations()
         self._added = tokenizer.added
         self._most_characters = SLACK * context * max(map(len, tokenizer.vocabulary), default=1)
-        self._texts = ThreadPoolExecutor(1, "texts")  # long prompts take time, in which others have to be served
+        self._texts = ThreadPoolExecutor(1, "texts")  # tokenizing long prompts must not delay other requests
 
     def describe(self) -> dict[str, Any]:
         return {"id": self.name, "root": self.name, "max_model_len": self.context}
@@ -62,7 +62,7 @@ class EnginePolicy:
         room = self.context - len(tokens)
         if room <= 0:
             raise self._too_long(f"{len(tokens)} tokens")
-        most = min(self.max_tokens, room)  # a reply that was cut off reports it
+        most = min(self.max_tokens, room)  # a reply that is cut off reports so
         seed = secrets.randbelow(SEEDS) if asked.seed is None else asked.seed
         sampling = Sampling(
             asked.temperature,
@@ -96,9 +96,10 @@ class EnginePolicy:
         return PolicyResponse(completion, len(tokens), tokens, stopped_by, ending, self.tokenizer.decode, calls, before)
 
     def _calls(self, completion: Completion, asked: PolicyRequest) -> tuple[Sequence[ToolCall], int | None]:
-        """Return the valid tool calls in a reply, and where the first begins.
+        """Return the valid tool calls in a reply, and the position in the text of the first call or None.
 
-        A template may show the id of a call, on which the next reply then depends: the id follows from the reply.
+        Ids of calls are computed from the reply, because a template may show them, and the next reply then depends on
+        them.
         """
         form = self.tokenizer.tool_format
         found = form.read(completion.text, asked.tools) if form is not None else []
@@ -108,7 +109,7 @@ class EnginePolicy:
         return calls, form.start(completion.text) if form is not None and calls else None
 
     async def _read(self, prompt: Prompt, asked: PolicyRequest) -> tuple[Sequence[int], dict[int, str]]:
-        """Tokenize a prompt, and decode each token besides the model's own EOS that should end a reply."""
+        """Tokenize a prompt. Return its ids, and the text of each requested stop token, without the model's own EOS."""
 
         def read() -> tuple[Sequence[int], dict[int, str]]:
             ends = {id: self._end(id) for id in asked.stop_ids if id not in self.eos_ids}
@@ -126,7 +127,7 @@ class EnginePolicy:
         return await asyncio.get_running_loop().run_in_executor(self._texts, read)
 
     def _end(self, id: int) -> str:
-        """Decode a token that should end a reply. It must be one that is never part of another text."""
+        """Decode a requested stop token, which must be one that is never part of other text."""
         text = self._added.get(id)
         if text is None:
             raise RequestRefused(
@@ -141,13 +142,13 @@ class EnginePolicy:
 
 
 def _id_of(completion: Completion, place: int) -> str:
-    """Return nine letters and digits: some templates accept no other ids."""
+    """Return an id of nine letters and digits for a tool call, since some templates accept no other ids."""
     content = repr((list(completion.tokens), place)).encode()
     return hashlib.blake2b(content, digest_size=8).hexdigest()[:9]
 
 
 def ended_by(completion: Completion, stop: Sequence[str], ends: dict[int, str]) -> tuple[str | int | None, str]:
-    """Return what ended a reply besides EOS: a stop string or a token's id; and the same as text."""
+    """Return (the stop string or the stop token's id that ended a reply, the same as text); (None, "") otherwise."""
     if completion.stop is StopReason.STOP:
         for id, text in ends.items():
             if completion.tokens[-1] == id:

@@ -1,8 +1,7 @@
-"""An engine shared by many clients. It runs in a thread of its own, so that decoding and HTTP do not wait for each
-other.
+"""An engine shared by many clients. It runs in its own thread, so that decoding and HTTP do not wait for each other.
 
-Decided here: all requests of a moment are decoded together, and none waits for a batch to fill. The thread sleeps while
-there are no requests. A request that its client has dropped is cancelled in the engine.
+All current requests are decoded together, and none waits for a batch to fill. The thread sleeps while there are no
+requests. A request whose client has disconnected is cancelled in the engine.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from posttrain.core.protocols import Engine
 from posttrain.core.types import Completion, Sampling, UserError
 from posttrain.engines.serving.requests import RequestRefused
 
-JOIN_SECONDS = 30.0  # for a decoding step to end
+JOIN_SECONDS = 30.0  # timeout for a decoding step to end
 
 Outcome = Completion | UserError
 """Events of a request: what was sampled, or the error."""
@@ -31,22 +30,22 @@ class _Order:
 
     id: int
     prompt: Sequence[int] = ()
-    sampling: Sampling | None = None  # None: cancel it
+    sampling: Sampling | None = None  # None: cancel the request
 
 
 class EngineThread:
-    """Hands requests to an engine. Created and used in one event loop; the engine belongs to the thread until
+    """Passes requests to an engine. It is created and used in one event loop; only the thread uses the engine until
     `close`.
     """
 
     def __init__(self, engine: Engine, failed: Callable[[BaseException], None] = lambda error: None) -> None:
-        """Start the thread. `failed` is called in the event loop if the engine cannot go on: no request is answered
-        from then on.
+        """Start the thread. `failed` is called in the event loop if the engine fails; no request is answered after
+        that.
         """
         self.engine = engine
         self._failed = failed
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[int, asyncio.Future[Completion]] = {}  # futures of clients, by the number of their request
+        self._waiting: dict[int, asyncio.Future[Completion]] = {}  # futures of clients, by request number
         self._problem: RequestRefused | None = None
         self._count = 0
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
@@ -54,9 +53,9 @@ class EngineThread:
         self._thread.start()
 
     async def complete(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
-        """Sample a reply. If cancelled, the engine cancels the request.
+        """Sample a reply. Cancelling this coroutine cancels the request in the engine.
 
-        Raises UserError for a request that the engine refuses, and Refused if the engine cannot go on.
+        Raises UserError for a request that the engine refuses, and Refused if the engine has failed.
         """
         if self._problem is not None:
             raise self._problem
@@ -78,7 +77,7 @@ class EngineThread:
         return len(self._waiting)
 
     def close(self) -> None:
-        """Stop the thread; its requests are lost. The engine stays open. May be called twice."""
+        """Stop the thread and drop its requests. The engine stays open. May be called twice."""
         self._orders.put(None)
         self._thread.join(JOIN_SECONDS)
 
@@ -102,7 +101,7 @@ class EngineThread:
     # -- in the thread -------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        has: set[int] = set()  # requests in the engine
+        has: set[int] = set()  # numbers of the requests in the engine
         try:
             while self._carry_out(has):
                 done = self.engine.poll() if has else []
@@ -113,7 +112,7 @@ class EngineThread:
                 self._loop.call_soon_threadsafe(self._fail, error)
 
     def _carry_out(self, has: set[int]) -> bool:
-        """Carry out the orders; wait for one where the engine is idle. Return False for the order to stop."""
+        """Carry out the orders, waiting for one if the engine is idle. Return False for the order to stop."""
         refused: list[tuple[int, Outcome]] = []
         with suppress(queue.Empty):
             while (order := self._orders.get(block=not (has or refused))) is not None:

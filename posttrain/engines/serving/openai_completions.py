@@ -1,4 +1,4 @@
-"""OpenAI's Chat Completions and Completions, and vLLM's token ids (`vllm serve --tokens-only`)."""
+"""OpenAI's Chat Completions and Completions APIs, and vLLM's API for token ids (`vllm serve --tokens-only`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from posttrain.engines.serving.request_fields import Neutral, RequestFields, rea
 from posttrain.engines.serving.requests import PolicyRequest, Prompt, RequestRefused
 from posttrain.engines.serving.wire_format import WireFormat, alone, event
 
-COMPLETION_TOKENS = 16  # of a completion whose request has no max_tokens, as in OpenAI's API
+COMPLETION_TOKENS = 16  # default of max_tokens of a completion, as in OpenAI's API
 NEUTRAL: Neutral = {
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
@@ -110,7 +110,7 @@ def read_chat(body: Mapping[str, Any]) -> PolicyRequest:
 
 
 def read_completion(body: Mapping[str, Any]) -> PolicyRequest:
-    """Read a request to POST /v1/completions. A prompt is text or token ids; a list of them is as many prompts."""
+    """Read a request to POST /v1/completions. A prompt is text or token ids; several prompts may come in a list."""
     fields = RequestFields(body)
     _refuse(fields, COMPLETION)
     given = body.get("prompt")
@@ -144,7 +144,7 @@ def read_generate(body: Mapping[str, Any]) -> PolicyRequest:
 
 
 def _read_message(place: int, message: Any) -> dict[str, Any]:
-    """Read a message with its content as text."""
+    """Read a message, and convert its content to text."""
     where = f"messages[{place}]"
 
     def wrong(what: str) -> RequestRefused:
@@ -174,7 +174,7 @@ def _read_message(place: int, message: Any) -> dict[str, Any]:
 
 
 def _read_call(where: str, call: Any, wrong: Callable[[str], RequestRefused]) -> dict[str, Any]:
-    """Read a tool call; its arguments as an object."""
+    """Read a tool call, and parse its arguments to an object."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise wrong(f'has the tool call {short(call)}; expected {{"id", "type": "function", "function": ...}}')
@@ -245,8 +245,8 @@ def write_completions(name: str, asked: PolicyRequest, replies: Sequence[PolicyR
 
 
 def write_generate(name: str, asked: PolicyRequest, replies: Sequence[PolicyResponse]) -> dict[str, Any]:
-    """Build a response in vLLM's form. A log-probability names its token twice, since versions of clients differ in
-    what they read.
+    """Build a response in vLLM's format. Each log-probability has its token in two fields, since versions of clients
+    read different ones.
     """
     choices = []
     for index, one in enumerate(replies):
@@ -294,7 +294,7 @@ def _message(one: PolicyResponse, asked: PolicyRequest) -> dict[str, Any]:
 
 
 def _ending(asked: PolicyRequest, one: PolicyResponse) -> dict[str, Any]:
-    """Return the fields with which all choices end."""
+    """Return the last fields of a choice, which all formats share."""
     reason = "length" if one.cut else "tool_calls" if one.calls else "stop"
     return {"finish_reason": reason, "stop_reason": one.stopped_by, **one.origin(asked)}
 
@@ -336,7 +336,7 @@ def _events(whole: dict[str, Any], asked: PolicyRequest) -> Iterator[bytes]:
 
 
 def write_error(refused: RequestRefused) -> dict[str, Any]:
-    """Return an error in OpenAI's form."""
+    """Return an error in OpenAI's format."""
     kinds = {429: "rate_limit_error", 401: "authentication_error"}
     kind = kinds.get(refused.status, "invalid_request_error" if refused.status < 500 else "server_error")
     return {"error": {"message": str(refused), "type": kind, "param": refused.parameter, "code": refused.code}}

@@ -1,8 +1,8 @@
-"""OpenAI's Responses: requests, responses and streams (types of openai 3.54).
+"""OpenAI's Responses API: requests, responses and streams (types of openai 3.54).
 
-Decided here: instructions and the messages of the roles "system" and "developer" are messages of the system, since the
-templates of open models know no other role for them; those at the beginning are one. Items of the assistant's that
-follow each other are one reply: its reasoning, its text, its calls. Effort and verbosity are hints that have no effect.
+Instructions and messages of the roles "system" and "developer" become system messages, since the templates of open
+models have no other role for them; those at the beginning are merged. Consecutive items of the assistant are one reply:
+its reasoning, its text, its calls. Effort and verbosity are hints without effect.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def read_response(body: Mapping[str, Any], stored: StoredConversations) -> Polic
 
 
 def _check_hints(fields: RequestFields) -> None:
-    """Check fields that have no effect, or none but for some values."""
+    """Check fields that have no effect, or only values without effect."""
     fields.object("reasoning")
     if fields.whole("top_logprobs", 0):
         raise fields.wrong("top_logprobs", "0: only the log-probability of the sampled token is given")
@@ -110,7 +110,7 @@ def _read_include(fields: RequestFields) -> tuple[str, ...]:
 
 
 def _with_instructions(instructions: str | None, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the prompt: the messages of the system at its beginning are one."""
+    """Return the prompt, with instructions and the system messages at its beginning merged."""
     texts, rest = [instructions] if instructions else [], list(messages)
     while rest and rest[0]["role"] == "system":
         texts.append(rest.pop(0)["content"])
@@ -119,7 +119,7 @@ def _with_instructions(instructions: str | None, messages: Sequence[dict[str, An
 
 @dataclass
 class _Reply:
-    """Items of the assistant's that follow each other."""
+    """Consecutive items of the assistant."""
 
     thoughts: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -195,7 +195,7 @@ def _text(item: RequestFields, name: str) -> str:
 
 
 def _read_thoughts(item: RequestFields) -> str:
-    """Read reasoning: its content, or else what was encrypted of it, as clients may send either back."""
+    """Read reasoning from its content, or else from its encrypted content: clients may return either."""
     item.objects("summary")
     if item.body.get("content") is not None:
         return "".join(part.needed_text("text") for part in item.objects("content"))
@@ -206,7 +206,7 @@ def _read_thoughts(item: RequestFields) -> str:
 
 
 def _read_tools(fields: RequestFields) -> tuple[tuple[dict[str, Any], ...], bool]:
-    """Read the tools, and whether the policy is shown them."""
+    """Return the tools, and whether the policy sees them (tool_choice is not "none")."""
     choice = fields.body.get("tool_choice")
     if choice not in (None, "auto", "none"):
         raise fields.wrong("tool_choice", '"auto" or "none": a tool call cannot be forced')
@@ -274,7 +274,7 @@ def _output(asked: PolicyRequest, reply: PolicyResponse) -> list[dict[str, Any]]
 
 
 def stored_messages(asked: PolicyRequest, reply: PolicyResponse) -> list[dict[str, Any]]:
-    """Return the conversation with the reply, as a client that sends its items back has it."""
+    """Return the conversation with the reply, equal to the one of a client that returns the reply's items."""
     thoughts, text = split_thoughts(reply.words(asked))
     calls = [tool_call(call.id, call.name, call.arguments) for call in reply.calls]
     return [*(asked.stored or ()), assistant_message(thoughts, text, calls)]

@@ -1,4 +1,4 @@
-"""Replies of a policy, as the wire formats write them."""
+"""A reply of a policy, from which the wire formats build responses."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ class PolicyResponse:
     """A reply to a prompt."""
 
     completion: Completion
-    read: int  # tokens of its prompt
-    prompt: Sequence[int] | None = None  # its token ids; None where they are not known
+    read: int  # number of tokens in the prompt
+    prompt: Sequence[int] | None = None  # token ids of the prompt; None if unknown
     stopped_by: str | int | None = None  # the stop string, or the id of the token, that ended it
-    ending: str = ""  # the same as text
-    decode: Callable[[Sequence[int]], str] | None = None  # None where no tokenizer is at hand
-    calls: Sequence[ToolCall] = ()  # tool calls, those that are valid
-    before_calls: int | None = None  # characters before the first of them
+    ending: str = ""  # `stopped_by` as text
+    decode: Callable[[Sequence[int]], str] | None = None  # converts ids to text; None without a tokenizer
+    calls: Sequence[ToolCall] = ()  # valid tool calls
+    before_calls: int | None = None  # number of characters before the first call
 
     def text(self, asked: PolicyRequest) -> str:
-        """Return the text for clients: without the stop string, unless they ask for it."""
+        """Return the text for clients: without the stop string, unless the request asks for it."""
         text = self.completion.text
         return text if asked.shows_stop else text.removesuffix(self.ending)
 
     def words(self, asked: PolicyRequest) -> str:
-        """Return the text for clients that get tool calls in fields of their own: the part before the first call."""
+        """Return the text before the first tool call, for formats with separate fields for calls."""
         return self.completion.text[: self.before_calls or 0] if self.calls else self.text(asked)
 
     @property
     def cut(self) -> bool:
-        """Return whether it ended for want of room."""
+        """Return whether the reply reached its maximum of tokens."""
         return self.completion.stop not in (StopReason.EOS, StopReason.STOP)
 
     def logprob(self, id: int, logp: float) -> dict[str, Any]:
@@ -48,7 +48,7 @@ class PolicyResponse:
         return zip(map(int, self.completion.tokens), map(float, self.completion.logp), strict=True)
 
     def origin(self, asked: PolicyRequest) -> dict[str, Any]:
-        """Return the fields that say where the tokens come from: the version of the weights, and the tokens on request."""
+        """Return the version of the weights, and, if requested, the token ids, as fields of a response."""
         version = str(self.completion.version)
         return {
             "weight_versions": [{"version": version, "start": 0, "end": len(self.completion.tokens)}],

@@ -1,4 +1,4 @@
-"""HTTP server of a policy: its routes, its limits and its errors.
+"""HTTP server of a policy: routes, limits and errors.
 
     POST /inference/v1/generate    token ids in, token ids and log-probabilities out
     POST /v1/chat/completions      OpenAI's chat
@@ -9,7 +9,8 @@
     GET  /v1/models                the model and its limits
     GET  /health
 
-It is bound to this machine. Clients on other machines come through a tunnel. Access: `posttrain.system.http_front`.
+It accepts only connections of this machine; clients on other machines need a tunnel. Access:
+`posttrain.system.http_front`.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from posttrain.engines.serving.wire_format import WireFormat
 from posttrain.system import http_server
 from posttrain.system.http_front import HOST, bound, refused
 
-BODY_SECONDS = 60.0  # for a body to arrive
-GOODBYE_SECONDS = 1.0  # for connections to end at shutdown
+BODY_SECONDS = 60.0  # timeout for a request's body
+GOODBYE_SECONDS = 1.0  # timeout for connections to end at shutdown
 FORMATS = (GENERATE_FORMAT, CHAT_FORMAT, COMPLETIONS_FORMAT, RESPONSES_FORMAT, MESSAGES_FORMAT)
 
 
@@ -49,17 +50,17 @@ class ServerLimits:
     """Limits of a server."""
 
     requests: int = 1024
-    body: int = 8 << 20  # bytes of a body: a longer one takes so long to parse that others would wait
+    body: int = 8 << 20  # maximum of bytes in a body: parsing a longer one would delay other requests
 
 
 class Policy(Protocol):
     """A policy that answers requests."""
 
-    conversations: StoredConversations  # that requests may continue by the id of a response
+    conversations: StoredConversations  # which requests may continue by the id of a response
 
     def describe(self) -> dict[str, Any]:
-        """Return the model card, as OpenAI lists models; `max_model_len`: tokens of prompt and reply together, as in
-        vLLM.
+        """Return the model card in OpenAI's list of models, with `max_model_len`, the maximum of tokens of prompt and
+        reply together, as in vLLM.
         """
         ...
 
@@ -68,12 +69,12 @@ class Policy(Protocol):
         ...
 
     def select(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the part of a request's body that counts here. Raises Refused."""
+        """Return the part of a request's body that concerns this policy. Raises Refused."""
         ...
 
     async def replies(self, prompt: Prompt, asked: PolicyRequest) -> Sequence[PolicyResponse]:
-        """Sample as many replies to a prompt as requested. Cancelled when the client disconnects. Raises Refused,
-        UserError.
+        """Sample the requested number of replies to a prompt. It is cancelled when the client disconnects. Raises
+        Refused, UserError.
         """
         ...
 
@@ -87,15 +88,15 @@ Find = Callable[[web.Request], Policy]
 
 
 class PolicyHandlers:
-    """Handlers of an application."""
+    """HTTP handlers of all routes."""
 
     def __init__(self, find: Find, limits: ServerLimits, token: str | None = None) -> None:
-        """Create the handlers. `token`: required of every request."""
+        """Create the handlers. `token`: token that every request must have; None: no token is required."""
         self._find, self._limits, self._token = find, limits, token
         self.under_way = 0
 
     def application(self, prefix: str = "") -> web.Application:
-        """Build the application. `prefix`: of all paths, such as "/{key}"."""
+        """Build the application. `prefix`: prefix of all paths, such as "/{key}"."""
         app = web.Application(middlewares=[self._answer_errors], client_max_size=self._limits.body)
         app.router.add_get(f"{prefix}/health", self.health)
         app.router.add_get(f"{prefix}/v1/models", self.models)
@@ -113,7 +114,7 @@ class PolicyHandlers:
         return web.json_response({"object": "list", "data": [{"object": "model", "owned_by": "posttrain", **card}]})
 
     async def count_tokens(self, request: web.Request) -> web.Response:
-        """Count the tokens of a prompt in Anthropic's form."""
+        """Count the tokens of a prompt, for Anthropic's API."""
         policy = self._find(request)
         asked = anthropic_messages.read_count(policy.select(read_body(await _body(request))))
         policy.check(asked.model)
@@ -152,16 +153,16 @@ class PolicyHandlers:
     async def _answer_errors(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Turn an exception into an error in the form of the path's API."""
+        """Convert an exception to an error in the format of the path's API."""
         try:
             if (wrong := refused(request.method, request.headers.items(), token=self._token)) is not None:
                 raise RequestRefused(wrong[1], wrong[0])
             return await handler(request)
         except RequestRefused as error:
             problem = error
-        except web.HTTPException as error:  # of aiohttp: no such path, another method, too large a body
+        except web.HTTPException as error:  # from aiohttp: no such path, another method, a body that is too large
             problem = RequestRefused(_plain(error, request), error.status)
-        except web.RequestPayloadError:  # of a body that is compressed or chunked wrongly
+        except web.RequestPayloadError:  # a body with invalid compression or chunks
             problem = RequestRefused("the body cannot be read")
         except UserError as error:
             problem = RequestRefused(one_line(error))
@@ -194,7 +195,7 @@ async def _body(request: web.Request) -> bytes:
 
 async def _streamed(request: web.Request, content: bytes) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    with suppress(ConnectionResetError):  # the client has gone: there is nobody to tell
+    with suppress(ConnectionResetError):  # the client has disconnected
         await response.prepare(request)
         await response.write(content)
         await response.write_eof()
@@ -206,5 +207,7 @@ def _compact(content: object) -> str:
 
 
 def serving(application: web.Application, port: int = 0) -> AbstractAsyncContextManager[int]:
-    """Serve it on a port of this machine (0: any free one), which is given. Raises UserError if it is taken."""
+    """Context that serves an application on a port of this machine (0: any free one), and yields the port. Raises
+    UserError if the port is in use.
+    """
     return http_server.serving(application, bound(HOST, port), shutdown_timeout=GOODBYE_SECONDS)

@@ -1,7 +1,7 @@
-"""Reads fields of requests, strictly: they may come from anybody. All wire formats share this.
+"""Reads and strictly checks the fields of untrusted requests, for all wire formats.
 
-Decided here: a field that would change the reply and is not supported is refused, and so is an unknown field, which may
-be another one misspelt. Fields that change nothing are ignored: programs send many that they do not need.
+Unsupported fields that would change the reply are refused, and so are unknown fields, which may be misspelt. Fields
+without effect are ignored: clients send many of them.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from posttrain.core.messages import near, short
 from posttrain.core.thoughts import with_thoughts
 from posttrain.engines.serving.requests import SEEDS, PolicyRequest, Prompt, RequestRefused, refuse_constant
 
-MOST_CHOICES = 128  # replies to one request
-MOST_STOPS, LONGEST_STOP = 64, 1000  # stop strings of a request, and characters of one
+MOST_CHOICES = 128  # maximum of replies to one request
+MOST_STOPS, LONGEST_STOP = 64, 1000  # maximum of stop strings in a request, and of characters in one
 MOST_STOP_IDS = 1024
-MOST_TOP_K = 10**9  # beyond every vocabulary, and within an engine's integers
-LONGEST_ID = 200  # characters that are quoted
-HOTTEST = 100.0  # temperature
+MOST_TOP_K = 10**9  # larger than every vocabulary, and within the range of an engine's integers
+LONGEST_ID = 200  # maximum of characters quoted from an id
+HOTTEST = 100.0  # maximal temperature
 
 Neutral = Mapping[str, tuple[Any, ...]]
 """Features that a policy does not support, and the values that do not ask for them (null never does)."""
 
 
 class RequestFields:
-    """Fields of an object. Null counts as absent."""
+    """Fields of a JSON object. Null counts as absent."""
 
     def __init__(self, body: Mapping[str, Any], path: str = "") -> None:
-        """`path`: of the object in its request, such as "tools[0]."; "": the request itself."""
+        """Wrap an object. `path`: its path in the request, such as "tools[0]."; "" for the request itself."""
         self.body, self.path = body, path
 
     def wrong(self, name: str, expected: str) -> RequestRefused:
@@ -37,7 +37,7 @@ class RequestFields:
         return RequestRefused(f"{self.path}{name} {found}; expected {expected}", parameter=f"{self.path}{name}")
 
     def refused(self, problem: str) -> RequestRefused:
-        """Return the refusal of the object as a whole."""
+        """Return the refusal of the whole object."""
         where = self.path.removesuffix(".")
         return RequestRefused(f"{where} {problem}", parameter=where)
 
@@ -59,7 +59,7 @@ class RequestFields:
         return value
 
     def object(self, name: str) -> RequestFields | None:
-        """Read an object as fields of its own."""
+        """Read a nested object; None if it is absent."""
         value = self.body.get(name)
         if value is None:
             return None
@@ -93,7 +93,7 @@ class RequestFields:
         value = self.body.get(name)
         if value is None:
             return 1.0
-        if type(value) not in (int, float) or not 0 <= value <= most:  # NaN is neither
+        if type(value) not in (int, float) or not 0 <= value <= most:  # false for NaN too
             raise self.wrong(name, f"a number from 0 to {most:g}")
         return float(value)
 
@@ -124,7 +124,7 @@ class RequestFields:
         if isinstance(found, str):
             try:
                 found = json.loads(found or "{}", parse_constant=refuse_constant)
-                json.dumps(found, ensure_ascii=False).encode()  # fails for half a surrogate pair
+                json.dumps(found, ensure_ascii=False).encode()  # fails for a lone surrogate
             except (ValueError, RecursionError):
                 raise self.wrong(name, "a JSON object") from None
         if found is None:
@@ -134,7 +134,7 @@ class RequestFields:
         return found
 
     def refuse_unknown(self, known: Collection[str], ignored: Collection[str], neutral: Neutral) -> None:
-        """Refuse fields that no collection has."""
+        """Refuse fields that are in none of these collections."""
         for name in self.body:
             if name not in known and name not in ignored and name not in neutral:
                 close = near(str(name), [*known, *neutral, *ignored]) or f"; there are {', '.join(known)}"
@@ -143,7 +143,7 @@ class RequestFields:
                 )
 
     def refuse_unsupported(self, neutral: Neutral) -> None:
-        """Refuse fields that ask for a feature that a policy does not support."""
+        """Refuse fields that request an unsupported feature: those of `neutral` with another value."""
         for name, values in neutral.items():
             if (value := self.body.get(name)) is not None and value not in values:
                 raise RequestRefused(
@@ -161,8 +161,8 @@ def read_sampling(
     request: RequestFields | None = None,
     stop: str = "stop",
 ) -> PolicyRequest:
-    """Read the fields that all forms have. `request`: of the form that has sampling in an object of its own; `stop`: the
-    field of stop strings.
+    """Read the fields that all formats have. `request`: the whole request, if the format has sampling in a nested
+    object; `stop`: the name of the field with stop strings.
     """
     request = request or fields
     top_k = fields.whole("top_k", -1, MOST_TOP_K)
@@ -197,7 +197,7 @@ def read_sampling(
 
 
 def function_tool(fields: RequestFields, schema: str) -> dict[str, Any]:
-    """Read a tool whose name, description and JSON schema are fields of one object; `schema`: the name of the last."""
+    """Read a tool from an object with name, description and JSON schema. `schema`: the name of the schema's field."""
     name = fields.needed_text("name")
     if not name:
         raise fields.wrong("name", "a name")
@@ -207,12 +207,12 @@ def function_tool(fields: RequestFields, schema: str) -> dict[str, Any]:
 
 
 def tool_call(id: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call as messages have it."""
+    """Return a tool call in the format of messages."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": dict(arguments)}}
 
 
 def assistant_message(thoughts: str, text: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the message of a reply that a wire format has in parts."""
+    """Build the assistant's message from thoughts, text and tool calls."""
     content = with_thoughts(thoughts, text)
     if not calls:
         return {"role": "assistant", "content": content}

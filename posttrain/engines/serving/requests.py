@@ -1,4 +1,4 @@
-"""A request to a policy, as all wire formats are read into it, and the reasons for which one is refused."""
+"""The request to a policy that all wire formats are parsed to, and its refusal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Prompt = tuple[int, ...] | str | list[dict[str, Any]]
 
 
 class RequestRefused(Exception):
-    """A request that is refused. `code`, `parameter`: as in OpenAI's errors; `status`: of HTTP."""
+    """Raised for a refused request. `code`, `parameter`: as in OpenAI's errors; `status`: the HTTP status."""
 
     def __init__(self, message: str, status: int = 400, code: str | None = None, parameter: str | None = None) -> None:
         super().__init__(message)
@@ -29,8 +29,8 @@ class PolicyRequest:
 
     prompts: tuple[Prompt, ...]
     model: str | None = None
-    id: str | None = None  # the client's id of it
-    count: int = 1  # replies to each prompt
+    id: str | None = None  # the client's id of the request
+    count: int = 1  # number of replies to each prompt
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -47,14 +47,14 @@ class PolicyRequest:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
     echo: Mapping[str, Any] = field(default_factory=dict)  # fields that the response repeats
     include: tuple[str, ...] = ()  # optional parts of the response, as OpenAI's Responses names them
-    stored: tuple[dict[str, Any], ...] | None = None  # messages to store with the reply; None: none of them
+    stored: tuple[dict[str, Any], ...] | None = None  # messages to store with the reply; None: store nothing
 
 
 def read_body(content: bytes) -> dict[str, Any]:
-    """Parse the JSON object of a body."""
+    """Parse the JSON object in a request's body."""
     try:
         found = json.loads(content.decode(), parse_constant=refuse_constant)
-        if b"\\u" in content:  # the only source of half a surrogate pair, which no tokenizer accepts
+        if b"\\u" in content:  # only an escape can give a lone surrogate, which no tokenizer accepts
             json.dumps(found, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise RequestRefused("the body holds half a surrogate pair, which is not a character") from None

@@ -1,4 +1,4 @@
-"""Conversations that later requests continue by the id of a response, in memory and bounded."""
+"""Bounded store, in memory, of conversations that later requests continue by the id of a response."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 from posttrain.engines.serving.requests import RequestRefused
 
 MOST_CONVERSATIONS = 1024
-MOST_CHARACTERS = 32 << 20  # of all stored messages together; shared beginnings count each time
+MOST_CHARACTERS = 32 << 20  # maximum over all stored messages; shared prefixes count each time
 
 Messages = tuple[dict[str, Any], ...]
 
 
 class StoredConversations:
-    """Messages up to and with a reply, by the id of its response. The one that was used longest ago is dropped first."""
+    """Messages up to and including a reply, by the id of its response. The least recently used are dropped first."""
 
     def __init__(self, most: int = MOST_CONVERSATIONS, characters: int = MOST_CHARACTERS) -> None:
-        """Create an empty store. `most`: conversations; `characters`: of all their messages."""
+        """Create an empty store. `most`: maximum of conversations; `characters`: maximum over all messages."""
         self._most, self._characters = most, characters
         self._stored: OrderedDict[str, tuple[Messages, int]] = OrderedDict()
         self._size = 0

@@ -10,8 +10,8 @@ T = TypeVar("T")
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run tasks concurrently and return their results, in order. If one fails, or this is cancelled, all others are
-    cancelled.
+    """Run coroutines concurrently, and return their results in order. If one fails, or this call is cancelled, all
+    others are cancelled.
     """
     tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
     try:

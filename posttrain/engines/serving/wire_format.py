@@ -1,4 +1,4 @@
-"""A wire format: how requests to a path are read, and how responses, streams and errors are written."""
+"""Wire formats: how requests to a path are read, and how responses, streams and errors are written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.engines.serving.stored_conversations import StoredConversations
 
 @dataclass(frozen=True)
 class WireFormat:
-    """A wire format of an API."""
+    """The wire format of an API."""
 
     path: str
     read: Callable[[dict[str, Any], StoredConversations], PolicyRequest]
@@ -29,7 +29,7 @@ class WireFormat:
 def alone(
     read: Callable[[dict[str, Any]], PolicyRequest],
 ) -> Callable[[dict[str, Any], StoredConversations], PolicyRequest]:
-    """Return the reader of a wire format whose requests have the whole conversation."""
+    """Adapt the reader of a wire format whose requests have the whole conversation, and need no stored one."""
     return lambda body, stored: read(body)
 
 

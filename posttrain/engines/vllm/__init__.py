@@ -1,1 +1,1 @@
-"""vLLM as a rollout engine, in a process of its own."""
+"""vLLM as a rollout engine, in a separate process."""

@@ -1,7 +1,7 @@
-"""Sync of an adapter alone to vLLM, whose base weights are sent once: a folder in PEFT's format for each version.
+"""Sync of adapters alone to vLLM, which gets the base weights once: a folder in PEFT's format for each version.
 
-It verifies before anything is sampled: the bytes that were read are those that were written, and every matrix of vLLM's
-model that should have an adapter has one. vLLM silently skips adapters for which it finds no module.
+Before sampling it is verified that the bytes read are those that were written, and that every matrix of vLLM's model
+that should have an adapter has one, since vLLM silently skips adapters for which it finds no module.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class AdapterSync:
-    """Our side of the sync. Close it: it has a folder."""
+    """The learner's side of the sync. It must be closed: it has a temporary folder."""
 
     def __init__(self, model: Model) -> None:
-        """Check the adapters. Raises UserError for a model without adapters, or with some that vLLM cannot compute."""
+        """Check the adapters. Raises UserError for a model without adapters, or with adapters that vLLM lacks."""
         lora = decoder_of(model).lora
         if lora is None:
             raise UserError("--weight-sync adapter requires a model with adapters: give --lora, or leave it out")
@@ -37,13 +37,11 @@ class AdapterSync:
         self.folder = TempFolder("adapter")
 
     def base_of(self, model: Model) -> Backbone:
-        """Return the model that is sent once: without adapters, its packed weights unpacked."""
+        """Return the model whose weights are sent once: the base, without adapters."""
         return sharing(decoder_of(model))
 
     def write(self, model: Model) -> tuple[str, tuple[int, int]]:
-        """Write a model's adapters into the folder. Return the folder, the checksum and how many matrices are
-        adapted.
-        """
+        """Write a model's adapters into the folder. Return (folder, (checksum, number of adapted matrices))."""
         decoder = decoder_of(model)
         save_adapter(decoder, Path(self.folder.name))
         matrices = sum(len(adapter.names) for adapter in adapters(decoder))

@@ -1,13 +1,13 @@
-"""vLLM as rollout engine: a process of its own, to which weights are handed over in place.
+"""vLLM as a rollout engine in a separate process, whose weights are synced in place.
 
-Decided here: every weight sync carries a version and a checksum which the process must give back, and everything it is asked
-has a time limit. When it dies, fails or takes too long, the run ends with one line that says so, and never goes on with
-what is left. The process is a plain interpreter, so vLLM's settings of torch and of the environment stay out of the run,
-and scripts need no `__main__` guard. It ends with this one, however that ends, and so does all that vLLM starts (see
+The process must confirm every weight sync with version and checksum, and every call has a timeout. If the process dies,
+fails or times out, the run ends with a message of one line, and never continues without it. The process is a plain
+interpreter, so that vLLM's settings of torch and of the environment do not affect the run, and scripts need no
+`__main__` guard. When this process ends in any way, vLLM's process and all that it started end too (see
 `posttrain.system.child_processes`).
 
-vLLM's numbers differ a little from the learner's: `sampler/kl`, `sampler/gap` and `sampler/ess` of every step say by how
-much, and an algorithm's correction accounts for it.
+vLLM's log-probabilities differ a little from the learner's: the metrics `sampler/kl`, `sampler/gap` and `sampler/ess`
+measure the difference in every step, and an algorithm's correction compensates for it.
 """
 
 from __future__ import annotations
@@ -39,24 +39,25 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.system.temp_folders import TempFolder
 
 WORKER = "posttrain.engines.vllm.vllm_worker:main"
-BLOCK = 128  # tokens in a block of vLLM's cache on processors, the largest of its sizes
+BLOCK = 128  # tokens in a block of vLLM's cache on processors: the largest supported size
 ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the process is isolation enough: no further process
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the run's number of threads, on whatever processors are free
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # no further process: this one is isolated already
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the run's number of threads, not bound to processors
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
 
 
 class VLLMEngine:
-    """vLLM in a process of its own; implements `posttrain.core.protocols.Engine`. Close it: it holds a process.
+    """vLLM in a separate process; implements `posttrain.core.protocols.Engine`. It must be closed: it has a process.
 
-    `slots`: most requests that run at once. `precision`: of weights, arithmetic and cache. `cache_gib`: most memory of
-    the key-value cache. `start_seconds`, `load_seconds`, `step_seconds`: timeouts of vLLM's start, of a weight sync and
-    of one decoding step. `poll_steps`: decoding steps after which `poll` returns with nothing; None: it returns with a
-    completion only, and then results follow from the order of the calls. `adapter_alone`: send the frozen weights of an
-    adapted model once, and its adapters alone from then on; else all weights, merged. Raises UserError if vLLM is not
-    installed or does not start; so do all methods when it has died, failed or exceeded a timeout.
+    `slots`: maximum of concurrent requests. `precision`: type of weights, arithmetic and cache. `cache_gib`: maximal
+    size of the key-value cache in GiB. `start_seconds`, `load_seconds`, `step_seconds`: timeouts of vLLM's start, of a
+    weight sync and of one decoding step. `poll_steps`: decoding steps after which `poll` returns even without a
+    completion; None: it returns only with a completion, and results depend only on the order of the calls.
+    `adapter_alone`: send the frozen weights of an adapted model once, and then only its adapters; otherwise send all
+    weights, merged. Raises UserError if vLLM is not installed or does not start; so do all methods after it has died,
+    failed or exceeded a timeout.
     """
 
     backend = "vLLM"
@@ -77,7 +78,7 @@ class VLLMEngine:
         adapter_alone: bool = False,
         gpu: int | None = None,
     ) -> None:
-        """Start it. `gpu`: number of its GPU; None: it runs on the processor."""
+        """Start the process. `gpu`: number of its GPU; None: the processor."""
         require_vllm()
         self.alone = AdapterSync(model) if adapter_alone else None
         self.load_seconds, self.step_seconds, self.poll_steps = load_seconds, step_seconds, poll_steps
@@ -85,11 +86,11 @@ class VLLMEngine:
         base = model if self.alone is None else self.alone.base_of(model)
         self.shared = SharedMemory(vllm_layout(base, dtype_of(precision)))
         self._submitted: list[Request] = []
-        self._running = 0  # requests in the process
-        self.computed = 0  # tokens that went through the model: without those in vLLM's prefix cache
+        self._running = 0  # number of requests in the process
+        self.computed = 0  # tokens that the model has processed, without those from vLLM's prefix cache
         self._pace: dict[str, float] = {}
         self.probe = WeightProbe(model, LIMIT_BFLOAT16 if precision == "bfloat16" else LIMIT)
-        self.deviation, self._probe_tokens = 0.0, 0  # tokens that went through the model for the weight probe alone
+        self.deviation, self._probe_tokens = 0.0, 0  # tokens processed for the weight probe
         with TempFolder("vllm") as folder:
             eos, dtype = prepare(folder, base, tokenizer), self.shared.weight_layout.dtype
             cache = cache_bytes(model, slots, dtype, cache_gib)
@@ -100,18 +101,18 @@ class VLLMEngine:
             try:
                 self.process = _Process(self.shared.descriptor, gpu)
             finally:
-                self.shared.close()  # the memory stays as long as it is mapped
+                self.shared.close()  # the mapped memory remains valid
             try:
                 self.process.ask(setup, "starting", start_seconds)
                 if self.alone is not None:
                     self._sync_all(base, 0)
                 self.load(model, 0)
-            except BaseException:  # an interruption, too, may come before anybody could close the engine
+            except BaseException:  # also for an interruption, since the caller has no engine to close yet
                 self.process.close()
                 raise
 
     def load(self, weights: Any, version: int) -> None:
-        """Sync weights. Return when vLLM has confirmed them with version and checksum."""
+        """Sync weights. Return when vLLM has confirmed version and checksum."""
         assert not self._submitted and not self._running, "weights change between batches of rollouts, not within one"
         if self.alone is None:
             self._sync_all(weights, version)
@@ -139,8 +140,8 @@ class VLLMEngine:
             self.process.fail(f"has adapters in {loaded[2]} of {matrices} matrices, after loading version {version}")
 
     def _run_probe(self, weights: Any) -> None:
-        """Compare sampled log-probabilities with the learner's: a checksum covers bytes that arrived, not weights in
-        use.
+        """Compare sampled log-probabilities with the learner's, since the checksum covers the received bytes, not the
+        weights in use.
         """
         self.probe.look(weights)
         before = self.computed
@@ -155,12 +156,12 @@ class VLLMEngine:
             self.process.fail(f"{wrong}, after loading version {self.version}")
 
     def counts(self) -> dict[str, float]:
-        """Return `probe_gap`: most nats off the learner, in the last weight sync."""
+        """Return `probe_gap`: the maximal difference to the learner in the last weight sync, in nats."""
         return {"probe_gap": self.deviation}
 
     def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
-        """Queue one request. Raises UserError if the prompt leaves no room for a reply. vLLM's prefix cache does the
-        keeping.
+        """Queue one request. Raises UserError if the prompt leaves no room for a reply. `keep` has no effect: vLLM has
+        a prefix cache.
         """
         if 0 < sampling.temperature < COLDEST:
             raise UserError(f"vLLM samples at temperature 0 or {COLDEST} and above, not at {sampling.temperature}")
@@ -180,7 +181,7 @@ class VLLMEngine:
         self._submitted = submitted
 
     def poll(self) -> list[Completion]:
-        """Decode until a request has finished, or for `poll_steps`; [] when nothing is running or waiting."""
+        """Decode until a request has finished, or for `poll_steps` steps; [] if no request is running or waiting."""
         requests, self._submitted = self._submitted, []
         self._running += len(requests)
         if not self._running:
@@ -199,7 +200,7 @@ class VLLMEngine:
         return self._pace
 
     def close(self) -> None:
-        """End the process; requests in it are lost. May be called twice."""
+        """End the process and drop its requests. May be called twice."""
         self._submitted.clear()
         self.process.close()
         if self.alone is not None:
@@ -207,7 +208,7 @@ class VLLMEngine:
 
 
 class _Process(EngineProcess):
-    """Our end of the process in which vLLM runs."""
+    """The parent's end of the process in which vLLM runs."""
 
     def __init__(self, memory_fd: int, gpu: int | None) -> None:
         self.dead = ""
@@ -216,9 +217,7 @@ class _Process(EngineProcess):
         self.connection: Connection[Any, Any] = Connection(os.dup(self.socket.fileno()))
 
     def ask(self, message: object, doing: str, seconds: float) -> Any:
-        """Return the answer to a message. `seconds`: timeout. On a timeout or error, end the process and raise
-        UserError.
-        """
+        """Send a message and return the answer. After `seconds` or an error, end the process and raise UserError."""
         if self.dead:
             raise UserError(f"the vLLM process {self.dead}")
         limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
@@ -232,7 +231,7 @@ class _Process(EngineProcess):
                     self.fail(f"failed while {doing}: {value}")
                 if kind == "answer":
                     return value
-        except BlockingIOError:  # it has stopped in the middle of reading or writing
+        except BlockingIOError:  # the process hangs while it reads or writes
             pass
         except (EOFError, OSError):
             self.fail(f"died while {doing} ({self.exit_code()})")
@@ -265,7 +264,7 @@ def require_vllm() -> None:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment variables of vLLM's process, besides ours."""
+    """Return the environment variables of vLLM's process, in addition to those of this process."""
     return {**ENVIRONMENT, "OMP_NUM_THREADS": str(torch.get_num_threads())}
 
 
@@ -277,7 +276,7 @@ def prepare(folder: str, model: Model, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def vllm_layout(model: Model, dtype: torch.dtype) -> WeightLayout:
-    """Return the layout of a model's weights; a tied head shares the place of the embedding."""
+    """Return the layout of a model's weights; a tied head has the position of the embedding."""
     loaded = backbone_of(model)
     return WeightLayout(model, dtype, checkpoint_tensors, (loaded.embedding_name, HEAD) if loaded.tied else None)
 
@@ -287,13 +286,13 @@ def dtype_of(precision: str) -> torch.dtype:
 
 
 def checkpoint_tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a checkpoint, with the output head even where it is the embedding (see `vllm_worker`)."""
+    """Yield the tensors of a checkpoint, with the output head even if it is tied (see `vllm_worker`)."""
     return with_head(backbone_of(model))
 
 
 def cache_bytes(model: Model, slots: int, dtype: torch.dtype, most_gib: float) -> int:
-    """Return the bytes of keys and values of `slots` full contexts, in whole blocks, and one block that vLLM keeps
-    free.
+    """Return the bytes of keys and values for `slots` full contexts, in whole blocks, and for one block that vLLM keeps
+    free; at most `most_gib` GiB.
     """
     token = backbone_of(model).kept_numbers * dtype.itemsize
     return min(token * BLOCK * (slots * -(-model.config.context // BLOCK) + 1), int(most_gib * 2**30))

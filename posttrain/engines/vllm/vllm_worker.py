@@ -3,18 +3,18 @@
     parent -> worker   first a `VLLMSetup`, then ("load", version), ("bind", (version, folder)),
                        ("poll", ([Request], steps)) or
                        ("cancel", id)
-    worker -> parent   ("answer", ...) to each: None; (version, checksum) of the weights taken over; the same of adapters,
-                       and how many matrices have one; finished Completions, and how many tokens went through the model
-                       for all so far; how many requests were cancelled. ("alive", None) about once a second while it steps,
-                       ("failed", message) before it gives up
+    worker -> parent   ("answer", ...) to each: None; (version, checksum) of the loaded weights; the same of adapters,
+                       and the number of adapted matrices; finished Completions, and the number of tokens that the model
+                       has processed so far; the number of cancelled requests. ("alive", None) about once a second while
+                       it steps, ("failed", message) before it exits
 
-The worker steps only while the parent waits in a poll, until a request has finished (or for so many steps, where the parent
-asks for that): which requests run together, and so every bit of a rollout, then follows from the order of the calls and not
-from timing.
+The worker steps only while the parent waits in a poll, until a request has finished (or for the number of steps that
+the parent asks for). Which requests run together, and so every bit of a rollout, then depends on the order of the calls
+and not on timing.
 
-vLLM keeps a tied output head packed for itself on processors and does not renew it when weights are reloaded
-(seen in 0.32). The model is therefore announced as untied, and the embedding is handed over a second time as its head.
-Experts it leaves unpacked there, and would multiply with numbers in the wrong places: they are packed here.
+On processors vLLM keeps a packed copy of a tied output head and does not update it when weights are reloaded (seen in
+0.32). The model is therefore declared as untied, and the embedding is sent a second time as its head. vLLM does not
+pack reloaded experts there, and would compute wrong products: they are packed by this module.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from posttrain.models.adapters.adapter_config import ADAPTER
 from posttrain.models.tensor_files import open_tensors
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
-ALIVE_SECONDS = 1.0  # between two heartbeats
-PREFILL_TOKENS = 2048  # of prompts that a processor computes at once, or one longer prompt
-POLL_STEPS = 8  # in a pool, after which new requests join the running ones
-COLDEST = 0.01  # vLLM silently raises lower temperatures to this one
+ALIVE_SECONDS = 1.0  # time between two heartbeats
+PREFILL_TOKENS = 2048  # tokens of prompts that a processor computes at once, or one longer prompt
+POLL_STEPS = 8  # decoding steps in a pool after which new requests join the running ones
+COLDEST = 0.01  # vLLM silently raises lower temperatures to this value
 FIRST_EXPERT = re.compile(r"\.experts\.0\.(gate_proj|w1)\.weight$")
 TRANSFER = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 GPU_SHARE = 0.05  # vLLM checks at its start that this share is free; it uses weights + cache_bytes
@@ -61,15 +61,15 @@ GPU_SHARE = 0.05  # vLLM checks at its start that this share is free; it uses we
 class VLLMSetup:
     """Setup of the worker."""
 
-    folder: str  # holds config.json and the tokenizer
-    dtype: torch.dtype  # of weights, arithmetic and cache
+    folder: str  # folder with config.json and the tokenizer
+    dtype: torch.dtype  # type of weights, arithmetic and cache
     context: int
     slots: int
-    cache_bytes: int  # of the key-value cache
+    cache_bytes: int  # size of the key-value cache
     eos_ids: tuple[int, ...]
     weights: tuple[Stored, ...]
     transfer: str | None = None  # vLLM's backend for weights that are sent from GPU to GPU
-    lora_rank: int = 0  # highest rank of adapters that are synced alone; 0: none are
+    lora_rank: int = 0  # maximal rank of adapters that are synced alone; 0: adapters are not synced alone
 
 
 @dataclass
@@ -80,18 +80,18 @@ class _Running:
 
 
 def pack_experts(model: Any, gates: Sequence[Tensor]) -> None:
-    """Have vLLM pack experts that are stored unpacked in its model. `gates`: of the first expert of each layer."""
+    """Make vLLM pack experts that are unpacked in its model. `gates`: gate weights of each layer's first expert."""
     for layer in model.modules() if gates else ():
         impl = getattr(getattr(getattr(layer, "quant_method", None), "moe_kernel", None), "impl", None)
         experts, weight = getattr(impl, "fused_experts", None), getattr(layer, "w13_weight", None)
         if experts is None or weight is None:
             continue
-        if any(torch.equal(weight[0, : len(gate)], gate) for gate in gates):  # packed: the numbers are in other places
+        if any(torch.equal(weight[0, : len(gate)], gate) for gate in gates):  # not packed: packing reorders numbers
             experts.process_weights_after_loading(layer)
 
 
 def count_adapted(manager: Any, number: int) -> int:
-    """Count the matrices of vLLM's model that use this adapter: those whose A, which is never 0, is there."""
+    """Count the matrices of vLLM's model that use this adapter: those with a nonzero A."""
     known = manager._adapter_manager
     place = known.lora_index_to_id.index(number)
     stacks = (getattr(module, "lora_a_stacked", ()) for module in known.modules.values())
@@ -99,7 +99,7 @@ def count_adapted(manager: Any, number: int) -> int:
 
 
 class Worker:
-    """vLLM with its weights, its requests, and the version that samples them."""
+    """vLLM with its weights, their version, and its requests."""
 
     def __init__(self, setup: VLLMSetup, memory: Tensor, connection: Connection[Any, Any] | None = None) -> None:
         from vllm import EngineArgs, LLMEngine
@@ -110,7 +110,7 @@ class Worker:
         self.adapter: Any = None  # vLLM's LoRARequest
         self.running: dict[str, _Running] = {}
         self.asked = 0
-        self.computed = 0  # tokens that went through the model, of requests that have finished
+        self.computed = 0  # tokens that the model has processed, of finished requests
         self.pace = Throughput()
         self.heard = time.monotonic()
         gpu, more = torch.cuda.is_available(), {}
@@ -128,16 +128,16 @@ class Worker:
             EngineArgs(
                 model=setup.folder,
                 load_format="dummy",  # weights come by weight sync
-                skip_tokenizer_init=True,  # tokens in, tokens out: the text comes from our own tokenizer
-                generation_config="vllm",  # none: sampling settings that a request lacks must not come from a file
-                logprobs_mode="processed_logprobs",  # of the distribution that was sampled from, temperature applied
+                skip_tokenizer_init=True,  # vLLM gets and returns tokens; text comes from our own tokenizer
+                generation_config="vllm",  # no file: defaults of sampling must not come from one
+                logprobs_mode="processed_logprobs",  # of the sampled distribution, with the temperature applied
                 dtype=str(setup.dtype).removeprefix("torch."),
                 max_model_len=setup.context,
                 max_num_seqs=setup.slots,
                 kv_cache_memory_bytes=setup.cache_bytes,
                 gpu_memory_utilization=GPU_SHARE,
-                # vLLM 0.32 rewinds the generator of a request whose prompt it computes in pieces, which one on a processor
-                # refuses: there a prompt is computed in one piece
+                # vLLM 0.32 rewinds the random generator of a request whose prompt it computes in pieces, which fails on
+                # a processor: there prompts are computed in one piece
                 enable_chunked_prefill=gpu,
                 max_num_batched_tokens=None if gpu else max(setup.context, PREFILL_TOKENS),
                 enforce_eager=not gpu,
@@ -155,7 +155,7 @@ class Worker:
         return self.cancel(value) if what == "cancel" else self.load(value)
 
     def load(self, version: int) -> tuple[int, int]:
-        """Load the weights in the shared memory, in place. Return the version and the checksum of what was read."""
+        """Load the weights in the shared memory, in place. Return the version and the checksum of the weights read."""
         assert not self.running, "weights change between batches of rollouts, not within one"
         checksum, dtype = 0, self.setup.dtype
 
@@ -173,7 +173,7 @@ class Worker:
         return version, checksum
 
     def bind(self, version: int, folder: str) -> tuple[int, int, int]:
-        """Load the adapters of a folder. Return version, checksum of what was read, and how many matrices have one."""
+        """Load the adapters of a folder. Return version, checksum of the adapters read, number of adapted matrices."""
         from vllm.lora.request import LoRARequest
 
         assert not self.running, "weights change between batches of rollouts, not within one"
@@ -190,13 +190,15 @@ class Worker:
         return version, checksum, bound
 
     def set_version(self, version: int) -> None:
-        """Note a new version of the weights, and drop what was computed with the old one."""
+        """Set a new version of the weights, and drop the prefix cache computed with the old one."""
         forgotten = self.engine.reset_prefix_cache()
         assert forgotten, "prompts computed with the old weights are still in use"
         self.version = version
 
     def poll(self, requests: Sequence[Request], steps: int | None) -> tuple[list[Completion], int, dict[str, float]]:
-        """Submit requests and step until a request has finished, or `steps` times at most."""
+        """Submit requests, and step until a request has finished, at most `steps` times. Return (completions, tokens
+        processed so far, counters of throughput).
+        """
         for request in requests:
             self._submit(request)
         done: list[Completion] = []
@@ -218,7 +220,7 @@ class Worker:
         return done, self.computed, self.pace.counts()
 
     def cancel(self, id: int) -> int:
-        """Cancel a request. Return how many there were of it."""
+        """Cancel a request. Return the number of cancelled requests: 0 if it has finished."""
         names = [name for name, running in self.running.items() if running.request.id == id]
         self.engine.abort_request(names)
         for name in names:
@@ -237,8 +239,8 @@ class Worker:
             seed=how.seed,
             max_tokens=request.budget(self.setup.context),
             stop_token_ids=list(self.setup.eos_ids),
-            ignore_eos=True,  # those above and no others
-            logprobs=0,  # of the sampled token alone
+            ignore_eos=True,  # only the stop tokens above end a reply
+            logprobs=0,  # only of the sampled token
             flat_logprobs=True,
             detokenize=False,
             # a stop string may end a request at any token; without one, intermediate outputs are not needed
@@ -251,7 +253,7 @@ class Worker:
         self.engine.add_request(name, prompt, params, lora_request=self.adapter)
 
     def _collect(self, output: Any) -> list[Completion]:
-        """Collect the tokens that a request has sampled since the last step; return its completion if it has ended."""
+        """Collect the tokens that a request sampled since the last step. Return [its completion] if it has ended."""
         (new,) = output.outputs
         running = self.running[output.request_id]
         running.tokens += new.token_ids
@@ -264,7 +266,7 @@ class Worker:
         if not output.finished:
             self.engine.abort_request([output.request_id])
         del self.running[output.request_id]
-        known = output.num_cached_tokens or 0  # at the beginning of the prompt: tokens in vLLM's prefix cache
+        known = output.num_cached_tokens or 0  # tokens of the prompt from vLLM's prefix cache
         self.computed += len(running.request.prompt) - known + len(running.tokens) - 1
         # greedy sampling is a point distribution, as in the embedded engine
         logp = running.logp if how.temperature else [0.0] * len(running.tokens)
@@ -282,7 +284,7 @@ class Worker:
 
 
 class VLLMHost:
-    """vLLM as an engine of a pool (see `posttrain.engines.pool.replica`): it steps whether the pool listens or not."""
+    """vLLM as an engine of a pool (see `posttrain.engines.pool.replica`). It steps even if the pool does not listen."""
 
     batch_invariant = False
     backend = "vLLM"
@@ -310,7 +312,7 @@ class VLLMHost:
         self.worker.engine.collective_rpc(method, args=() if info is None else (info,))
 
     def take(self, offer: Offer) -> tuple[int, int]:
-        if self.worker.setup.transfer is not None:  # they have come by `transfer`
+        if self.worker.setup.transfer is not None:  # the weights came by `transfer`
             self.worker.set_version(offer["version"])
             return offer["version"], self.told
         self.worker.memory = offered(offer, self.memory)
@@ -318,7 +320,7 @@ class VLLMHost:
 
     def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
         setup, request = self.worker.setup, Request(id, tuple(prompt), sampling)
-        self.worker._submit(request.check(setup.context, 1 << 62))  # the pool knows the vocabulary
+        self.worker._submit(request.check(setup.context, 1 << 62))  # the pool has checked the vocabulary
 
     def poll(self) -> list[Completion]:
         return self.worker.poll((), POLL_STEPS)[0]
@@ -326,7 +328,7 @@ class VLLMHost:
     def cancel(self, id: int) -> None:
         self.worker.cancel(id)
 
-    def forget(self, id: int) -> None:  # its own prefix cache keeps
+    def forget(self, id: int) -> None:  # vLLM's prefix cache evicts by itself
         pass
 
     def copy(self, id: int, to: int, tokens: int) -> None:
@@ -340,7 +342,7 @@ class VLLMHost:
 
 
 def main(socket_fd: int, memory_fd: int) -> None:
-    """Answer the messages of this socket. `memory_fd`: shared memory with the weights."""
+    """Answer the messages of the socket. `socket_fd`, `memory_fd`: the socket, the shared memory with the weights."""
     connection: Connection[Any, Any] = Connection(socket_fd)
     try:
         worker = Worker(connection.recv(), shared_memory(memory_fd), connection)
@@ -350,7 +352,7 @@ def main(socket_fd: int, memory_fd: int) -> None:
             connection.send(("answer", worker.answer(what, value)))
             worker.heard = time.monotonic()
     except (EOFError, ConnectionError):
-        os._exit(0)  # the parent is gone or has closed us; vLLM takes seconds to shut down
+        os._exit(0)  # the parent has ended or closed the socket; vLLM's own shutdown takes seconds
     except Exception as error:
         connection.send(("failed", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
         raise

@@ -1,1 +1,1 @@
-"""Low-rank adapters, and frozen weights in few bits beneath them."""
+"""Low-rank adapters, and quantized frozen weights below them."""

@@ -1,6 +1,6 @@
 """Reads and writes adapter_config.json in PEFT's format: the kind of adapters in a folder, and their base model.
 
-No torch is loaded for it. Anything beyond plain LoRA changes what is computed, and is refused.
+It does not import torch. Settings beyond plain LoRA would change the result, and are refused.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from posttrain.models.json_files import Fields, read_json, shown, write_json
 from posttrain.system.hub import HubName, hub_name
 
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"
-NOTE = "posttrain_adapter.json"  # fields that PEFT lacks: the base's fingerprint, the form of a reward model
-PREFIX = "base_model.model."  # PEFT's prefix of the name that a tensor has in the base
+NOTE = "posttrain_adapter.json"  # fields that PEFT lacks: the base's fingerprint, the shape of a reward model
+PREFIX = "base_model.model."  # PEFT writes it before the name of a tensor in the base
 RANK_MOST = 2**20
 LANGUAGE_MODEL, CLASSIFIER = "CAUSAL_LM", "SEQ_CLS"
 SCORES = ("classifier", "score")  # PEFT's `modules_to_save` of sequence classification
@@ -34,7 +34,7 @@ class AdapterConfig(NamedTuple):
     rank: int
     alpha: float
     rslora: bool
-    base: str  # a folder, or a model of the hub: org/name, org/name@revision
+    base: str  # the base model: a folder, or a model of the hub: org/name, org/name@revision
     task: str | None
     saved: tuple[str, ...]  # modules that are stored whole beside the adapters
     dora: bool = False
@@ -46,7 +46,7 @@ def is_adapter(folder: str | Path) -> bool:
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Read the file. Raises UserError for anything but plain LoRA, or for damage."""
+    """Read adapter_config.json. Raises UserError if it is damaged, or describes more than plain LoRA."""
     file = folder / ADAPTER_CONFIG
     fields = Fields(file, read_json(file))
     kind = fields.text("peft_type")
@@ -86,7 +86,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
 
 
 def write_adapter_config(folder: Path, config: AdapterConfig, targets: Sequence[str]) -> None:
-    """Write the file. `targets`: names of the adapted matrices, or their suffixes."""
+    """Write adapter_config.json. `targets`: names of the adapted matrices, or their suffixes."""
     named = None if Path(config.base).exists() else hub_name(config.base)
     base, revision = (config.base, None) if named is None else named
     told: Mapping[str, Any] = {

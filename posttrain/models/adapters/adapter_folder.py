@@ -1,7 +1,7 @@
 """Loads folders of adapters in PEFT's format: adapter_model.safetensors and adapter_config.json, without the base.
 
-A file beside them holds what PEFT has no fields for, among it a fingerprint of the base, so that adapters are never put
-on other weights than those they were trained on.
+A further file holds fields that PEFT's format lacks. One is a fingerprint of the base: adapters are refused on other
+weights than those they were trained on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SAMPLE = 4096  # bytes at the beginning, in the middle and at the end of each te
 
 
 def checked_base(folder: Path) -> Path:
-    """Return the folder of the base, after a check that the adapters were trained on it."""
+    """Return the folder of the base. Raises UserError if the adapters were trained on other weights."""
     base, noted = base_of(folder), read_note(folder).get("base")
     if isinstance(noted, str) and noted and fingerprint(base) != noted:
         raise UserError(
@@ -51,9 +51,7 @@ def read_note(folder: Path) -> dict[str, Any]:
 
 
 def read_adapter(decoder: Backbone, folder: Path, heads: Iterable[str] = ()) -> dict[str, Tensor]:
-    """Load adapters of a folder into a decoder. `heads`: names of further tensors; those that are there are
-    returned.
-    """
+    """Load adapters of a folder into a decoder. Return the tensors of `heads` that the folder holds, by name."""
     config, file = read_adapter_config(folder), folder / ADAPTER
     with open_tensors(file) as stored:
         there = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
@@ -88,15 +86,15 @@ def read_adapter(decoder: Backbone, folder: Path, heads: Iterable[str] = ()) -> 
 
 
 def base_named(folder: str | Path) -> str:
-    """Return the name of a base for adapter_config.json: a folder or file by its full path, since adapters may be
-    opened from anywhere.
+    """Return the name of a base for adapter_config.json: the absolute path of a folder or file, since adapters may be
+    opened from another working directory.
     """
     return str(Path(folder).absolute()) if Path(folder).exists() else str(folder)
 
 
 def fingerprint(folder: Path) -> str:
-    """Return a fingerprint of a checkpoint's weights: name, type, shape and some numbers of each tensor, however they
-    are divided over files.
+    """Return a hash of name, type, shape and some numbers of each tensor of a checkpoint. It does not depend on the
+    division into files.
     """
     found: list[tuple[str, Any, Sequence[int], str]] = []
     for file in weight_files(folder):

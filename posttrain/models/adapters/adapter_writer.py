@@ -1,4 +1,4 @@
-"""Adapters as PEFT stores them: adapter_model.safetensors and adapter_config.json, without the base."""
+"""Writes adapters in PEFT's format: adapter_model.safetensors and adapter_config.json, without the base."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def adapters(decoder: Backbone) -> Iterator[Adapter]:
 def save_adapter(
     decoder: Backbone, folder: Path, also: Mapping[str, Tensor] | None = None, note: Mapping[str, Any] | None = None
 ) -> None:
-    """Write the adapters of a decoder. `also`: heads of a reward model, by their names; `note`: further fields."""
+    """Write the adapters of a decoder. `also`: heads of a reward model, by name; `note`: further fields, which PEFT's
+    format lacks.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     lora, tensors = decoder.lora, dict[str, Tensor]()
     assert lora is not None
@@ -47,7 +49,7 @@ def save_adapter(
 
 
 def _targets(decoder: Backbone) -> list[str]:
-    """Return the adapted matrices in PEFT's form: as suffixes of their names, unless layers differ."""
+    """Return PEFT's `target_modules`: suffixes of the adapted matrices' names, or full names if layers differ."""
     names = [name for adapter in adapters(decoder) for name in adapter.names]
     ends = {name.rpartition(".")[2] for name in names}
     every = [stored for stored in decoder.matrices() if stored.rpartition(".")[2] in ends]
@@ -55,7 +57,7 @@ def _targets(decoder: Backbone) -> list[str]:
 
 
 def stored_adapters(decoder: Backbone) -> dict[str, Tensor]:
-    """Return each stored tensor of a decoder's adapters, by name."""
+    """Return the tensors of a decoder's adapters by their names in PEFT's file; they are views."""
     found = {}
     for adapter in adapters(decoder):
         for name, place in zip(adapter.names, adapter.places, strict=True):

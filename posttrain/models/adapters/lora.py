@@ -1,7 +1,7 @@
 """Low-rank adapters of a decoder (LoRA, arXiv 2106.09685): which products have one, their initialisation, and merging.
 
-Decides what is shared. An adapted decoder's own weights are frozen, so a second decoder over the same tensors, with
-other adapters or none, costs no memory: the model before training is such a one.
+The base weights of an adapted decoder are frozen and can be shared: a second decoder over the same tensors, with other
+adapters or none, such as the reference, needs no further memory for them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class LoRA:
     rank: int
     alpha: float
     rslora: bool = False
-    base: str = ""  # of the base: a folder, or a Hugging Face model's name
-    digest: str = ""  # a fingerprint of the base
+    base: str = ""  # the base: a folder, or a Hugging Face model's name
+    digest: str = ""  # fingerprint of the base
     quantize: str = ""  # quantization of the base, if any: see `quantized`
     dora: bool = False  # whether the magnitude of each row is trained (DoRA, arXiv 2402.09353)
 
@@ -52,8 +52,8 @@ class LoRA:
 
 
 def named_targets(targets: Sequence[str], there: Sequence[str] = TARGETS) -> tuple[str, ...]:
-    """Return the matrices that these words name, each one or several with commas between. Raises UserError for one that
-    is not `there`.
+    """Return the names of matrices in `targets`, each of one or several with commas between. Raises UserError for a
+    name that is not in `there`.
     """
     targets = [name for word in targets for name in word.split(",")]
     if ALL in targets:
@@ -62,7 +62,7 @@ def named_targets(targets: Sequence[str], there: Sequence[str] = TARGETS) -> tup
         return tuple(there)
     if odd := [name for name in targets if name not in there]:
         raise UserError(f"--lora-targets {odd[0]:.60} is unknown: there are {ALL}, {', '.join(there)}")
-    if not targets:  # a recipe may say so
+    if not targets:  # possible in a recipe
         raise UserError(f"--lora-targets is empty: give {ALL}, or some of {', '.join(there)}")
     return tuple(name for name in there if name in targets)
 
@@ -76,7 +76,7 @@ def targets_of(model: Backbone) -> tuple[str, ...]:
 
 
 def decoder_of(model: Model) -> Backbone:
-    """Return the decoder of a model. Raises UserError where there is none to be adapted."""
+    """Return the decoder of a model. Raises UserError if it has none that can be adapted."""
     found = getattr(model, "backbone", model)
     if not is_backbone(found):
         raise UserError(f"--lora adapts decoders, and a {type(model).__name__} is not one: leave it out")
@@ -89,9 +89,10 @@ def is_adapted(model: Model) -> bool:
 
 
 def attach(decoder: Backbone, lora: LoRA, adapts: Callable[[str], bool]) -> None:
-    """Freeze a decoder and give it adapters, uninitialised, for the stored matrices of which `adapts` holds.
+    """Freeze a decoder and add uninitialised adapters to the stored matrices for which `adapts(name)` is true.
 
-    These are named as in a checkpoint, such as model.layers.0.self_attn.q_proj. Raises UserError if there is no room.
+    Names are those in a checkpoint, such as model.layers.0.self_attn.q_proj. Raises UserError if memory does not
+    suffice.
     """
     decoder.requires_grad_(False)
     decoder.lora = lora
@@ -122,10 +123,10 @@ def attach(decoder: Backbone, lora: LoRA, adapts: Callable[[str], bool]) -> None
 
 
 def begin(decoder: Backbone, seed: int) -> None:
-    """Initialise adapters that change nothing yet: B is 0, and A as in PEFT, kaiming_uniform with a = sqrt(5) (arXiv
-    1502.01852).
+    """Initialise adapters such that the output does not change: B is 0, and A as in PEFT, kaiming_uniform with a =
+    sqrt(5) (arXiv 1502.01852).
 
-    A matrix begins with the same A whichever others are adapted. A magnitude begins as the norms of the rows.
+    The A of a matrix does not depend on which others are adapted. Magnitudes are initialised to the norms of the rows.
     """
     with torch.no_grad():
         for _, linear, _ in decoder.linears():
@@ -163,7 +164,7 @@ def shared_copy(decoder: Backbone) -> Backbone:
 
 
 def frozen_copy(model: Model) -> Model:
-    """Return a copy of the model that no update changes. Frozen weights of a decoder are shared with it."""
+    """Return a copy of the model that no update changes. It shares the frozen weights of an adapted decoder."""
     if is_backbone(model) and model.lora is not None:
         return shared_copy(model)
     copied: Model = copy.deepcopy(model)
@@ -177,6 +178,6 @@ def merge(decoder: Backbone) -> None:
             if isinstance(linear, QuantizedLinear):
                 decoder.set_submodule(name, linear.restored())
             elif linear.adapter is not None:
-                linear.weight.data = linear.merged()  # a weight that was held in a narrower type would round it
+                linear.weight.data = linear.merged()  # replaced: a weight of a narrower type would round the sum
                 linear.adapter = None
     decoder.lora = None

@@ -1,7 +1,7 @@
-"""The config.json and generation_config.json of a GGUF file, from its metadata.
+"""Builds the content of config.json and generation_config.json from the metadata of a GGUF file.
 
-For the architectures of the native decoder it is complete. For others transformers reads the metadata itself when the
-model is loaded; here is what has to be known before.
+For the architectures of the native decoder, config.json is complete. For others transformers reads the metadata itself
+when the model is loaded, and only the entries that are needed before that are built here.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ SCALED_THERE = ("gpt-oss",)  # architectures whose scaling of rotary embeddings 
 ROPE_FACTORS = "rope_freqs.weight"  # divisors of the frequencies: Llama 3's scaling, as numbers
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Settings of every Llama 3 that llama.cpp converts."""
-CONTEXT = 2048  # where the file names none
+CONTEXT = 2048  # context length in tokens if the file has none
 F32 = 0
 
 
 def described(path: Path, name: str) -> dict[str, Any] | None:
-    """Return the content of a file of this name in the checkpoint folder that a GGUF file is read as; None: no such."""
+    """Return the content of config.json or generation_config.json, built from a GGUF file; None for another name."""
     require_package(path)
     if name == "config.json":
         return _config(read_gguf(path))
@@ -43,7 +43,7 @@ def described(path: Path, name: str) -> dict[str, Any] | None:
 
 
 def _generation(file: GgufFile) -> dict[str, Any]:
-    """Return the ids that end a reply: of a text, and of a turn where the file names another token for that."""
+    """Return generation_config.json: the ids that end a text, and a turn if the file has another token for that."""
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
     ends = list(dict.fromkeys(_whole(file, key, low=0) for key in keys if key in file.metadata))
     return {"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {}
@@ -92,7 +92,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
 
 
 def _tokens(file: GgufFile) -> dict[str, Any]:
-    """Return the special ids; a null where there is none, for which transformers would fill in ids of its own."""
+    """Return the special ids. A missing one is None, since transformers would fill in a default for an absent entry."""
     names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     return {name: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
 
@@ -123,7 +123,7 @@ def _vocabulary(file: GgufFile) -> int:
 
 
 def _check_rope(file: GgufFile, kind: str) -> None:
-    """Raise UserError for a scaling of rotary embeddings that would be lost."""
+    """Raise UserError for a scaling of rotary embeddings that neither this module nor transformers would apply."""
     key = f"{kind}.rope.scaling.type"
     scaling = file.metadata.get(key, "none" if _linear_factor(file) == 1.0 else "linear")
     lost = scaling not in ("none", "linear") if kind in NATIVE else scaling != "none" and kind not in SCALED_THERE
@@ -143,15 +143,15 @@ def _rope_scaling(file: GgufFile, size: int) -> dict[str, Any]:
 
 
 def _linear_factor(file: GgufFile) -> float:
-    """Return the factor of linear scaling, which llama.cpp applies also where no type is given; 1: there is none."""
+    """Return the factor of linear scaling, which llama.cpp applies even if no type is given; 1.0: no scaling."""
     new, old = f"{file.architecture}.rope.scaling.factor", f"{file.architecture}.rope.scale_linear"
     key = new if new in file.metadata else old
     return 1.0 if file.metadata.get(key) == 0.0 else _number(file, key, 1.0)
 
 
 def _llama3(file: GgufFile, tensor: StoredTensor, size: int) -> dict[str, Any]:
-    """Return Llama 3's scaling, of which the file has the divisors of the frequencies. Raises UserError if they are
-    others.
+    """Return the settings of Llama 3's scaling, recovered from the stored divisors of the frequencies. Raises UserError
+    if the divisors do not belong to that scaling.
     """
     count = math.prod(tensor.shape)
     if tensor.kind != F32 or 2 * count != size or tensor.begin + 4 * count > file.size:

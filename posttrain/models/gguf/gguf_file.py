@@ -1,8 +1,8 @@
-"""Reads the header of a GGUF file: its metadata, and where each tensor is.
+"""Reads the header of a GGUF file: its metadata, and the position of each tensor.
 
 The format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): magic, version, number of tensors, number of
-entries; the entries (key, type, value); for each tensor its name, dimensions, type and place; then, aligned, the data.
-A file may come from anywhere: every length is compared with what the file holds before anything is read by it.
+entries; the entries (key, type, value); for each tensor its name, dimensions, type and offset; then, aligned, the data.
+Files are untrusted: every length is compared with the remaining bytes before it is used.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ VERSIONS = (2, 3)
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Types of an entry that are one number, and how `struct` names them."""
 STRING, ARRAY = 8, 9
-LIST_MOST = 2**24  # values of a list: more than any vocabulary
-HEADER_MOST = 2**27  # bytes before the data
+LIST_MOST = 2**24  # maximum of values in a list: more than any vocabulary
+HEADER_MOST = 2**27  # maximum of bytes before the data
 DIMENSIONS_MOST = 4
 SPLIT = "split.count"
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of the file."""
+    """Type, shape and position of a tensor in the file."""
 
-    kind: int  # its type, as ggml numbers them
+    kind: int  # ggml's number of its type
     shape: tuple[int, ...]  # in torch's order
     begin: int  # byte of the file at which it begins
 
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The header of a file, checked."""
+    """The validated header of a file."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -52,7 +52,7 @@ class GgufFile:
         return self.text("general.architecture")
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Return an entry that is text. Raises UserError if it is absent without a default, or something else."""
+        """Return an entry that is text. Raises UserError if it is of another type, or absent without a default."""
         value = self.metadata.get(key, default)
         if not isinstance(value, str):
             raise self.refuse(key, "text")
@@ -65,18 +65,18 @@ class GgufFile:
 
 
 def is_gguf(path: Path) -> bool:
-    """Return whether a path names a GGUF file that is there."""
+    """Return whether a path is an existing GGUF file."""
     return path.suffix == SUFFIX and path.is_file()
 
 
 def require_package(path: Path) -> None:
-    """Raise UserError if the library that knows the quantized types is not installed."""
+    """Raise UserError if the gguf package, which dequantizes tensors, is not installed."""
     if not installed("gguf"):
         raise UserError(f"{path} is a GGUF file, and gguf is not installed: {install('gguf')}")
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read the header of a file; it is kept until the file changes. Raises UserError if it is damaged or no GGUF."""
+    """Read the header of a file; it is cached until the file changes. Raises UserError if it is damaged or no GGUF."""
     told = path.stat()
     return _read(path, told.st_size, told.st_mtime_ns)
 
@@ -141,7 +141,7 @@ class _Header:
         return UserError(f"{self.path} is damaged or incomplete, copy it again: {what}")
 
     def expect(self, count: int, what: str) -> None:
-        """Raise UserError if fewer bytes are left than something takes."""
+        """Raise UserError if fewer than `count` bytes are left for `what`."""
         if count > self.end - self.at:
             raise self.damaged(f"it announces {what} at byte {self.at:,}, and {len(self.data):,} bytes are there")
 
@@ -166,7 +166,7 @@ class _Header:
             raise self.damaged(f"the text at byte {self.at - length:,} is not UTF-8") from None
 
     def strings(self, count: int) -> list[str]:
-        """Read many texts: a vocabulary has 100,000, so this is `string` without its calls."""
+        """Read `count` texts: `string`, inlined because a vocabulary has 100,000 of them."""
         found, data, at, end, length_at = [], self.data, self.at, self.end - 8, struct.Struct("<Q").unpack_from
         try:
             for _ in range(count):
@@ -200,7 +200,7 @@ class _Header:
         return list(self.numbers(SCALARS[inner], count))
 
     def tensor(self) -> tuple[str, int, tuple[int, ...], int]:
-        """Return name, type, shape and place of the next tensor."""
+        """Return name, type, shape and offset of the next tensor."""
         name, dimensions = self.string(), self.number("I")
         if not 1 <= dimensions <= DIMENSIONS_MOST:
             raise self.damaged(f"tensor {name!r:.80} has {dimensions} dimensions")

@@ -1,7 +1,7 @@
-"""The tensors of a GGUF file as a checkpoint folder has them: by Hugging Face's names, in its order of rows, as floats.
+"""Reads the tensors of a GGUF file as a checkpoint folder has them: Hugging Face's names and order of rows, as floats.
 
-It answers as an open .safetensors file does. Numbers are dequantized by the gguf package when they are asked for, some
-at a time.
+The class has the methods of an open .safetensors file. The gguf package dequantizes a tensor when it is read, in
+pieces.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ LAYER = {
     "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
 }  # fmt: skip
 """Names of modules in Hugging Face's checkpoints of the native architectures."""
-AT_ONCE = 2**16  # numbers dequantized at a time: what lies between the steps stays in the processor's cache
+AT_ONCE = 2**16  # numbers dequantized at a time: intermediate results fit into the processor's cache
 
 
 class GgufTensors:
-    """The tensors of a file, opened for reading. Of architectures that are not native, by the file's own names."""
+    """The tensors of a file, opened for reading. Architectures that are not native keep the file's own names."""
 
     def __init__(self, path: Path) -> None:
-        """Open the file. Raises UserError if it is damaged or incomplete, or for a type of tensors that is unknown."""
+        """Open the file. Raises UserError if it is damaged or incomplete, or has tensors of an unknown type."""
         require_package(path)
         self.file = read_gguf(path)
         self._names = {_name(self.file, name): name for name in self.file.tensors if name != ROPE_FACTORS}
@@ -50,7 +50,7 @@ class GgufTensors:
         return self
 
     def __exit__(self, *_: object) -> None:
-        del self._data  # a view that is still held keeps the mapping
+        del self._data  # views that are still in use keep the mapping alive
 
     def keys(self) -> list[str]:
         return list(self._names)
@@ -59,7 +59,7 @@ class GgufTensors:
         return _Slice(self, name)
 
     def get_tensor(self, name: str) -> Tensor:
-        """Return a tensor of the file's own float type, or dequantized to float32."""
+        """Return a tensor in its stored float type, or dequantized to float32."""
         tensor = self.stored(name)
         count = math.prod(tensor.shape)
         _, block, size, dequantize = self._kind(tensor)
@@ -75,7 +75,7 @@ class GgufTensors:
         return self._in_order(self._names[name], flat.view(tensor.shape))
 
     def sample(self, name: str, most: int) -> list[bytes]:
-        """Return some bytes of a tensor as stored: at its beginning, in its middle, at its end."""
+        """Return stored bytes of a tensor, at most `most` each from its beginning, its middle and its end."""
         tensor = self.stored(name)
         begin, end = tensor.begin, tensor.begin + self._bytes(tensor)
         places = (begin, max(begin, (begin + end - most) // 2), max(begin, end - most))
@@ -107,8 +107,8 @@ class GgufTensors:
             raise UserError(f"{damaged} ends at byte {end:,}, and {self.file.size:,} are there")
 
     def _in_order(self, name: str, tensor: Tensor) -> Tensor:
-        """Undo llama.cpp's order of the rows of q and k: there the two numbers that are rotated together are
-        neighbours.
+        """Undo llama.cpp's order of the rows of q and k, in which the two rows that are rotated together are
+        adjacent.
         """
         if self.file.architecture not in PERMUTED or not re.search(r"\.attn_[qk]\.", name):
             return tensor
@@ -116,12 +116,12 @@ class GgufTensors:
         if ".attn_k." in name:
             heads = self.file.metadata.get(f"{self.file.architecture}.attention.head_count_kv", heads)
         if type(heads) is not int or heads < 1 or len(tensor) % (2 * heads):
-            return tensor  # the shape is refused where it is compared
+            return tensor  # the later check of shapes reports it
         return tensor.view(heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
 class _Slice:
-    """A tensor that has not been read, as an open .safetensors file describes one."""
+    """A tensor that has not been read, with the methods of a slice of an open .safetensors file."""
 
     def __init__(self, tensors: GgufTensors, name: str) -> None:
         self.tensors, self.name = tensors, name
@@ -130,7 +130,7 @@ class _Slice:
         return list(self.tensors.stored(self.name).shape)
 
     def get_dtype(self) -> str:
-        """Return the type of its numbers, as .safetensors files name it."""
+        """Return the name of its type in .safetensors files."""
         return PLAIN.get(self.tensors.stored(self.name).kind, PLAIN[0])[0]
 
     def __getitem__(self, rows: slice) -> Tensor:
@@ -138,23 +138,23 @@ class _Slice:
 
 
 def _name(file: GgufFile, name: str) -> str:
-    """Return Hugging Face's name of a tensor; of other architectures than the native ones, its own."""
+    """Return Hugging Face's name of a tensor; for architectures that are not native, its name in the file."""
     if file.architecture not in NATIVE:
         return name
     found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     number, module, leaf = found.groups() if found else (None, "", "")
     known = ENDS.get(module) if number is None else LAYER.get(module)
     if known is None:
-        return name  # it is reported as unknown
+        return name  # the loader reports it as unknown
     return f"{known}.{leaf}" if number is None else f"model.layers.{number}.{known}.{leaf}"
 
 
 class _Kind(NamedTuple):
-    """A type of tensors."""
+    """A type of stored tensors."""
 
     name: str
-    block: int  # numbers that are stored together
-    size: int  # bytes of these
+    block: int  # numbers of one block
+    size: int  # bytes of one block
     dequantize: Callable[[Any], Any]  # bytes of blocks [n] -> numbers
 
 

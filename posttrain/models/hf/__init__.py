@@ -1,1 +1,1 @@
-"""Models that transformers computes, behind the same protocol as the native ones."""
+"""Models computed by transformers, with the same protocol as the native decoder."""

@@ -1,14 +1,12 @@
-"""Any language model that transformers loads, behind the `Model` protocol.
+"""Any language model that transformers loads, with the `Model` protocol.
 
-It decides how a layout goes through a model that takes rows of tokens only. There are two modes, and the first that
-proves right is chosen when a model is loaded:
+A layout has to be computed by a model that takes only rows of tokens. There are two modes; when a model is loaded, the
+first one that reproduces the log-probabilities of the model's own forward is chosen. There is no list of architectures.
 
 flat    all tokens in one row, and our attention in place of the model's own: shared prompts once, no padding. For
 models whose layers mix tokens by full attention alone.
 rows    each reply behind its own prompt, in rows padded on the right: for windows, sinks, soft-capped scores,
 state-space layers. Later tokens cannot influence earlier ones, so no mask is needed.
-
-A mode is right where it gives the log-probabilities of the model's own forward. There is no list of architectures.
 
 T    tokens of a micro-batch    n    hidden states that are requested
 """
@@ -49,12 +47,12 @@ if TYPE_CHECKING:
     from posttrain.models.adapters.lora import LoRA
 
 Way = Literal["flat", "rows"]
-NAME = "posttrain"  # of our attention among those of transformers
-FULLER = 0.8  # rows of one call are at least this long, as a share of the longest
+NAME = "posttrain"  # name of our attention in transformers
+FULLER = 0.8  # rows of one call have at least this share of the longest row's length
 
 
 class NotFlatError(Exception):
-    """A layer does more than attend to all earlier tokens."""
+    """Raised when a layer does more than attend to all earlier tokens."""
 
 
 @dataclass(frozen=True)
@@ -74,18 +72,18 @@ class Backed(nn.Module):
         self.inner = inner.eval()  # no dropout: log-probabilities are functions of weights and tokens
         self.way = way
         self.vision = vision  # None: text-only
-        self.activation_room = math.inf  # bytes that activations kept for a backward pass may take ...
-        self.kept_per_token = 0.0  # ... and bytes of them per token; beyond that, layers are recomputed
-        self.recomputes = False  # whether they always are
+        self.activation_room = math.inf  # bytes for activations kept for a backward pass; beyond, layers are recomputed
+        self.kept_per_token = 0.0  # bytes of these activations per token
+        self.recomputes = False  # whether layers are always recomputed
         self.rows_attention = "sdpa"  # attention in row mode, and for sampling with a cache
         self.eos_ids: tuple[int, ...] = ()
-        self.lora: LoRA | None = None  # settings of its adapters; its own weights are then frozen
-        self.generation: dict[str, Any] = {}  # its generation_config.json
-        self.scale = 1.0  # of the head: see `Head`
+        self.lora: LoRA | None = None  # settings of the adapters, whose base weights are then frozen
+        self.generation: dict[str, Any] = {}  # content of generation_config.json
+        self.scale = 1.0  # scale of the head: see `Head`
         self.cap: float | None = None
         self.routers: Routers | None = None  # of mixture-of-experts layers
         self.at_once = False  # whether rows of any lengths may share a call
-        self.replays = False  # whether tokens use the experts that a layout names, and an engine records them
+        self.replays = False  # whether tokens use the experts that the layout gives, which an engine recorded
         weight = inner.get_output_embeddings().weight
         self.config = Sizes(weight.shape[0], weight.shape[1], context)
 
@@ -97,7 +95,7 @@ class Backed(nn.Module):
     def head(self) -> Head:
         output = self.inner.get_output_embeddings()
         bias = getattr(output, "bias", None)
-        if self.vision is not None:  # a picture's placeholder is not a word: it is never sampled and never learned
+        if self.vision is not None:  # the placeholder of a picture is never sampled and never trained
             bias = self.vision.forbidden if bias is None else bias + self.vision.forbidden
         return Head(output.weight, bias, self.scale, self.cap)
 
@@ -115,15 +113,15 @@ class Backed(nn.Module):
             return self._flat(layout, at) if self.way == "flat" else self._rows(layout, at)
 
     def forward(self, **given: Any) -> Tensor:
-        """Compute hidden states [B, longest, hidden] of the last layer. Sharded weights are gathered for this call
-        only.
+        """Compute hidden states [B, longest, hidden] of the last layer. Sharded weights are gathered only during this
+        call.
         """
         states: Tensor = self.inner.base_model(use_cache=False, **given).last_hidden_state
         return states
 
     @property
     def layers(self) -> list[nn.Module]:
-        """Layers of the text model; empty where they are not in one list."""
+        """Layers of the text model; empty if the model does not keep them in one list."""
         count = self.inner.config.get_text_config().num_hidden_layers
         lists = (m for m in self.inner.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
         return list(next(lists, ()))
@@ -161,11 +159,11 @@ class Backed(nn.Module):
 
     @contextmanager
     def _computed_twice(self) -> Iterator[None]:
-        """Recompute layers in the backward pass: within it layers keep their inputs only."""
+        """Context in which layers keep only their inputs, and are recomputed in the backward pass."""
         layers = _that_can_compute_twice(self.inner)
         for layer in layers:
             layer.gradient_checkpointing, layer._gradient_checkpointing_func = True, partial(_recompute, layer)
-            layer.training = True  # a layer asks for it, and not while it computes: no dropout
+            layer.training = True  # checkpointing requires it; `_recompute` turns it off again: no dropout
         try:
             yield
         finally:
@@ -184,7 +182,7 @@ class Backed(nn.Module):
             parameter.requires_grad_(False)
 
     def save(self, folder: Path) -> None:
-        """Save the model, see `posttrain.core.protocols.Model`. Of an adapted model only the adapters."""
+        """Save the model, see `posttrain.core.protocols.Model`; for an adapted model, only the adapters."""
         if self.lora is not None:
             return self.lora.save(self, folder)
         save_backed(self, folder)
@@ -199,7 +197,7 @@ class Backed(nn.Module):
         grow(self, vocab)
 
     def find_routers(self) -> None:
-        """Find the routers of a mixture of experts, by their behaviour in one forward pass."""
+        """Set `routers`, found by observing one forward pass; None if the model is not a mixture of experts."""
         ids = torch.tensor([probe_ids(self, (*BEGINNING, *PROBES[0]))], device=self.head.device)
 
         def run() -> None:
@@ -221,7 +219,7 @@ class Backed(nn.Module):
     @property
     def kept_numbers(self) -> int:
         text = self.inner.config.get_text_config()
-        own = getattr(text, "per_layer_config", None)  # where layers differ, there is no one value (Gemma 4)
+        own = getattr(text, "per_layer_config", None)  # layers may differ (Gemma 4)
         return sum(map(_cache_numbers, own or [text] * text.num_hidden_layers))
 
     def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -252,8 +250,8 @@ class Backed(nn.Module):
         self.recomputes = True
 
     def prepare_shards(self) -> None:
-        """Prepare the layers for sharding. Raises UserError where a gathered layer would lack a weight, or another
-        module would need one of its weights.
+        """Prepare the layers for sharding. Raises UserError if layers share weights with each other or with other
+        modules, or if the model reads pictures, has no list of layers or has scalar parameters.
         """
         kind, layers = type(self.inner).__name__, self.layers
         if self.vision is not None:
@@ -270,7 +268,7 @@ class Backed(nn.Module):
                     module, -1
                 ):
                     raise UserError(f"--shard splits layers, and layers of {kind} share weights: leave it out")
-        self.at_once = True  # each process makes as many calls
+        self.at_once = True  # every process then makes the same number of calls
 
     @property
     def apart(self) -> bool:
@@ -288,8 +286,8 @@ class Backed(nn.Module):
         return self.vision is not None
 
     def attend(self, name: str) -> None:
-        """Select one of the attention implementations of transformers by name, for text; the vision tower's is left as
-        it is.
+        """Select an attention implementation of transformers by name, for the text model; the vision tower keeps
+        its own.
         """
         self.inner.set_attn_implementation(name if self.vision is None else {"text_config": name})
 
@@ -300,14 +298,14 @@ class Backed(nn.Module):
         return name
 
     def new_cache(self) -> Any:
-        """Return an empty cache of transformers, with layers of the model's kinds."""
+        """Return an empty cache of transformers for the kinds of layers of this model."""
         from transformers import DynamicCache
 
         return DynamicCache(config=self.inner.config)
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
-        """Allow calls with a cache, row by row, within it."""
+        """Context in which the model can be called on rows, with a cache."""
         if self.way == "rows":
             yield
             return
@@ -319,7 +317,9 @@ class Backed(nn.Module):
 
     @contextmanager
     def shown(self, digests: Sequence[str], features: PictureFeatures | None) -> Iterator[dict[str, Any]]:
-        """Show these pictures to the base model, in the order of its tokens; yields further arguments for its call."""
+        """Context in which the base model reads these pictures, in the order of its tokens. Yields further arguments
+        for the call.
+        """
         if self.vision is None or features is None:
             yield {}
             return
@@ -327,7 +327,7 @@ class Backed(nn.Module):
             yield more
 
     def features(self, media: Iterable[Media]) -> PictureFeatures | None:
-        """Compute features of the pictures, each once; None where there are none."""
+        """Compute features of each distinct picture once; None if there are no pictures."""
         digests = [m.digest for m in media]
         return self.vision.features(digests) if self.vision is not None and digests else None
 
@@ -346,7 +346,7 @@ class Backed(nn.Module):
 
     def _rows(self, layout: Layout, at: Tensor) -> Tensor:
         if not at.numel():
-            if self.at_once:  # other processes may have some, and wait for this one
+            if self.at_once:  # other processes may have tokens to compute, and wait for this one
                 return self._rows(layout, at.new_zeros(1))[:0]
             return self.head.weight.new_zeros(0, self.config.hidden)
         wanted = at.cpu().numpy()
@@ -377,11 +377,11 @@ class Backed(nn.Module):
         return torch.cat(found).index_select(0, order)
 
     def _experts(self, layout: Layout) -> Tensor | None:
-        """Return the experts for the tokens [T], where they are recorded and requested."""
+        """Return the recorded experts of the tokens, [T, M, k]; None if there are none or routing is not replayed."""
         return layout.experts if self.replays else None
 
     def _padded(self, layout: Layout, index: Tensor, ends: Sequence[int]) -> Tensor:
-        """Return the tokens of rows, padded with any token that is not a picture's placeholder."""
+        """Return the tokens of rows, [B, longest]; if there are pictures, padding is never a placeholder."""
         tokens = layout.tokens[index]
         if layout.media:
             column = torch.arange(tokens.shape[1], device=tokens.device)
@@ -391,7 +391,7 @@ class Backed(nn.Module):
 
     @property
     def filler(self) -> int:
-        """Return a token that is not a placeholder."""
+        """Return a token id that is not a placeholder."""
         taken = self.vision.placeholders if self.vision is not None else ()
         return next(id for id in range(self.config.vocab) if id not in taken)
 
@@ -401,14 +401,15 @@ if TYPE_CHECKING:
 
 
 def _cache_numbers(layer: Any) -> int:
-    """Return how many numbers of each token the cache of a layer holds."""
+    """Return the count of numbers per token in the cache of a layer."""
     heads = getattr(layer, "num_attention_heads", 1)
     size = getattr(layer, "head_dim", None) or layer.hidden_size // heads
     return int(2 * (getattr(layer, "num_key_value_heads", None) or heads) * size)
 
 
 def _rows_of(layout: Layout, wanted: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return (rows, the longest first: index in [T] of their tokens; place of each wanted token in these, end to end).
+    """Return (rows, the longest first, each the indices in [T] of its tokens; place of each wanted token in the
+    concatenated rows).
 
     A row is a segment behind its ancestors, up to its last token that is wanted.
     """
@@ -431,8 +432,8 @@ def _rows_of(layout: Layout, wanted: np.ndarray) -> tuple[list[np.ndarray], np.n
 
 
 def _batches(rows: Sequence[np.ndarray], share: float) -> Iterator[tuple[np.ndarray, list[int]]]:
-    """Yield batches of rows of at least this share of the longest, padded with their first token: (index in [T], [B,
-    longest]; their lengths).
+    """Yield batches of rows as (indices in [T], [B, longest]; lengths of the rows), padded with each row's first token.
+    A row has at least this share of the longest row's length.
     """
     at = 0
     while at < len(rows):
@@ -444,15 +445,17 @@ def _batches(rows: Sequence[np.ndarray], share: float) -> Iterator[tuple[np.ndar
 
 
 def _that_can_compute_twice(inner: nn.Module) -> list[Any]:
-    """Return the innermost modules that can be recomputed: a whole model could be, too, but has dropout of its own."""
+    """Return the innermost modules that support recomputation. Whole models support it too, but have dropout of their
+    own.
+    """
     able = [m for m in inner.modules() if hasattr(m, "gradient_checkpointing") and hasattr(m, "forward")]
     known = set(able)
     return [module for module in able if not any(m in known and m is not module for m in module.modules())]
 
 
 def _recompute(layer: nn.Module, function: Callable[..., Any], *given: Any) -> Any:
-    """Recompute a layer in the backward pass: with the attention and experts of the forward pass, whichever thread
-    computes the gradient.
+    """Compute a layer, and recompute it in the backward pass with the attention and experts of the forward pass, in
+    whichever thread that runs.
     """
     attend, routed = _current.get(None), repeating()
 
@@ -477,7 +480,7 @@ ALL_OR_NOTHING = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias"
 
 @contextmanager
 def attending(attend: Attending) -> Iterator[None]:
-    """Use this attention in the layers of this thread, within it."""
+    """Context in which the layers use this attention, in this thread."""
     token = _current.set(attend)
     try:
         yield
@@ -494,7 +497,9 @@ def segment_attention(
     scaling: float | None = None,
     **more: Any,
 ) -> tuple[Tensor, None]:
-    """Entry of transformers' `AttentionInterface`: query [1, heads, T, size] -> [1, T, heads, size of values]."""
+    """Compute attention for transformers' `AttentionInterface`: query [1, heads, T, size] -> [1, T, heads, size of
+    values].
+    """
     for name in ALL_OR_NOTHING:
         if more.get(name) is not None:
             raise NotFlatError(f"{type(module).__name__} has a {name}")
@@ -502,7 +507,7 @@ def segment_attention(
     size, width = q.shape[-1], v.shape[-1]
     if scaling is not None and abs(factor := scaling * size**0.5) != 1.0:
         q = q * factor
-    if width < size:  # latent attention: kernels require one size, and zeros add nothing
+    if width < size:  # latent attention: kernels require equal sizes, and zeros do not change the result
         v = nn.functional.pad(v, (0, size - width))
     if width > size:
         raise NotFlatError(f"{type(module).__name__} has values wider than its keys")

@@ -1,4 +1,4 @@
-"""Writes a model of transformers, through its own conversion of names."""
+"""Writes a model of transformers to a checkpoint folder, with transformers' own conversion of names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def stored_tensors(model: Backed) -> Iterator[tuple[str, Tensor]]:
 
 
 def stored_name(model: Backed, weight: Tensor) -> str:
-    """Return the name of one of its parameters in a checkpoint."""
+    """Return the name of one of the model's parameters in a checkpoint."""
     from transformers.core_model_loading import revert_weight_conversion
 
     own = next(name for name, parameter in model.inner.named_parameters() if parameter is weight)
@@ -48,13 +48,13 @@ def stored_name(model: Backed, weight: Tensor) -> str:
 
 
 def _state(model: Backed) -> dict[str, Tensor]:
-    """Return the weights by the names of transformers' model, not sharded, with adapters merged."""
+    """Return the weights by their names in transformers' model, gathered if sharded, with adapters merged."""
     return {name.removeprefix("inner."): whole(weight) for name, weight in plain_weights(model)}
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress progress bars and warnings: what matters is checked here."""
+    """Context without progress bars and warnings of transformers: this package makes its own checks."""
     from transformers.utils import logging as theirs
 
     level, bars = theirs.get_verbosity(), theirs.is_progress_bar_enabled()

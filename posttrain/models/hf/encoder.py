@@ -1,4 +1,4 @@
-"""Sentence encoders that transformers loads: texts in, vectors out, by a choice of pooling."""
+"""Sentence encoders loaded by transformers: texts to vectors, with a choice of pooling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posttrain.core.extras import install
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 
-TOGETHER = 64  # texts of similar length that are encoded at once
+TOGETHER = 64  # texts of one batch, which have similar lengths
 
 
 class TransformersEncoder:
@@ -37,7 +37,7 @@ class TransformersEncoder:
         """Load an encoder.
 
         `pooling`: the vector is the mean of the hidden states, that of the first token (CLS), or that of the last;
-        `normalised`: to length 1; `longest`: most tokens of a text that are read.
+        `normalised`: scale vectors to length 1; `longest`: maximum of tokens, to which a text is cut.
 
         Raises UserError if transformers is missing, or cannot load the folder.
         """
@@ -59,7 +59,7 @@ class TransformersEncoder:
             model: Any = transformers.AutoModel.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
             model = model.get_encoder() if model.config.is_encoder_decoder else model
             self._model: Any = model.to(device).eval().requires_grad_(False)
-        except Exception as error:  # a folder may be wrong in many ways
+        except Exception as error:  # a defective folder causes errors of many types
             raise UserError(f"--encoder {folder} cannot be loaded by transformers: {one_line(error)}") from error
         if self._tokenizer.pad_token is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token or self._tokenizer.unk_token

@@ -1,8 +1,8 @@
-"""Routers of a mixture of experts that transformers backs: found, recorded, and made to repeat recorded choices.
+"""Finds the routers of a mixture of experts in a model of transformers, records their choices, and replays them.
 
-A router is where the result of a top-k call becomes the experts that another module gets. Within a forward pass that
-call is answered with recorded experts, and the model's own numbers for them, through which the gradient goes. Further
-processing of these numbers (a softmax before or after, a scale) stays the model's own code.
+A router is a module whose top-k call returns the experts that another module receives. In a replay the call returns the
+recorded experts instead, with the model's own scores for them, through which the gradient flows. Further processing of
+these scores (a softmax before or after, a scale) remains the model's own code.
 
 n    tokens of one call of the model    M    layers with a router    E    experts of each    k    experts per token
 """
@@ -22,15 +22,15 @@ from torch.overrides import TorchFunctionMode
 
 TOPK = (torch.topk, Tensor.topk)
 SIGMOID = (torch.sigmoid, Tensor.sigmoid, torch.special.expit)
-UNKNOWN = -1  # in place of an expert
+UNKNOWN = -1  # in place of an expert that was not recorded
 
 
 @dataclass(frozen=True)
 class Router:
     """The router of one layer."""
 
-    module: str  # by its name in the model
-    call: int  # index of the call among the module's top-k calls: 0, 1, ...
+    module: str  # name in the model
+    call: int  # index of the router's call among the module's top-k calls: 0, 1, ...
 
 
 @dataclass(frozen=True)
@@ -47,17 +47,17 @@ class Routers:
 
 @dataclass
 class Routed:
-    """Record of routing in forward passes of one model, at the tokens whose hidden states were requested."""
+    """Record of routing in forward passes of one model, for the tokens whose hidden states were requested."""
 
     model: nn.Module
-    scored: bool = False  # whether scores and shares are kept, for which a backward pass needs memory
-    taken: list[Tensor] = field(default_factory=list)  # int64 [n, M, k] of each call: the experts that were used
+    scored: bool = False  # whether scores and shares are recorded; with gradients, this takes memory
+    taken: list[Tensor] = field(default_factory=list)  # per call int64 [n, M, k]: the experts that were used
     own: list[Tensor] = field(default_factory=list)  # int64 [n, M, k]: the experts that the router chose by itself
     scores: list[Tensor] = field(default_factory=list)  # [n, M, E] logits
     shares: list[Tensor] = field(default_factory=list)  # [n, M, E] probabilities of each expert: they sum to 1
 
     def keep(self, call: Call, at: Tensor) -> None:
-        """Record these tokens of a call, int64 [n]."""
+        """Record the tokens of a call at these indices, int64 [n]."""
         self.taken.append(torch.stack(call.taken, 1).index_select(0, at))
         self.own.append(torch.stack(call.own, 1).index_select(0, at))
         if self.scored:
@@ -66,7 +66,7 @@ class Routed:
             self.shares.append(torch.stack(call.shares, 1).index_select(0, at))
 
     def reorder(self, first: int, place: Tensor) -> None:
-        """Merge the calls from the first on into one, with their tokens in this order, int64 [n]; each may repeat."""
+        """Merge the calls from number `first` on into one, with the tokens at `place`, int64 [n], which may repeat."""
         for kept in (self.taken, self.own, self.scores, self.shares):
             if kept[first:]:
                 kept[first:] = [torch.cat(kept[first:]).index_select(0, place)]
@@ -74,12 +74,12 @@ class Routed:
 
 @dataclass
 class Call:
-    """A running call of the model."""
+    """Routing in a running call of the model."""
 
     experts: int
     given: Tensor | None  # int64 [n, M, k]; UNKNOWN: the router chooses
     scored: bool = False
-    taken: list[Tensor] = field(default_factory=list)  # of each layer so far
+    taken: list[Tensor] = field(default_factory=list)  # one tensor per layer computed so far
     own: list[Tensor] = field(default_factory=list)
     scores: list[Tensor] = field(default_factory=list)
     shares: list[Tensor] = field(default_factory=list)
@@ -92,7 +92,7 @@ _watch: ContextVar[Routed | None] = ContextVar("routing that is watched", defaul
 
 @contextmanager
 def watching(model: nn.Module, scored: bool = False) -> Iterator[Routed]:
-    """Record what the routers of this model do within it, in this thread."""
+    """Context in which the choices of this model's routers are recorded, in this thread."""
     routed = Routed(model, scored)
     token = _watch.set(routed)
     try:
@@ -102,15 +102,15 @@ def watching(model: nn.Module, scored: bool = False) -> Iterator[Routed]:
 
 
 def watched(model: nn.Module) -> Routed | None:
-    """Return the record that this thread makes of this model, if any."""
+    """Return the record that is being made of this model in this thread; None if there is none."""
     watch = _watch.get()
     return watch if watch is not None and watch.model is model else None
 
 
 @contextmanager
 def calling(model: nn.Module, routers: Routers | None, given: Tensor | None) -> Iterator[Callable[[Tensor], None]]:
-    """Wrap one call of the model; yields a function that selects the tokens [n] to record. `given`: experts
-    [n, M, k].
+    """Context for one call of the model. Yields a function that records the tokens at given indices. `given`: experts
+    to replay, [n, M, k]; None: the routers choose.
     """
     watch = watched(model)
     if routers is None or (given is None and watch is None):
@@ -126,15 +126,17 @@ def calling(model: nn.Module, routers: Routers | None, given: Tensor | None) -> 
 
 
 def repeating() -> Callable[[], AbstractContextManager[None]]:
-    """Return a context in which a part of the present call is recomputed later, without being recorded."""
+    """Return a context in which part of the current call can be recomputed later, with the same experts and without
+    recording.
+    """
     call = _call.get()
     if call is None:
         return nullcontext
-    known = call.experts, call.given, call.scored  # not the call: its record refers to everything that was computed
+    known = call.experts, call.given, call.scored  # without the `Call`, whose record would keep tensors alive
 
     @contextmanager
     def again() -> Iterator[None]:
-        token = None if _call.get() is not None else _call.set(Call(*known))  # at first it is still the present one
+        token = None if _call.get() is not None else _call.set(Call(*known))  # the forward pass still has its call
         try:
             yield
         finally:
@@ -148,7 +150,7 @@ def repeating() -> Callable[[], AbstractContextManager[None]]:
 
 
 class _Choosing(TorchFunctionMode):
-    """Answers the top-k call of one router while it runs."""
+    """Records the top-k call of one router, and replaces its result if experts are given."""
 
     def __init__(self, call: Call, layer: int, choice: int) -> None:
         super().__init__()
@@ -201,8 +203,8 @@ def _leave(module: nn.Module, arguments: Any, result: Any) -> None:
 
 
 def attach(inner: nn.Module, routers: Routers) -> None:
-    """Install the hooks that record and control the routers. They refer to no module, so copies of the model
-    work too.
+    """Install the hooks that record and control the routers. They hold no reference to a module, so they also work in
+    copies of the model.
     """
     modules = dict(inner.named_modules())
     for layer, router in enumerate(routers.found):
@@ -223,12 +225,12 @@ class _Choice:
 
 
 class _Looking(TorchFunctionMode):
-    """Observes every top-k call over rows, with the innermost module that makes it."""
+    """Observes every top-k call over rows, and the innermost module that makes it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stack: list[str] = []
-        self.calls: dict[str, int] = {}  # of each module, since it was entered last
+        self.calls: dict[str, int] = {}  # index of each module's latest top-k call since it was entered
         self.choices: list[_Choice] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -241,7 +243,7 @@ class _Looking(TorchFunctionMode):
         return found
 
     def enter(self, name: str, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Router | None:
-        """Return the router whose choice this module gets, if any."""
+        """Return the router whose choice is among the arguments of this module; None if there is none."""
         self.stack.append(name)
         self.calls.pop(name, None)
         given = [x for x in (*arguments, *named.values()) if isinstance(x, Tensor) and x.dtype == torch.int64]
@@ -252,9 +254,9 @@ class _Looking(TorchFunctionMode):
 
 
 def find_routers(inner: nn.Module, run: Callable[[], Any]) -> Routers | None:
-    """Find the routers that a forward pass goes through. None: there are none, or layers differ in their experts."""
+    """Find the routers in a forward pass, `run`. None: there are none, or layers differ in the count of experts."""
     look = _Looking()
-    found: dict[str, Router] = {}  # module that gets experts -> its router
+    found: dict[str, Router] = {}  # module that receives experts -> their router
 
     def before(name: str, module: nn.Module, arguments: Any, named: Any) -> None:
         router = look.enter(name, module, arguments, named)

@@ -1,7 +1,7 @@
-"""Models of transformers used for their hidden states only: below critics and reward models.
+"""Models of transformers used for their hidden states only, below critics and reward models.
 
-Decides what becomes of their output head, and how a reward model on one of them is stored: in the format of
-transformers where it has a class that computes the same, else in one that it refuses.
+Their output head is replaced so that it takes no memory. A reward model on one of them is stored in the format of
+transformers if that has a class with the same result, else in one that transformers refuses.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ OURS = "posttrain_"  # prefix of our entries in a config.json
 
 
 def names_of_head(inner: Any) -> set[str]:
-    """Return the tensors of the output head, by their names in the model."""
+    """Return the names of the output head's tensors in the model."""
     head = inner.get_output_embeddings()
     return {f"{name}.{key}" for name, m in inner.named_modules() if m is head for key, _ in m.named_parameters()}
 
 
 def let_head_go(model: Backed) -> None:
-    """Replace the output head, which is never used, by the embedding, so that it takes no memory of its own."""
+    """Tie the output head, which is never used, to the embedding, so that it takes no memory of its own."""
     head, embedding = model.inner.get_output_embeddings(), model.inner.get_input_embeddings()
     if head.weight.shape[1] == embedding.weight.shape[1]:
         head.weight = embedding.weight
@@ -56,10 +56,10 @@ def grow(model: Backed, vocab: int) -> None:
 
 
 def classifier_of(model: Backed) -> str | None:
-    """Return the class of transformers that reads the same hidden states by a plain head of one number; None: there is
+    """Return the name of transformers' class with the same decoder and a linear head of one number; None: there is
     none.
 
-    It is created on "meta", to check that it has the tensors of this model and the head besides.
+    The class is instantiated on "meta" to check that it has this model's tensors and that head, and no others.
     """
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 

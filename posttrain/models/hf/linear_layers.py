@@ -18,11 +18,11 @@ EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 def products(inner: Any) -> Iterator[tuple[str, nn.Linear | Linear]]:
-    """Yield (name within transformers' model, module) of every linear layer that may be adapted: all but the output
-    head.
+    """Yield (name within transformers' model, module) of every linear layer that may be adapted: not the output head,
+    EXPERTS beside packed experts, or the last one of a mixer.
     """
     head, left = inner.get_output_embeddings(), set[str]()
-    # a state-space mixer: fused kernels read the weight of its last product themselves, as PEFT knows of some
+    # in state-space mixers, fused kernels read the weight of the last product directly; PEFT excludes some of them too
     mixers = {name for name, m in inner.named_modules() if {"A_log", "D"} <= m._parameters.keys()}
     if any("experts" in name and parameter.ndim == 3 for name, parameter in inner.named_parameters()):
         left.update(EXPERTS)
@@ -34,8 +34,8 @@ def products(inner: Any) -> Iterator[tuple[str, nn.Linear | Linear]]:
 
 
 def _is_a_product(module: nn.Module) -> TypeGuard[nn.Linear | Linear]:
-    """Return whether a module is a linear layer and no more: routers of some mixtures are built on one, and choose
-    experts with it.
+    """Return whether a module computes a linear layer and nothing else. Routers of some mixtures of experts are
+    subclasses of nn.Linear.
     """
     if type(module) is nn.Linear or isinstance(module, Linear):
         return True
@@ -48,11 +48,11 @@ def _is_a_product(module: nn.Module) -> TypeGuard[nn.Linear | Linear]:
 
 
 def open_products(inner: Any, wanted: Callable[[str], bool]) -> None:
-    """Replace those linear layers by ours, over the same weights. Raises UserError for a shared weight."""
+    """Replace the wanted linear layers by ours, with the same weights. Raises UserError for a shared weight."""
     places = _places_of_weights(inner)
     for name, layer in list(products(inner)):
         if isinstance(layer, nn.Linear) and wanted(name):
-            if places[layer.weight] > 1:  # merged in one place, it would change the weight of the others
+            if places[layer.weight] > 1:  # merging an adapter of one layer would change the other layers
                 raise UserError(
                     f"--lora: {name} of {type(inner).__name__} shares its weight with other layers; choose "
                     "others by --lora-targets, without --quantize, or leave it out"
@@ -61,9 +61,9 @@ def open_products(inner: Any, wanted: Callable[[str], bool]) -> None:
 
 
 def narrow_products(inner: Any, dtype: torch.dtype) -> None:
-    """Freeze a model, with the weights of linear layers in a narrower type; those that share one with others keep it.
+    """Freeze a model, and convert the weights of linear layers to a narrower type, except weights shared by layers.
 
-    Raises UserError where there is no such layer.
+    Raises UserError if there is no layer to convert.
     """
     places = _places_of_weights(inner)
     open_products(inner, {name for name, layer in products(inner) if places[layer.weight] == 1}.__contains__)
@@ -78,6 +78,6 @@ def narrow_products(inner: Any, dtype: torch.dtype) -> None:
 
 
 def _places_of_weights(inner: nn.Module) -> Counter[Tensor]:
-    """Count the places of the model in which each parameter is used. A block that several layers share is one place."""
+    """Count the modules that use each parameter. A module that occurs in several layers counts once per layer."""
     children = (child for parent in inner.modules() for child in parent._modules.values() if child is not None)
     return Counter(p for child in children for p in child._parameters.values() if p is not None)

@@ -1,7 +1,6 @@
-"""Checks of a config.json before any memory is allocated: transformers builds whatever size it says.
+"""Checks of config.json before memory is allocated, since transformers builds a model of any size.
 
-The size of the model is known from one without numbers (on torch's "meta" device); that of its tensors from the headers
-of its files.
+The size of the model is measured on torch's "meta" device, that of the stored tensors in the headers of the files.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from posttrain.models.tensor_files import open_tensors
 from posttrain.models.weight_files import check_dtype, weight_files
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
-PARTS = ("text_config", "vision_config")  # of a vision-language model
+PARTS = ("text_config", "vision_config")  # entries of a vision-language model
 
 Shapes = dict[str, tuple[int, ...]]
 
 
 def check_layers(folder: Path, source: Mapping[str, Any]) -> None:
-    """Raise UserError for more layers than could be built, even without numbers."""
+    """Raise UserError for more layers than can be built, even on the "meta" device."""
     for place in (source, *(source.get(part) for part in PARTS)):
         fields = Fields(folder / "config.json", place if isinstance(place, dict) else {})
         for name in LAYERS:
@@ -34,9 +33,9 @@ def check_layers(folder: Path, source: Mapping[str, Any]) -> None:
 
 
 def check_room(folder: Path, inner: Any, dtype: torch.dtype) -> Shapes:
-    """Return the shapes of the parameters of `inner`, which has no numbers yet.
+    """Return the shapes of the parameters of `inner`, a model on the "meta" device, by name.
 
-    Raises UserError if there is no room for them, or if files are absent, damaged, or quantized.
+    Raises UserError if memory does not suffice, or if files are absent, damaged, or quantized.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in inner.named_parameters()}
     count = sum(parameter.numel() for parameter in inner.parameters())
@@ -56,13 +55,13 @@ def _check(file: Path, name: str, stored: Any, shapes: Shapes) -> None:
 
 
 def other_shape(folder: Path, shapes: Shapes) -> str | None:
-    """Return a message about a tensor of another shape than in config.json, if there is one."""
+    """Return a message about a stored tensor whose shape contradicts config.json; None if all agree."""
     found = []
 
     def compare(file: Path, name: str, stored: Any) -> None:
         shape = tuple(stored.get_shape())
         for own, announced in shapes.items():
-            if announced != shape and f".{own}".endswith(f".{name}"):  # some are stored without their prefix
+            if announced != shape and f".{own}".endswith(f".{name}"):  # the stored name may lack a prefix
                 found.append(f"{name} has shape {list(shape)}, config.json says {list(announced)}")
 
     _each(folder, compare)
@@ -70,7 +69,7 @@ def other_shape(folder: Path, shapes: Shapes) -> str | None:
 
 
 def _each(folder: Path, look: Callable[[Path, str, Any], None]) -> None:
-    """Call a function for each tensor of a folder: its file, its name, its description."""
+    """Call look(file, name of the tensor, its slice) for each tensor of a folder."""
     for file in weight_files(folder):
         with open_tensors(file) as stored:
             for name in sorted(stored.keys()):

@@ -1,7 +1,7 @@
-"""Loads folders of transformers as `Backed`; it selects the mode of a model, and verifies its numbers.
+"""Loads checkpoint folders through transformers as `Backed`, selects the mode of the model, and verifies its results.
 
-Whatever the architecture, two texts are scored by the model's own forward and by ours. A model whose numbers differ is
-refused. transformers is imported here and nowhere else (but for tokenizers that only it can read).
+For every architecture, two texts are scored by the model's own forward and by ours. A model whose log-probabilities
+differ is refused. transformers is imported only here, and for tokenizers that only it can read.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from posttrain.models.native.decoder_config import read_eos_ids
 from posttrain.models.native.head import Head
 from posttrain.models.weight_files import HEADS, SCORE, reward_model_error
 
-ACTIVATIONS = 0.5  # of the free memory after the weights, for a backward pass
-TOLERANCE = 1e-4  # nats, in float32
-COARSE = 0.1  # in narrower types
-LARGE = 32.0  # logits up to this size are meant; those of Gemma reach -135
+ACTIVATIONS = 0.5  # share of the memory left beside the weights that activations of a backward pass may take
+TOLERANCE = 1e-4  # allowed difference of log-probabilities in nats, in float32 and float64
+COARSE = 0.1  # the same in narrower types
+LARGE = 32.0  # beyond logits of this size the tolerance grows in proportion; those of Gemma reach -135
 TRUST = "POSTTRAIN_TRUST_REMOTE_CODE"
 """Not an option: recipes may come from somebody else."""
 RECORDING = "posttrain_recording"  # our attention while a model is analysed
@@ -60,13 +60,13 @@ def load_backed(
     headless: bool = False,
     matrices: torch.dtype | None = None,
 ) -> Backed:
-    """Load the model of a folder. Python code in it is run only where the environment sets TRUST=1.
+    """Load the model of a folder. Python code in the folder runs only if the environment variable TRUST is 1.
 
-    `headless`: the output head may be absent or another one; only hidden states are used. `matrices`: a narrower type of
-    the weights of linear layers.
+    `headless`: only hidden states are used, and the output head may be missing or another. `matrices`: a narrower type
+    for the weights of linear layers.
 
-    Raises UserError if transformers does not know its architecture, if it is not a decoder, if weights are missing or
-    left over, or if its log-probabilities differ from those of its own forward.
+    Raises UserError if transformers does not support its architecture, if it is not a decoder, if weights are missing
+    or unknown, or if the log-probabilities differ from those of the model's own forward.
     """
     trust = os.environ.get(TRUST) == "1"
     _check(folder, source, trust)
@@ -80,7 +80,7 @@ def load_backed(
                 f"{folder}: {name} holds numbers that are not finite (NaN or infinity): training would spread them"
             )
     if dtype == torch.float64 and hasattr(inner, "set_experts_implementation"):
-        inner.set_experts_implementation("eager")  # products of all experts at once do not support float64
+        inner.set_experts_implementation("eager")  # the batched implementation does not support float64
     model = Backed(inner, context_of(folder, source), vision=_vision(inner, folder, source))
     model.generation = read_json(folder / "generation_config.json", optional=True)
     text = source.get("text_config")
@@ -102,7 +102,7 @@ def load_backed(
 def empty_backed(
     folder: Path, dtype: torch.dtype, device: torch.device, context: int, how: Mapping[str, Any]
 ) -> Backed:
-    """Build the model of a config.json, with uninitialised weights. `how`: what was determined elsewhere."""
+    """Build the model of a config.json, with uninitialised weights. `how`: the result of `Backed.how_it_runs`."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with quiet():
@@ -119,7 +119,7 @@ def empty_backed(
 
 
 def _vision(inner: Any, folder: Path, source: Mapping[str, Any]) -> Vision | None:
-    """Return the vision part of a vision-language model."""
+    """Return the vision part of a model; None if it is text-only."""
     processor = ImageProcessor.of(folder, source)
     if processor is None or not hasattr(inner.base_model, "get_image_features"):
         return None
@@ -162,15 +162,15 @@ def _opened(folder: Path, source: Mapping[str, Any], dtype: torch.dtype, trust: 
     how: dict[str, Any] = dict(trust_remote_code=trust, local_files_only=True)
     place, reading = _place(folder)
     model_type, more, shapes = source.get("model_type"), {}, {}
-    if read_json(folder / "config.json").get("model_type") != model_type:  # a reward model in a format of our own
+    if read_json(folder / "config.json").get("model_type") != model_type:  # a reward model in this package's own format
         described: Any = CONFIG_MAPPING[model_type]  # type: ignore[index]
-        entries, _ = described.get_config_dict(folder)  # as it reads files: with infinities
+        entries, _ = described.get_config_dict(folder)  # reads the file as transformers does: with infinities
         more["config"] = described.from_dict({**entries, "model_type": model_type})
     try:
-        with quiet(), redirect_stderr(StringIO()) if reading else nullcontext():  # a bar of its own for GGUF files
+        with quiet(), redirect_stderr(StringIO()) if reading else nullcontext():  # GGUF files have their own bar
             config = more.get("config") or AutoConfig.from_pretrained(place, **reading, **how)
             if reading:
-                more = {"config": config, **reading, **_dequantized()}  # it would be read once more
+                more = {"config": config, **reading, **_dequantized()}  # otherwise it would read the config again
             with torch.device("meta"):
                 shapes = check_room(folder, kind.from_config(copy.deepcopy(config), trust_remote_code=trust), dtype)
             opened: Any = kind.from_pretrained(
@@ -178,7 +178,7 @@ def _opened(folder: Path, source: Mapping[str, Any], dtype: torch.dtype, trust: 
             )
     except UserError:
         raise
-    except Exception as error:  # transformers raises anything that its models' code raises
+    except Exception as error:  # code of models raises errors of any type
         other = other_shape(folder, shapes)
         said = f"{folder}: {other}" if other else f"{folder}: transformers cannot open {model_type} as a language model"
         raise UserError(said if other else f"{said}: {one_line(error):.300}") from error
@@ -188,12 +188,12 @@ def _opened(folder: Path, source: Mapping[str, Any], dtype: torch.dtype, trust: 
 
 
 def _place(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the folder that transformers opens, and the arguments with which it does."""
+    """Return the folder that transformers has to open, and further arguments of its `from_pretrained`."""
     return (folder.parent, {"gguf_file": folder.name}) if is_gguf(folder) else (folder, {})
 
 
 def _dequantized() -> dict[str, Any]:
-    """Return the argument with which transformers dequantizes all of a GGUF file; older versions do so anyway."""
+    """Return the argument that makes transformers dequantize a whole GGUF file; older versions always do."""
     try:
         from transformers import GgufConfig
     except ImportError:
@@ -221,7 +221,7 @@ def _check_gguf(folder: Path) -> None:
 
 
 def _check_tensors(folder: Path, inner: Any, told: Mapping[str, Any], headless: bool) -> None:
-    """Raise UserError where the tensors of a folder are not exactly those of the model."""
+    """Raise UserError unless the tensors of a folder are exactly the model's. `told`: transformers' loading report."""
     found = {key: set(map(str, names)) for key, names in told.items() if key.endswith("_keys")}
     if headless:
         found["missing_keys"] -= names_of_head(inner)
@@ -237,11 +237,11 @@ def _check_tensors(folder: Path, inner: Any, told: Mapping[str, Any], headless: 
             )
 
 
-# -- which way, and whether its numbers are right ----------------------------------------------------------------------
+# -- choice of the mode, and check of its results ----------------------------------------------------------------------
 
 
 def choose_mode(model: Backed, folder: Path) -> None:
-    """Set the mode that gives the log-probabilities of the model's own forward. Raises UserError if none does."""
+    """Set the mode that reproduces the log-probabilities of the model's own forward. Raises UserError if none does."""
     _register()
     limit = TOLERANCE if model.head.dtype in (torch.float32, torch.float64) else COARSE
     with torch.no_grad(), quiet():
@@ -281,13 +281,13 @@ def _refused(folder: Path, model: Backed, apart: float, what: str, known: str) -
 
 
 def _difference(logits: Tensor, own: Tensor) -> float:
-    """Return the largest difference of log-probabilities; NaN where either has one."""
+    """Return the largest absolute difference of log-probabilities; NaN if either contains NaN."""
     return float((logits.log_softmax(-1) - own.log_softmax(-1)).abs().max())
 
 
 def _beginning(model: Backed) -> Transcript:
-    """Build the common prefix of both texts: with a picture, if the model reads pictures and its folder can process
-    one.
+    """Build the common prefix of both texts, with a picture if the model reads pictures and its folder has an image
+    processor.
     """
     found = Transcript()
     found.observe(probe_ids(model, BEGINNING))
@@ -298,7 +298,7 @@ def _beginning(model: Backed) -> Transcript:
     digest = PICTURES.hold(png(picture.to(torch.uint8).numpy()))
     try:
         pixels = model.vision.processor.pixels(digest)
-    except PictureError:  # reported where one is shown: the model may be used for text only
+    except PictureError:  # reported when a picture is used: the model may be used for text only
         return found
     seen = Transcript()
     tokens = [found.tokens[0], *[model.vision.placeholders[0]] * pixels.count, *found.tokens[1:]]
@@ -307,7 +307,9 @@ def _beginning(model: Backed) -> Transcript:
 
 
 def _probe(model: Backed) -> tuple[Layout, Tensor]:
-    """Build two texts with a common prefix as a micro-batch; all tokens of the one, then all of the other."""
+    """Return a micro-batch of two texts with a common prefix, and the indices of all tokens of the first text, then of
+    the second.
+    """
     first, device = _beginning(model), model.head.device
     shared, one, other = len(first), *map(len, PROBES)
     tokens = torch.tensor([*first.tokens, *probe_ids(model, PROBES[0]), *probe_ids(model, PROBES[1])], device=device)
@@ -321,7 +323,7 @@ def _probe(model: Backed) -> tuple[Layout, Tensor]:
 
 
 def _own_forward(model: Backed, folder: Path) -> tuple[Tensor, Tensor]:
-    """Return (logits, last hidden states) of the probes, each text in a call of its own."""
+    """Return (logits, last hidden states) of both texts, each from a separate call of the model's own forward."""
     if model.attention != "eager":
         model.attend("eager")
     first, logits, states = _beginning(model), [], []
@@ -340,7 +342,7 @@ def _own_forward(model: Backed, folder: Path) -> tuple[Tensor, Tensor]:
         logits.append(out if model.vision is None else out + model.vision.forbidden)
         states.append(model.inner.base_model(input_ids=ids, use_cache=False, **more).last_hidden_state[0])
     if hasattr(model.inner.base_model, "rope_deltas"):
-        model.inner.base_model.rope_deltas = None  # of these texts
+        model.inner.base_model.rope_deltas = None  # the positions of these texts must not be kept
     return torch.cat(logits), torch.cat(states)
 
 
@@ -355,7 +357,7 @@ def _seen(model: Backed, ids: Tensor, media: Sequence[Media]) -> dict[str, Tenso
 
 
 def _head_of(model: Backed, states: Tensor, own: Tensor) -> tuple[float, float | None]:
-    """Return scale and cap of the head: those that the configuration names, in the sense that gives the model's own
+    """Return scale and cap of the head: of the values in the configuration, those that best reproduce the model's own
     logits.
     """
     config = model.inner.config.get_text_config()
@@ -377,7 +379,7 @@ def _ways(model: Backed) -> Iterator[tuple[Way, str]]:
 
 
 def _kept_per_token(model: Backed) -> float:
-    """Return the bytes of activations per token that a forward pass keeps, measured on the probes."""
+    """Return the bytes of activations that a forward pass keeps per token, measured on the probes."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -389,14 +391,14 @@ def _kept_per_token(model: Backed) -> float:
 
     layout, at = _probe(model)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        found = model.hidden(layout, at)  # held until they are counted: a freed address could be reused
+        found = model.hidden(layout, at)  # kept alive until the bytes are counted: a freed address could be reused
         count = sum(kept.values())
     del found
     return count / len(layout.tokens)
 
 
 def _for_rows(model: Backed) -> str:
-    """Return the attention of a flat model for sampling with a cache."""
+    """Return the name of the attention with which a flat model samples with a cache."""
     try:
         model.attend("sdpa")
         return "sdpa"
@@ -428,10 +430,10 @@ def _is_flat(model: Backed) -> bool:
 
 
 def replay_routing(model: Backed) -> None:
-    """Let the model use the experts that layouts name, if a test proves that it does. Raises UserError if not.
+    """Make the model use the experts that layouts give. Raises UserError if a test shows that it does not.
 
-    Its own experts, named in another order, must give its own log-probabilities; other experts must be used, and give
-    others.
+    The test: the model's own experts, given in another order, must reproduce its log-probabilities; other experts must
+    be used, and change them.
     """
     kind = type(model.inner).__name__
     if model.routers is None:

@@ -1,9 +1,8 @@
-"""Vision of a model of transformers: features of each picture are computed once and inserted at their placeholder
-tokens.
+"""The vision part of a model of transformers: computes features of each picture once, for insertion at placeholders.
 
-The model's own forward inserts the features and processes them further (deeper layers of Qwen3-VL get some too). Only
-their computation is taken out of it: each picture goes through the vision tower once for a call of `hidden`, or for the
-prompts that begin together, however many rows or replies it occurs in.
+The model's own forward inserts the features and processes them further (Qwen3-VL also adds features in deeper layers).
+Only their computation is separate: each picture goes through the vision tower once per call of `hidden`, or once for
+prompts that begin together, independent of the number of rows or replies that contain it.
 
 F    features of all pictures, one for each placeholder
 """
@@ -28,13 +27,13 @@ gives.
 
 
 class Vision(nn.Module):
-    """The vision part of a model. Its weights are the model's own."""
+    """The vision part of a model, with whose weights it works."""
 
     forbidden: Tensor  # [V], added by the head: `MASKED` at placeholders
 
     def __init__(self, inner: Any, processor: ImageProcessor, placeholders: Sequence[int]) -> None:
         super().__init__()
-        self._inner = [inner]  # not as a submodule: it is the model's already
+        self._inner = [inner]  # in a list, so that it is not registered as a submodule
         self.processor, self.placeholders = processor, tuple(placeholders)
         weight = inner.get_output_embeddings().weight
         forbidden = torch.zeros(len(weight), dtype=weight.dtype, device=weight.device)
@@ -46,8 +45,8 @@ class Vision(nn.Module):
         return self._inner[0].base_model
 
     def weights(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the tower and of the projection to the width of the text: all but the language
-        model's.
+        """Yield the parameters of the vision tower and of the projection to the text model's width: all but the
+        language model's.
         """
         model = self._inner[0]
         text = next(getattr(self.base, name) for name in ("language_model", "text_model") if hasattr(self.base, name))
@@ -55,7 +54,7 @@ class Vision(nn.Module):
         yield from (p for p in model.parameters() if id(p) not in own)
 
     def features(self, digests: Sequence[str]) -> PictureFeatures:
-        """Compute features of these pictures, each once. Raises PictureError for an invalid one."""
+        """Compute features of each distinct picture once. Raises PictureError for an invalid one."""
         found: dict[str, _Kind] = {}
         for alike in _alike({digest: self.processor.pixels(digest).inputs for digest in dict.fromkeys(digests)}):
             inputs = {
@@ -77,7 +76,9 @@ class Vision(nn.Module):
 
     @contextmanager
     def shown(self, features: PictureFeatures, digests: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Show these pictures to the base model's forward, in order; yields further arguments for its call."""
+        """Context in which the base model's forward reads these pictures, in order. Yields further arguments for the
+        call.
+        """
         if not digests:
             yield {}
             return
@@ -98,14 +99,14 @@ class Vision(nn.Module):
 
 
 class _Kind:
-    """Features of one picture: [n, D] each, those of deeper layers behind the first; and the model's output."""
+    """Features of one picture, [n, D] each: the main ones, then those for deeper layers. `like`: the model's output."""
 
     def __init__(self, features: Sequence[Tensor], like: Any) -> None:
         self.features, self.like = features, like
 
 
 class PictureFeatures:
-    """Features of pictures, by their hashes."""
+    """Features of pictures, by the pictures' hashes."""
 
     def __init__(self, of: Mapping[str, _Kind]) -> None:
         self.of = of

@@ -1,1 +1,1 @@
-"""Log-probabilities, entropies and divergences over the vocabulary, a block of it at a time."""
+"""Log-probabilities, entropies and divergences, computed over blocks of the vocabulary."""

@@ -1,6 +1,6 @@
-"""Divergence of a policy from a teacher at each scored token, summed over the vocabulary, a block of it at a time.
+"""Divergence of a policy from a teacher at each scored token, summed over the vocabulary in blocks.
 
-Neither model's [N, vocabulary] logits are kept, but for small ones: they are computed block by block, once for a
+The [N, V] logits of the models are kept only if they are small. Otherwise they are computed block by block: once for a
 Kullback-Leibler divergence, twice for a Jensen-Shannon divergence, and again in the backward pass. Only the policy gets
 a gradient.
 
@@ -27,19 +27,19 @@ FORWARD, REVERSE = 0.0, 1.0
 def measured_divergence(
     policy: Hidden, teacher: Hidden, target: Tensor, beta: float, temperatures: tuple[float, float], measured: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(log p at `target`, the divergence) and, where it is to be `measured`, (log q at `target`, the entropy of p).
+    """Return (log p at `target`, divergence, log q at `target`, entropy of p), the last two only if `measured`.
 
-    All are [N] in nats, and the last two without a gradient; the logits are made once for all of them, and the bits of the
-    first two do not depend on whether the others are measured.
+    All are [N] in nats, the last two without a gradient. The logits are computed once for all of them, and the bits of
+    the first two do not depend on `measured`.
 
-    beta 1   KL(p || q), the reverse one: where the teacher sees no probability, the policy loses its own
-    beta 0   KL(q || p), the forward one: the policy covers all that the teacher does
+    beta 1   KL(p || q), the reverse one: the policy gives up tokens to which the teacher gives no probability
+    beta 0   KL(q || p), the forward one: the policy covers all tokens that the teacher covers
     between  (1 - beta) KL(p || m) + beta KL(q || m), m = (1 - beta) p + beta q: generalised Jensen-Shannon (GKD, arXiv
              2306.13649, eq. 1). Divided by beta or by 1 - beta it tends to the forward or to the reverse one at the ends.
 
-    target int64 [N]. `temperatures`: of the policy and of the teacher. The widths of the models may differ. Where one head
-    has more rows than the other, these are padding that no text has: both are compared over the ids that both have. log p is
-    always over all of the policy's.
+    target int64 [N]. `temperatures`: of the policy and of the teacher. The hidden sizes may differ. If one head has
+    more rows than the other, the additional rows are padding that occurs in no text: the divergence is over the ids
+    that both have. log p is always normalised over all ids of the policy.
     """
     assert 0.0 <= beta <= 1.0, beta
     common = min(policy.head.vocab, teacher.head.vocab)
@@ -53,7 +53,7 @@ def measured_divergence(
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Logits of both models, block by block: kept, or recomputed at every pass."""
+    """Iterable of (block, policy's logits, teacher's logits), which are kept or recomputed at every pass."""
 
     policy: Hidden
     teacher: Hidden
@@ -76,13 +76,13 @@ class _Pairs:
 
 
 class _Sum:
-    """Running log sum exp(x) over the blocks so far, and the mean of another quantity under the softmax of x."""
+    """Running log sum exp(x) over the blocks added so far, and the mean of another quantity under the softmax of x."""
 
     def __init__(self, like: Tensor) -> None:
         self.total, self.mean = torch.full_like(like, -math.inf), torch.zeros_like(like)
 
     def add(self, logits: Tensor, gap: Tensor | None = None) -> None:
-        """Add a block, both [N, width]; without a `gap` no mean is kept."""
+        """Add a block of x and of the other quantity, both [N, width]; `gap` None: no mean is computed."""
         top = logits.amax(-1)
         mass = (logits - top[:, None]).exp_()
         here = mass.sum(-1).log_().add_(top)
@@ -94,7 +94,7 @@ class _Sum:
 
 
 class _Divergence(torch.autograd.Function):
-    """Differentiable once. With respect to the policy's x, D being the divergence at the token:
+    """The divergence, differentiable once. Its gradient with respect to the policy's x, where D is the divergence:
 
     reverse p (log p - log q - D), forward p - q, Jensen-Shannon (1 - beta) p (log p - log m - KL(p || m)).
     """
@@ -120,7 +120,7 @@ class _Divergence(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         at = torch.zeros(hidden.shape[0], dtype=wide, device=hidden.device)
         own, other = _Sum(at), _Sum(at)
-        level, theirs = _Sum(at), torch.zeros_like(at)  # the mean logit of the policy; the teacher's at the target
+        level, theirs = _Sum(at), torch.zeros_like(at)  # the policy's mean logit; the teacher's logit at the target
         for block, x, y in pairs:
             mine, place = inside(target, block)
             at = torch.where(mine, x.gather(-1, place[:, None]).squeeze(-1), at)

@@ -1,9 +1,9 @@
-"""Computes log-probabilities, entropies and the like from hidden states: at scored tokens only, in chunks.
+"""Computes log-probabilities, entropies and similar quantities from hidden states, at scored tokens only, in chunks.
 
-No [N, vocabulary] tensor is kept, but for small ones: the logits of a chunk are computed, used and dropped, and
+[N, V] logits are kept only if they are small. Otherwise the logits of a chunk are computed, used and dropped, and
 recomputed in the backward pass.
 
-N    scored tokens    n    those of one chunk    D    hidden size    V    vocabulary
+N    scored tokens    n    scored tokens of one chunk    D    hidden size    V    vocabulary
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from posttrain.models.native.head import Head, narrow_type
 from posttrain.models.native.kernels.gpu_layer import fused
 from posttrain.models.native.linear import add_product, collected, narrowed_rows, wide_product
 
-BLOCK_LOGITS = 1 << 20  # logits of one block: they stay in the processor's cache
-KEPT_LOGITS = 1 << 25  # up to so many (128 MiB in float32) are kept for the backward pass instead of recomputed
+BLOCK_LOGITS = 1 << 20  # logits of one block: they fit into the processor's cache
+KEPT_LOGITS = 1 << 25  # up to this many (128 MiB in float32) are kept for the backward pass instead of recomputed
 CHUNK_LOGITS = 1 << 22  # logits alive at once (16 MiB in float32) ...
-GPU_LOGITS = 1 << 27  # the same three on a GPU, whose products need many columns: 512 MiB
-GPU_COLUMNS = 512  # columns of a block there are a multiple of this
+GPU_LOGITS = 1 << 27  # all three limits on a GPU, where fast products need many columns: 512 MiB
+GPU_COLUMNS = 512  # on a GPU the columns of a block are a multiple of this
 CHUNK_ROWS = 512  # ... but never fewer rows: each chunk of the backward pass adds to a [V, D] gradient
 
 
@@ -55,10 +55,9 @@ def token_logp(hidden: Tensor, head: Head, target: Tensor, temperature: float = 
 def token_logp_entropy(
     hidden: Tensor, head: Head, target: Tensor, temperature: float = 1.0, constant: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return `token_logp`, and the entropy of the whole distribution at each token, both [N].
+    """Return `token_logp`, and the entropy of the whole distribution at each token, both [N] in nats.
 
-    `constant`: nothing is differentiated through the entropy. Log-probabilities and gradients then have the bits that
-    they have without it.
+    `constant`: the entropy has no gradient. Log-probabilities and gradients are then bit-identical to `token_logp`'s.
     """
     kind = "constant" if constant else "learned"
     logp, entropy = _Likelihood.apply(hidden, head.weight, head.bias, head, target, temperature, kind)
@@ -69,7 +68,7 @@ class _Likelihood(torch.autograd.Function):
     """`token_logp` and the entropy by blocks of the vocabulary, so memory does not grow with V. Differentiable once.
 
     With x = logits / temperature and p = softmax(x): d logp / dx = [target] - p and d entropy / dx = -p (log p + entropy).
-    `weight` and `bias` are those of the head: what a gradient is wanted of has to be an argument.
+    `weight` and `bias` are the head's, passed separately because autograd differentiates arguments only.
     """
 
     @staticmethod
@@ -100,7 +99,7 @@ class _Likelihood(torch.autograd.Function):
         logp, entropy = at - total, total - mean
         ctx.save_for_backward(
             hidden, weight, target, total, entropy, *kept
-        )  # the weight: torch checks whether it changes
+        )  # the weight is saved so that torch detects changes in place
         ctx.head, ctx.temperature, ctx.with_entropy, ctx.narrow = head, temperature, entropies == "learned", narrow
         if entropies == "constant":
             ctx.mark_non_differentiable(entropy)
@@ -125,10 +124,10 @@ class _Likelihood(torch.autograd.Function):
 def _added(
     logits: Tensor, place: Tensor, at: Tensor, total: Tensor, mean: Tensor, with_entropy: bool, spare: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the logit at the target, the logsumexp and the mean logit of the blocks so far, with a further one.
+    """Return (logit at the target, logsumexp, mean logit) of the blocks so far and this one, each [N].
 
-    logits [N, width]; place int64 [N], the target's column in the block, beyond it if it is elsewhere. `spare`: the
-    logits may be overwritten.
+    logits [N, width]; place int64 [N], the target's column in the block, out of range if it is in another block.
+    `spare`: the logits may be overwritten.
     """
     mine = (place >= 0) & (place < logits.shape[-1])
     at = torch.where(mine, _at(logits, place.masked_fill(~mine, 0)), at)
@@ -151,7 +150,7 @@ def _slope(
     rounded: torch.dtype | None,
 ) -> Tensor:
     """Return the gradient of a block's logits, [N, width]. `of_entropy`: the entropy, and its gradient. `rounded`: the
-    gradient's type, None: that of the logits.
+    type of the result; None: the type of the logits.
     """
     if of_entropy is not None:
         entropy, to_entropy = of_entropy
@@ -160,7 +159,7 @@ def _slope(
         grad = logs.exp_().mul_(share)
     else:
         grad = (logits - total[:, None]).exp_().mul_(-to_logp[:, None])
-    if rounded is not None:  # in one kernel with what is above, which a scattered sum is not
+    if rounded is not None:  # fuses with the operations above, unlike a scattered sum
         column = torch.arange(logits.shape[-1], device=logits.device)
         return torch.where(column == place[:, None], grad + to_logp[:, None], grad).to(rounded)
     mine = (place >= 0) & (place < logits.shape[-1])
@@ -179,15 +178,15 @@ class Gradients:
         needed: Sequence[bool],
         narrow: torch.dtype | None,
     ) -> None:
-        """Allocate them. `needed`: whether for the hidden states, for the head's weight, for its bias. `narrow`: the type
-        of what products multiply.
+        """Allocate the gradients. `needed`: whether hidden states, the head's weight, its bias need one. `narrow`: type
+        of the factors of products; None: the accumulators' type, `wide`.
         """
         self.hidden, self.head, self.states = hidden, head, hidden.to(narrow or wide)
         self.narrow = narrow
         self.rounded = narrow if head.cap is None else None
         """Type in which `add` takes gradients of logits; None: theirs."""
         self.temperature = temperature
-        self.factor = head.scale / temperature  # d x / d (hidden W^T + b), but for a cap
+        self.factor = head.scale / temperature  # d x / d (hidden W^T + b) without the cap
         self.to_hidden = torch.zeros_like(hidden, dtype=wide) if needed[0] else None
         self.sum_of_weight = collected(head.weight) if needed[1] else None
         own = needed[1] and self.sum_of_weight is None
@@ -195,8 +194,8 @@ class Gradients:
         self.to_bias = torch.empty_like(head.bias, dtype=wide) if needed[2] and head.bias is not None else None
 
     def add(self, block: slice, grad: Tensor, x: Tensor) -> None:
-        """Add a block. `grad` [N, width of the block], may be overwritten: of x, the logits over temperature, times
-        `factor`.
+        """Add a block. `x` [N, width]: logits / temperature. `grad` [N, width]: gradient of x times `factor`, may be
+        overwritten.
         """
         if self.head.cap is not None:  # d cap tanh(y / cap) / dy = 1 - (logit / cap)^2
             grad.mul_(1.0 - (x * (self.temperature / self.head.cap)).square_())
@@ -216,7 +215,7 @@ class Gradients:
 
     @property
     def found(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of hidden states, weight and bias; None where one is not needed, or already accumulated
+        """Return the gradients of hidden states, weight and bias; None for one that is not needed, or was accumulated
         in place.
         """
         given = self.hidden, self.head.weight, self.head.weight
@@ -226,16 +225,16 @@ class Gradients:
 
 
 def keeps(hidden: Tensor, vocabulary: int, models: int = 1) -> bool:
-    """Return whether the logits of so many models are few enough to be kept for the backward pass."""
+    """Return whether the logits of `models` models are few enough to be kept for the backward pass."""
     limit = GPU_LOGITS if hidden.is_cuda else KEPT_LOGITS
     return models * hidden.shape[0] * vocabulary <= limit
 
 
 def blocks(hidden: Tensor, vocabulary: int, models: int = 1) -> list[slice]:
-    """Split the vocabulary so that each block has at most BLOCK_LOGITS logits, of all models together."""
+    """Split the vocabulary into blocks of at most BLOCK_LOGITS logits each, counted over all `models`."""
     limit = GPU_LOGITS if hidden.is_cuda else BLOCK_LOGITS
     width = max(64, limit // max(1, models * hidden.shape[0]))
-    if hidden.is_cuda:  # rows that do not begin at multiples of 16 bytes take a slower kernel
+    if hidden.is_cuda:  # the kernel is slower if rows do not begin at multiples of 16 bytes
         width = max(GPU_COLUMNS, width // GPU_COLUMNS * GPU_COLUMNS)
     return [slice(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]
 
@@ -247,15 +246,13 @@ def scaled_logits(hidden: Tensor, head: Head, block: slice, temperature: float, 
 
 
 def inside(target: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Return which targets are in a block, and the index of each in it (of the others: 0)."""
+    """Return (bool [N]: whether the target is in the block, int64 [N]: its index in the block, else 0)."""
     there = (target >= block.start) & (target < block.stop)
     return there, (target - block.start).masked_fill_(~there, 0)
 
 
 def exact_kl(policy: Hidden, other: Hidden, temperature: float = 1.0) -> Tensor:
-    """Return KL(policy || other) at each token, summed over the vocabulary, [N] in nats. Both sides may have a
-    gradient.
-    """
+    """Return KL(policy || other) at each token, summed over the vocabulary, [N] in nats; differentiable in both."""
 
     def kl(rows: slice) -> tuple[Tensor]:
         own, theirs = (h.logits(rows, temperature).log_softmax(-1) for h in (policy, other))
@@ -278,9 +275,9 @@ def log_collision(policy: Hidden, temperature: float = 1.0) -> Tensor:
 def soft_values(
     policy: Hidden, twins: tuple[Hidden, Hidden], slow: tuple[Hidden, Hidden], temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Return (sum_a pi(a) min_k Q_k(a), the same of the target copies), each [N].
+    """Return (sum_a pi(a) min_k Q_k(a), the same for the target copies `slow`), each [N].
 
-    The first has a gradient into the policy alone, the second none.
+    The first has a gradient into the policy alone, the second has none.
     """
 
     def expected(rows: slice) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
-"""Attention over a layout: segments of ragged length, which may continue each other as a tree.
+"""Attention over a layout: segments of different lengths, which may continue each other as a tree.
 
-Linear layers see the T real tokens and nothing else. Only inside attention are segments padded, to others of about the
-same length, and the padding is dropped again at once.
+Linear layers process only the T real tokens. Segments are padded only inside attention, in batches of similar lengths,
+and the padding is removed at once.
 
 T    tokens of a micro-batch    B    segments of a bucket    n, m    padded query and key length
 """
@@ -28,7 +28,7 @@ from posttrain.models.native.segments import Forest
 
 PREFIX_TOKENS = 128
 """Tokens of a micro-batch per prefix from which on attention to prefixes is computed separately."""
-_GROWTH = math.log(1.25)  # segments of one bucket differ by at most this factor in length: at most 20% of it is padding
+_GROWTH = math.log(1.25)  # lengths of segments in a bucket differ by at most this factor: at most 20% is padding
 
 
 class SegmentAttention:
@@ -39,7 +39,7 @@ class SegmentAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend: q [T, heads, size], k and v [T, kv_heads, size] -> [T, heads, size]."""
-        # Fused kernels have no second derivative, and are switched off where one is needed.
+        # Fused kernels have no second derivative; callers that need one switch them off.
         fused_kernels = torch.backends.cuda.flash_sdp_enabled()
         if q.device.type != "cpu":
             return self.flash(q, k, v) if fused_kernels and flash_covers(q) else self.masked(q, k, v)
@@ -52,8 +52,8 @@ class SegmentAttention:
 
     @cached_property
     def compiled(self) -> CompiledAttention:
-        """Compiled attention: on a processor with a compiler, in float32, differentiable once. Heads are padded to
-        whole panels.
+        """Compiled attention: on a processor with a compiler, in float32, differentiable once. The size of heads is
+        padded to whole panels.
         """
         return CompiledAttention(self.layout, self._forest)
 
@@ -78,12 +78,12 @@ class SegmentAttention:
 
     @cached_property
     def _few_prefixes(self) -> bool:
-        """Return whether going through prefixes one by one is faster."""
+        """Return whether computing prefixes one by one is faster than masked attention."""
         return PREFIX_TOKENS * len(self._forest.prefixes) <= self.layout.tokens.shape[0]
 
 
 def filled(layout: Layout, multiple: int) -> Layout:
-    """Add a last segment that no other attends to, so that the number of tokens is a multiple of this."""
+    """Add a last, independent segment if the number of tokens is not a multiple of `multiple`."""
     total = layout.tokens.shape[0]
     if not (missing := -total % multiple):
         return layout
@@ -99,7 +99,7 @@ def filled(layout: Layout, multiple: int) -> Layout:
 
 
 class _Bucket:
-    """Segments of about one length, in one batch."""
+    """Segments of similar length, in one padded batch."""
 
     def __init__(self, layout: Layout, segments: list[int]) -> None:
         start = np.array([layout.start[k] for k in segments])
@@ -127,12 +127,12 @@ class _Bucket:
 
 
 def _gathered(x: Tensor, index: Tensor, size: int) -> Tensor:
-    """Gather [T, heads, ...] -> [B, heads, n, ...], of the tokens at index int64 [B * n]."""
+    """Gather the tokens at `index`, int64 [B * n]: [T, heads, ...] -> [B, heads, n, ...]."""
     return x.index_select(0, index).view(size, -1, *x.shape[1:]).transpose(1, 2)
 
 
 def _places(layout: Layout, buckets: list[_Bucket]) -> Tensor:
-    """Return int64 [T]: the place of each token among the queries of the buckets, end to end."""
+    """Return int64 [T]: the index of each token in the concatenated queries of the buckets, padding included."""
     place = np.empty(layout.tokens.shape[0], dtype=np.int64)
     offset = 0
     for bucket in buckets:
@@ -152,14 +152,14 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: b
     """Return attention [B, heads, n, size] on a processor, and its normaliser, the logsumexp of the scores, [B, heads,
     n].
 
-    It is the kernel of scaled_dot_product_attention; only this name of it returns the normaliser too.
+    It is the kernel of scaled_dot_product_attention, called directly because only then it returns the normaliser.
     """
     out, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask)
     return out, logsumexp
 
 
 def merged(one: Tensor, one_logsumexp: Tensor, other: Tensor, other_logsumexp: Tensor) -> Tensor:
-    """Merge attention [..., size] to two sets of keys, from that to each and its normaliser [...]."""
+    """Merge the attention outputs [..., size] for two sets of keys, given the normaliser [...] of each."""
     share = torch.sigmoid(one_logsumexp - other_logsumexp).unsqueeze(-1)
     return torch.lerp(other, one, share.to(one.dtype))
 
@@ -167,9 +167,9 @@ def merged(one: Tensor, one_logsumexp: Tensor, other: Tensor, other_logsumexp: T
 class JoinedAttention:
     """Attention to a segment's own tokens and to each of its ancestors separately, merged by their normalisers.
 
-    With the merged output and normaliser, the kernel's own backward gives each set's part of the gradient: a key's
-    weight is exp(score - normaliser) wherever the other keys are. So nothing is masked, causal halves are skipped, and
-    the keys of a prefix are read once for all of its descendants.
+    With the merged output and normaliser, the kernel's own backward computes the gradient of each set of keys, since a
+    key's weight, exp(score - normaliser), depends on the other keys only through the normaliser. So no mask is needed,
+    causal halves are skipped, and the keys of a prefix are read once for all of its descendants.
     """
 
     def __init__(self, layout: Layout, forest: Forest) -> None:
@@ -178,7 +178,7 @@ class JoinedAttention:
             members[_grade(length)].append(k)
         self.own = [_Bucket(layout, segments) for _, segments in sorted(members.items())]
         self.place = _places(layout, self.own)
-        self.prefixes = [  # (indices of a prefix, int64: the tokens of all its descendants)
+        self.prefixes = [  # (slice of a prefix's tokens, int64 indices of the tokens of all its descendants)
             (
                 slice(layout.start[k], layout.start[k] + layout.length[k]),
                 torch.from_numpy(forest.tokens(forest.subtree(k)[1:])),
@@ -235,7 +235,7 @@ class _JoinedAttention(torch.autograd.Function):
 
 
 def _fused_backward(*tensors: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, from that of the output, q, k, v, the output and the normaliser."""
+    """Return the gradients of q, k, v. `tensors`: the output's gradient, q, k, v, the output, the normaliser."""
     *given, logsumexp = tensors
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     grad_q, grad_k, grad_v = kernel(*given, logsumexp.contiguous(), 0.0, causal)
@@ -252,7 +252,7 @@ def _many(x: Tensor) -> Tensor:
     return x.squeeze(0).transpose(0, 1)
 
 
-# -- with masks: one call a bucket, whatever the kernel ----------------------------------------------------------------
+# -- with masks: one call per bucket, with any kernel ------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -288,8 +288,8 @@ class MaskedAttention:
             keys, values = (_gathered(x, bucket.keys, bucket.queries.size) for x in (k, v))
             repeat = q.shape[1] // k.shape[1]
             if repeat > 1 and q.is_cuda and (bucket.mask is not None or q.dtype == torch.float32):
-                # On CUDA only the kernels without a mask and below float32 share key-value heads; the others would fall
-                # back to one that keeps all [n, m] scores.
+                # On CUDA only kernels without a mask and below float32 share key-value heads; otherwise torch would
+                # fall back to a kernel that keeps all [n, m] scores.
                 keys, values = (x.repeat_interleave(repeat, 1) for x in (keys, values))
                 repeat = 1
             out = F.scaled_dot_product_attention(
@@ -305,7 +305,7 @@ class MaskedAttention:
 
 
 def _with_ancestors(forest: Forest, queries: _Bucket) -> tuple[np.ndarray, np.ndarray]:
-    """Return keys [B, p + n] with the ancestors' tokens right before the segments' own, and the mask."""
+    """Return (keys [B, p + n], with the ancestors' tokens directly before the segments' own; mask [B, 1, n, p + n])."""
     paths = [forest.path(k) for k in queries.segments]
     p, n = max(map(len, paths)), queries.index.shape[1]
     keys = np.concatenate([np.empty((queries.size, p), dtype=np.int64), queries.index], axis=1)
@@ -319,10 +319,11 @@ def _with_ancestors(forest: Forest, queries: _Bucket) -> tuple[np.ndarray, np.nd
 
 
 def each_alone(layout: Layout, count: int) -> Callable[[int, Tensor, Tensor, Tensor], Tensor]:
-    """Compute attention of the first segments as if each were in a call of its own, with its ancestors alone.
+    """Return an attention function that computes each of the first `count` segments as if it were alone with its
+    ancestors.
 
-    Compiled code goes through segments one by one anyway. Torch's operations are called for each; padding at the end of
-    the layout then attends to nothing. Without gradients.
+    Compiled code processes segments one by one anyway. Otherwise torch's operations are called once per segment, and
+    later segments, which are padding, give zeros. There are no gradients.
     """
     together, forest = SegmentAttention(layout), Forest(layout)
     device = layout.tokens.device

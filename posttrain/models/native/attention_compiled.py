@@ -1,4 +1,4 @@
-"""Layouts in the form that compiled attention reads: trees depth first, work for every thread.
+"""Converts layouts to the form that compiled attention reads: trees depth first, divided among threads.
 
 T    tokens of a micro-batch
 """
@@ -20,7 +20,7 @@ from posttrain.models.native.segments import Forest
 
 
 def compiled_covers(trees: int, kv_heads: int, dtype: torch.dtype) -> bool:
-    """Return whether compiled code supports this type, and every thread gets some work of that many trees."""
+    """Return whether compiled code supports this type, and this many trees give work to every thread."""
     return (
         binder.attention() is not None
         and torch.promote_types(dtype, torch.float32) == torch.float32
@@ -35,7 +35,7 @@ class CompiledAttention:
         self._layout, self._forest = layout, forest
 
     def covers(self, kv_heads: int, dtype: torch.dtype = torch.float32) -> bool:
-        """Return whether compiled code supports this type, and every thread gets some work."""
+        """Return whether compiled code supports this type, and the layout's trees give work to every thread."""
         return compiled_covers(len(self._forest.trees), kv_heads, dtype)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class CompiledAttention:
         library, size = binder.attention(), q.shape[-1]
         assert library is not None
         attended: Tensor
-        if missing := -size % library.panel:  # zeros add nothing to a score, and to a value nothing that is kept
+        if missing := -size % library.panel:  # zeros do not change scores, and the padded part of the output is dropped
             q, k, v = (functional.pad(x, (0, missing)) for x in (q, k, v))
             attended = _CompiledAttention.apply(q, k, v, self._segments, size**-0.5)
             return attended[..., :size]
@@ -56,7 +56,7 @@ class CompiledAttention:
 
 
 class _Segments:
-    """A forest as attention.c reads it: depth first, the tree with the most work first, so that threads end together."""
+    """A forest as attention.c reads it: depth first, the tree with the most work first, to balance the threads."""
 
     def __init__(self, layout: Layout, forest: Forest) -> None:
         seen = [before + own for before, own in zip(forest.before, layout.length, strict=True)]
@@ -73,9 +73,9 @@ class _Segments:
     def run(
         self, scale: float, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, *grads: Tensor
     ) -> None:
-        """Fill out and logsumexp [T, heads]; or with grads (of out, q, k, v), the last three from the first.
+        """Fill `out` and `logsumexp` [T, heads]; or, given `grads` (of out, q, k, v), fill the gradients of q, k, v.
 
-        q, k and v are float32 [T, heads, size], the heads of a token side by side; everything else is contiguous.
+        q, k and v are float32 [T, heads, size], contiguous within a token; all other tensors are contiguous.
         """
         library, threads, backward = binder.attention(), torch.get_num_threads(), bool(grads)
         assert library is not None and all(x.is_contiguous() for x in (out, logsumexp, *grads))
@@ -143,7 +143,7 @@ def _side_by_side(x: Tensor) -> Tensor:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Convert bfloat16 to float32. Attention on a processor gains nothing from bfloat16, loses in the backward pass,
-    and kernels are compiled for each new length.
+    """Convert bfloat16 to float32. On a processor bfloat16 attention is not faster, its backward pass is slower, and
+    its kernels are compiled for each new length.
     """
     return x.to(torch.promote_types(x.dtype, torch.float32))

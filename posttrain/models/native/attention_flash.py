@@ -1,8 +1,8 @@
 """Attention over a layout through flash kernels for ragged sequences: on a GPU, in bfloat16 or float16.
 
-Nothing is padded or repeated: key heads are shared by their query heads inside the kernel. All segments attend to their own
-tokens in one call. Then, for each depth of the trees, all tokens attend to their ancestor of that depth in one call. The
-results are merged by their normalisers, as in `JoinedAttention`.
+Nothing is padded or repeated: the kernel shares key heads between query heads. One call computes the attention of all
+segments to their own tokens. One further call per depth of the trees computes the attention of all tokens to their
+ancestors of that depth. The results are merged by their normalisers, as in `JoinedAttention`.
 
 T    tokens of a micro-batch
 """
@@ -28,10 +28,10 @@ LARGEST_HEAD = 256
 
 @dataclass(frozen=True)
 class Ragged:
-    """Pairs of (queries, keys) sequences, all end to end; queries of a pair attend to its keys."""
+    """Pairs of concatenated (queries, keys) sequences; the queries of a pair attend to its keys."""
 
-    ends: Tensor  # int32 [pairs + 1], where each sequence of queries begins, and the end of the last
-    key_ends: Tensor  # the same of the keys
+    ends: Tensor  # int32 [pairs + 1], the start of each sequence of queries, and the end of the last
+    key_ends: Tensor  # the same for the keys
     longest: int
     longest_keys: int
     causal: bool
@@ -49,8 +49,8 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, ragged: Ragged) -> tuple[Tensor, ...]:
-    """Return attention [n, heads, size] of q to k and v [m, kv_heads, size], its normaliser float32 [heads, n], and the
-    two states of a random generator that the kernel's backward pass wants back.
+    """Return attention [n, heads, size] of q to k and v [m, kv_heads, size], its normaliser float32 [heads, n], and two
+    states of a random generator, which the kernel's backward pass requires.
     """
     out, logsumexp, state, offset, _ = torch.ops.aten._flash_attention_forward(
         q, k, v, ragged.ends, ragged.key_ends, ragged.longest, ragged.longest_keys, 0.0, ragged.causal, False
@@ -71,7 +71,7 @@ def flash_backward(
 
 
 def flash_covers(q: Tensor) -> bool:
-    """Return whether the kernels compute heads of this type and size, q [T, heads, size], on this device."""
+    """Return whether the kernels support the type, head size and device of q [T, heads, size]."""
     return (
         q.is_cuda
         and q.dtype in (torch.bfloat16, torch.float16)
@@ -85,13 +85,13 @@ def flash_covers(q: Tensor) -> bool:
 class _Ancestors:
     """Attention of tokens to their ancestors of one depth."""
 
-    tokens: Tensor  # int64, the tokens whose ancestors these are, one ancestor's descendants after another's
+    tokens: Tensor  # int64, the tokens of the descendants, grouped by ancestor
     keys: Tensor  # int64, the ancestors' tokens
     ragged: Ragged
 
 
 class FlashAttention:
-    """Attention of one layout. Differentiable once."""
+    """Attention over one layout. Differentiable once."""
 
     def __init__(
         self, layout: Layout, forest: Forest, kernels: tuple[Forward, Backward] = (flash, flash_backward)
@@ -147,7 +147,7 @@ class _FlashAttention(torch.autograd.Function):
         found = parts.backward(grad, q, k, v, out, logsumexp, parts.own, *own)
         if not parts.ancestors:
             return (*found, None)
-        sums = [at_least_float32(x) for x in found]  # a prefix collects from all of its descendants
+        sums = [at_least_float32(x) for x in found]  # float32, since all descendants of a prefix add to its gradient
         for one, states in zip(parts.ancestors, others, strict=True):
             grads, queries, outs = (x.index_select(0, one.tokens) for x in (grad, q, out))
             keys, values = k.index_select(0, one.keys), v.index_select(0, one.keys)

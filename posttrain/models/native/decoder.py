@@ -1,10 +1,10 @@
 """The native language model: one configurable decoder-only transformer.
 
-It covers Llama 2 and 3, Mistral, Qwen2 / 2.5, Qwen3 and models stored under those types (SmolLM). Two decisions are
-made here. Tokens are flat, `[T]`, without batch dimension or padding. And attention is plugged in from outside: packed
-training, prefill and cached decoding are three `attend` functions over this one model.
+It covers Llama 2 and 3, Mistral, Qwen2 / 2.5, Qwen3 and models stored under those types (SmolLM). Tokens are flat,
+`[T]`, without batch dimension or padding. Attention is passed in from outside: packed training, prefill and cached
+decoding are three `attend` functions for the same model.
 
-T  tokens of one forward pass, of any number of sequences end to end
+T  tokens of one forward pass, of any number of concatenated sequences
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class Layer(nn.Module):
         self.down = Linear(config.intermediate, config.hidden, bias=config.mlp_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, at: Tensor | None = None) -> Tensor:
-        """Compute [T, hidden] -> [T, hidden], or of some tokens only: at int64 [n]; cos and sin as `Decoder.rotary`
-        returns them.
+        """Compute [T, hidden] -> [T, hidden], or [n, hidden] for the tokens `at`, int64 [n], only. cos, sin: see
+        `Decoder.rotary`.
         """
         heads, kv_heads = self.heads, self.kv_heads
         qkv = norm_linear(x, self.attention_norm.weight, self.eps, self.qkv)
-        # q and k go through norm and rotation as one tensor: half the operations
+        # norm and rotation of q and k as one tensor take half the operations
         if self.qk_norm is None:
             qk, v = rope_heads(qkv, cos, sin, heads + kv_heads)
         else:
@@ -94,18 +94,18 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The model. Its parameters are uninitialised: create one with `new_decoder` or `checkpoint_folder.load_model`."""
+    """The model, with uninitialised parameters: create it with `new_decoder` or `checkpoint_folder.load_model`."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.source: dict[str, Any] = {}  # its original config.json, so that a save keeps unknown entries
-        self.generation: dict[str, Any] = {}  # its generation_config.json
+        self.source: dict[str, Any] = {}  # its original config.json, of which `save` keeps unknown entries
+        self.generation: dict[str, Any] = {}  # content of generation_config.json
         self.eos_ids: tuple[int, ...] = ()  # every token id that ends a reply
-        self.lora: LoRA | None = None  # settings of its adapters; its own weights are then frozen
-        self.routers: Routers | None = None  # it has no experts
+        self.lora: LoRA | None = None  # settings of the adapters, whose base weights are then frozen
+        self.routers: Routers | None = None  # the model has no experts
         self.replays = False
-        self.recomputes = False  # whether a backward pass computes layers again, instead of keeping their activations
+        self.recomputes = False  # whether a backward pass recomputes layers instead of using stored activations
         self.embed = Embedding(config.vocab, config.hidden)
         self.layers = nn.ModuleList(Layer(config, number) for number in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.norm_eps)
@@ -119,14 +119,14 @@ class Decoder(nn.Module):
 
     @property
     def head(self) -> Head:
-        """Output head; the embedding is its weight when tied."""
+        """Output head; its weight is the embedding if they are tied."""
         return Head(self.embed.weight if self.output is None else self.output)
 
     def forward(self, tokens: Tensor, position: Tensor, attend: Attend, at: Tensor | None = None) -> Tensor:
         """Compute hidden states after the final norm, float [T, hidden], of tokens int64 [T] at position int64 [T].
 
-        `at` int64 [n]: return only these tokens' states, [n, hidden]. Behind its attention the last layer computes no
-        others.
+        `at` int64 [n]: return only these tokens' states, [n, hidden]. The last layer computes only these tokens after
+        its attention.
         """
         x: Tensor = self.embed(tokens).to(self.dtype)
         cos, sin = self.rotary(position, x.dtype)
@@ -137,7 +137,7 @@ class Decoder(nn.Module):
         return x
 
     def _through(self, layer: nn.Module, *given: Any) -> Tensor:
-        """Compute a layer; where layers are recomputed, only its inputs are kept for the backward pass."""
+        """Compute a layer. If layers are recomputed, keep only its inputs for the backward pass."""
         if self.recomputes and torch.is_grad_enabled():
             kept: Tensor = checkpoint(layer, *given, use_reentrant=False, preserve_rng_state=False)
             return kept
@@ -145,8 +145,8 @@ class Decoder(nn.Module):
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits [n, hidden] -> [n, vocab], in float32 at least. For few rows: a learner never holds all logits
-        at once.
+        """Compute logits [n, hidden] -> [n, vocab], in float32 at least. Meant for few rows: learners compute logits in
+        blocks.
         """
         return self.head.logits(hidden)
 
@@ -168,7 +168,7 @@ class Decoder(nn.Module):
         return self.norm.weight.dtype
 
     def narrow(self, dtype: torch.dtype) -> None:
-        """Freeze the model, with its matrices in a narrower type. Norms, biases and the residual stream keep theirs."""
+        """Freeze the model, and convert its matrices to a narrower type; norms, biases and activations keep theirs."""
         self.requires_grad_(False)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2 and "norm" not in name:
@@ -186,11 +186,11 @@ class Decoder(nn.Module):
                 yield name, module, [(n.removesuffix(".weight"), shape[0]) for n, shape in stored[f"{name}.weight"]]
 
     def open_linears(self, wanted: Callable[[str], bool]) -> None:
-        """Do nothing: all of them are listed already."""
+        """Do nothing: `linears` already has all matrices."""
 
     def save(self, folder: Path) -> None:
-        """Write config.json, generation_config.json and the weights, as `load_model` reads them; of an adapted model the
-        adapters alone.
+        """Write config.json, generation_config.json and the weights, as `load_model` reads them; for an adapted model,
+        only the adapters.
         """
         if self.lora is not None:
             return self.lora.save(self, folder)
@@ -240,15 +240,15 @@ class Decoder(nn.Module):
         self.recomputes = True
 
     def prepare_shards(self) -> None:
-        """Do nothing: each layer has all weights that it uses."""
+        """Do nothing: layers share no weights."""
 
     @property
     def apart(self) -> bool:
         return self.embed.weight.device.type == "cpu" and compiles()
 
     def hidden_apart(self, layout: Layout, at: Tensor) -> Tensor:
-        """Compute hidden states: compiled attention goes through texts one by one, and products in blocks of
-        one size.
+        """Compute hidden states such that each text's bits are independent of the others: attention text by text, and
+        products in blocks of one size.
         """
         count, texts, layout = len(at), len(layout.length), filled(layout, ROUND)
         at = torch.cat((at, at[:1].expand(-count % ROUND)))
@@ -298,7 +298,7 @@ def rotary_frequency(config: DecoderConfig) -> Tensor:
     if scaling["rope_type"] == "linear":
         return frequency / float(scaling["factor"])
     assert scaling["rope_type"] == "llama3", "the checkpoint reader refuses other kinds"
-    # Llama 3.1: dimensions that turn often within the original context stay, those that turn rarely are slowed down
+    # Llama 3.1: frequencies with many turns within the original context stay, those with few turns are reduced
     turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     kept: Tensor = ((turns - low) / (high - low)).clamp(0.0, 1.0)
@@ -306,7 +306,7 @@ def rotary_frequency(config: DecoderConfig) -> Tensor:
 
 
 def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend within one sequence: every token attends to itself and to all before it."""
+    """Attend within one sequence: every token attends to itself and to all tokens before it."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
@@ -316,11 +316,10 @@ def causal(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def new_decoder(
     config: DecoderConfig, seed: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> Decoder:
-    """Create a freshly initialised model; equal seeds give equal weights on one kind of device, the global RNG is not
-    used.
+    """Create an initialised model. Equal seeds give equal weights on one kind of device; the global RNG is not used.
 
     Weights are normal(0, 0.02), those that write to the residual stream divided by sqrt(2 * layers) (GPT-2); norms are
-    1 and biases 0. Raises UserError if no Hugging Face family could store such a model, or if no memory could hold it.
+    1 and biases 0. Raises UserError if no Hugging Face family can store such a model, or if memory does not suffice.
     """
     config.require_memory(dtype, torch.device(device), "a model from scratch")
     with torch.device("meta"):  # no memory, and no draw from the global RNG
@@ -341,7 +340,7 @@ def new_decoder(
 
 
 def storable_family(config: DecoderConfig) -> str:
-    """Return the Hugging Face model_type whose checkpoints hold exactly these biases and norms."""
+    """Return the Hugging Face model_type whose checkpoints have exactly these biases and norms."""
     if config.qk_norm and config.qkv_bias == config.o_bias and not config.mlp_bias:
         return "qwen3"
     if config.qkv_bias and not (config.o_bias or config.mlp_bias or config.qk_norm):

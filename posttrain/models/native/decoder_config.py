@@ -1,7 +1,7 @@
 """Reads config.json: the shape of a decoder, its rotary embeddings, its end-of-sequence ids.
 
-It decides which families are supported and validates every number. Nothing is allocated here, and values that pass are
-not checked again.
+It defines which families are supported, and validates every number; other modules do not check them again. It
+allocates no memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_hea
 
 
 class NotNativeError(UserError):
-    """A supported family with an unsupported setting: transformers may know it."""
+    """Raised for a supported family with an unsupported setting, which transformers may support."""
 
 
 def unsupported(folder: Path, kind: Any, supported: Iterable[str]) -> UserError:
@@ -39,10 +39,9 @@ def unsupported(folder: Path, kind: Any, supported: Iterable[str]) -> UserError:
 
 
 def read_config(folder: Path, source: Mapping[str, Any]) -> DecoderConfig:
-    """Read the shape of a decoder from a folder's config.json, already parsed.
+    """Read the shape of a decoder from a folder's config.json, parsed as `source`.
 
-    Raises UserError, naming file and key, for a value that is not supported, missing, of the wrong type or out of its
-    range.
+    Raises UserError, naming file and key, for a value that is unsupported, missing, of the wrong type or out of range.
     """
     fields = Fields(folder / "config.json", source)
     file, family = fields.file, source.get("model_type")
@@ -95,7 +94,7 @@ def _decoder_config(fields: Fields, family: str) -> DecoderConfig:
 
 
 def _read_rope(fields: Fields) -> tuple[float, dict[str, Any] | None]:
-    """Return (theta, scaling). transformers 5 writes one `rope_parameters`; before, `rope_theta` and `rope_scaling`."""
+    """Return (theta, scaling). transformers 5 writes `rope_parameters`, older ones `rope_theta` and `rope_scaling`."""
     stored = fields.table("rope_scaling" if fields.get("rope_scaling") else "rope_parameters")
     theta = stored.number("rope_theta", *THETA, None) or fields.number("rope_theta", *THETA, 10_000.0)
     kind = stored.text("rope_type", None) or stored.text("type", "default")
@@ -121,8 +120,8 @@ def _read_rope(fields: Fields) -> tuple[float, dict[str, Any] | None]:
 
 
 def _read_context(fields: Fields, family: str) -> int:
-    """Return the context length. Within the sliding window, windowed attention is full attention: the context ends
-    there.
+    """Return the context length in tokens, at most the sliding window, within which windowed attention equals full
+    attention.
     """
     context: int = fields.whole("max_position_embeddings", 1, CONTEXT_MOST, 2048)
     windowed = family == "mistral"
@@ -134,9 +133,9 @@ def _read_context(fields: Fields, family: str) -> int:
 
 
 def read_eos_ids(folder: Path, source: Mapping[str, Any], generation: Mapping[str, Any], vocab: int) -> tuple[int, ...]:
-    """Read every token id that ends a reply: generation_config.json's, else config.json's; () if neither names one.
+    """Read all token ids that end a reply, from generation_config.json or else config.json; () if neither has one.
 
-    Raises UserError for one that is not in the vocabulary.
+    Raises UserError for an id that is not in the vocabulary.
     """
     name, eos = "generation_config.json", generation.get("eos_token_id")
     if eos is None:
@@ -172,7 +171,7 @@ def written_config(config: DecoderConfig) -> dict[str, Any]:
         "mlp_bias": config.mlp_bias,
         "sliding_window": None,
         "tie_word_embeddings": config.tied,
-        "bos_token_id": None,  # if absent, transformers would fill in ids of its own
+        "bos_token_id": None,  # without the entry, transformers would fill in a default
         "eos_token_id": None,
         "pad_token_id": None,
     }

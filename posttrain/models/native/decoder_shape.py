@@ -1,4 +1,4 @@
-"""Shape of a decoder: its sizes, their limits, and the memory they require."""
+"""Shape of a decoder: sizes, their limits, and the memory that they require."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROPE_TYPES = ("linear", "llama3")
 SIZE_MOST = 2**31 - 1  # token ids, and the sizes in compiled code, have 32 bits
 
 
-LAYERS_MOST = 2_000  # each takes a millisecond to build, however small
+LAYERS_MOST = 2_000  # a layer of any size takes a millisecond to build
 
 
 CONTEXT_MOST = 2**31 - 1
@@ -40,7 +40,7 @@ class DecoderConfig:
     kv_heads: int
     head_size: int
     intermediate: int
-    context: int  # most tokens of one sequence
+    context: int  # maximum of tokens in one sequence
     norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     rope_scaling: dict[str, Any] | None = None  # "rope_type" is one of ROPE_TYPES, and the numbers it needs
@@ -49,7 +49,7 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False  # RMSNorm over each head of q and of k, before the rotation (Qwen3)
     tied: bool = False  # the output head is the embedding
-    family: str = "llama"  # the Hugging Face model_type; `new_decoder` chooses it itself
+    family: str = "llama"  # the Hugging Face model_type; `new_decoder` sets it
 
     def __post_init__(self) -> None:
         sizes = dict.fromkeys(("vocab", "hidden", "heads", "kv_heads", "head_size", "intermediate"), SIZE_MOST)
@@ -84,11 +84,11 @@ class DecoderConfig:
         return ends + self.layers * (attention + mlp + biases + norms)
 
     def activation_bytes(self, narrow: bool, recompute: bool = False) -> int:
-        """Count the bytes that an update keeps of a token for its backward pass, with compiled operations.
+        """Count the bytes per token that an update keeps for its backward pass, with compiled operations.
 
-        A layer keeps the residual stream at both of its norms, q, k, v, what attention returns, and what goes into SwiGLU.
-        `narrow`: products are in bfloat16; the residual stream is float32 all the same. `recompute`: a layer keeps its
-        input alone, and one layer at a time keeps the rest.
+        A layer keeps the residual stream at both of its norms, q, k, v, the output of attention, and the input of
+        SwiGLU. `narrow`: products are in bfloat16, the residual stream still in float32. `recompute`: layers keep only
+        their inputs, and one layer at a time keeps all.
         """
         number = 2 if narrow else 4
         products = 2 * self.intermediate + 2 * (self.heads + self.kv_heads) * self.head_size
@@ -96,11 +96,12 @@ class DecoderConfig:
         return self.layers * 4 * self.hidden + of_layer if recompute else self.layers * of_layer
 
     def require_memory(self, dtype: torch.dtype, device: torch.device, what: str, shares: int = 1) -> None:
-        """Raise UserError if the weights alone, or one of `shares` shares of them, are more than `device` has room for.
+        """Raise UserError if the weights alone, or one of `shares` shares of them, exceed the free memory of `device`.
 
         `what`: the file or option that gives this shape, for the message.
 
-        A model that passes may still be too large to be trained: gradients and moments take three times as much again.
+        A model that passes may still be too large for training: gradients and moments take three times as much in
+        addition.
         """
         needed, room = self.parameters * dtype.itemsize // shares, available_memory(device)
         if needed > room:

@@ -1,4 +1,4 @@
-"""Writes a decoder in the Hugging Face format of its family: q, k, v and gate, up separately, adapters merged."""
+"""Writes a decoder in the Hugging Face format of its family: separate q, k, v and gate, up, with adapters merged."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def save_model(
 ) -> None:
     """Write a folder that `load_model` and transformers.AutoModelForCausalLM read.
 
-    `dtype` is that of the written weights (None: the model's). Weights go to files of at most `shard_bytes` bytes each,
-    larger single tensors excepted. Weights of an earlier save in the folder are removed. A model without eos_ids gets
-    the tokenizer's. `also`: further tensors; `told`: further entries of config.json, or other values of them.
+    `dtype`: type of the written weights (None: the model's). Files have at most `shard_bytes` bytes each, except for
+    larger single tensors. Weights of an earlier save in the folder are removed. A model without eos_ids gets the
+    tokenizer's. `also`: further tensors; `told`: additional or replaced entries of config.json.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -57,26 +57,25 @@ def save_model(
 
 
 def described(model: Decoder, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return the config.json of a model that was not loaded from one, with the tokenizer's ids."""
+    """Return the config.json of a model that was not loaded from a checkpoint, with the tokenizer's ids."""
     ids = {} if tokenizer is None else {"bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
     return {**written_config(model.config), **_ends(model, tokenizer), **ids}
 
 
 def _ends(model: Decoder, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return the ids that end a reply, as both files of a checkpoint name them."""
+    """Return the entry with the ids that end a reply, for config.json and generation_config.json."""
     ids = list(model.eos_ids) or ([tokenizer.eos_id] if tokenizer and tokenizer.eos_id is not None else [])
     return {"eos_token_id": ids if len(ids) > 1 else ids[0]} if ids else {}
 
 
 def checkpoint_tensors(model: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights as a checkpoint stores them, under its names. Views, no copies.
+    """Yield (name, tensor) of the weights as a checkpoint stores them: views, no copies.
 
-    A sharded parameter is gathered when it is its turn: all processes have to iterate. Adapters are merged, each when
-    it is its turn.
+    Sharded parameters are gathered and adapters merged one at a time, so all processes have to iterate.
     """
     pieces = stored_pieces(model.config)
     for name, parameter in plain_weights(model):
-        yield from _as_stored(whole(parameter), pieces[name])  # and keeps no reference to it
+        yield from _as_stored(whole(parameter), pieces[name])  # no reference to it is kept
 
 
 def _as_stored(parameter: Tensor, pieces: Pieces) -> Iterator[tuple[str, Tensor]]:

@@ -1,9 +1,8 @@
-"""Operations between the matrix products: compiled code, or torch with gradients written out.
+"""Operations between the matrix products, by compiled code or by torch with explicit backward passes.
 
-Compiled code (`layer.c` on a processor, `gpu_layer.py` on a GPU) goes through memory once where torch's operations go
-through it several times. That is cheap enough to recompute norms and activations in the backward pass instead of keeping
-them. It supports float32, and products in bfloat16; everything else goes through torch's operations, each of which can be
-differentiated twice.
+Compiled code (`layer.c` on a processor, `gpu_layer.py` on a GPU) reads memory once, torch's operations several times.
+It is fast enough to recompute norms and activations in the backward pass instead of keeping them. It supports float32,
+and products in bfloat16; all other cases use torch's operations, which can be differentiated twice.
 
 T    tokens
 """
@@ -41,7 +40,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     weight [..., size] has x's last dimensions.
     """
-    if x.is_cuda:  # torch's is one kernel there; on a processor its backward is a chain of operations, longer than this
+    if x.is_cuda:  # there torch has one kernel; on a processor its backward has more operations than the one below
         if weight.ndim == 1:
             return functional.rms_norm(x, weight.shape, weight, eps)
         return (functional.rms_norm(x, x.shape[-1:], None, eps) * weight).to(x.dtype)
@@ -61,7 +60,7 @@ def _normed(x: Tensor, weight: Tensor, rate: Tensor) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Keeps x and one number of each row."""
+    """RMSNorm that keeps x and one number per row for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -95,7 +94,7 @@ def _swiglu(x: Tensor) -> Tensor:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Keeps x alone, and writes both halves of its gradient in place."""
+    """SwiGLU that keeps only x for the backward pass, which writes both halves of the gradient in place."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -121,14 +120,14 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def compiles() -> bool:
-    """Return whether the operations between the products of an update are compiled code here."""
+    """Return whether the operations between the products of an update run as compiled code on the processor."""
     return binder.layer() is not None
 
 
 def _covering(x: Tensor, float32: bool, *others: Tensor | None) -> binder.LayerLibrary | GPULayer | None:
-    """Return the compiled code, where it applies: differentiable once at most, in float32 or bfloat16.
+    """Return the compiled code if it supports this case: at most one derivative, float32 or bfloat16; else None.
 
-    float32: x has that type, whatever the type of products is.
+    `float32`: x has to be float32, whatever the type of products; otherwise x has to be of the type of products.
     """
     if (
         (accumulates() or not torch.is_grad_enabled())
@@ -167,7 +166,7 @@ def swiglu_linear(x: Tensor, linear: Linear) -> Tensor:
 
 
 def rope_heads(x: Tensor, cos: Tensor, sin: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the first `count` heads of x [T, heads * size] with rotary embedding, [T, count, size], and the others.
+    """Return (the first `count` heads of x [T, heads * size] with rotary embedding, [T, count, size]; the other heads).
 
     May overwrite x. cos and sin [T, 1, size] as `Decoder.rotary` returns them.
     """
@@ -181,14 +180,12 @@ def rope_heads(x: Tensor, cos: Tensor, sin: Tensor, count: int) -> tuple[Tensor,
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply rotary embedding to heads x (arXiv 2104.09864); the result has x's type, also where the tables are
-    wider.
-    """
+    """Apply rotary embedding to heads x (arXiv 2104.09864). The result has x's type, even if cos and sin are wider."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin).type_as(x)
 
 
 class _NormLinear(torch.autograd.Function):
-    """Keeps x and one number of each row."""
+    """`norm_linear` that keeps x and one number per row for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: Tensor, eps: float, linear: Linear, *learned: Tensor | None) -> Tensor:
@@ -223,7 +220,7 @@ class _NormLinear(torch.autograd.Function):
 
 
 class _SwiGLULinear(torch.autograd.Function):
-    """Keeps x alone."""
+    """`swiglu_linear` that keeps only x for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, linear: Linear, *learned: Tensor | None) -> Tensor:

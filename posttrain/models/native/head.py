@@ -16,9 +16,9 @@ from posttrain.models.native.linear import narrowed_rows, wide_product
 
 
 def narrow_type(hidden: Tensor) -> torch.dtype | None:
-    """Return the type of the numbers that a head multiplies on a GPU under autocast; None: float32 at least.
+    """Return the type of the factors of a head's products: on a GPU under autocast, autocast's; None: float32 at least.
 
-    Sums and logits are float32 all the same. In float32 the products of a head would take longer than all others together.
+    Sums and logits are float32 in any case. With float32 factors the head would take longer than all other products.
     """
     if hidden.is_cuda and torch.is_autocast_enabled("cuda") and hidden.dtype != torch.float64:
         return torch.get_autocast_dtype("cuda")
@@ -53,7 +53,7 @@ class Head:
         return replace(self, weight=self.weight.detach(), bias=None if self.bias is None else self.bias.detach())
 
     def first(self, rows: int) -> Head:
-        """Return the head of the first ids. All of them: this very head, whose weight is known as a parameter."""
+        """Return the head for the first `rows` ids; for all ids, this head itself, since its weight is a parameter."""
         if rows == self.vocab:
             return self
         return replace(self, weight=self.weight[:rows], bias=None if self.bias is None else self.bias[:rows])
@@ -62,8 +62,8 @@ class Head:
         """Compute logits [N, V] of hidden [N, D], or the columns of a block of the vocabulary; float32 at least, also
         under autocast.
 
-        Logits rounded to bfloat16 move log-probabilities by more than GSPO's clip is wide (3e-4). `narrow`: the type of
-        what is multiplied, see `narrow_type`, which a backward pass cannot ask.
+        Rounding logits to bfloat16 would change log-probabilities by more than the width of GSPO's clip (3e-4).
+        `narrow`: the result of `narrow_type`, which a backward pass cannot call itself, as autocast has ended.
         """
         narrow = narrow or narrow_type(hidden)
         weight = self.weight if block is None else self.weight[block]
@@ -88,7 +88,7 @@ class Head:
 
 
 class _NarrowProduct(torch.autograd.Function):
-    """x W^T of x [N, D] and W [V, D], both rounded to a narrow type; float32. Differentiable twice."""
+    """x W^T in float32, with x [N, D] and W [V, D] rounded to a narrow type. Differentiable twice."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, narrow: torch.dtype) -> Tensor:

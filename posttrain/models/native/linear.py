@@ -1,4 +1,4 @@
-"""Products with weights, and their gradients.
+"""Linear layers: products with weights, low-rank adapters, and their gradients.
 
 T    tokens
 """
@@ -28,7 +28,7 @@ it has not seen, which takes longer than the product, and keeps what it compiled
 def give_memory(module: nn.Module, device: str | torch.device) -> None:
     """Move a module from "meta" to memory of this device, uninitialised.
 
-    `Module.to_empty` would import sympy (half a second) for the strides of each new tensor; sharded ones need it.
+    `Module.to_empty` would import sympy (half a second) for the strides of new tensors, which only sharded ones need.
     """
 
     def empty(x: Tensor) -> Tensor:
@@ -40,9 +40,7 @@ def give_memory(module: nn.Module, device: str | torch.device) -> None:
 
 
 class Linear(nn.Module):
-    """Layer x W^T + b, uninitialised. torch's own layer would import the compiler (a second) just to be created on
-    "meta".
-    """
+    """Layer x W^T + b, uninitialised. Creating torch's own layer on "meta" would import torch's compiler (a second)."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__()
@@ -52,7 +50,7 @@ class Linear(nn.Module):
 
     @property
     def parameter(self) -> Tensor | None:
-        """Return the weight, if it is a parameter that can learn."""
+        """Return the weight if it is a parameter, else None."""
         return self.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,12 +69,12 @@ class Linear(nn.Module):
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """Return the single weight that computes the same, [outputs, inputs]: without an adapter, the weight itself."""
+        """Return the weight [outputs, inputs] with the adapter merged; without an adapter, the weight itself."""
         return self.weight.detach() if self.adapter is None else self.adapter.merged(self.weight)
 
 
 class LinearOfRows(Linear):
-    """Linear layer for rows of tokens, which replaces a layer of torch's and uses its tensors."""
+    """Linear layer for inputs [..., inputs], which replaces one of torch's layers and shares its tensors."""
 
     def __init__(self, layer: nn.Linear) -> None:
         nn.Module.__init__(self)
@@ -89,21 +87,21 @@ class LinearOfRows(Linear):
 
 
 class AdapterPlace(NamedTuple):
-    """Place of one adapted matrix within a product."""
+    """Position of one adapted matrix within a product."""
 
-    outputs: slice  # among the outputs of the product
-    rows: slice  # of B
-    inner: slice  # rows of A
+    outputs: slice  # its outputs of the product
+    rows: slice  # its rows of B
+    inner: slice  # its rows of A
 
 
 class Adapter(nn.Module):
     """Low-rank adapter of a product: scale * B A x (LoRA, arXiv 2106.09685, equation 3).
 
-    With a magnitude m each output is that of a row whose norm is m: m / |W + scale * B A| (W + scale * B A) x, before
-    the bias, with the norm of the rows treated as a constant (DoRA, arXiv 2402.09353, equation 5 and section 4.3).
+    With a magnitude m each row is scaled to the norm m: m / |W + scale * B A| (W + scale * B A) x, before the bias,
+    with the norm of the rows treated as a constant (DoRA, arXiv 2402.09353, equation 5 and section 4.3).
 
-    A product may compute several stored matrices at once (q, k, v), each of which has an A and a B of its own, or none.
-    All A are stacked, [pieces * rank, inputs], for one product with x; so are all B, [their outputs, rank].
+    A product may compute several stored matrices at once (q, k, v), each with its own A and B, or without an adapter.
+    All A are stacked, [pieces * rank, inputs], for one product with x; so are all B, [adapted outputs, rank].
     """
 
     def __init__(
@@ -115,7 +113,7 @@ class Adapter(nn.Module):
         scale: float,
         dora: bool = False,
     ) -> None:
-        """Create it uninitialised. `pieces`: the names of the adapted matrices, and the outputs that each computes."""
+        """Create an uninitialised adapter. `pieces`: (name, slice of the outputs) of each adapted matrix."""
         super().__init__()
         self.names = tuple(name for name, _ in pieces)
         self.outputs, self.rank, self.scale = outputs, rank, scale
@@ -126,10 +124,10 @@ class Adapter(nn.Module):
         self.places = tuple(places)
         self.a = nn.Parameter(torch.empty(len(pieces) * rank, inputs))
         self.b = nn.Parameter(torch.empty(end, rank))
-        self.magnitude = nn.Parameter(torch.empty(end)) if dora else None  # of the rows of B
+        self.magnitude = nn.Parameter(torch.empty(end)) if dora else None  # one for each row of B
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute [T, inputs] -> [T, outputs], by operations that can be differentiated twice."""
+        """Compute [T, inputs] -> [T, outputs] with operations that can be differentiated twice."""
         inner = product(x, self.a, None) * self.scale
         parts, end = [], 0
         for place in self.places:
@@ -143,8 +141,8 @@ class Adapter(nn.Module):
     def lengths(self, weight: Tensor) -> Tensor:
         """Return |W + scale * B A| of each adapted row, [rows of B], at least float32.
 
-        As |W|^2 + 2 scale W A^T B^T + scale^2 B A A^T B^T: the sum itself is not computed. While weights do not change
-        it is computed once.
+        Computed as |W|^2 + 2 scale W A^T B^T + scale^2 B A A^T B^T, without the matrix W + scale * B A. While gradients
+        accumulate, the result is cached.
         """
         known = _ways().narrowed
         if known is not None and self.magnitude in known:
@@ -165,7 +163,7 @@ class Adapter(nn.Module):
         return lengths
 
     def scaled(self, out: Tensor, weight: Tensor) -> Tensor:
-        """Scale outputs [T, outputs], before the bias, to rows whose norms are the magnitude; unchanged without one."""
+        """Scale outputs [T, outputs], before the bias, by magnitude / norm of the row; unchanged without magnitude."""
         if self.magnitude is None:
             return out
         share, parts, end = self.magnitude / self.lengths(weight), [], 0
@@ -173,14 +171,14 @@ class Adapter(nn.Module):
             parts += [share.new_ones(place.outputs.start - end), share[place.rows]]
             end = place.outputs.stop
         parts.append(share.new_ones(self.outputs - end))
-        return (out * torch.cat(parts)).to(out.dtype)  # a factor in bfloat16 would lose what an update changes
+        return (out * torch.cat(parts)).to(out.dtype)  # a factor in bfloat16 would round off small updates
 
     def shifted(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the product with the weight, the adapter's output added, without a gradient; all of the type of
-        products.
+        """Return the product with the weight plus the adapter's output, without a gradient; all tensors are of the type
+        of products.
 
-        A sum of both weights, computed for each micro-batch, would save one hundredth of an update, and be rounded
-        where products are narrower than weights: most of what an update adds would be lost.
+        Merging the weights for each micro-batch would save one hundredth of an update's time, but if products are
+        narrower than weights, rounding would lose most of what an update adds.
         """
         out, inner, b = product(x, weight, bias), self.inner(x), narrowed(self.b, x.dtype)
         for place in self.places:
@@ -203,9 +201,9 @@ class Adapter(nn.Module):
         return product(x, narrowed(self.a, x.dtype), None).mul_(self.scale)
 
     def back(self, grad: Tensor, to_x: Tensor | None) -> Tensor:
-        """Add the adapter's part to the gradient of x. Return the gradient of A x.
+        """Add the adapter's part to the gradient of x, `to_x`. Return the gradient of A x.
 
-        grad [T, outputs]: of the product; all of one type.
+        `grad` [T, outputs]: gradient of the product; all tensors have one type.
         """
         b = narrowed(self.b, grad.dtype)
         to_inner = grad.new_empty(len(grad), len(self.a))
@@ -217,7 +215,7 @@ class Adapter(nn.Module):
         return to_inner
 
     def collect_magnitude(self, grad: Tensor, x: Tensor, weight: Tensor) -> None:
-        """Add to the gradient of the magnitude; the scaled outputs are recomputed. grad: of the product."""
+        """Add to the gradient of the magnitude; the outputs are recomputed. `grad`: gradient of the product."""
         if self.magnitude is None:
             return
         to_magnitude, lengths = collected(self.magnitude), self.lengths(weight)
@@ -228,7 +226,7 @@ class Adapter(nn.Module):
             to_magnitude[place.rows] += moved / lengths[place.rows]
 
     def collect(self, to_inner: Tensor, grad: Tensor, x: Tensor) -> None:
-        """Add to the gradients of A and B."""
+        """Add to the gradients of A and B, given the gradients of A x and of the outputs."""
         to_a, to_b = collected(self.a), collected(self.b)
         assert to_a is not None and to_b is not None
         add_product(to_a, to_inner.t(), x)
@@ -238,7 +236,7 @@ class Adapter(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of a table, uninitialised."""
+    """Embedding layer, uninitialised."""
 
     def __init__(self, count: int, size: int) -> None:
         super().__init__()
@@ -252,7 +250,7 @@ class Embedding(nn.Module):
 
 
 def rounds(device: torch.device) -> bool:
-    """Return whether products are computed in bfloat16 on a processor: numbers of rows should then repeat."""
+    """Return whether products run in bfloat16 on a processor, where few distinct numbers of rows should occur."""
     return device.type == "cpu" and torch.is_autocast_enabled("cpu")
 
 
@@ -265,9 +263,9 @@ class _Ways:
 
     block: int | None = None  # rows per product; None: all
     narrowed: dict[Tensor, Tensor] | None = (
-        None  # while gradients accumulate: weight -> the same, in the type of products
+        None  # while gradients accumulate: weight -> its copy in the type of products; else None
     )
-    keeps: bool = True  # narrowed weights that are kept as long
+    keeps: bool = True  # whether such copies of narrowed weights are kept
 
 
 _everybodys = _Ways()
@@ -280,9 +278,10 @@ def _ways() -> _Ways:
 
 
 def compute_apart() -> None:
-    """Keep the settings of this thread's products apart from those of others.
+    """Give this thread its own settings of products.
 
-    Not the default: torch computes gradients on a GPU in threads of its own, which belong to the one that started them.
+    By default threads share them: torch computes gradients on a GPU in further threads, which need the settings of the
+    thread that started them.
     """
     _own.ways = _Ways()
 
@@ -292,11 +291,10 @@ def compute_apart() -> None:
 
 @contextmanager
 def in_blocks(rows: int) -> Iterator[None]:
-    """Compute products in blocks of that many rows, of which there must be a multiple; for computations without a
-    gradient.
+    """Context in which products are computed in blocks of `rows` rows, without gradients; inputs must be whole blocks.
 
-    A library chooses its order of summation by the number of rows: so the last bits of a row would depend on how many
-    others there are. In blocks of one size they do not.
+    Libraries choose the order of summation by the number of rows, so that the last bits of a row would depend on the
+    number of other rows. In blocks of one size they do not.
     """
     ways = _ways()
     before, ways.block = ways.block, rows
@@ -307,7 +305,7 @@ def in_blocks(rows: int) -> Iterator[None]:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute functional.linear, in blocks where these are set. A weight that is held in a narrower type is widened."""
+    """Compute functional.linear, in blocks within `in_blocks`. A weight of a narrower type is widened."""
     block = _ways().block
     if block is None:
         if weight.dtype.itemsize < x.dtype.itemsize and not torch.is_autocast_enabled(x.device.type):
@@ -326,10 +324,9 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @cache
 def _as_in_blocks(blocks: int, rows: int, weight: torch.Size, dtype: torch.dtype, threads: int) -> bool:
-    """Return whether a product of several blocks is, to the last bit, what each block alone gives: tested on random
-    numbers.
+    """Return whether one product of several blocks is bit-identical to separate products of the blocks.
 
-    Where sums are added up in another order, some of so many differ.
+    Tested on random numbers, of which some differ if the order of summation differs.
     """
     generator = torch.Generator().manual_seed(0)
     outputs, inputs = weight
@@ -344,12 +341,11 @@ def _as_in_blocks(blocks: int, rows: int, weight: torch.Size, dtype: torch.dtype
 
 @contextmanager
 def accumulating(keeps: bool = True) -> Iterator[None]:
-    """Accumulate gradients: within it weights do not change, and `backward` adds their gradients to their `.grad` in
-    place.
+    """Context in which `backward` adds gradients of weights to `.grad` in place. Weights must not change within it.
 
-    torch would allocate each micro-batch's gradient and then add it: of an embedding and an output head that is as much
-    memory again as they have. Not for `torch.autograd.grad`, nor for second derivatives. `keeps`: keep narrowed weights
-    for the next micro-batch; else they are narrowed anew for each product.
+    torch would allocate each micro-batch's gradient and then add it, which takes the memory of the embedding and of the
+    output head once more. Not for `torch.autograd.grad`, nor for second derivatives. `keeps`: keep narrowed weights for
+    the next micro-batch; otherwise they are converted again for each product.
     """
     ways = _ways()
     before = ways.narrowed, ways.keeps
@@ -370,19 +366,21 @@ def collects(weight: Tensor) -> bool:
 
 
 def written_out(linear: Linear) -> bool:
-    """Return whether the backward pass of this product is one of ours: also of a frozen weight and its adapter."""
+    """Return whether this product uses the backward pass of this module, also for a frozen weight with an adapter."""
     own = linear.parameter
     return accumulates() and (own is None or own.is_leaf)
 
 
 def learned(linear: Linear) -> tuple[Tensor | None, ...]:
-    """Return the bias, and the other tensors through which torch sees that a gradient is needed."""
+    """Return the bias and the other trainable tensors, which autograd needs as arguments to require a gradient."""
     adapter = linear.adapter
     return linear.bias, linear.parameter, *(() if adapter is None else (adapter.a, adapter.b, adapter.magnitude))
 
 
 def computed_with(linear: Linear) -> tuple[Tensor | None, ...]:
-    """Return the tensors of a product that have to be of the type of arithmetic: a frozen weight may be narrower."""
+    """Return the tensors of a product that need the type of activations; a frozen weight, which may be narrower, is
+    left out.
+    """
     frozen = linear.parameter is not None and not linear.parameter.requires_grad
     return tuple(x for x in learned(linear) if not (frozen and x is linear.parameter))
 
@@ -392,14 +390,14 @@ def in_one_block() -> bool:
 
 
 def product_type(x: Tensor) -> torch.dtype:
-    """Return the type of the products that x goes into: under autocast, that of autocast."""
+    """Return the type of products with x: autocast's under autocast, else that of x."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def narrowed(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a weight in the type of products, narrowed once while gradients accumulate. `dtype`: theirs, where autocast
-    has ended.
+    """Return a weight in the type of products, cached while gradients accumulate. `dtype`: the type of products, if
+    autocast has ended.
     """
     dtype, known = dtype or product_type(weight), _ways().narrowed
     if known is None or not _keeps(weight, dtype):
@@ -410,18 +408,18 @@ def narrowed(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def narrowed_rows(weight: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
-    """Return some rows of a weight in this type: of the copy that is kept, where one is."""
+    """Return some rows of a weight in this type, from the cached copy if there is one."""
     return narrowed(weight, dtype)[rows] if _keeps(weight, dtype) else weight[rows].to(dtype)
 
 
 def _keeps(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether a copy of the whole weight in this type is kept: never a wider one, nor of what is no parameter."""
+    """Return whether a copy of the whole weight in this type is cached: only a narrower one, and only of parameters."""
     narrower = dtype.itemsize < weight.dtype.itemsize
     return accumulates() and _ways().keeps and narrower and isinstance(weight, nn.Parameter)
 
 
 def collected(weight: Tensor) -> Tensor | None:
-    """Return the tensor to which a backward pass adds the gradient of a weight; None: it returns it as usual."""
+    """Return the tensor to which a backward pass adds the gradient of a weight; None: it returns the gradient."""
     if not collects(weight):
         return None
     if weight.grad is None:
@@ -430,7 +428,7 @@ def collected(weight: Tensor) -> Tensor | None:
 
 
 def add_product(place: Tensor, one: Tensor, other: Tensor) -> None:
-    """Compute place += one @ other, also where they are of a narrower or wider type."""
+    """Compute place += one @ other, where the factors may be of a narrower or wider type than `place`."""
     if place.dtype == one.dtype:
         place.addmm_(one, other)
     elif one.is_cuda:
@@ -440,14 +438,14 @@ def add_product(place: Tensor, one: Tensor, other: Tensor) -> None:
 
 
 def wide_product(one: Tensor, other: Tensor) -> Tensor:
-    """Return one @ other of matrices, or of batches of them, whose sums and results are float32, also of bfloat16."""
+    """Return one @ other of matrices, or batches of them, with float32 sums and results even for bfloat16 factors."""
     if one.is_cuda and one.dtype != torch.float32:
         return (torch.mm if one.ndim == 2 else torch.bmm)(one, other, out_dtype=torch.float32)
     return one.float() @ other.float()
 
 
 def multiplied(x: Tensor, linear: Linear) -> Tensor:
-    """Compute the product, without a gradient. x is of the type of products."""
+    """Compute a linear layer with its adapter, without a gradient. x is of the type of products."""
     own, bias, adapter = linear.weight, linear.bias, linear.adapter
     weight = narrowed(own)
     shift = None if bias is None else narrowed(bias)
@@ -460,7 +458,7 @@ def multiplied(x: Tensor, linear: Linear) -> Tensor:
 
 
 def before_scale(adapter: Adapter | None, grad: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient before the magnitude's scale, from that of a product: unchanged where there is none."""
+    """Return the gradient before scaling by the magnitude, given that of the product; unchanged without a magnitude."""
     return grad if adapter is None else adapter.scaled(grad, weight)
 
 
@@ -491,7 +489,7 @@ class _Product(torch.autograd.Function):
 
 
 def of_learned(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of a backward pass for `learned`: the others are added in place."""
+    """Return the gradients for the tensors of `learned`: the bias's; None for the others, which are added in place."""
     linear = ctx.linear
     to_bias = grad.sum(0, dtype=linear.bias.dtype) if linear.bias is not None and linear.bias.requires_grad else None
     return to_bias, *(None for _ in learned(linear)[1:])

@@ -11,15 +11,15 @@ from posttrain.models.native.quantized import QuantizedLinear
 
 
 def held(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of a model, and then its other stored tensors, which are not trained, such as the biases of
-    a router (DeepSeek-V3) or the factors of layers (Gemma 4).
+    """Yield (name, tensor) of a model's parameters, and then of stored tensors that are not trained, such as the biases
+    of a router (DeepSeek-V3) or the factors of layers (Gemma 4).
     """
     yield from model.named_parameters()
     yield from _beside(model)
 
 
 def _beside(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the stored tensors that are not parameters; packed weights are not among them."""
+    """Yield the stored tensors that are not parameters, without packed weights."""
     for place, module in model.named_modules():
         for name, buffer in (
             module.named_buffers(place, recurse=False) if not isinstance(module, QuantizedLinear) else ()
@@ -29,9 +29,9 @@ def _beside(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield `held` of the same model without adapters, each matrix merged when it is its turn.
+    """Yield `held` of the model without adapters: each matrix is merged when it is yielded.
 
-    A sharded one is yielded as it is: `whole` gathers it.
+    A sharded matrix is yielded as it is; `whole` gathers it.
     """
     seen: set[int] = set()
     for place, module in model.named_modules():
@@ -42,7 +42,7 @@ def plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             own.pop("weight", None)
             yield f"{place}.weight", module.merged()
         for key, parameter in own.items():
-            if id(parameter) not in seen:  # tied weights once
+            if id(parameter) not in seen:  # tied weights are yielded once
                 seen.add(id(parameter))
                 yield f"{place}.{key}".lstrip("."), parameter
     yield from _beside(model)

@@ -1,10 +1,10 @@
-"""Frozen weights in few bits, beneath trainable adapters (QLoRA, arXiv 2305.14314).
+"""Quantized frozen weights below trainable adapters (QLoRA, arXiv 2305.14314).
 
 nf4    four bits, the quantiles of a normal distribution, one scale for 64 numbers: bitsandbytes' kernels, on every
 device
 int8   eight bits, one scale a row, symmetric
 
-A weight is unpacked for each product that reads it, and released.
+A weight is unpacked for each product, and released after it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from posttrain.models.native.linear import Linear, LinearOfRows
 
 Quantization = Literal["nf4", "int8"]
 KINDS: tuple[str, ...] = get_args(Quantization)
-BLOCK = 64  # numbers of NF4 with one scale
+BLOCK = 64  # numbers that share a scale in NF4
 
 
 class QuantizedLinear(Linear):
-    """Product whose weight is packed: [..., inputs] -> [..., outputs]."""
+    """Linear layer with a packed weight: [..., inputs] -> [..., outputs]."""
 
     def __init__(self, linear: Linear, kind: str) -> None:
         nn.Module.__init__(self)
@@ -38,7 +38,7 @@ class QuantizedLinear(Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """The weight [outputs, inputs], unpacked anew."""
+        """The weight [outputs, inputs], unpacked at each access."""
         packed: Any = self.packed
         scale: Any = self.scale
         if self.kind == "nf4":
@@ -53,7 +53,7 @@ class QuantizedLinear(Linear):
         return super().forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1]) if x.ndim != 2 else super().forward(x)
 
     def shared(self) -> QuantizedLinear:
-        """Return a layer over the same packed weight, without an adapter."""
+        """Return a layer with the same packed weight, without an adapter."""
         other = QuantizedLinear.__new__(QuantizedLinear)
         nn.Module.__init__(other)
         other.kind, other.shape, other.dtype, other.of_rows = self.kind, self.shape, self.dtype, self.of_rows
@@ -63,7 +63,7 @@ class QuantizedLinear(Linear):
         return other
 
     def restored(self) -> Linear:
-        """Return a plain layer with the unpacked weight, the adapter merged."""
+        """Return a plain layer with the unpacked weight and the adapter merged."""
         with torch.device("meta"):
             plain = nn.Linear(self.shape[1], self.shape[0], bias=False)
         plain.weight = nn.Parameter(self.merged())
@@ -77,7 +77,7 @@ class QuantizedLinear(Linear):
 
 
 def require(kind: str) -> None:
-    """Raise UserError where the library for this kind is not installed."""
+    """Raise UserError if the library for this kind of quantization is not installed."""
     if kind == "nf4":
         try:
             import bitsandbytes  # noqa: F401

@@ -1,4 +1,4 @@
-"""Trees of a layout's segments: each segment continues its prefix, and those without one are roots."""
+"""Trees of a layout's segments: each segment continues its prefix, and segments without a prefix are roots."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from posttrain.core.batch import Layout
 
 
 class Forest:
-    """The trees of a layout's segments. A segment's tokens attend to all tokens of its ancestors, and causally to their
-    own.
+    """The trees of a layout's segments. A segment's tokens attend to all tokens of its ancestors, and causally to the
+    segment's own.
 
     K    segments
     """
@@ -45,7 +45,7 @@ class Forest:
 
     @property
     def prefixes(self) -> list[int]:
-        """Return segments that others continue, ancestors first."""
+        """Return the segments that other segments continue, ancestors first."""
         return [k for tree in self.trees for k in tree if k in self._children]
 
     def tokens(self, segments: Sequence[int]) -> np.ndarray:
@@ -53,7 +53,7 @@ class Forest:
         return np.concatenate([np.arange(self._start[k], self._start[k] + self._length[k]) for k in segments])
 
     def path(self, k: int) -> np.ndarray:
-        """Return int64 [before[k]], indices in [T] of the tokens of all ancestors of a segment, the root's first."""
+        """Return int64 [before[k]]: indices in [T] of the tokens of all ancestors of a segment, the root's first."""
         missing, parent = [], self.parent[k]
         while parent not in self._paths:
             missing.append(parent)

@@ -12,7 +12,7 @@ Pieces = tuple[tuple[str, tuple[int, ...]], ...]
 
 
 def stored_pieces(config: DecoderConfig) -> dict[str, Pieces]:
-    """Return the checkpoint's tensors of each parameter of `Decoder`, by name."""
+    """Return, for the name of each parameter of `Decoder`, the tensors of the checkpoint that it consists of."""
     hidden, size = config.hidden, config.head_size
     width, kv_width, intermediate = config.heads * size, config.kv_heads * size, config.intermediate
     pieces: dict[str, Pieces] = {"embed.weight": (("model.embed_tokens.weight", (config.vocab, hidden)),)}

@@ -1,1 +1,1 @@
-"""Text to tokens and back, chat templates, and tool calls."""
+"""Conversion of text to tokens and back, chat templates, and tool calls."""

@@ -1,16 +1,16 @@
-"""Chat templates: conversations to text, with bounds on time and memory. They come with checkpoints, from anywhere.
+"""Renders untrusted chat templates, conversations to text, with bounds on time and memory.
 
-Jinja's sandbox keeps a template from reaching the machine, but not from occupying it: `'a' * 10**10`, a macro that calls
-itself twice, a string doubled in a loop. No signal or thread can interrupt such an operation in C, and another process for
-every rendering would cost more than the rendering. So nothing is computed here that was not paid for. A rendering has a
-budget of characters handled. Each round of a loop and each call of a macro pays for the size of its body, which is what
-bounds everything that takes constant time. Whatever takes longer (operators, comparisons, calls, filters, output) pays for
-every character and element of its operands and, where that may be more, of its result, *before* it is done. What is
-offered is a list of filters, tests and methods that take time in proportion to what they pay; nothing else may be called.
-The budget is a number of characters and not of seconds: the same template renders, or is refused, on every machine.
+Jinja's sandbox protects the machine from a template, but not its time and memory: `'a' * 10**10`, a macro that calls
+itself twice, a string doubled in a loop. No signal or thread can interrupt such an operation in C, and a process for
+every rendering would cost more than the rendering. Therefore every operation is paid from a budget of characters before
+it is executed. Each round of a loop and each call of a macro pays for the size of its body, which bounds all operations
+of constant time. Longer operations (operators, comparisons, calls, filters, output) pay for every character and element
+of their operands and, if it may be larger, of their result. Only listed filters, tests and methods, which take time in
+proportion to their price, may be called. The budget is a number of characters, not of seconds, so that every machine
+renders or refuses the same templates.
 
-How it is done: the parsed template is rewritten (`template_budget.Pricing`) so that operations which Jinja compiles to bare
-Python go through functions of ours, under names that no template can write. Nothing is folded into constants beforehand.
+Implementation: `template_budget.Pricing` rewrites the parsed template so that operations which Jinja compiles to bare
+Python call functions of this package, under names that no template can write. Constants are not folded beforehand.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ from posttrain.models.tokenizer.template_budget import (
     weighed,
 )
 
-LONGEST_TEMPLATE = 128 * 1024  # characters; compiling them takes a second or two
-RANGE = 100_000  # numbers, as in Jinja's sandbox
+LONGEST_TEMPLATE = 128 * 1024  # characters; a template of this length takes a second or two to compile
+RANGE = 100_000  # maximal length of a range, as in Jinja's sandbox
 _day: ContextVar[str | None] = ContextVar("the day that the template is told", default=None)
 
 
 def render(template: str, variables: Mapping[str, Any], name: str = "the chat template", day: str | None = None) -> str:
-    """Render messages and flags by a chat template; `name`: of the template, for errors.
+    """Render messages and flags with a chat template. `name`: the template's name in errors.
 
-    `day`: the result of `strftime_now` where no run has fixed one (see `posttrain.core.run_date`); None: today.
+    `day`: the date for `strftime_now` if no run has fixed one (see `posttrain.core.run_date`); None: today.
 
-    Raises UserError, with the template's line, if it is malformed, refuses the messages, fails in any way, or takes
-    more than its budget.
+    Raises UserError, with the template's line, if it is malformed, refuses the messages, fails in any way, or exceeds
+    its budget.
     """
     compiled, asked = None, _day.set(day)
     try:
@@ -69,7 +69,7 @@ def render(template: str, variables: Mapping[str, Any], name: str = "the chat te
         context.left = BUDGET + PER_CHARACTER * _characters(variables["messages"])
         text = "".join(compiled.root_render_func(context))
         if not text.isascii():
-            text.encode()  # half a surrogate pair raises here, or it would raise in the tokenizer
+            text.encode()  # a lone surrogate raises here instead of in the tokenizer
     except Exception as error:  # a template can make Jinja and Python raise anything
         raise UserError(f"{name} cannot render these messages{_line(error, compiled)}: {_reason(error)}") from None
     finally:
@@ -79,10 +79,10 @@ def render(template: str, variables: Mapping[str, Any], name: str = "the chat te
 
 @lru_cache(maxsize=8)
 def variables_read(template: str) -> frozenset[str]:
-    """Return the variables that a template reads from outside, without the functions that every template has.
+    """Return the variables that have to be passed to a template, without the functions that every template has.
 
-    Jinja also lists names that a template sets in one branch and reads after it. Those are the template's own, unless
-    it asks whether they are defined. Raises UserError where it is malformed.
+    Jinja also lists names that a template sets in one branch and reads after it. They are excluded, unless the template
+    tests whether they are defined. Raises UserError if the template is malformed.
     """
     environment = _Environment()
     try:
@@ -91,7 +91,7 @@ def variables_read(template: str) -> frozenset[str]:
         raise UserError(f"the chat template is malformed{_line(error, None)}: {_reason(error)}") from None
     names = list(parsed.find_all(nodes.Name))
     own = {name.name for name in names if name.ctx != "load"}
-    given = {name.name for name in names if name.ctx == "param"}  # of macros, which may ask too
+    given = {name.name for name in names if name.ctx == "param"}  # parameters of macros, which may be tested as well
     asked = {
         node.node.name
         for node in parsed.find_all((nodes.Test, nodes.Filter))
@@ -130,8 +130,8 @@ def _line(error: BaseException, compiled: Template | None) -> str:
 
 
 class _Generation(Extension):
-    """{% generation %} ... {% endgeneration %}, which marks the assistant's words for other libraries: here, a mere
-    scope.
+    """The block {% generation %} ... {% endgeneration %}, which marks the assistant's text for other libraries. Here it
+    is a scope without effect.
     """
 
     tags = {"generation"}  # noqa: RUF012
@@ -142,7 +142,7 @@ class _Generation(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja under the conventions of transformers, with every operation priced."""
+    """Jinja environment with the conventions of transformers, in which every operation has a price."""
 
     context_class = BudgetContext
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
@@ -189,7 +189,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return _small(self.binop_table[operator](left, right))
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # kwargs may be named self
-        kwargs.pop("_loop_vars", None)  # the variables around the call, for functions that use them: none here
+        kwargs.pop("_loop_vars", None)  # variables of enclosing loops, which no function here uses
         kwargs.pop("_block_vars", None)
         given = [*args, *kwargs.values()]
         if isinstance(__obj, Macro | LoopContext):
@@ -222,7 +222,7 @@ def _check_power(base: Any, exponent: Any) -> None:
 
 
 def _small(value: Any) -> Any:
-    """Return a result if it is too small to grow out of bounds when it is used again."""
+    """Return the value. Raises SecurityError for an integer that is so large that its reuse could exceed all bounds."""
     if type(value) is int and value.bit_length() > INTEGER_BITS:
         raise SecurityError(f"a chat template takes integers of at most {INTEGER_BITS} bits")
     return value
@@ -253,11 +253,11 @@ Price = Callable[[BudgetContext, Any, Sequence[Any]], None]
 
 
 def _linear(context: BudgetContext, value: Any, args: Sequence[Any]) -> None:
-    """Charge nothing beside the operands."""
+    """Charge nothing beyond the operands."""
 
 
 def _by_argument(context: BudgetContext, value: str, args: Sequence[Any]) -> None:
-    """Charge for comparing every character with every one of an argument: strip(chars), and searches from the right."""
+    """Charge for comparing every character with each one of an argument: strip(chars), and searches from the right."""
     context.spend(sum(len(value) * len(arg) for arg in args if isinstance(arg, str)) // 16)
 
 
@@ -310,13 +310,13 @@ def _deep(context: BudgetContext, value: Any, args: Sequence[Any]) -> None:
 
 
 def _by_attribute(context: BudgetContext, value: Any, args: Sequence[Any]) -> None:
-    """Charge the arguments again for each element, such as the path of an attribute."""
+    """Charge the arguments, such as the path of an attribute, again for each element."""
     _deep(context, value, args)
     context.spend(size_of(value) * sum(map(size_of, args)))
 
 
 def _free(context: BudgetContext, value: Any, args: Sequence[Any]) -> None:
-    """Charge constant time."""
+    """Charge nothing: the operation takes constant time."""
 
 
 _FILTERS = {
@@ -339,7 +339,7 @@ _COMPARING_TESTS = (
 
 
 def _pay_first(function: Callable[..., Any], price: Price) -> Any:
-    """Wrap a filter or test so that it pays first, and returns a list instead of a generator: a list has a size."""
+    """Wrap a filter or test so that it pays first, and returns a list instead of a generator, which has no size."""
     passed = _PassArg.from_obj(function)
 
     @pass_context
@@ -365,7 +365,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Dump JSON as transformers' own filter does; Jinja's escapes HTML."""
+    """Return JSON as transformers' `tojson` filter does; Jinja's own filter escapes HTML."""
     weight = context.spend_deeply(value)
     width = (indent if isinstance(indent, int) else size_of(indent)) + sum(map(size_of, separators or ()))
     context.spend(weight * max(0, width))

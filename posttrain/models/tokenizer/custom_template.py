@@ -1,8 +1,8 @@
-"""Chat templates given by a user: a file, or ChatML by its name.
+"""Chat templates given by a user: a file, or ChatML by name.
 
-Decided here: the form of ChatML for a model that was not trained on it. A turn ends with the tokenizer's own
-end-of-sequence token, where it has one: a policy ends its replies with it, so that sampled and rendered replies agree.
-Tool calls are shown as in Qwen2.5 and Hermes.
+The module defines the ChatML template for models that were not trained on it. A turn ends with the tokenizer's own
+end-of-sequence token if there is one: the policy ends its replies with it, so that sampled and rendered replies agree.
+Tool calls have the format of Qwen2.5 and Hermes.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ SAID: Sequence[Sequence[Mapping[str, Any]]] = (
 
 
 def around(template: str) -> list[str]:
-    """Return the texts that a template puts around messages, to train a tokenizer on; conversations that it refuses are
-    skipped.
+    """Return the texts that a template adds around messages, as training data of a tokenizer. Conversations that the
+    template refuses are skipped.
     """
     from posttrain.models.tokenizer.chat_template import render
 
@@ -78,7 +78,7 @@ def around(template: str) -> list[str]:
 
 
 def read_template(given: str) -> tuple[str, str]:
-    """Return the template that `--chat-template` names, and its name in messages. Raises UserError."""
+    """Return the template given by `--chat-template`, and its name for messages. Raises UserError if there is none."""
     if given == CHATML_NAME:
         return CHATML, "the chat template chatml"
     from posttrain.models.tokenizer.chat_template import render
@@ -86,7 +86,7 @@ def read_template(given: str) -> tuple[str, str]:
     try:
         path = Path(given).expanduser()
         text = user_files.text(path)
-    except (OSError, ValueError) as error:  # no file, not UTF-8, a name that no system accepts
+    except (OSError, ValueError) as error:  # no such file, not UTF-8, an invalid name
         raise UserError(
             f"--chat-template {clip(given)} cannot be read ({one_line(error)}): give a file of Jinja, or {CHATML_NAME}"
         ) from None

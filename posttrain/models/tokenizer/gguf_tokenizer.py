@@ -1,7 +1,7 @@
-"""Builds the tokenizer that the metadata of a GGUF file describes: `tokenizers` description, special tokens, template.
+"""Builds the tokenizer that the metadata of a GGUF file describes: a `tokenizers` object, special tokens, template.
 
-Two kinds: byte-level BPE ("gpt2"), and the BPE of SentencePiece ("llama"), whose merges follow from its vocabulary. How
-a text is split, and whether digits stand alone, is said by name only: `SPLITS` has what llama.cpp does for each.
+Two kinds: byte-level BPE ("gpt2"), and the BPE of SentencePiece ("llama"), whose merges follow from its vocabulary. The
+file only names the method of splitting a text; `SPLITS` defines each as llama.cpp does.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ TEMPLATE = "tokenizer.chat_template"
 SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 CONTROL, USER_DEFINED = 3, 4  # types of tokens that are matched literally; the first are special
 KINDS = ("gpt2", "llama", "gemma4")
-SPACE = "\u2581"  # SentencePiece's
+SPACE = "\u2581"  # a space in SentencePiece
 
-_GPT2, _DIGITS = "GPT-2", "digits"  # the expression of ByteLevel itself, and digits one by one before it
+_GPT2, _DIGITS = "GPT-2", "digits"  # ByteLevel's own expression, without and with digits split one by one before it
 _LLAMA3 = WORDS.replace(r"\p{N}|", r"\p{N}{1,3}|")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _CASES = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+END|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*END"
@@ -48,8 +48,8 @@ _NAMES = {
 }
 SPLITS = {name: split for split, names in _NAMES.items() for name in names.split()}
 """How a text is split before byte pairs are merged, by the name that llama.cpp gives it."""
-BEGINS = ("llama3", "llama-v3", "llama-bpe")  # their texts begin with BOS, also where no flag says so
-LONGEST = 4096  # characters of a token
+BEGINS = ("llama3", "llama-v3", "llama-bpe")  # texts begin with BOS unless the file has a flag against it
+LONGEST = 4096  # maximum of characters in a token
 WHOLE = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "tekken")
 """Those where a piece that is a token is not built from its merges."""
 
@@ -57,7 +57,7 @@ WHOLE = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "tekke
 def gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any], str | None]:
     """Return (tokenizer, content of tokenizer_config.json, chat template) of a GGUF file.
 
-    Raises UserError for a file without a tokenizer, or with one that is damaged or unknown.
+    Raises UserError if the file has no tokenizer, or one that is damaged or unknown.
     """
     file = read_gguf(path)
     if not {MODEL, TOKENS} <= file.metadata.keys():
@@ -130,7 +130,7 @@ def _merges(file: GgufFile) -> list[tuple[str, str]]:
 
 
 def _sentencepiece(file: GgufFile, tokens: list[str], special: Mapping[str, str], gemma: bool) -> tokenizers.Tokenizer:
-    if gemma:  # it has runs of spaces as spaces
+    if gemma:  # stores runs of spaces as plain spaces
         tokens = [SPACE * len(token) if not token.strip(" ") else token for token in tokens]
     vocabulary = {token: id for id, token in enumerate(tokens)}
     merges = _merges(file) if MERGES in file.metadata else _derived(file, tokens, vocabulary, gemma)
@@ -140,7 +140,7 @@ def _sentencepiece(file: GgufFile, tokens: list[str], special: Mapping[str, str]
     if gemma:
         backend.normalizer = normalizers.Replace(" ", SPACE)
         backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    elif file.architecture == "phi3":  # its folder's tokenizer.json does it in this way, which a leading space shows
+    elif file.architecture == "phi3":  # as in its tokenizer.json; texts with a leading space differ otherwise
         backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), normalizers.Replace(" ", SPACE)])
     else:
         scheme = "first" if prefixed else "never"
@@ -152,13 +152,13 @@ def _sentencepiece(file: GgufFile, tokens: list[str], special: Mapping[str, str]
 
 
 def _derived(file: GgufFile, tokens: list[str], vocabulary: Mapping[str, int], gemma: bool) -> list[tuple[str, str]]:
-    """Return the merges that a vocabulary implies, the best first: each way to build a token from two others. The rank
-    is the token's score, but with Gemma its place.
+    """Return the merges that a vocabulary implies, the best first: each way to build a token from two others. They are
+    ranked by the token's score, or with Gemma by its index.
     """
     scores = [-place for place in range(len(tokens))] if gemma else file.metadata.get(SCORES)
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise file.refuse(SCORES, f"a list of {len(tokens)} numbers")
-    if (longest := max(map(len, tokens))) > LONGEST:  # the ways to cut one take the square of its length
+    if (longest := max(map(len, tokens))) > LONGEST:  # splitting a token in all ways takes the square of its length
         raise UserError(
             f"{file.path}: a token has {longest:,} characters, more than {LONGEST:,}: give the folder of the model"
         )

@@ -1,10 +1,9 @@
-"""The text of a reply that is in the rows, as the policy would sample it behind the template's opening of a reply.
+"""Text of a reply in the data, as the policy would sample it behind the template's opening of a reply.
 
-Decided here: the opening that training sees is the one that sampling gets, and thoughts are where a template has them.
-A template may open the thoughts itself (<think> in the opening) and leave them out of the rendered message, as
-DeepSeek-R1's does: they are put back. It may also write an empty block of thoughts into a message that has none, as
-Qwen3's does: that is no text of the row, and is left out. A message whose "reasoning_content" is the empty text asks for
-the empty block.
+Training uses the same opening as sampling, and thoughts are at the place that the template gives them. A template may
+open the thoughts itself (<think> in the opening) and leave them out of the rendered message, as DeepSeek-R1's does:
+they are put back. It may also write an empty block of thoughts into a message that has none, as Qwen3's does: the block
+is removed, since the row has no such text, unless the message has an empty "reasoning_content".
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ REWRITTEN = (
 
 
 class RenderedReply(NamedTuple):
-    """A reply behind the opening that the template writes before it."""
+    """A reply as text that follows the template's opening."""
 
-    text: str  # up to the end of the rendering, which may lie behind the end of the reply
-    content: str  # of the message, without thoughts
+    text: str  # from the opening to the end of the rendering, which may be behind the end of the reply
+    content: str  # content of the message, without thoughts
     lost: bool = False  # whether the template does not show the thoughts that the message has
 
 
@@ -48,8 +47,8 @@ def rendered_reply(
 ) -> RenderedReply:
     """Return the text of the assistant's `message` behind the messages `before`.
 
-    `learned`: whether it is trained, and not context. `cut`: whether the reply was cut off, perhaps within its thoughts.
-    Raises UserError where the text that a policy would sample is not known.
+    `learned`: whether the reply is trained on, not context. `cut`: whether the reply was cut off, perhaps within its
+    thoughts. Raises UserError if the text that a policy would sample cannot be determined.
     """
     shown = tokenizer.render(before, True, tools)
     opened = _OPENED.search(shown)
@@ -78,7 +77,7 @@ def rendered_reply(
 
 
 def _behind_opened(whole: str, shown: str, opened: int, thoughts: str) -> str:
-    """Return the reply behind an opening that begins its thoughts, at character `opened`."""
+    """Return the reply behind an opening that opens the thoughts itself, at character `opened`."""
     text = _behind(whole, shown)
     if text is not None and thoughts.strip() in text and CLOSES in text:
         return text

@@ -1,4 +1,4 @@
-"""The budget of a rendering: the price of each part of a chat template, and when it is paid. See
+"""Budget of a rendering: the price of each operation in a chat template, and the rewriting that charges it. See
 `posttrain.models.tokenizer.chat_template`.
 """
 
@@ -15,16 +15,16 @@ from jinja2.runtime import Context, Undefined
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-BUDGET = 16_000_000  # characters that a rendering may handle: at most some five seconds, and some hundred MiB
-PER_CHARACTER = 1024  # plus so many for each character of the conversation: some templates loop over each
-STEP = 4  # price of each part of a body in each round, and of each element that is made
-ACCESS = 16  # additional price of an attribute or call that Jinja's sandbox has to check: microseconds
-WALK = 16  # price of each value inside a value: a microsecond
+BUDGET = 16_000_000  # characters that a rendering may process: at most some five seconds, and some hundred MiB
+PER_CHARACTER = 1024  # additional budget per character of the conversation, since some templates loop over characters
+STEP = 4  # price of each node of a body in each round, and of each new element
+ACCESS = 16  # additional price of an attribute or call, which Jinja's sandbox checks: microseconds
+WALK = 16  # price of each value inside a container: a microsecond
 INTEGER_BITS = 1024
 
 
 class Overspent(Exception):
-    """The budget is used up."""
+    """Raised when the budget is used up."""
 
     def __str__(self) -> str:
         return (
@@ -37,7 +37,7 @@ _CONSTANT = frozenset((bool, int, float, type(None)))
 
 
 class BudgetContext(Context):
-    """Variables of one rendering, with the rest of its budget."""
+    """Variables of one rendering, and the remaining budget, `left`."""
 
     left = 0
 
@@ -47,7 +47,7 @@ class BudgetContext(Context):
             raise Overspent
 
     def spend_deeply(self, value: Any) -> int:
-        """Pay for all that a value holds, however often it is held; return how much that is."""
+        """Pay for a value and all values inside it, each as often as it occurs. Return the price."""
         before = self.left
         waiting = [value]
         while waiting:
@@ -62,9 +62,9 @@ class BudgetContext(Context):
                 pass
             elif isinstance(item, Mapping):
                 inside = [*item.keys(), *item.values()] if len(item) <= self.left else item
-            elif isinstance(item, Namespace):  # which is shown with all that it holds
+            elif isinstance(item, Namespace):  # its text shows all of its values
                 inside = item._Namespace__attrs.values()
-            elif isinstance(item, MethodType | BuiltinMethodType):  # shown with its object
+            elif isinstance(item, MethodType | BuiltinMethodType):  # its text shows its object
                 inside = (item.__self__,)
             elif isinstance(item, Collection) and not isinstance(item, range | Undefined):
                 inside = item
@@ -76,7 +76,7 @@ class BudgetContext(Context):
 
 
 def size_of(value: Any) -> int:
-    """Return the number of characters or elements, without those inside elements."""
+    """Return the number of characters or elements; nested elements are not counted."""
     kind = type(value)
     if kind in _CONSTANT:
         return 1
@@ -87,7 +87,7 @@ def size_of(value: Any) -> int:
 
 @pass_context
 def weighed(context: BudgetContext, value: Any) -> Any:
-    """Pay for a value that is compared or shown: all of it may be read."""
+    """Pay for the whole of a value that is compared or written out, and return it."""
     if type(value) is str:
         context.left -= len(value)
         if context.left < 0:
@@ -99,7 +99,7 @@ def weighed(context: BudgetContext, value: Any) -> Any:
 
 @pass_context
 def key(context: BudgetContext, value: Any) -> Any:
-    """Pay for a key or an element to find: it may be hashed, which Python does to nested tuples without end."""
+    """Pay for a key or an element to find, and return it. Nested tuples are refused: hashing them has no bound."""
     if isinstance(value, tuple) and any(isinstance(part, tuple) for part in value):
         raise SecurityError("a chat template may look up strings and numbers, not nested tuples")
     return weighed(context, value)
@@ -107,13 +107,13 @@ def key(context: BudgetContext, value: Any) -> Any:
 
 @pass_context
 def _within(context: BudgetContext, value: Any) -> Any:
-    """Pay for a container that is searched."""
+    """Pay for a container that is searched, except a dictionary, and return it."""
     return value if type(value) is dict else weighed(context, value)
 
 
 @pass_context
 def _name(context: BudgetContext, value: Any) -> Any:
-    """Check the key of a new entry; integers beyond 31 bits can be chosen so that each insertion takes ever longer."""
+    """Check and pay for the key of a new entry. Larger integers could be chosen to collide, which slows insertions."""
     if not isinstance(value, str) and not (isinstance(value, int) and value.bit_length() < 32):
         raise SecurityError("a chat template may use strings and small numbers as keys")
     return weighed(context, value)
@@ -121,14 +121,14 @@ def _name(context: BudgetContext, value: Any) -> Any:
 
 @pass_context
 def _each(context: BudgetContext, value: Any) -> Any:
-    """Pay for a value that is iterated or sliced."""
+    """Pay for a value that is iterated or sliced, and return it."""
     context.spend(size_of(value))
     return value
 
 
 @pass_context
 def _added(context: BudgetContext, values: tuple[Any, ...]) -> Any:
-    """Pay for the operands of a chain of `+`."""
+    """Pay for and add the operands of a chain of `+`."""
     units = 0
     for value in values:
         if type(value) is not str:
@@ -158,8 +158,8 @@ def _tick(context: BudgetContext, units: int) -> None:
 
 
 class Pricing(NodeTransformer):
-    """Rewrites a template so that operations of bare Python pay. The names begin with a space: no template can write
-    them.
+    """Rewrites a template so that operations compiled to bare Python pay, through filters whose names begin with a
+    space, which no template can write.
     """
 
     STATEMENTS = (
@@ -168,7 +168,7 @@ class Pricing(NodeTransformer):
     )
 
     def __init__(self, template: nodes.Template) -> None:
-        """Prepare the rewriting. `template`: the whole one, whose body is to be visited."""
+        """Prepare the rewriting. `template`: the whole template; its body is then passed to `visit`."""
         self.names = len({node.name for node in template.find_all(nodes.Name) if node.ctx == "store"})
 
     def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
@@ -181,8 +181,8 @@ class Pricing(NodeTransformer):
         return super().visit(node, *args, **kwargs)
 
     def size(self, body: Sequence[nodes.Node]) -> int:
-        """Return the price of a round of a body beside what its operations pay: its plain text and its parts, each
-        once.
+        """Return the price of one round of a body, in addition to the price of its operations: for its plain text and
+        its nodes.
         """
         size = STEP
         for part in body:
@@ -192,10 +192,10 @@ class Pricing(NodeTransformer):
             elif isinstance(part, nodes.Const):
                 size += len(str(part.value))
             elif isinstance(part, nodes.Call):
-                size += self.names  # Jinja passes a call all variables of the loops around it
+                size += self.names  # Jinja passes all variables of enclosing loops to a call
             if isinstance(part, nodes.Getattr | nodes.Getitem | nodes.Call | nodes.Filter | nodes.NSRef):
                 size += ACCESS
-            inner = isinstance(part, nodes.For | nodes.Macro | nodes.CallBlock)  # whose bodies pay for themselves
+            inner = isinstance(part, nodes.For | nodes.Macro | nodes.CallBlock)  # their bodies pay separately
             size += 0 if inner else self.size(list(part.iter_child_nodes()))
         return size
 
@@ -205,7 +205,7 @@ class Pricing(NodeTransformer):
             done = isinstance(part, nodes.Filter) and part.name in (
                 " added",
                 " joined",
-            )  # paid for when they were built
+            )  # already paid by the operation
             if not done and not isinstance(part, nodes.TemplateData | nodes.Const):
                 node.nodes[place] = _paid(part, " weighed")
         return node
@@ -231,7 +231,7 @@ class Pricing(NodeTransformer):
                 node.expr = _paid(node.expr, " key")
             node.ops[0].expr = _paid(node.ops[0].expr, " within")
         elif looked_for or not any(isinstance(holder.expr, nodes.Const) for holder in holders):
-            for holder in holders:  # a comparison with a constant reads no more than its length
+            for holder in holders:  # a comparison with a constant reads at most the constant's length
                 if not isinstance(holder.expr, nodes.Const):
                     holder.expr = _paid(holder.expr, " key" if looked_for else " weighed")
         return node

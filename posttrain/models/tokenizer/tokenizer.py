@@ -1,9 +1,9 @@
-"""Text to tokens and back, and chat messages to text. A thin layer over the `tokenizers` library.
+"""Converts text to tokens and back, and chat messages to text. A thin layer over the `tokenizers` library.
 
-It defines the tokens of a text that is not the first of its context. SentencePiece-like tokenizers put a space before
-every text they encode and strip it from every text they decode, which is right once, at the start of a context. Prompts
-that grow by turns and replies that are decoded alone are continuations: for them the space is neither added nor lost,
-so that decode(a) + decode(b) is what the model saw as a + b.
+It distinguishes the start of a context from a continuation. SentencePiece-like tokenizers put a space before every text
+that they encode, and strip it from every text that they decode, which is right only at the start of a context. Later
+turns of a prompt and replies that are decoded alone are continuations: the space is neither added nor stripped, so that
+decode(a) + decode(b) is the text of the tokens a + b.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from posttrain.models.tokenizer.tool_format import format_of
 from posttrain.models.tokenizer.tool_parser import ToolFormat
 
 BLIND = "this model is text-only, and a message has a picture: use a vision-language model, or leave it out"
-_MARK = "\u2063reply\u2063"  # stand-in of a sampled reply when the text around one is rendered
-_WORD = "Xyzzy"  # stand-in of a text to be shown
+_MARK = "\u2063reply\u2063"  # placeholder of a sampled reply, to render the text around it
+_WORD = "Xyzzy"  # placeholder of a content, to test whether a template shows it
 
 
 def _mark(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return a stand-in for a reply that occurs in none of these messages, whatever a policy makes others repeat."""
+    """Return a placeholder for a reply that occurs in none of these messages, which may repeat text of the policy."""
     shown, mark = json.dumps(messages, ensure_ascii=False, default=str), _MARK
     while mark in shown:
         mark = f"\u2063{mark}\u2063"
@@ -71,10 +71,10 @@ def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Continuation(NamedTuple):
-    """The text behind a reply."""
+    """Text that follows a reply, up to the next reply."""
 
     text: str
-    reply: Mapping[str, Any]  # a stand-in message of the reply, for later calls
+    reply: Mapping[str, Any]  # message with a placeholder for the reply, to be passed to later calls
 
 
 class Tokenizer:
@@ -89,7 +89,7 @@ class Tokenizer:
     ) -> None:
         """Create it from a `tokenizers` tokenizer, the checked tokenizer_config.json and the text of the chat template.
 
-        `template_name`: file or entry of the template, for messages.
+        `template_name`: file or entry with the template, named in messages.
         """
         backend.no_truncation()  # a limit stored in tokenizer.json would silently cut texts
         backend.no_padding()
@@ -99,18 +99,18 @@ class Tokenizer:
         self.special = {name: token_text(config[name]) for name in NAMED_TOKENS if config.get(name) is not None}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.backend = backend
-        self.pictures: ImageProcessor | None = None  # of a vision-language model
-        self._parts: dict[str, bool] = {}  # of each chat template, see `_takes_parts`
-        self._formats: dict[str, ToolFormat | None] = {}  # likewise
-        self._reasoning: dict[str, str | None] = {}  # likewise
+        self.pictures: ImageProcessor | None = None  # image processor of a vision-language model
+        self._parts: dict[str, bool] = {}  # cache: chat template -> `_takes_parts`
+        self._formats: dict[str, ToolFormat | None] = {}  # cache: chat template -> `tool_format`
+        self._reasoning: dict[str, str | None] = {}  # cache: chat template -> `reasoning_name`
         self._continuation = _continuation(backend)
         self._opening = _opening(backend)
         self.eos_id, self.bos_id, self.pad_id = (self._id(name) for name in ("eos_token", "bos_token", "pad_token"))
-        self.unknown_id = self._id("unk_token")  # token for text that it has no other token for
+        self.unknown_id = self._id("unk_token")  # id of the token for text outside the vocabulary
 
     @property
     def day(self) -> str | None:
-        """Day that the chat template gets where no run has fixed one: that of the run which saved it; None: today."""
+        """Date for the chat template if no run has fixed one: that of the run that saved the tokenizer; None: today."""
         return self.config.get(run_date.CONFIG_KEY)
 
     @property
@@ -129,13 +129,13 @@ class Tokenizer:
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """Every token with its id."""
+        """Mapping of every token to its id."""
         found: dict[str, int] = self.backend.get_vocab(with_added_tokens=True)
         return found
 
     @property
     def added(self) -> dict[int, str]:
-        """Tokens that are matched literally, such as special ones, by their ids."""
+        """Mapping of ids to tokens that are matched literally, such as special tokens."""
         return {id: token.content for id, token in self.backend.get_added_tokens_decoder().items()}
 
     def _id(self, name: str) -> int | None:
@@ -147,8 +147,8 @@ class Tokenizer:
     ) -> Tokenizer:
         """Load the tokenizer of a checkpoint folder, of a GGUF file, or of a Hugging Face model name.
 
-        `chat_template`: replaces the folder's own, see `custom_template.read_template`. `chat_template_kwargs`: see
-        `with_kwargs`. Raises UserError if the folder holds no tokenizer or a damaged one.
+        `chat_template`: replaces the folder's template, see `custom_template.read_template`. `chat_template_kwargs`:
+        see `with_kwargs`. Raises UserError if the folder holds no tokenizer or a damaged one.
         """
         if chat_template_kwargs:
             return cls.load(folder, chat_template).with_kwargs(chat_template_kwargs)
@@ -185,10 +185,10 @@ class Tokenizer:
     ) -> Tokenizer:
         """Train a tokenizer of at most `vocab` tokens; equal texts give equal tokenizers.
 
-        "bpe" is byte-level with digits split one by one: it round-trips every text. "characters" knows the most
-        frequent characters of the texts and maps all others to "<|unk|>"; beside a qwen2 model transformers reads it by
-        PreTrainedTokenizerFast only, as its AutoTokenizer takes every tokenizer there for Qwen's. Ids 0 and 1 are
-        "<|pad|>" and "<|eos|>"; the given special tokens follow. Raises UserError if `vocab` is too small or absurd.
+        "bpe" is byte-level with digits split one by one: it round-trips every text. "characters" has the most frequent
+        characters of the texts and maps all others to "<|unk|>"; in the folder of a qwen2 model transformers reads it
+        only through PreTrainedTokenizerFast, as AutoTokenizer assumes Qwen's tokenizer there. Ids 0 and 1 are "<|pad|>"
+        and "<|eos|>"; the given special tokens follow. Raises UserError if `vocab` is too small or absurdly large.
         """
         if vocab > VOCAB_MOST:
             raise UserError(f"vocab is {vocab}: a tokenizer has at most {VOCAB_MOST:,} entries")
@@ -203,7 +203,7 @@ class Tokenizer:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "pad_token": PAD,
             "eos_token": EOS,
-            "unk_token": UNKNOWN if kind == "characters" else None,  # if absent, transformers may add one of its own
+            "unk_token": UNKNOWN if kind == "characters" else None,  # without the entry, transformers may add its own
             "clean_up_tokenization_spaces": False,
         }
         return cls(backend, config)
@@ -212,10 +212,10 @@ class Tokenizer:
         """Return token ids. Special tokens written in the text are recognised.
 
         start=True: the text opens a context, and gets the tokenizer's prefix, such as a beginning-of-sequence token
-        (unless the text, as rendered by a chat template, opens with it already) and its leading space. start=False: the
-        text continues a context, and is encoded without a prefix.
+        (unless the text already begins with it, as a chat template may render it) and its leading space. start=False:
+        the text continues a context, and is encoded without a prefix.
 
-        Raises UserError if the text has no tokens: half a surrogate pair, or a character that the tokenizer lacks.
+        Raises UserError if the text cannot be encoded: a lone surrogate, or a character that the tokenizer lacks.
         """
         if self.pictures is not None and self._placeholder in text:
             raise PictureError(
@@ -224,14 +224,14 @@ class Tokenizer:
         return self._encode(text, start)
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
-        """Check given token ids. Raises PictureError for a placeholder of a picture that is not there."""
+        """Check given token ids. Raises PictureError for a picture's placeholder, since no picture comes with them."""
         if self.pictures is not None and self.pictures.id in tokens:
             raise PictureError(
                 f"token {self.pictures.id} stands for a picture: give messages, with the picture as a part"
             )
 
     def encode_seen(self, text: str, digests: Sequence[str], start: bool = False) -> tuple[list[int], list[Media]]:
-        """Encode a rendered text with pictures: ids, and the placeholders of each picture.
+        """Encode a rendered text with pictures. Return the ids, and the span of placeholders of each picture.
 
         Raises PictureError for an invalid picture, UserError if the model is text-only, or if the template has no
         placeholders for pictures.
@@ -271,7 +271,7 @@ class Tokenizer:
         return self.backend.id_to_token(self.pictures.id) or PLACE
 
     def _seeing(self, pictures: ImageProcessor | None) -> Tokenizer:
-        """Return itself, set up for a vision-language model."""
+        """Set the image processor of a vision-language model, and return the tokenizer itself."""
         self.pictures = pictures
         return self
 
@@ -298,10 +298,10 @@ class Tokenizer:
         generation: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Render chat messages by the checkpoint's template; generation=True ends where the model is to reply.
+        """Render chat messages with the chat template; generation=True adds the opening of the model's reply.
 
-        `tools`: JSON schemas of functions that it may call. Raises UserError if there is no template, or if the
-        template refuses the messages or shows nothing of the tools.
+        `tools`: JSON schemas of functions that the model may call. Raises UserError if there is no template, or if the
+        template refuses the messages or does not show the tools.
         """
         if self.chat_template is None:
             raise UserError(
@@ -319,7 +319,7 @@ class Tokenizer:
 
     @property
     def tool_format(self) -> ToolFormat | None:
-        """Format of the template's tool calls, None if it shows none."""
+        """Format of tool calls in the chat template; None if it shows none."""
         if self.chat_template is None:
             return None
         if self.chat_template not in self._formats:
@@ -329,8 +329,8 @@ class Tokenizer:
     def closes_with(self, ends: Collection[int]) -> bool:
         """Return whether the chat template puts one of these tokens behind a reply.
 
-        That of an instruct model does with its EOS tokens. Base models that carry the template of their instruct
-        siblings end their texts otherwise.
+        The template of an instruct model does so with the model's EOS tokens. A base model with the template of its
+        instruct sibling ends texts with another token.
         """
         if self.chat_template is None:
             return False
@@ -338,7 +338,7 @@ class Tokenizer:
         try:
             _, found, behind = self.render(said, generation=False).rpartition(_MARK)
             tokens = self.encode(behind) if found else []
-        except UserError:  # it requires other messages
+        except UserError:  # the template requires other messages
             return False
         return next((token for token in tokens if self.decode([token]).strip()), None) in ends
 
@@ -349,12 +349,11 @@ class Tokenizer:
         calls: Sequence[ToolCall] = (),
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Continuation:
-        """Return the text between a reply to the messages `before` and the reply to `new`, by the template.
+        """Return the text that the template renders between the reply to `before` and the reply to `new`.
 
-        `calls`: the tool calls of the reply. The text begins with the end of the reply. A template may render earlier
-        messages differently than when the model read them (it drops the thinking of earlier turns, for example): only
-        the text behind the reply is used. Raises UserError if the template does not show a reply unchanged, or shows
-        nothing of a new message.
+        `calls`: the tool calls of the first reply, at whose end the text begins. A template may render earlier messages
+        differently than when the model read them (it may drop the thinking of earlier turns): only the text behind the
+        reply is used. Raises UserError if the template does not show a reply unchanged, or does not show a new message.
         """
         problem: UserError | None = None
         mark = _mark([*before, *new])
@@ -378,10 +377,10 @@ class Tokenizer:
     def _stand_ins(
         self, calls: Sequence[ToolCall], new: Sequence[Mapping[str, Any]], mark: str
     ) -> Iterator[tuple[dict[str, Any], Callable[[str, str], int] | None]]:
-        """Yield messages that may stand in for the reply, each with a function that finds the end of a call in a
-        rendered text.
+        """Yield messages with a placeholder for the reply, each with a function that finds the end of a call in a
+        rendered text, or None.
 
-        Some templates accept a tool's answer only behind a call, and some show another end behind one.
+        Some templates accept a tool's result only behind a call, and some end a reply with a call differently.
         """
         form = self.tool_format
         answered = [m for m in new if m["role"] == "tool"]
@@ -395,7 +394,7 @@ class Tokenizer:
             marked = [ToolCall(call.name or "unknown", {}, id=call.id) for call in calls]
             marked[-1] = replace(marked[-1], arguments={"text": mark})
             yield form.message(marked), form.end_of_call
-            yield form.message(marked[-1:]), form.end_of_call  # a template may accept one call a turn
+            yield form.message(marked[-1:]), form.end_of_call  # some templates accept one call per turn
         yield {"role": "assistant", "content": mark}, None
 
     def _check_shown(
@@ -406,12 +405,12 @@ class Tokenizer:
         new: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
     ) -> None:
-        """Raise UserError if something of the new messages is not shown."""
+        """Raise UserError if the rendered text does not show the content of each new message."""
         for place, message in enumerate(new):
             content = message.get("content")
             if not isinstance(content, str) or content.strip() in after:
                 continue
-            # perhaps transformed, such as to JSON: a word in its place is
+            # the content may be transformed, such as to JSON: test with a placeholder word instead
             marked = [{**message, "content": _WORD} if i == place else message for i, message in enumerate(new)]
             if _WORD not in self.render([*before, reply, *marked], True, tools):
                 raise UserError(
@@ -439,8 +438,8 @@ class Tokenizer:
 
     @property
     def _takes_parts(self) -> bool:
-        """Whether the template renders contents that are lists of parts, and not text: those of
-        vision-language models.
+        """Whether the template expects contents as lists of parts instead of text, as those of vision-language models
+        do.
         """
         assert self.chat_template is not None
         if self.chat_template not in self._parts:
@@ -448,14 +447,14 @@ class Tokenizer:
             for parts in (False, True):
                 try:
                     found[parts] = _WORD in self._rendered(asked, True, parts)
-                except UserError:  # other requirements are reported where it is used
+                except UserError:  # `render` reports the template's other requirements
                     found[parts] = False
             self._parts[self.chat_template] = found[True] and not found[False]
         return self._parts[self.chat_template]
 
     @property
     def reasoning_name(self) -> str | None:
-        """Name under which the template reads the thoughts of a message (see `thoughts.REASONING`); None: it reads none."""
+        """Key under which the template reads a message's thoughts (see `thoughts.REASONING`); None: it reads none."""
         assert self.chat_template is not None
         if self.chat_template not in self._reasoning:
             asked, found = [{"role": "user", "content": "a question"}], None
@@ -476,12 +475,12 @@ class Tokenizer:
         return [m if text is None else {**without_reasoning(m), self.reasoning_name: text} for m, text in said]
 
     def templated(self, template: str, name: str) -> Tokenizer:
-        """Return a copy with another chat template. `name`: its file, for messages."""
+        """Return a copy with another chat template. `name`: the template's file, named in messages."""
         config = {key: value for key, value in self.config.items() if key not in ("chat_template", KWARGS_KEY)}
         return Tokenizer(self.backend, config, template, name)._seeing(self.pictures)
 
     def with_kwargs(self, given: Mapping[str, Any]) -> Tokenizer:
-        """Return a copy whose chat template gets these variables too; they are saved with it.
+        """Return a copy whose chat template also gets these variables; `save` stores them.
 
         Raises UserError for a variable that the template does not read.
         """
@@ -500,15 +499,14 @@ class Tokenizer:
                 )
         other = copy(self)  # with the same backend
         other.config = {**self.config, KWARGS_KEY: {**self.chat_template_kwargs, **given}}
-        other._reasoning = {}  # which a variable may turn on
+        other._reasoning = {}  # a variable may turn thoughts on
         return other
 
     def padding(self, ends: Sequence[int]) -> Tokenizer:
-        """Return a copy with a padding token that is none of `ends`: a special one where there is one, or else a new
-        one.
+        """Return a copy with a padding token that is none of `ends`: an existing special token, or else a new one.
 
-        Programs that look for the last token of a padded row would otherwise miss the end of a reply. Where the
-        tokenizer names no EOS itself, the first of `ends` is named too.
+        Otherwise programs that look for the last token of a padded row would miss the end of a reply. If the tokenizer
+        has no EOS token, the first of `ends` becomes its EOS token.
         """
         named = {} if self.eos_id is not None else {"eos_token": self.backend.id_to_token(ends[0])}
         if self.pad_id is not None and self.pad_id not in ends:
@@ -526,9 +524,9 @@ class Tokenizer:
         return Tokenizer(self.backend, config, self.chat_template, self.template_name)._seeing(self.pictures)
 
     def save(self, folder: str | Path) -> None:
-        """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, for transformers.AutoTokenizer too.
+        """Write tokenizer.json, tokenizer_config.json and chat_template.jinja, also for transformers.AutoTokenizer.
 
-        Of a vision-language model, also the files of its image processor.
+        For a vision-language model, write the files of its image processor too.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -549,17 +547,17 @@ def _excerpt(text: object) -> str:
 
 
 def _tried(tokenizer: Tokenizer) -> Tokenizer:
-    """Return the tokenizer if it does not panic at a text of many kinds of characters: better here than in the middle
-    of a run.
+    """Return the tokenizer after encoding a text of many kinds of characters, so that a panic occurs here and not in
+    the middle of a run.
     """
-    with suppress(Exception):  # some of the characters may be unknown to it
+    with suppress(Exception):  # the vocabulary may lack some of the characters
         ids = tokenizer.backend.encode("Ab 12,\n\t\N{LATIN SMALL LETTER E WITH ACUTE}\u5317\U0001f642").ids
         tokenizer.backend.decode(ids, skip_special_tokens=False)
     return tokenizer
 
 
 def _load_with_transformers(folder: Path) -> Tokenizer:
-    """Convert the tokenizer of an older checkpoint, with vocab.json + merges.txt or a SentencePiece model, by
+    """Load the tokenizer of an older checkpoint (vocab.json and merges.txt, or a SentencePiece model), converted by
     transformers.
     """
     if not any((folder / name).exists() for name in ("tokenizer.model", "vocab.json", "tokenizer_config.json")):
@@ -568,17 +566,19 @@ def _load_with_transformers(folder: Path) -> Tokenizer:
     with refusing(f"{folder} has no tokenizer.json, and its tokenizer cannot be converted"):
         from transformers import AutoTokenizer
 
-        # code of a checkpoint is not run, and not asked for: the prompt would wait for an answer
+        # never run code of a checkpoint; by default transformers would ask the user, and wait for an answer
         found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         backend = found.backend_tokenizer
         check_ids(backend)
-    # the converted tokenizer.json is saved: a class that builds itself from the old files must not be named
+    # the converted tokenizer.json is saved, so the class must not be one that reads the old files
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     return Tokenizer(backend, config, *stored_template(folder, config))
 
 
 def _opening(backend: tokenizers.Tokenizer) -> list[int]:
-    """Return the ids that the post-processor puts before a text; those behind it would end the context at its start."""
+    """Return the ids that the post-processor puts before a text. Ids behind the text are left out: they would end the
+    context.
+    """
     encoding = backend.encode("a", add_special_tokens=True)
     opening = []
     for id, sequence in zip(encoding.ids, encoding.sequence_ids, strict=True):
@@ -589,7 +589,7 @@ def _opening(backend: tokenizers.Tokenizer) -> list[int]:
 
 
 def _continuation(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Return a copy of the tokenizer without the space it puts before a text and strips from a decoded one."""
+    """Return a copy of the tokenizer that neither adds a space before a text nor strips one from a decoded text."""
     description = json.loads(backend.to_str())
     changed = {
         **description,

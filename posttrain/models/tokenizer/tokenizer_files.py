@@ -1,4 +1,4 @@
-"""Files of a tokenizer besides tokenizer.json: special tokens, chat template, and checks of ids."""
+"""Reads the files of a tokenizer beside tokenizer.json (special tokens, chat template), and checks token ids."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from posttrain.core.run_date import CONFIG_KEY, is_day
 from posttrain.core.types import UserError
 from posttrain.models.json_files import Fields, read_json, read_text
 
-VOCAB_MOST = 2**24  # entries of a tokenizer to be trained: its trainer reserves memory for all of them
+VOCAB_MOST = 2**24  # maximal vocabulary of a new tokenizer: the trainer reserves memory for all entries
 KWARGS_KEY = "chat_template_kwargs"
 """The entry of a checkpoint's tokenizer_config.json that holds the variables which its chat template gets."""
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def token_text(token: str | Mapping[str, Any]) -> str:
-    """Return the text of a special token: tokenizer_config.json has it as text, or as an object with text and flags."""
+    """Return the text of a special token, which tokenizer_config.json stores as text, or as an object with flags."""
     return token["content"] if isinstance(token, Mapping) else token
 
 
 def read_special(file: Path) -> dict[str, Any]:
-    """Read a file that names special tokens, {} if there is none. Raises UserError for a name that is not text."""
+    """Read a file that names special tokens; {} if it does not exist. Raises UserError for a name that is not text."""
     config = read_json(file, optional=True)
     fields = Fields(file, config)
     for name in NAMED_TOKENS:
@@ -44,12 +44,12 @@ def read_special(file: Path) -> dict[str, Any]:
 
 
 def stored_template(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Return a folder's chat template, if it has one, and its file or entry."""
+    """Return (a folder's chat template or None, the file or entry that holds it)."""
     file, place = folder / "chat_template.jinja", f"{folder / 'tokenizer_config.json'}: chat_template"
     if file.exists() or file.is_symlink():
         return read_text(file), str(file)
     template = config.get("chat_template")
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # several named templates
         fields = [Fields(folder / "tokenizer_config.json", entry) for entry in template if isinstance(entry, dict)]
         named = {entry.text("name", None): entry.text("template", None) for entry in fields}
         if len(fields) == len(template):
@@ -63,9 +63,9 @@ def stored_template(folder: Path, config: Mapping[str, Any]) -> tuple[str | None
 
 @contextmanager
 def refusing(problem: str) -> Iterator[None]:
-    """Turn what `tokenizers` and transformers raise into a UserError that begins with `problem`.
+    """Context that converts errors of `tokenizers` and transformers to a UserError that begins with `problem`.
 
-    Both write pages to standard error before they raise: a panic its stack, transformers its advice.
+    It suppresses standard error, to which a panic writes its stack and transformers its advice.
     """
     kept = os.dup(2)
     silence = os.open(os.devnull, os.O_WRONLY)
@@ -82,8 +82,8 @@ def refusing(problem: str) -> Iterator[None]:
 
 
 def failed(error: BaseException, problem: str) -> BaseException:
-    """Return the UserError for an error of `tokenizers`: bare Exceptions, and panics, which are not Exceptions
-    at all.
+    """Return the UserError for an error of `tokenizers`: a bare Exception, or a panic, which does not derive from
+    Exception.
     """
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
         return UserError(f"{problem}: {one_line(error)}")
@@ -91,8 +91,8 @@ def failed(error: BaseException, problem: str) -> BaseException:
 
 
 def check_ids(backend: tokenizers.Tokenizer) -> None:
-    """Raise UserError if two tokens have one id, or if an id is absurd: `tokenizers` counts up to it again and
-    again.
+    """Raise UserError if two tokens have the same id, or if an id is absurdly large: `tokenizers` repeatedly counts up
+    to the largest id.
     """
     tokens: dict[int, str] = {}
     for token, id in backend.get_vocab(with_added_tokens=True).items():

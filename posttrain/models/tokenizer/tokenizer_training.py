@@ -1,4 +1,4 @@
-"""New tokenizers: byte pairs, and single characters."""
+"""Trains new tokenizers: byte-level BPE, and single characters."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from posttrain.core.types import UserError
 
 PAD, EOS, UNKNOWN = "<|pad|>", "<|eos|>", "<|unk|>"
 
-# How a text is cut before byte pairs are merged: words with what precedes them, single digits, punctuation, line ends,
-# spaces. It is Qwen2's, because beside a qwen2 model transformers cuts in this way whatever tokenizer.json says.
+# Splits a text before byte pairs are merged: words with the character before them, single digits, punctuation, line
+# ends, spaces. It is Qwen2's, because beside a qwen2 model transformers ignores the split in tokenizer.json.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )

@@ -1,7 +1,7 @@
 """Infers the format of a model's tool calls from the checkpoint's own chat template.
 
-A template shows the format that the model was trained to write: it renders one call whose name, arguments and id are
-known, and two of them. The text around these words is the format. Six kinds of it cover the public families:
+A template shows the format that the model was trained to write. It is made to render one call, and two calls, with
+known names, arguments and ids; the text around these words is the format. Six kinds cover the public families:
 
 object     {"name": N, "arguments": A} as JSON, alone, between marks, or in a list       Qwen, Hermes, Llama, Mistral
 named      the name, then the arguments as JSON                                          DeepSeek, newer Mistral
@@ -27,11 +27,11 @@ Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
 
 NAME, OTHER, KEY, VALUE, SECOND, COUNT = "xyzzy_tool", "plugh_tool", "axe_key", "wizard", "grue_key", "417"
-IDS = ("k3y0a1b2c", "m4z1d2e3f")  # nine letters and digits: Mistral's accept no others
+IDS = ("k3y0a1b2c", "m4z1d2e3f")  # nine letters and digits, as Mistral's templates require
 
 
 def format_of(render: Render) -> ToolFormat | None:
-    """Return the format of a template's calls, or None if it shows none. `render` raises UserError."""
+    """Return the format of a template's calls; None if it shows none or is unknown. `render` may raise UserError."""
     user = {"role": "user", "content": "hello"}
     try:
         plain = render([user, {"role": "assistant", "content": "\u2063"}])
@@ -51,17 +51,17 @@ def format_of(render: Render) -> ToolFormat | None:
             two = render([user, calling(asked, as_text, content)])
         except UserError:  # one call a turn
             two = ""
-        start = len(_shared_start(one, plain))  # of the reply
+        start = len(_shared_start(one, plain))  # start of the reply
         try:
             found = _seen(one[start:], two[len(_shared_start(two, plain)) :])
-        except (ValueError, IndexError):  # its parts are in no known order
+        except (ValueError, IndexError):  # unknown order of the parts
             return None
         return None if found is None else ToolFormat(**found, as_text=as_text, content=content)
     return None
 
 
 def _seen(one: str, two: str) -> dict[str, Any] | None:
-    """Return the fields of the format in which one call and two are shown."""
+    """Return the fields of ToolFormat, found in the renderings of one call and of two calls; None: unknown format."""
     name = one.index(NAME)
     before, behind = one[:name], one[name + len(NAME) :]
     if before.endswith("to=functions.") and "<|channel|>" in behind:
@@ -94,7 +94,7 @@ def _seen_json(before: str, behind: str, twice: str) -> dict[str, Any]:
             given = next((key for key, value in call.items() if isinstance(value, dict)), "arguments")
             tail = behind[end - (len(before) - brace) - len(NAME) :]
             return {"kind": "object", "names": (name, given), **_seen_object(before[:brace], tail, twice)}
-    # the name is outside
+    # the name is outside of the JSON object
     gap = behind[:start].replace(IDS[0], "\0")
     numbered = gap.startswith(":0")
     gap = gap.removeprefix(":0")
@@ -137,8 +137,8 @@ def _seen_keyed(before: str, behind: str, twice: str) -> dict[str, Any] | None:
 
 
 def _marks(before: str, behind: str, twice: str, last: str, beyond: int = 0) -> dict[str, str]:
-    """Return the texts before and behind a call: of two calls, both have them. `last`: the end of a call's
-    arguments.
+    """Return the marks before and behind a call, which both of two calls have. `last`: the last text of a call's
+    arguments, followed by `beyond` further characters.
     """
     if not twice:
         return {"opening": before.strip(), "closing": ""}
@@ -157,12 +157,12 @@ def _between(two: str) -> str:
 
 
 def _from_mark(text: str) -> str:
-    """Return the text from the beginning of the first mark, <...> or [...], where there is one."""
+    """Return the text from the start of the first mark, <...> or [...], on; the whole text if there is none."""
     return text[match.start() :] if (match := re.search(r"[<\[]", text)) else text
 
 
 def _to_mark(text: str) -> str:
-    """Return the text up to the end of the last mark."""
+    """Return the text up to the end of the last mark; the whole text if there is none."""
     return text[: max(text.rfind(">"), text.rfind("]")) + 1] if re.search(r"[<\[]", text) else text
 
 

@@ -1,6 +1,6 @@
-"""Parses the tool calls of a reply. Sampled text is not trusted.
+"""Parses the tool calls of a reply, which is untrusted text.
 
-A call that cannot be parsed is one with a `problem`, and parsing takes time in proportion to the text.
+A call that cannot be parsed is returned with a `problem`. Parsing takes time in proportion to the length of the text.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from posttrain.models.tokenizer.tool_parts import (
 
 Kind = Literal["object", "named", "keyed", "braced", "python", "harmony"]
 
-MOST_CALLS = 128  # of a reply
-LONGEST_CODE = 20_000  # characters of calls in Python: compiling takes memory
+MOST_CALLS = 128  # maximum per reply
+LONGEST_CODE = 20_000  # maximum of characters of calls in Python syntax, since parsing them takes memory
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """Format of tool calls: the literal texts around their parts, without white space at their ends."""
+    """Format of tool calls: the literal texts around their parts, stripped of white space."""
 
     kind: Kind
     opening: str = ""  # before a call
@@ -46,10 +46,10 @@ class ToolFormat:
     key_closing: str = ""
     value_closing: str = ""
     names: tuple[str, str] = ("name", "arguments")  # object: the keys of name and arguments
-    quote: str = '"'  # braced: around text
+    quote: str = '"'  # braced: the mark around texts
     numbered: bool = False  # whether the call's id names the tool, as in functions.find:0
     as_text: bool = False  # whether the template expects arguments as the text of a JSON object
-    content: str | None = None  # content that the template expects of a reply that is nothing but calls
+    content: str | None = None  # content that the template expects in a message with nothing but calls
 
     def message(self, calls: Sequence[ToolCall]) -> dict[str, Any]:
         """Return the assistant's message with these calls, as the template expects it."""
@@ -60,7 +60,7 @@ class ToolFormat:
     def read(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[ToolCall]:
         """Parse the calls of a reply, in order; [] if it makes none.
 
-        `tools`: their schemas, which give the types of arguments that are written as text.
+        `tools`: schemas of the tools, which give the types of arguments that are written as text.
         """
         begin = text.rfind("</think>") + len("</think>") if "</think>" in text else 0
         found = list(islice(_READERS[self.kind](self, text, begin), MOST_CALLS))
@@ -70,7 +70,7 @@ class ToolFormat:
         return list(map(bounded, found))
 
     def start(self, text: str) -> int:
-        """Return the number of characters of a reply before its first call, without the white space there."""
+        """Return the number of characters of a reply before its first call, without trailing white space."""
         begin = text.rfind("</think>") + len("</think>") if "</think>" in text else 0
         if self.kind == "harmony":
             place = text.rfind("<|channel|>", begin, max(begin, text.find("to=functions.", begin)))
@@ -79,7 +79,7 @@ class ToolFormat:
         return len(text[: max(begin, place)].rstrip())
 
     def end_of_call(self, text: str, mark: str) -> int:
-        """Return the end of the call, with its closing mark, in one of whose arguments `mark` occurs; -1 if there is
+        """Return the end, behind the closing mark, of the call that has `mark` in one of its arguments; -1 if there is
         none.
         """
         place = text.find(mark)
@@ -195,7 +195,7 @@ def _read_keyed(form: ToolFormat, text: str, begin: int) -> Iterator[ToolCall]:
 
 
 def _pairs(form: ToolFormat, text: str) -> Iterator[tuple[str, str]]:
-    """Yield the arguments of a keyed call, as text."""
+    """Yield (key, value as text) of the arguments of a keyed call."""
     place = 0
     while text[place:].strip():
         start = skip_mark(text, form.key_opening, place)
@@ -210,14 +210,14 @@ def _pairs(form: ToolFormat, text: str) -> Iterator[tuple[str, str]]:
 
 
 def _typed(call: ToolCall, schema: Mapping[str, Any]) -> ToolCall:
-    """Convert arguments that the tool's schema declares as other than text, by JSON."""
+    """Parse, as JSON, the arguments that the tool's schema does not declare as text."""
     properties = schema.get("properties", {})
     arguments: dict[str, Any] = {}
     for key, value in call.arguments.items():
         kind = properties.get(key, {}).get("type") if isinstance(properties.get(key), Mapping) else None
         arguments[key] = value
         if kind != "string" and not (isinstance(kind, list) and "string" in kind):
-            with suppress(ValueError):  # else it stays text, which the tool's schema may refuse
+            with suppress(ValueError):  # otherwise it remains text, which the tool's schema may refuse
                 arguments[key] = whole_json(value)
     return replace(call, arguments=arguments)
 

@@ -1,4 +1,4 @@
-"""Parsers of the parts of a tool call: marks, JSON, names and arguments, each of them bounded."""
+"""Parsers of the parts of a tool call: marks, JSON, names and arguments, all with bounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from posttrain.core.messages import short
 from posttrain.core.types import ToolCall
 
-DEEPEST = 32  # levels of an argument
+DEEPEST = 32  # maximal nesting of an argument
 WORD = re.compile(r"[\w.-]{1,200}")
 """The name of a tool."""
 SPACE = re.compile(r"\s*")
@@ -30,13 +30,13 @@ def find_mark(text: str, mark: str, start: int) -> int:
 
 
 def skip_mark(text: str, mark: str, place: int) -> int:
-    """Return the place behind white space and the mark, or the same place where it does not follow."""
+    """Return the position behind white space and the mark, or `place` if the mark does not follow."""
     end = SPACE.match(text, place).end()  # type: ignore[union-attr]
     return end + len(mark) if text.startswith(mark, end) else place
 
 
 def json_at(text: str, place: int) -> tuple[Any, int]:
-    """Parse the JSON value at a place, behind white space, and return its end. Raises ValueError."""
+    """Parse the JSON value at a position, behind white space. Return (value, its end). Raises ValueError."""
     start = SPACE.match(text, place).end()  # type: ignore[union-attr]
     try:
         return DECODER.raw_decode(text, start)
@@ -55,7 +55,7 @@ def whole_json(text: str) -> Any:
 
 
 def bounded(call: ToolCall) -> ToolCall:
-    """Return the call, or a malformed one where its arguments could not be sent on and stored."""
+    """Return the call, or a malformed one if its arguments cannot be passed on and stored."""
     try:
         _check(call.arguments, 0)
     except ValueError as problem:
@@ -64,7 +64,7 @@ def bounded(call: ToolCall) -> ToolCall:
 
 
 def _check(value: Any, depth: int) -> None:
-    """Raise ValueError for a parsed value that is not data: an infinite number, half a character, excessive nesting."""
+    """Raise ValueError for an infinite number, a lone surrogate, or too deep nesting in a parsed value."""
     if depth > DEEPEST:
         raise ValueError(f"are nested more than {DEEPEST} levels deep")
     if isinstance(value, Mapping):
@@ -85,7 +85,7 @@ def _check(value: Any, depth: int) -> None:
 def call_of(name: Any, arguments: Any, end: int, id: Any = "") -> ToolCall:
     if not isinstance(name, str) or not WORD.fullmatch(name):
         return ToolCall("", {}, end, f"the name of the tool is {short(name)}")
-    if isinstance(arguments, str):  # the text of an object, as OpenAI's form has it
+    if isinstance(arguments, str):  # the text of a JSON object, as in OpenAI's format
         try:
             arguments = whole_json(arguments)
         except ValueError as problem:

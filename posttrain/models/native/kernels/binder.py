@@ -1,7 +1,7 @@
-"""Python interface of the compiled code: all structures and functions of the three libraries are declared here only.
+"""Python interface of the compiled code: declares all structures and functions of the three libraries.
 
-Structures are declared twice, here and in C. Each library describes its own (`abi.h`), and every name, offset, size and
-kind of field is compared when it is loaded.
+Structures are declared twice, here and in C. Each library describes its structures (`abi.h`); when it is loaded, name,
+offset, size and kind of every field are compared.
 
 T    tokens    B    running requests    K    inputs of a product
 """
@@ -28,7 +28,7 @@ _KINDS: dict[str, type[Any]] = {"Int64": ctypes.c_int64, "Float32": ctypes.c_flo
 
 @dataclass_transform(kw_only_default=True)
 def _structure(declared: type[Any]) -> type[Any]:
-    """Make a C structure with the annotated fields. All of them are required when one is created."""
+    """Make a C structure with the annotated fields, whose constructor requires all of them."""
     fields = [(name, _KINDS[kind]) for name, kind in declared.__annotations__.items()]
 
     def init(self: ctypes.Structure, **values: Any) -> None:
@@ -179,11 +179,11 @@ class _Field(ctypes.Structure):
     )
 
 
-_LETTERS = {ctypes.c_int64: "i", ctypes.c_float: "f", ctypes.c_void_p: "p"}  # anything else is a structure: "s"
+_LETTERS = {ctypes.c_int64: "i", ctypes.c_float: "f", ctypes.c_void_p: "p"}  # other types are structures: "s"
 
 
 def check(loaded: ctypes.CDLL, name: str, declared: type[Any]) -> None:
-    """Compare a structure with that of the library under this name, and name the first difference."""
+    """Compare a structure with the one that the library has under this name. An assert names the first difference."""
     describe = _function(loaded, f"{name}_fields", ctypes.POINTER(_Field))
     theirs, number = describe(), 0
     for field, kind in declared._fields_:
@@ -211,7 +211,7 @@ _pointer, _int64, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, 
 
 
 class AttentionLibrary:
-    """Attention of an update, forwards and backwards."""
+    """Attention of an update, forward and backward."""
 
     def __init__(self, loaded: ctypes.CDLL) -> None:
         check(loaded, "attention", Attention)
@@ -221,7 +221,7 @@ class AttentionLibrary:
         """Head sizes and columns are multiples of this."""
 
     def scratch(self, head_size: int, columns: int, backward: bool) -> int:
-        """Return the numbers of scratch memory that a thread needs."""
+        """Return the size of a thread's scratch memory, in float32 numbers."""
         return int(self._scratch(head_size, columns, backward))
 
     def run(self, arguments: Attention, backward: bool) -> None:
@@ -233,7 +233,7 @@ class LayerLibrary:
 
     def __init__(self, loaded: ctypes.CDLL) -> None:
         def typed(name: str, *arguments: Any) -> Callable[..., Any]:
-            return _function(loaded, name, None, _int, *arguments, _int)  # the type first, threads last
+            return _function(loaded, name, None, _int, *arguments, _int)  # the type first, the threads last
 
         self._rms_norm = typed("rms_norm", _pointer, _pointer, _float, _int64, _int64, _pointer, _pointer, _int)
         self._rms_norm_backward = typed("rms_norm_backward", *(_pointer,) * 4, _int64, _int64, _pointer, _pointer)
@@ -251,8 +251,8 @@ class LayerLibrary:
     def rms_norm_backward(
         self, grad: Tensor, x: Tensor, weight: Tensor, rate: Tensor, grad_x: Tensor, grad_weight: Tensor
     ) -> None:
-        """Fill grad and grad_x [T, size]; grad_weight [threads, size] is zeros at first: the sum of its rows is the
-        gradient.
+        """Fill grad_x [T, size] and grad_weight [threads, size], which is zeros at first, and the sum of whose rows is
+        the gradient of the weight.
         """
         threads = torch.get_num_threads()
         assert grad_weight.shape == (threads, x.shape[1])
@@ -261,12 +261,12 @@ class LayerLibrary:
         self._rms_norm_backward(bf16, _data(grad, bf16), *wide, *x.shape, _data(grad_x), _data(grad_weight), threads)
 
     def swiglu(self, x: Tensor, out: Tensor) -> None:
-        """Fill out [T, n] = silu(gate) * up of x [T, gate n, up n]; both of one type."""
+        """Fill out [T, n] = silu(gate) * up of x [T, gate n, up n]; x and out have one type."""
         bf16 = x.dtype == torch.bfloat16
         self._swiglu(bf16, _data(x, bf16), *out.shape, _data(out, bf16), torch.get_num_threads())
 
     def swiglu_backward(self, grad: Tensor, x: Tensor, out: Tensor, grad_x: Tensor) -> None:
-        """Fill out once more, and grad_x, the gradient of x, from grad, that of out."""
+        """Fill out as `swiglu` does, and grad_x, the gradient of x, given grad, the gradient of out."""
         bf16 = x.dtype == torch.bfloat16
         given, made = (_data(grad, bf16), _data(x, bf16)), (_data(out, bf16), _data(grad_x, bf16))
         self._swiglu_backward(bf16, *given, *out.shape, *made, torch.get_num_threads())
@@ -279,7 +279,7 @@ class LayerLibrary:
         self._rotate(self._rope, x, cos, sin, rotated, out)
 
     def rope_backward(self, grad: Tensor, cos: Tensor, sin: Tensor, rotated: int, grad_x: Tensor) -> None:
-        """Fill grad_x, the gradient of x, from grad, that of out."""
+        """Fill grad_x, the gradient of x, given grad, the gradient of out."""
         self._rotate(self._rope_backward, grad, cos, sin, rotated, grad_x)
 
     def _rotate(self, run: Callable[..., Any], x: Tensor, cos: Tensor, sin: Tensor, rotated: int, out: Tensor) -> None:
@@ -306,11 +306,13 @@ class DecodeLibrary:
         """Whether products in bfloat16 are supported."""
 
     def phases(self, model: CModel) -> int:
-        """Return how many counters a step of this model needs."""
+        """Return the number of counters that a step of this model needs."""
         return int(self._phases(ctypes.byref(_any(model))))
 
     def scratch(self, model: CModel, visible: int) -> int:
-        """Return the numbers of scratch memory that a thread needs for requests that attend to that many tokens."""
+        """Return the size of a thread's scratch memory, in float32 numbers, for requests that attend to `visible`
+        tokens.
+        """
         return int(self._scratch(ctypes.byref(_any(model)), visible))
 
     def run(self, model: CModel, step: CStep) -> None:
@@ -318,15 +320,13 @@ class DecodeLibrary:
 
 
 def array_of(layers: list[CLayer]) -> tuple[Any, int]:
-    """Concatenate the layers, as `CModel.layer` points to them: (their buffer, its address)."""
+    """Concatenate the layers for `CModel.layer`. Return (buffer, its address)."""
     array = (_any(CLayer) * len(layers))(*layers)
     return array, ctypes.addressof(array)
 
 
 def attention() -> AttentionLibrary | None:
-    """Return attention.c; None where there is no compiled code, or where it is switched off. The same holds for the
-    others.
-    """
+    """Return attention.c; None if there is no compiled code, or it is switched off. So do `layer` and `decode`."""
     loaded = build.library("attention.c")
     return None if loaded is None else _bound(AttentionLibrary, loaded)
 
@@ -349,11 +349,11 @@ def _bound(kind: type[Any], loaded: ctypes.CDLL) -> Any:
 
 
 def _any(structure: Any) -> Any:
-    """Return a structure in the form that the type checker accepts as a dataclass."""
+    """Return a structure, typed such that the type checker accepts it as a dataclass."""
     return structure
 
 
 def _data(x: Tensor, bf16: bool = False) -> int:
-    """Return the address of a tensor's numbers: C knows neither types nor strides."""
+    """Return the address of a tensor's data, after a check of type and strides, which C cannot see."""
     assert x.dtype == (torch.bfloat16 if bf16 else torch.float32) and x.is_contiguous() and not x.is_cuda
     return x.data_ptr()

@@ -1,14 +1,14 @@
-"""Decides whether what torch has no single operation for runs as compiled code on a processor, and compiles it.
+"""Compiles and loads the C code for inner loops on a processor, and decides whether it is used.
 
-A file of C is compiled where a compiler is found, once for a machine, and kept in the user's cache folder. Where that
-cannot be, or with `use(False)`, torch's operations do the same work: nothing here raises.
+If a compiler is found, a C file is compiled once per machine and stored in the user's cache folder. If that is
+impossible, or after `use(False)`, torch's operations do the same work: no error is raised.
 
-What is loaded runs with the user's rights. So the folder must be the user's alone (`private_folder.py`), and a library
-must have the checksum that stands in the manifest beside it: one that is damaged or cut short is built again.
+Loaded code runs with the user's rights. So the folder must be accessible to the user alone (`private_folder.py`), and a
+library must have the checksum in the manifest beside it; one that is damaged or truncated is built again.
 
     attention-KEY.sha256        manifest: checksum and name of the library, as sha256sum writes them; KEY is a digest of
-                                all that a library is made from
-    attention-CHECKSUM.so       the library, named by its content: processes that build at once disturb nobody
+                                everything that determines the library
+    attention-CHECKSUM.so       the library, named by its content, so that several processes can build at once
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ COMPILER_SECONDS = 120.0
 
 _used = True
 _missing: dict[str, str] = {}  # source -> reason why there is no library
-_hung: set[str] = set()  # compilers that are not run again
+_hung: set[str] = set()  # compilers that hung, and are not run again
 
 
 def use(compiled: bool) -> None:
-    """Set whether compiled code is used from now on, where there is any."""
+    """Set whether compiled code is used from now on, if there is any."""
     global _used
     _used = compiled
 
 
 def used() -> bool:
-    """Return whether compiled code is to be used."""
+    """Return whether compiled code is to be used, as set by `use`."""
     return _used
 
 
@@ -56,12 +56,12 @@ def backend(compiled: bool) -> str:
 
 
 def missing() -> str | None:
-    """Return why there is no compiled code, where it was requested and could not be built."""
+    """Return the reason why requested compiled code could not be built; None if there is none."""
     return next(iter(_missing.values()), None)
 
 
 def library(source: str) -> ctypes.CDLL | None:
-    """Compile and load a file of this folder; None where that is impossible, or switched off."""
+    """Compile and load a C file of this folder; None if that is impossible, or switched off."""
     return _loaded(source) if _used else None
 
 
@@ -69,7 +69,7 @@ def library(source: str) -> ctypes.CDLL | None:
 def _loaded(source: str) -> ctypes.CDLL | None:
     try:
         return _load(HERE / source)
-    # no compiler, no home, no room, a folder that is not private; RuntimeError: a home that cannot be found
+    # no compiler, no home, disk full, a folder that is not private; RuntimeError: the home cannot be determined
     except (OSError, RuntimeError, subprocess.SubprocessError) as problem:
         _missing[source] = str(problem)
         return None
@@ -83,7 +83,7 @@ def _load(source: Path) -> ctypes.CDLL:
     manifest = folder / f"{source.stem}-{_key(source, compiler)}.sha256"
     try:
         return ctypes.CDLL(str(_verified(manifest)))
-    except OSError:  # missing, damaged, or of another system's loader
+    except OSError:  # missing, damaged, or built for another system
         doing(f"compiling {source.name}, once for this machine")
         return _build(source, compiler, manifest)
 
@@ -92,7 +92,7 @@ def cache_folder() -> Path:
     """Return the folder of compiled libraries: $XDG_CACHE_HOME/posttrain or ~/.cache/posttrain. Raises NotPrivate,
     OSError.
     """
-    from posttrain.models.native.kernels.private_folder import private_folder  # needs a Unix
+    from posttrain.models.native.kernels.private_folder import private_folder  # requires Unix
 
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     base = base if base.is_absolute() else Path.home() / ".cache"
@@ -102,7 +102,7 @@ def cache_folder() -> Path:
 
 
 def _verified(manifest: Path) -> Path:
-    """Return the library of a manifest, after a check of its checksum. Raises OSError where that differs."""
+    """Return the library of a manifest. Raises OSError if its checksum differs."""
     noted = re.fullmatch(r"([0-9a-f]{64})  ([\w-]+\.so)\n", manifest.read_text("ascii", "replace"))
     if noted is None:
         raise OSError(f"{manifest} is damaged")
@@ -113,10 +113,10 @@ def _verified(manifest: Path) -> Path:
 
 
 def _build(source: Path, compiler: str, manifest: Path) -> ctypes.CDLL:
-    """Compile, load, and store a library if it could be loaded."""
+    """Compile and load a library, and store it if loading succeeds."""
     with tempfile.TemporaryDirectory(dir=manifest.parent) as place:
         half, whole, note = Path(place, "half.o"), Path(place, "whole.so"), Path(place, "note")
-        # Linked without OpenMP's library: its names are those that torch has loaded, so both share one set of threads.
+        # Linked without OpenMP's library: the symbols resolve to the one that torch has loaded, and threads are shared.
         _compile(compiler, *FLAGS, "-fopenmp", "-c", str(source), "-o", str(half))
         _compile(compiler, "-shared", str(half), *LINK_FLAGS, "-o", str(whole))
         loaded = ctypes.CDLL(str(whole))
@@ -129,7 +129,7 @@ def _build(source: Path, compiler: str, manifest: Path) -> ctypes.CDLL:
 
 
 def _compile(compiler: str, *arguments: str) -> None:
-    """Run the compiler; one that hangs is killed with its children, and not run again."""
+    """Run the compiler. If it hangs, kill it with its children, and do not run it again."""
     if compiler in _hung:
         raise subprocess.SubprocessError(f"{compiler} did not end")
     quiet = subprocess.DEVNULL
@@ -148,7 +148,7 @@ def _compile(compiler: str, *arguments: str) -> None:
 
 
 def _key(source: Path, compiler: str) -> str:
-    """Return a digest of everything that a library is made from: files, flags, compiler, processor."""
+    """Return a digest of everything that determines a library: files, flags, compiler, processor."""
     built = os.stat(compiler)
     texts = [file.read_text(encoding="utf-8") for file in (source, *sorted(HERE.glob("*.h")))]
     parts = (*texts, _processor(), *FLAGS, *LINK_FLAGS, compiler, str(built.st_mtime_ns), str(built.st_size))

@@ -1,7 +1,7 @@
-"""Operations between the matrix products of an update on a GPU: twins of `layer.c`, compiled by torch.
+"""Operations between the matrix products of an update on a GPU: counterparts of `layer.c`, compiled by torch.
 
-Each goes through memory once, where torch's single operations go several times. torch compiles them at their first use,
-which takes some seconds, so small tensors are computed without: their time is the launch of kernels.
+Each reads memory once, torch's separate operations several times. torch compiles them at their first use, which takes
+some seconds. Small tensors, whose time is the launch of kernels, are computed without compilation.
 
 T    tokens
 """
@@ -36,7 +36,9 @@ class GPULayer:
     def rms_norm_backward(
         self, grad: Tensor, x: Tensor, weight: Tensor, rate: Tensor, grad_x: Tensor, grad_weight: Tensor
     ) -> None:
-        """Fill grad_x [T, size]; grad_weight [n, size] is zeros at first: the sum of its rows is the gradient."""
+        """Fill grad_x [T, size] and grad_weight [n, size], which is zeros at first, and the sum of whose rows is the
+        gradient of the weight.
+        """
         fused(_normed_backward, x)(grad, x, weight, rate, grad_x, grad_weight[0])
 
     def swiglu(self, x: Tensor, out: Tensor) -> None:
@@ -44,7 +46,7 @@ class GPULayer:
         fused(_swiglu, x)(x, out)
 
     def swiglu_backward(self, grad: Tensor, x: Tensor, out: Tensor, grad_x: Tensor) -> None:
-        """Fill out once more, and grad_x, the gradient of x, from grad, that of out."""
+        """Fill out as `swiglu` does, and grad_x, the gradient of x, given grad, the gradient of out."""
         fused(_swiglu_backward, x)(grad, x, out, grad_x)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, rotated: int, out: Tensor) -> None:
@@ -52,12 +54,12 @@ class GPULayer:
         fused(_rope, x)(x, cos, sin, rotated, out)
 
     def rope_backward(self, grad: Tensor, cos: Tensor, sin: Tensor, rotated: int, grad_x: Tensor) -> None:
-        """Fill grad_x, the gradient of x, from grad, that of out."""
+        """Fill grad_x, the gradient of x, given grad, the gradient of out."""
         fused(_rope_backward, grad)(grad, cos, sin, rotated, grad_x)
 
 
 def gpu_layer() -> GPULayer | None:
-    """Return the operations, unless compiled code is not wanted."""
+    """Return the operations; None if compiled code is switched off."""
     return _layer if build.used() else None
 
 
@@ -65,8 +67,8 @@ _layer = GPULayer()
 
 
 def fused(function: Callable[..., Any], x: Tensor) -> Callable[..., Any]:
-    """Return a function of tensors on a GPU as one kernel, or as it is: of small tensors x, and where no kernel can be
-    compiled.
+    """Return a function of tensors on a GPU as one kernel. Return it unchanged for small tensors x, or if kernels
+    cannot be compiled.
     """
     if x.numel() < LEAST_NUMBERS or not x.is_cuda or not build.used():
         return function
@@ -75,9 +77,9 @@ def fused(function: Callable[..., Any], x: Tensor) -> Callable[..., Any]:
 
 @cache
 def compiled(function: Callable[..., Any], any_size: bool = False) -> Callable[..., Any]:
-    """Return a function of tensors on a GPU as one kernel, for any number of rows; where none can be compiled, as it is.
+    """Return a function of tensors on a GPU as one kernel for any number of rows; unchanged if none can be compiled.
 
-    `any_size`: other dimensions change from call to call too.
+    `any_size`: other dimensions change between calls too.
     """
     if not _can_compile():
         return function
@@ -87,8 +89,8 @@ def compiled(function: Callable[..., Any], any_size: bool = False) -> Callable[.
         rows = arguments[0].shape[0]
         for x in arguments:
             if isinstance(x, Tensor) and x.shape[:1] == (rows,):
-                torch._dynamo.maybe_mark_dynamic(x, 0)  # one kernel for any number of them
-        # the same kernels in forward and backward passes: only the first are under autocast
+                torch._dynamo.maybe_mark_dynamic(x, 0)  # one kernel for any number of rows
+        # without autocast, which is on only in forward passes, both passes use the same kernels
         with torch.autocast("cuda", enabled=False):
             return whole(*arguments)
 
@@ -97,12 +99,12 @@ def compiled(function: Callable[..., Any], any_size: bool = False) -> Callable[.
 
 @cache
 def _can_compile() -> bool:
-    """Return whether torch can compile for this GPU: Triton and a C compiler are there."""
+    """Return whether torch can compile for this GPU, which requires Triton and a C compiler."""
     if find_spec("triton") is None:
         return False
     try:
         torch.compile(_twice)(torch.ones(8, device="cuda"))
-    except Exception:  # whatever its parts raise: nothing depends on them
+    except Exception:  # any error of torch's compiler means that it cannot compile
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""Verifies that the files of a folder can only come from this user."""
+"""Verifies that only this user can have written the files of a folder."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ import pwd
 import stat
 from pathlib import Path
 
-MOST_LINKS = 40  # links that the kernel follows
+MOST_LINKS = 40  # maximum of symbolic links that the kernel follows
 
 
 class NotPrivate(OSError):
-    """Others could change files of the folder, or replace the folder."""
+    """Raised if other users can change files of the folder, or replace the folder."""
 
 
 def private_folder(path: Path) -> Path:
-    """The folder at this absolute path, made with mode 0700 where it is missing.
+    """Return the folder at this absolute path, created with mode 0700 if it is missing.
 
-    It must belong to this user, be no symbolic link and writable by nobody else; and nobody else may be able to put
-    something in its place, or in that of a folder or link on the way to it. Raises NotPrivate, or OSError where it cannot
-    be made.
+    It must belong to this user, be no symbolic link, and be writable by nobody else. Nobody else may be able to replace
+    it, or a folder or link on the path to it. Raises NotPrivate, or OSError if it cannot be created.
     """
     if not path.exists():
         for folder in (*reversed(path.parents), path):
@@ -36,7 +35,7 @@ def private_folder(path: Path) -> Path:
 
 
 def _way(path: Path) -> list[Path]:
-    """Return all folders and symbolic links on the way to it, itself last."""
+    """Return all folders and symbolic links on the path, the path itself last."""
     at, names, links = Path(path.anchor), list(reversed(path.parts[1:])), 0
     way = [at]
     while names:
@@ -67,7 +66,7 @@ def _check(path: Path, own: bool = False) -> None:
         return
     if not stat.S_ISDIR(info.st_mode):
         raise NotPrivate(f"{path} is not a folder")
-    sticky = info.st_mode & stat.S_ISVTX and not own  # others may add entries, not replace those of others
+    sticky = info.st_mode & stat.S_ISVTX and not own  # others may add entries, but not replace existing ones
     if info.st_mode & stat.S_IWOTH and not sticky:
         raise NotPrivate(f"{path} is writable by everybody")
     if info.st_mode & stat.S_IWGRP and not sticky and not _own_group(info.st_gid):
@@ -75,9 +74,7 @@ def _check(path: Path, own: bool = False) -> None:
 
 
 def _own_group(group: int) -> bool:
-    """Return whether it is the user's private group, of the user's name and without others: the default of some
-    systems.
-    """
+    """Return whether this is the user's private group (the user's name, no other members), as some systems create."""
     try:
         me, it = pwd.getpwuid(os.getuid()), grp.getgrgid(group)
     except KeyError:

@@ -230,7 +230,7 @@ def entry() -> None:
         passing.erase()
     out.flush()
     lost = getattr(out.lost, "errno", None)
-    if lost is not None and lost not in (errno.EPIPE, errno.EIO):  # the reader may have closed the stream early
+    if lost is not None and lost not in (errno.EPIPE, errno.EIO):  # not if the reader closed the stream
         print(f"posttrain: standard output could not be written: {os.strerror(lost)}", file=sys.stderr)
         code = code or (
             0 if sys.argv[1:2] and sys.argv[1] in training() else 2

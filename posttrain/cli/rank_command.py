@@ -198,7 +198,7 @@ class Screen:
         from rich.table import Table
 
         wide = self.console.width // len(replies) >= NARROWEST
-        boxes = 2 if wide else 1 + len(replies)  # if not in a row, each reply has a frame of two lines
+        boxes = 2 if wide else 1 + len(replies)  # in a column, each with a frame of two lines
         free = self.console.height - 3 - 2 * boxes  # lines for the head, the help and the answer
         least = max(LEAST, free // boxes)
         asked = min(least, self._lines(prompt, self.console.width))  # lines left by the prompt go to the replies

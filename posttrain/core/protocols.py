@@ -200,7 +200,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class Counting(Protocol):
-    """An engine of several parts that counts their events."""
+    """An engine with counters, such as a pool of engines."""
 
     def counts(self) -> dict[str, float]: ...
 

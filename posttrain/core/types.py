@@ -644,7 +644,7 @@ class Rollout:
 
 
 class Fate(StrEnum):
-    """The result of a rollout in a step: exactly one of these."""
+    """The fate of a rollout in a step: exactly one of these."""
 
     TRAINED = "trained"  # an update of the step learned from it
     EQUAL = "equal group"  # all rewards of its group are equal, and only the advantage would give its tokens a gradient

@@ -9,11 +9,11 @@ the next.
     warm interpreter -> host   once, at the start: which protections are active, or why there are none;
                                on each `watch`, after the end of a program: how it ended
 
-A program is killed when it ends, when the host closes its end of `watch`, when its time is used up, or when its folder
-on a disk is too large. With a namespace of process ids, the program is number 1 of one, and the kernel kills all its
-other processes with it; without one, it cannot have started any. The warm interpreter is itself number 1 of a namespace
-that contains those of programs, so that no program outlives it; without one, each program asks the kernel to be killed
-with it.
+A program is over, and is killed, when it ends, when the host closes its end of `watch`, when its time is used up, or
+when its folder on a disk is too large. With a namespace of process ids, the program is number 1 of one, and the kernel
+kills all its other processes with it; without one, it cannot have started any. The warm interpreter is itself number 1
+of a namespace that contains those of programs, so that no program outlives it; without one, each program asks the
+kernel to be killed with it.
 """
 
 from __future__ import annotations

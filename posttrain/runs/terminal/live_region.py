@@ -43,7 +43,7 @@ class Passing:
             each.before = self.erase
 
     def show(self, text: str, progress: bool = False) -> None:
-        """Replace the line. `progress`: only if the last line is not very recent."""
+        """Replace the line. `progress`: skip this text if the line was just drawn."""
         now = self._clock()
         if progress and now - self._when < SECONDS_BETWEEN_DRAWINGS:
             return

@@ -1,4 +1,4 @@
-"""A conversation with a checkpoint on the terminal: an environment whose turns a person types."""
+"""A conversation with a checkpoint on the terminal: an environment whose turns are typed by a person."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from posttrain.training.setup import choose_device, use_threads
 def converse(model: str, config: Chat) -> None:
     """Read lines and print replies until an empty line or the end of the input (Ctrl-D).
 
-    Without a chat template, lines are text for the model to continue. What reward models and judges say of a reply is
-    printed below it. Raises UserError if the checkpoint or a service cannot be loaded, or if there is a system message and
-    no template to put it in.
+    Without a chat template, lines are text for the model to continue. The answers of reward models and judges are
+    printed below each reply. Raises UserError if the checkpoint or a service cannot be loaded, or if there is a system
+    message and no template for it.
     """
     use_threads(config.threads)
     folder, device = resolve(model), choose_device(config.device)
@@ -49,7 +49,7 @@ def converse(model: str, config: Chat) -> None:
         print("a message and Enter; an empty line ends" if chat else "text to continue and Enter; an empty line ends")
         player = ground.player(embedded(decoder, tokenizer, slots=1), tokenizer, decoder.config.context)
         for played in player.play([Episode({"id": "dialogue"}, "dialogue", secrets.randbits(62))]):
-            if isinstance(played.reward, Invalid):  # what was typed cannot be shown
+            if isinstance(played.reward, Invalid):  # the typed text cannot be shown to the model
                 raise UserError(f"the conversation ends here: {played.reward.reason}")
 
 
@@ -60,10 +60,11 @@ def dialogue(
     chat: bool,
     raters: Mapping[str, str] = MappingProxyType({}),
 ) -> Env:
-    """The environment: what `ask` returns is shown to the model, and what it replies is said, until "" is asked.
+    """Return the environment: it shows the model the texts from `ask`, and passes replies to `say`, until `ask` returns
+    "".
 
-    `raters`: the services that score each reply, and the kind of each ("reward-model" or "judge"). What they answer is said
-    too.
+    `raters`: the services that score each reply, with their kinds ("reward-model" or "judge"). Their answers are passed
+    to `say` too.
     """
 
     def environment(task: Task) -> Generator[Turn | str | Ask, Any, float]:
@@ -92,14 +93,14 @@ def dialogue(
 
 
 def _joined(before: Turn, after: Turn) -> Turn:
-    """Both as one: messages, or text."""
+    """Join two turns of messages, or of text."""
     if before.messages is not None:
         return Turn(messages=[*before.messages, *(after.messages or ())])
     return Turn(text=(before.text or "") + (after.text or ""))
 
 
 def _answer_text(answer: Any) -> str:
-    """Format a service's answer."""
+    """Return a service's answer as text."""
     if isinstance(answer, Invalid):
         return f"no answer, {answer.reason}"
     if isinstance(answer, dict):
@@ -108,7 +109,7 @@ def _answer_text(answer: Any) -> str:
 
 
 def _say(text: str) -> None:
-    """Print a model's text, with control codes shown instead of executed."""
+    """Print a model's text with control codes made visible."""
     print(safe(text))
 
 

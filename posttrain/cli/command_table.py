@@ -1,4 +1,4 @@
-"""The commands of posttrain: the verbs of `config/verbs.py`, and those that take no configuration of rows.
+"""The commands of posttrain: the verbs of `config/verbs.py`, and the commands without a configuration of rows.
 
 Nothing heavy is imported here, so that `posttrain` and `posttrain --help` answer at once.
 """
@@ -11,18 +11,18 @@ from posttrain.config.verbs import VERBS
 
 
 class Command(NamedTuple):
-    """A command, as the front page and its own page of help show it."""
+    """A command, as shown on the front page of the help and on its own page."""
 
     name: str
     function: str  # module:function in posttrain.cli
     heading: str
     help: str
-    example: str  # what follows its name
+    example: str  # arguments of an example, without the command's name
     options: str = ""  # module:class of its options
 
 
 def _verbs() -> list[Command]:
-    """The verbs as commands: those that train share one function."""
+    """Return the verbs as commands: those that train share one function."""
     return [
         Command(
             name,
@@ -161,10 +161,10 @@ FIRST = ("sft", "rl", "prefer", "eval")
 
 
 def is_heading(words: list[str]) -> bool:
-    """Whether this is the first word of commands alone, without the second one: retriever."""
+    """Return whether these words are only the first word of commands with two words, such as retriever."""
     return len(words) == 1 and any(command.name.startswith(f"{words[0]} ") for command in COMMANDS)
 
 
 def command_of(words: list[str]) -> Command | None:
-    """The command that these words begin with."""
+    """Return the command at the start of the words, or None."""
     return next((c for c in COMMANDS if words[: c.name.count(" ") + 1] == c.name.split()), None)

@@ -1,6 +1,6 @@
-"""The commands that do not train: options in, figures on the screen, an exit code out.
+"""The commands that do not train: they take options, print figures, and return an exit code.
 
-Nothing heavy is imported before a command that needs it runs, so that its --help answers at once.
+Heavy modules are imported only when a command that needs them runs, so that its --help answers at once.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  
     table(title, ["", *(str(model) for model, _ in sides)], rows)
     for name, difference in (found.differences or {}).items():
         say(f"difference in {name}, task by task: {told(difference)}{'' if 'why' in difference else ' (95% interval)'}")
-    reasons: dict[str, dict[str, None]] = {}  # why there is no interval -> of which figures
+    reasons: dict[str, dict[str, None]] = {}  # reason for a missing interval -> names of its figures
     for name, figure in [(n, side[n]) for side in (found.figures, found.against or {}) for n in names if n in side]:
         if "why" in figure:
             reasons.setdefault(figure["why"], {})[name] = None
@@ -320,9 +320,9 @@ def launch(*command: str, config: Annotated[Launch, Options] = Launch()) -> int:
 
 
 def _training_of(command: list[str], by: str, checked: bool = True) -> Training:
-    """Return the options of a command that trains, which follows the command `by`.
+    """Return the options of a training command, which is an argument of the command `by`.
 
-    Raises UserError if it is none, or not a sound one. `checked`: whether options may not be missing.
+    Raises UserError if it is not a training command, or invalid. `checked`: whether missing options are an error.
     """
     from cyclopts.exceptions import CycloptsError
 

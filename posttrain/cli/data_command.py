@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 TRAINED, PLAIN = "\x1b[32m", "\x1b[0m"  # green
 OPEN, CLOSE = "[[", "]]"
-LONGEST = 1200  # characters of an example
-NAMED = 3  # rows that are wrong or too long; further ones are counted
+LONGEST = 1200  # most characters of an example
+NAMED = 3  # most rows listed as invalid or too long; further ones are counted
 
 
 def data(
@@ -100,20 +100,20 @@ def data(
 
 
 class _Asked:
-    """The options that decide how plain prompts reach the model."""
+    """The options that determine how plain prompts are shown to the model."""
 
     def __init__(self, chat: bool | None, system: str | None, chat_template: str | None) -> None:
         self.chat, self.system, self.chat_template = chat, system, chat_template
 
 
 def _template(on: bool, because: str) -> str:
-    """Return the line about how plain prompts reach a model that has a chat template."""
+    """Return the line that explains how plain prompts are shown to a model that has a chat template."""
     form = "user messages in the model's chat template" if on else "bare text; --chat wraps them"
     return f"plain       prompts are {form}" + (f" ({because})" if because else "")
 
 
 def lines(found: DataReport) -> Iterator[str]:
-    """Yield the lines of a report without its examples."""
+    """Yield the lines of a report, without its examples."""
     from posttrain.apps.data_report import MEASURED, PERCENTILES, percentiles
 
     yield f"shape       {found.shape} (posttrain {found.verb})"
@@ -150,7 +150,7 @@ def _named(places: Sequence[str]) -> str:
 
 
 def drawn(example: MarkedRow, colours: bool) -> Iterator[str]:
-    """Yield the lines of an example, with what is trained in colour, or in brackets."""
+    """Yield the lines of an example, with the trained text in colour or in brackets."""
     left, right = (TRAINED, PLAIN) if colours else (OPEN, CLOSE)
     trained = f"{example.trained:,} of them trained" if example.trained else "behind which a reply is sampled"
     yield f"-- {safe(example.where)}" + (f": {example.tokens:,} tokens, {trained}" if example.tokens else "")

@@ -1,8 +1,8 @@
-"""`posttrain demo`: a model learns while you watch, on sums that it has never seen or in conversation with a real model.
+"""`posttrain demo`: a model learns while the user watches, on sums of a tiny model or in conversation with a real one.
 
-The small demo trains a decoder of 0.1 M parameters from scratch: imitation of sums of four digits such as 3+5+2+7=17, then
-GRPO with an exact check of the answer as the reward. The real one trains an instruct model that can write, and half knows
-the tables of addition and multiplication, with GRPO alone.
+The small demo trains a decoder of 0.1 M parameters from scratch: imitation of sums of four digits such as 3+5+2+7=17,
+then GRPO with an exact check of the answer as the reward. The real one trains an instruct model with GRPO alone; it can
+write already, and has partly learned the tables of addition and multiplication.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_reading import rollout_steps
 from posttrain.runs.terminal.printing import sample, table
 
-PER_ANSWER = 45  # demonstrations: what imitation has never seen, exploration hardly finds, and rare sums are rare
+PER_ANSWER = 45  # demonstrations per answer: exploration hardly finds answers without any, and rare sums have few
 OPERATORS: Mapping[str, Callable[[int, int], int]] = {"+": operator.add, "*": operator.mul, "-": operator.sub}
 
 
 def demonstrations(practice: Iterable[Task]) -> list[Task]:
-    """Return the tasks to imitate: the first few of each answer."""
+    """Return the tasks to imitate: the first few with each answer."""
     shown: Counter[str] = Counter()
     found = []
     for task in practice:
@@ -45,7 +45,7 @@ def demonstrations(practice: Iterable[Task]) -> list[Task]:
 
 
 def small(out: Path, seed: int) -> Any:
-    """Imitate, then learn from a verifier, and measure both on sums that neither has seen. Return the run."""
+    """Imitate, then learn from a verifier, and measure both on held-out sums. Return the run."""
     practice = arithmetic.tasks(8800, seed, digits=1, operands=4)
     unseen = arithmetic.tasks(500, seed, digits=1, operands=4, held_out=True)
     _write(out, practice=practice, unseen=unseen)
@@ -80,7 +80,7 @@ def small(out: Path, seed: int) -> Any:
 
 
 def questions(operators: str, numbers: Iterable[int], seed: int) -> list[Task]:
-    """Return all questions with these operators and numbers, as a person would ask them, shuffled."""
+    """Return all questions with these operators and numbers, worded as by a person, shuffled."""
     made = [_question(sign, a, b) for sign in operators for a, b in product(numbers, repeat=2)]
     random.Random(seed).shuffle(made)
     return made
@@ -94,8 +94,8 @@ def _question(sign: str, a: int, b: int) -> Task:
 def real(out: Path, seed: int, model: str) -> Any:
     """Teach an instruct model one-digit addition and multiplication by GRPO alone. Return the run.
 
-    A fifth of the pairs is held out. Two-digit sums and differences are not trained at all: what has been learned beyond
-    the tables?
+    A fifth of the pairs is held out. Two-digit sums and differences are not trained at all: they measure whether the
+    model learns more than the tables.
     """
     asked = questions("+*", range(10), seed)
     unseen, practice = asked[:40], asked[40:]
@@ -131,9 +131,9 @@ def _length(rollouts: Sequence[Rollout]) -> float:
 
 
 def demo(out: Path, seed: int, is_real: bool, model: str | None) -> None:
-    """Run the small demo or the real one, the latter with this model or SmolLM2, and say where its parts are.
+    """Run the small demo, or the real one with `model` (None: SmolLM2), and print where the results are.
 
-    Raises UserError if the folder cannot be written, or the model cannot be fetched or opened.
+    Raises UserError if the folder is not writable, or the model cannot be fetched or opened.
     """
     began = time.perf_counter()
     try:
@@ -142,7 +142,7 @@ def demo(out: Path, seed: int, is_real: bool, model: str | None) -> None:
         raise UserError(f"--out {clip(str(out))} cannot be written: {one_line(error)}") from error
     learned = real(out, seed, model or str(fetched())) if is_real else small(out, seed)
     last = read_rollouts(learned.path, rollout_steps(learned.path)[-1])
-    sample(last[::8], 5)  # one of each group
+    sample(last[::8], 5)  # one reply of each group
     print(f"curves      {curves(learned.path, out / 'curves.png')}")
     print(f"every token {learned.path / 'rollouts'}")
     print(f"checkpoint  {learned.checkpoint}")

@@ -1,6 +1,7 @@
-"""`posttrain doctor`: versions, devices, compiler, extras, disk and hub of this machine, and what works with them.
+"""`posttrain doctor`: versions, devices, compiler, extras, disk and hub of this machine, and the features that work
+with them.
 
-Versions come from the metadata of packages. torch is imported only where the system shows a GPU, which it describes.
+Versions come from package metadata. torch is imported only if the system has a GPU, to describe it.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from typing import NamedTuple
 from posttrain import __version__
 from posttrain.core.extras import COMPILERS, EXTRAS, install, installed
 
-LEAST_DISK = 1.0  # GiB below which no checkpoint fits
+LEAST_DISK = 1.0  # GiB: with less, no checkpoint fits
 LITTLE_DISK = 10.0
-SECONDS = 1.5  # for the hub
+SECONDS = 1.5  # for reaching the hub
 NEEDED = ("torch", "numpy", "pyarrow", "safetensors", "tokenizers", "jinja2", "cyclopts", "rich")
 SHOWN = ("torch", "transformers", "tokenizers", "datasets", "numpy", "pyarrow", "vllm")
-TORCH = ((2, 11), (2, 16))  # at least, below: those of pyproject.toml
+TORCH = ((2, 11), (2, 16))  # lowest version, and first unsupported one: as in pyproject.toml
 
 
 class Finding(NamedTuple):
-    """A line of the report. `bad`: whether posttrain cannot run with it."""
+    """A line of the report. `bad`: whether it prevents posttrain from running."""
 
     name: str
     text: str
@@ -68,7 +69,7 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-    except Exception:  # metadata that is half there
+    except Exception:  # incomplete metadata
         return None
 
 
@@ -88,13 +89,13 @@ def _versions() -> Iterator[Finding]:
 
 
 def torch_fits(version: str) -> bool:
-    """Return whether a version of torch is within the bounds of the package."""
+    """Return whether the package supports a version of torch."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return found is not None and TORCH[0] <= (int(found[1]), int(found[2])) < TORCH[1]
 
 
 def _gpus() -> list[str]:
-    """Return the names of the GPUs that torch sees. It is imported where the system shows any."""
+    """Return the names of the GPUs that torch sees. torch is imported only if the system has any."""
     shown = Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists()
     if not shown or _version("torch") is None:
         return []
@@ -102,7 +103,7 @@ def _gpus() -> list[str]:
         import torch
 
         return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    except Exception:  # a driver that does not fit
+    except Exception:  # an unsuitable driver
         return []
 
 
@@ -152,7 +153,7 @@ def _set(name: str) -> bool:
 
 
 def _works(gpu: bool, compiler: bool) -> Iterator[Finding]:
-    """Yield what can be done here, and what cannot."""
+    """Yield the features that work here, and those that do not."""
     ways = ["training and sampling on the GPU" if gpu else "training and sampling on the CPU"]
     ways.append("compiled inner loops" if compiler or gpu else "no compiled inner loops")
     ways.append("any model of transformers" if installed("transformers") else "native models alone (Llama, Qwen ...)")

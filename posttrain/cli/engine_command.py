@@ -1,4 +1,4 @@
-"""An engine behind a port, until Ctrl-C."""
+"""Serves an engine on a port, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from posttrain.training.setup import choose_device, end_tokens, use_threads
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)  # a program may wait for the address
+    print(line, flush=True)  # a program may be waiting for the address
 
 
 def serve_engine(config: ServeEngine, say: Callable[[str], None] = _say) -> None:
-    """Answer pools until a signal says to stop. Raises UserError for a folder, a token or an address that cannot be used."""
+    """Answer pools until a signal stops the process. Raises UserError for an unusable folder, token or address."""
     token = read_token(config.engine_token)
     use_threads(config.threads)
     build.use(config.compiled)
     folder, device = resolve(config.model), choose_device(config.device)
     tokenizer, folder = Tokenizer.load(folder), described_in(folder)
     source = read_json(folder / "config.json")
-    with torch.device("meta"):  # its sizes are of interest, its weights come over
+    with torch.device("meta"):  # only its sizes are needed: the weights arrive later
         model = Decoder(read_config(folder, source))
     generation = read_json(folder / "generation_config.json", optional=True)
     model.source, model.eos_ids = source, read_eos_ids(folder, source, generation, model.config.vocab)
@@ -46,7 +46,7 @@ def serve_engine(config: ServeEngine, say: Callable[[str], None] = _say) -> None
     if config.engine == "vllm":
         os.environ.update(environment())
     how = config.slots, config.precision, config.engine_cache, torch.get_num_threads()
-    for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell has it ignored in the background
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell ignores it for background processes
         signal.signal(number, signal.default_int_handler)
     with TempFolder("engine") as own, suppress(KeyboardInterrupt):
         setup = {**setup_of(config.engine, model, tokenizer, Path(own), *how), "device": str(device)}

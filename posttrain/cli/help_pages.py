@@ -1,7 +1,7 @@
 """Help pages: `posttrain`, `posttrain --help`, `posttrain VERB --help` and `--help-all`.
 
-A page of help shows an option's first sentence, for the options that a first hour needs; --help-all shows all options, and
-all that is said of them. Both come from where an option is declared: see `posttrain.config.option_groups`.
+A --help page shows the first sentence about each option that a new user needs; --help-all shows the whole text of all
+options. Both come from the declarations of the options: see `posttrain.config.option_groups`.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 HELP_ALL = "--help-all"
 WIDEST, NARROWEST = 100, 60  # columns of a page
-LEFT = 25  # columns of the names
-LONGEST_CHOICE = 18  # characters of choices that stand beside the name
-ARGUMENTS, OPTIONS = "arguments", "options"  # groups of what no class of options declares
+LEFT = 25  # columns for the names
+LONGEST_CHOICE = 18  # most characters of choices shown beside an option's name
+ARGUMENTS, OPTIONS = "arguments", "options"  # groups of parameters that no class of options declares
 WORDS = {int: "N", float: "X", str: "TEXT"}
 _SENTENCE = re.compile(r"(?<=[^.]\.)\s+")
 
 
 class HelpEntry(NamedTuple):
-    """An option on a page."""
+    """An option on a help page."""
 
     group: str
-    names: str  # with a word for its value
+    names: str  # with a word for the value
     help: str
     first_hour: bool
 
 
 def page(app: App, words: Sequence[str]) -> str | None:
-    """The page that these words ask for; None for a command that there is not."""
+    """Return the help page that these words request; None for an unknown command."""
     command = command_of([word for word in words if not word.startswith("-")])
     if command is not None:
         return "\n".join(_command_page(app, command, HELP_ALL in words))
@@ -99,7 +99,7 @@ def _listed(commands: Sequence[Command]) -> list[str]:
 
 
 def beside(name: str, text: str, left: int) -> list[str]:
-    """A name and what is said of it, in two columns."""
+    """Return the lines of a name and its text, in two columns."""
     lines = textwrap.wrap(text, _width() - left, break_long_words=False, break_on_hyphens=False)
     if len(name) + 3 > left or not lines:
         return [f"  {name}", *(" " * left + line for line in lines)]
@@ -136,10 +136,10 @@ def _command_page(app: App, command: Command, whole: bool) -> list[str]:
 
 
 def _typed(line: str) -> list[str]:
-    """A command as it is typed, over several lines where it is long."""
+    """Return a command as typed, over several lines if it is long."""
     if len(line) + 2 <= _width():
         return [f"  {line}"]
-    # an option and its value stay together
+    # keeps an option and its value together
     joined = re.sub(r"(?<= )(--?[\w-]+|>) (?=[^-\s])", "\\1\0", line)
     first, *rest = (
         part.replace("\0", " ")
@@ -149,7 +149,7 @@ def _typed(line: str) -> list[str]:
 
 
 def entries_of(app: App, command: Command) -> list[HelpEntry]:
-    """The arguments and options of a command, those of a group together, in the order of `GROUPS`."""
+    """Return the arguments and options of a command, sorted by group in the order of `GROUPS`."""
     from posttrain.config.option_groups import GROUPS, options_of
 
     for word in command.name.split():
@@ -170,7 +170,7 @@ def entries_of(app: App, command: Command) -> list[HelpEntry]:
         elif name in declared:
             own = declared[name]
             found.append(_entry(own.group, argument, own.help, own.default, own.first_hour, own.value))
-        else:  # a parameter of the function
+        else:  # a parameter of the function itself
             group = "algorithm" if kinds else OPTIONS
             found.append(_entry(group, argument, text, argument.field_info.default, not kinds))
     if command.name in VERBS:
@@ -183,7 +183,9 @@ RECIPE = "Read options from a TOML recipe: its table [{verb}]. The command line 
 
 
 def _entry(group: str, argument: Argument, text: str, default: Any, first_hour: bool, value: str = "") -> HelpEntry:
-    """An option: its name with a word for its value, its text with choices and default behind the first sentence."""
+    """Return an option's entry: its name with a word for the value, its text with choices and default in the first
+    sentence.
+    """
     hint, name = argument.hint, argument.names[0]
     kind = next((kind for kind in get_args(hint) if kind is not type(None)), hint) if _may_be_none(hint) else hint
     more = []
@@ -206,7 +208,7 @@ def _entry(group: str, argument: Argument, text: str, default: Any, first_hour: 
 
 
 def _with(text: str, more: str) -> str:
-    """The text with this in brackets at the end of its first sentence, or in those that stand there."""
+    """Return the text with `more` in brackets at the end of its first sentence, or in the brackets that are there."""
     if not more:
         return text
     first, *rest = _SENTENCE.split(text, maxsplit=1)
@@ -219,7 +221,7 @@ def _may_be_none(hint: Any) -> bool:
 
 
 def _word(kind: Any, value: str) -> str:
-    """A word for a value of this type."""
+    """Return a word for values of this type."""
     if get_origin(kind) not in (tuple, list):
         return value or WORDS.get(kind, "VALUE")
     inner = get_args(kind)

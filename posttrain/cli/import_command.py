@@ -1,4 +1,4 @@
-"""`posttrain import`: a recipe from a command, a configuration or a script of TRL, verl or OpenRLHF."""
+"""`posttrain import`: converts a command, configuration or script of TRL, verl or OpenRLHF to a recipe."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`posttrain init`: the files of a first run, for a reward, an agent, preferences or a judge.
 
-Rows are made here; the other files stand in `init_files`, a folder for each kind.
+Rows are generated here; the other files are in `init_files`, in one folder per kind.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def init(folder: str = ".", *, kind: Kind = "reward") -> int:
         place.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (place / name).write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:  # of a name that no system takes
+    except (OSError, ValueError) as error:  # a name that the system does not accept
         raise UserError(f"{clip(str(place))} cannot be written: {one_line(error)}") from error
     longest = max(len(str(place / name)) for name in files)
     for name, (what, _) in files_of(kind).items():
@@ -54,14 +54,14 @@ def init(folder: str = ".", *, kind: Kind = "reward") -> int:
 
 
 def files_of(kind: Kind) -> dict[str, tuple[str, str]]:
-    """Name -> (what the file is, its text)."""
+    """Return name -> (description, text)."""
     made = {name: (what, "".join(json.dumps(row) + "\n" for row in rows())) for name, what, rows in ROWS[kind]}
     written = {name: (what, _template(kind, name)) for name, what in WRITTEN[kind]}
     return {**made, **written}
 
 
 def _template(kind: Kind, name: str) -> str:
-    own = TEMPLATES / kind / (f"{name}.txt" if name.endswith(".py") else name)  # code of a user's is no module of ours
+    own = TEMPLATES / kind / (f"{name}.txt" if name.endswith(".py") else name)  # a user's code is no module of ours
     return user_files.text(own)
 
 
@@ -75,13 +75,13 @@ def _sums() -> Rows:
 
 
 def _calculations() -> Rows:
-    """Products with an episode that shows how the tool is used."""
+    """Return products as tasks, with an episode that shows how the tool is used."""
     for a, b in product(range(2, 22), repeat=2):
         yield {"prompt": f"{a}*{b}? ", "answer": str(a * b), "replies": [f"<calc>{a}*{b}</calc>", str(a * b)]}
 
 
 def _pairs() -> Rows:
-    """Sums whose better response is written in digits, the worse one in words; imitation sees either of them."""
+    """Return sums whose better response is in digits, the worse one in words. Imitation gets one of the two."""
     draw = random.Random(SEED)
     for a, b, c in product(range(10), repeat=3):
         pair = {"chosen": str(a + b + c), "rejected": WORDS[a + b + c]}
@@ -89,13 +89,13 @@ def _pairs() -> Rows:
 
 
 def _answered() -> Rows:
-    """Return the same sums, each with one of the two responses."""
+    """Return the same sums, each with one of its two responses."""
     for row in _pairs():
         yield {"prompt": row["prompt"], "response": row["response"]}
 
 
 def _checks() -> Rows:
-    """Return replies to such sums, in digits, in words and broken ones, with a good judge's verdict on each."""
+    """Return replies to such sums (digits, words, broken ones), each with the verdict of a good judge."""
     draw = random.Random(SEED)
     for row in draw.sample(list(_pairs()), 200):
         broken = "".join(draw.sample(row["chosen"] + row["rejected"], draw.randrange(len(row["rejected"]))))
@@ -132,4 +132,4 @@ FIRST: dict[Kind, str] = {
     "preferences": "check --config recipe.toml",
     "judge": "sft --config train_judge.toml",
 }
-"""Next commands to type."""
+"""The next commands to type."""

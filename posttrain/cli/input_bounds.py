@@ -1,4 +1,4 @@
-"""Bounds of what a command may take, where what it reads or is asked may be anybody's."""
+"""Memory limits of commands whose input or requests are untrusted."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ LEAST = 4.0  # GiB
 
 @contextmanager
 def memory(gib: float | None = None) -> Iterator[None]:
-    """Limit the memory that the process may allocate within it; None: half of the machine's, so that a few bytes that
-    claim to be billions stop nothing but this command.
+    """Context manager that limits the memory of this process; None: to half of the machine's. A few bytes that claim to
+    be billions then stop only this command.
     """
     before = resource.getrlimit(resource.RLIMIT_AS)
     if gib is None:
         gib = max(LEAST, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**31)
-    with suppress(OSError, ValueError, OverflowError):  # there are systems without
+    with suppress(OSError, ValueError, OverflowError):  # not supported by all systems
         with open("/proc/self/statm") as own:
             mapped = int(own.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         most = mapped + int(gib * 2**30)

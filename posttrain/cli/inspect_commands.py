@@ -50,7 +50,7 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
                 text = page(algorithm, beside(algorithm), curves_in(folder, algorithm))
                 (folder / f"{algorithm.name}.md").write_text(text, encoding="utf-8")
             (folder / "index.md").write_text(index(list(EVERY.values())), encoding="utf-8")
-        except (OSError, ValueError) as error:  # of a name that no system takes
+        except (OSError, ValueError) as error:  # a name that the system does not accept
             raise UserError(f"--pages {clip(pages)} cannot be written: {one_line(error)}") from error
         return 0
     if name is None:
@@ -76,12 +76,12 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
 
 
 def _show_table(title: str, algorithms: Iterable[Algorithm | PreferenceAlgorithm | RewardModelAlgorithm]) -> None:
-    """Print a table of algorithms, with their papers where the screen is wide enough."""
+    """Print a table of algorithms, with their papers if the screen is wide enough."""
     from posttrain.algorithms.describe import cited
     from posttrain.runs.terminal.printing import table
 
     whole = [[r.name, r.idea, cited(r)] for r in algorithms]
-    widest = sum(max(map(len, column)) for column in zip(*whole, strict=True)) + 8  # between and beside the columns
+    widest = sum(max(map(len, column)) for column in zip(*whole, strict=True)) + 8  # between and around the columns
     fits = get_terminal_size().columns >= widest
     table(title, ["name", "idea", "paper"] if fits else ["name", "idea"], whole if fits else [row[:2] for row in whole])
 
@@ -201,7 +201,7 @@ def rollouts(
 def _rows_and_place(
     run: str, step: int | None, held_out: bool, names: Iterable[str], clock: bool
 ) -> tuple[list[dict[str, Any]], str, int]:
-    """Rollouts, where they are from, and how many replayed ones are left out. `clock`: with their seconds, where known."""
+    """Return rollouts, their place, and the number of omitted replayed ones. `clock`: with seconds, if recorded."""
     from posttrain.runs.record.rollout_reading import read_file, read_rollouts, read_table, rows_of, timed_rollouts
     from posttrain.runs.run_reading import read_run, rollout_steps
 
@@ -209,16 +209,16 @@ def _rows_and_place(
         if step is not None or held_out:
             raise UserError(f"{run} is a file of rollouts: leave out --step and --held-out")
         return rows_of(read_file(run, names)), run, 0
-    read_run(run)  # whether it is one
+    read_run(run)  # checks that it is a run
     wanted = step if step is not None else max(rollout_steps(run, held_out), default=1)
-    timed = clock and not held_out  # rows as they were written know of none
+    timed = clock and not held_out  # recorded rows contain no seconds
     rows = timed_rollouts(run, wanted) if timed else read_rollouts(run, wanted, names, held_out)
     again = sum(map(bool, read_table(run, wanted, ["replayed"], held_out)["replayed"].to_pylist()))
     return rows, f"{'the evaluation after ' if held_out else ''}step {wanted}", again
 
 
 def _of_group(rows: list[dict[str, Any]], name: str, place: str) -> list[dict[str, Any]]:
-    """Return the rows of a group, or of a task. `place`: where they were looked for, for the error."""
+    """Return the rows of a group or a task. `place`: the place of the rows, for the error message."""
     from posttrain.core.messages import near_or_all
 
     found = [row for row in rows if name in (row["group"], row["task"])]

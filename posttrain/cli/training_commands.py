@@ -1,4 +1,5 @@
-"""The commands that train, one for each verb of `config/verbs.py` that learns: options in, a run, its end on the screen.
+"""The commands that train, one for each verb of `config/verbs.py` that learns: they parse options, run, and print the
+end.
 
 Nothing heavy is imported before a run begins, so that --help answers at once.
 """
@@ -35,7 +36,7 @@ Places = Annotated[tuple[str, ...], Parameter(name="--set", negative_iterable=()
 
 
 def __getattr__(name: str) -> Callable[..., int]:
-    """The command of a verb that trains, by the verb's name."""
+    """Return the command of a training verb, by the verb's name."""
     if name not in VERBS or not VERBS[name].learns:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _command(VERBS[name])
@@ -61,7 +62,9 @@ def _command(verb: Verb) -> Callable[..., int]:
 
 
 def command_line_options(kind: type[Any]) -> type[Any]:
-    """A configuration on the command line: the settings of its algorithm are flags, left out by default, or --set."""
+    """Return a configuration class for the command line: settings of its algorithm are flags, unset by default, or
+    --set.
+    """
     hints = get_type_hints(kind)
     annotations: dict[str, Any] = {f.name: hints[f.name] for f in fields(kind)}
     annotations["settings"] = Annotated[dict[str, Any], Parameter(parse=False)]
@@ -74,7 +77,7 @@ def command_line_options(kind: type[Any]) -> type[Any]:
 
 
 def read(kind: type[AnyConfig], words: Any, places: Sequence[str]) -> AnyConfig:
-    """The configuration of these words, and of settings by their places."""
+    """Return the configuration from these words, and from settings by name."""
     given = {name: getattr(words, name) for name in words.given}
     chosen = {name: given.pop(name) for name in kind.flags() if name in given}
     if chosen or places:
@@ -83,7 +86,7 @@ def read(kind: type[AnyConfig], words: Any, places: Sequence[str]) -> AnyConfig:
 
 
 def _setting(text: str) -> tuple[str, str]:
-    """ "surrogate.high=0.28" -> ("surrogate.high", "0.28")."""
+    """Split "surrogate.high=0.28" into ("surrogate.high", "0.28")."""
     name, equals, value = text.partition("=")
     if not (name.strip() and equals):
         raise UserError(f"--set {text}: write --set PLACE=VALUE, such as --set surrogate.high=0.28")
@@ -91,7 +94,7 @@ def _setting(text: str) -> tuple[str, str]:
 
 
 def trained(config: AnyTraining) -> int:
-    """Train, in this process or in several, print how it ended, and return the exit code."""
+    """Train, in this process or in several, print the result, and return the exit code."""
     check_bounds(config)
     if config.quiet:
         watch(None)
@@ -104,7 +107,7 @@ def trained(config: AnyTraining) -> int:
     from posttrain.training.training_run import run_training
 
     run = run_training(config)
-    if os.environ.get("RANK", "0") == "0":  # of several processes the first one prints
+    if os.environ.get("RANK", "0") == "0":  # of several processes, only the first prints
         _print_end(config.verb, run)
     return 3 if run.stopped else 130 if run.interrupted else 0
 
@@ -131,7 +134,7 @@ def _print_end(verb: str, run: Run) -> None:
 
 
 def _looking(path: str) -> list[str]:
-    """How to look at a run's rollouts: in a browser, or where that is not installed in the terminal."""
+    """Return the commands that show a run's rollouts: in a browser, or on the terminal where that is not installed."""
     if not lacking("view"):
         return [f"look at it  posttrain view {path}"]
     return [f"look at it  posttrain rollouts {path}", f"or          {install('view')}, then posttrain view {path}"]

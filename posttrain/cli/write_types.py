@@ -14,11 +14,11 @@ from posttrain.config.verbs import OPTION_OF, VERBS, Verb, load
 from posttrain.verify.named_verifiers import PREFIX, VERIFIERS, described
 
 BY_HAND = {"human", "rater", "agreement"}
-"""Options that only the command line has: they need a terminal, or print."""
+"""Options of the command line only: they need a terminal, or print."""
 
 ROWS, ENV, PATH = "Rows", "str | Callable[..., Any]", "str | PathLike[str]"
 PARAMETERS = {"tasks": ROWS, "items": ROWS, "env": ENV, "by": ENV, "model": PATH, "teacher": PATH}
-"""Types of what the functions take by position."""
+"""Types of the functions' positional arguments."""
 
 VERIFIERS_HEAD = """# Verifiers by name
 
@@ -65,8 +65,8 @@ Rows = str | PathLike[str] | Iterable[Mapping[str, Any]] | Callable[[], Iterable
 
 
 def text() -> str:
-    """The whole file."""
-    posttrain = import_module("posttrain")  # which no module of the package imports
+    """Return the whole file."""
+    posttrain = import_module("posttrain")  # no module of the package imports it directly
     verbs = {name: verb for name, verb in VERBS.items() if verb.function}
     kinds = [verb.options for verb in verbs.values()]
     every = dict.fromkeys(part for kind in kinds for part in reversed(kind.__mro__) if _has_options(part))
@@ -84,7 +84,7 @@ def text() -> str:
 
 
 def _result(verb: Verb) -> type[Any]:
-    """The class of what the verb's function returns."""
+    """Return the class of a verb's result."""
     from posttrain.training.training_run import run_training
 
     result: type[Any] = get_type_hints(run_training if verb.learns else load(verb.function))["return"]
@@ -106,11 +106,11 @@ def _has_options(kind: type[Any]) -> bool:
 
 
 def _of(kind: type[Any]) -> str:
-    """The options that `kind` adds to those of the classes that it extends."""
+    """Return the options that `kind` adds to those of its base classes."""
     hints, above = get_type_hints(kind), [base for base in kind.__bases__ if _has_options(base)]
     known = {f.name for base in above for f in fields(base)}
     own = next((verb for verb in VERBS.values() if verb.options is kind), None)
-    first = {*PARAMETERS, *OPTION_OF.values()}  # what some function takes by position
+    first = {*PARAMETERS, *OPTION_OF.values()}  # positional in at least one function
     names = [f.name for f in fields(kind) if f.name not in known | BY_HAND | first]
     if own is not None:
         given = {*own.given, *(OPTION_OF.get(name, name) for name in own.given)}
@@ -147,7 +147,7 @@ def _said(hint: Any) -> str:
 
 
 def verifiers_page() -> str:
-    """The page of the verifiers that work by name."""
+    """Return the page of the verifiers that work by name."""
     rows = "\n".join(
         f"| `{PREFIX}{name}` | {columns} | {f'`{settings}`' if settings else ''} | {idea} |"
         for name, verifier in VERIFIERS.items()
@@ -157,7 +157,7 @@ def verifiers_page() -> str:
 
 
 def script() -> str:
-    """Return the script that tells the pages of posttrain view which data each verb learns from."""
+    """Return the script by which the pages of posttrain view get the kind of data that each verb learns from."""
     learns = {name: verb.learns for name, verb in VERBS.items()}
     return (
         "// Written by `python -m posttrain.cli.write_types`: verb -> what it learns from.\n\n"

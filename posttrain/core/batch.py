@@ -28,19 +28,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TurnStart:
-    """Begin of a turn of the policy, and what it began with: equal contents have equal hashes."""
+    """Start of a turn of the policy, with hashes of its context: equal contexts have equal hashes."""
 
-    before: int  # scored tokens of the rollout before it
-    observation: int  # hash of the tokens since the policy's turn before
-    history: int  # hash of all tokens before it
+    before: int  # scored tokens of the rollout before this turn
+    observation: int  # hash of the tokens since the policy's previous turn
+    history: int  # hash of all tokens before this turn
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The scoreboard: all rollouts of the optimizer batch, over every micro-batch and every rank. Small.
+    """The scoreboard: small per-rollout values of all rollouts of the optimizer batch, over all micro-batches and
+    ranks.
 
-    Advantages and aggregation weights are functions of this and of nothing else, so the loss is a plain weighted sum
-    and any split into micro-batches is exact.
+    Advantages and aggregation weights are functions of the scoreboard alone, so the loss is a plain weighted sum and
+    any split into micro-batches is exact.
 
     Example: reward [1., 0., 1., 1.], group [0, 0, 1, 1], length [12, 9, 14, 11]
     """
@@ -48,16 +49,16 @@ class Scores:
     reward: Tensor  # float64 [S]: equal sums of step rewards stay equal
     group: Tensor  # int64 [S]
     length: Tensor  # float32 [S], scored tokens of each rollout: at least 1
-    steps: tuple[tuple[tuple[int, float], ...], ...] = ()  # per rollout: (scored tokens up to its end, step reward)
-    turns: tuple[tuple[TurnStart, ...], ...] = ()  # per rollout, where credit compares turns: those with a scored token
-    pieces: tuple[tuple[Piece, ...], ...] = ()  # per rollout, all scored tokens: whose they are, where rollouts branch
-    penalty: tuple[Tensor, ...] = ()  # per rollout, [n_i]: the deduction of a KL in the reward from each token's
-    value: tuple[Tensor, ...] = ()  # per rollout, [n_i]: the critic's, of the state in which each token was chosen
-    squared_gradient_norm: Tensor | None = None  # float64 [S], of the rollout's log-probability
+    steps: tuple[tuple[tuple[int, float], ...], ...] = ()  # per rollout: (scored tokens up to the step's end, reward)
+    turns: tuple[tuple[TurnStart, ...], ...] = ()  # per rollout: turns with a scored token; () where credit needs none
+    pieces: tuple[tuple[Piece, ...], ...] = ()  # per rollout: replies with its scored tokens; () unless rollouts branch
+    penalty: tuple[Tensor, ...] = ()  # per rollout, [n_i]: KL penalty that is deducted from each token's reward
+    value: tuple[Tensor, ...] = ()  # per rollout, [n_i]: the critic's value of the state in which each token was chosen
+    squared_gradient_norm: Tensor | None = None  # float64 [S], of the gradient of the rollout's log-probability
     sampled: Tensor | None = None  # float32 [S], tokens of the episode that count against its budget
     truncated: Tensor | None = None  # bool [S], whether the episode was cut off
     greedy: Tensor | None = None  # float64 [S], the reward of a greedy rollout of the same group
-    success: Tensor | None = None  # bool [S], whether its reward, before any shaping, reaches the threshold
+    success: Tensor | None = None  # bool [S], whether the rollout's reward, before any shaping, reaches the threshold
     parts: Mapping[str, Tensor] = field(
         default_factory=dict
     )  # float64 [S] each: named parts, where credit compares them
@@ -67,7 +68,7 @@ class Scores:
 
     @staticmethod
     def join(boards: Sequence[Scores]) -> Scores:
-        """One scoreboard of those of several processes, in their order; no group is in two of them."""
+        """Return the joined scoreboard of several processes, in their order. No group may be on two processes."""
         import torch
 
         groups, offset = [], 0
@@ -91,7 +92,7 @@ class Scores:
         return Scores(**{**columns, "group": torch.cat(groups)})
 
     def of(self, rows: Tensor) -> Scores:
-        """Return the scoreboard of some rollouts only: rows int64 [S']."""
+        """Return the scoreboard of the rollouts with these indices: rows int64 [S']."""
 
         def some(x: Any) -> Any:
             if isinstance(x, tuple):
@@ -126,7 +127,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Reading:
-    """Some rollouts of a micro-batch as a teacher reads them: the same scored tokens, perhaps behind another prompt."""
+    """Some rollouts of a micro-batch as a teacher reads them: the same scored tokens, possibly after another prompt."""
 
     model: str  # the teacher's name
     packed: Packed
@@ -135,16 +136,16 @@ class Reading:
 
 @dataclass(frozen=True)
 class Packed:
-    """Rollouts as a model reads them: one micro-batch, without anything that a loss needs besides."""
+    """The model's input for one micro-batch of rollouts, without the values that only a loss needs."""
 
     layout: Layout
     at: Tensor  # int64 [N], index in [T] of the token that *predicts* scored token n; may repeat
     target: Tensor  # int64 [N], its token id
     rollout: Tensor  # int64 [N], index in [S]; rollouts are whole within a micro-batch and their tokens are neighbours
-    transcript: Tensor  # int64 [N], index in [R]; likewise
+    transcript: Tensor  # int64 [N], index in [R]; tokens of a transcript are neighbours too
     readings: tuple[Reading, ...] = field(
         default=(), kw_only=True
-    )  # each scored token in one of them, or there are none
+    )  # either each scored token is in one of them, or there are none
 
 
 @dataclass(frozen=True)
@@ -212,14 +213,14 @@ _EXTREMES: dict[str, Callable[[float, float], float]] = {"max": max, "min": min}
 
 
 def _extreme(name: str) -> Callable[[float, float], float] | None:
-    """Return what keeps the extreme value of a metric; None: it is summed."""
+    """Return a metric's extreme-value function; None: the metric is summed."""
     return _EXTREMES.get(name.rpartition("/")[2])
 
 
 class Stats(dict[str, tuple[float, float]]):
-    """Metrics as name -> (sum, count), merged over micro-batches and ranks and divided only to print.
+    """Metrics as name -> (sum, count): merged over micro-batches and ranks, divided only when printed.
 
-    A name that ends in /max or /min keeps the largest or smallest value instead.
+    For a name that ends in /max or /min, the largest or smallest value is kept instead.
     """
 
     def add(self, name: str, total: float, count: float = 1.0) -> None:
@@ -231,7 +232,7 @@ class Stats(dict[str, tuple[float, float]]):
         self[name] = (before[0] + float(total), before[1] + float(count))
 
     def add_each(self, name: str, values: Sequence[float]) -> None:
-        """Add values one by one, in their order, each with a count of 1: to the same bits as `add` does."""
+        """Add values one by one, in order, each with a count of 1. The result is bitwise equal to calls of `add`."""
         if not values or _extreme(name) is not None:
             for value in values:
                 self.add(name, value)
@@ -246,13 +247,13 @@ class Stats(dict[str, tuple[float, float]]):
             self.add(name, total, count)
 
     def means(self) -> dict[str, float]:
-        """Name -> sum / count, names in alphabetical order; a name with count 0 is left out."""
+        """Return name -> sum / count, in alphabetical order, without names whose count is 0."""
         return {name: self[name][0] / self[name][1] for name in sorted(self) if self[name][1]}
 
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """One step of training, from a source: some optimizer updates, each a list of micro-batches, and what to record."""
+    """One training step of a source: its optimizer updates, each a list of micro-batches, and the values to record."""
 
     number: int  # 1, 2, ...
     updates: Sequence[Callable[[], Sequence[Batch]]]  # called in order, each just before its optimizer update

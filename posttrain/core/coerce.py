@@ -14,10 +14,10 @@ TRUE, FALSE = ("true", "yes", "on"), ("false", "no", "off")
 
 
 def convert(value: Any, hint: Any, name: str) -> Any:
-    """Return the value as a type of settings: bool, int, float, str, Literal, tuple of these, or any of them or None.
+    """Convert the value to a type of settings: bool, int, float, str, Literal, tuple of these, or any of them or None.
 
-    Text is read ("0.2", "none", "1,2"); other values must be of the type already, whole numbers for float included.
-    Raises UserError, with the name and what fits.
+    Text is parsed ("0.2", "none", "1,2"). Other values must have the type already, but a whole number is valid for a
+    float. Raises UserError with the name and the accepted values.
     """
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
@@ -43,9 +43,9 @@ def convert(value: Any, hint: Any, name: str) -> Any:
 
 
 def read_variable(value: Any) -> Any:
-    """Return the value of a variable of a chat template: text of JSON is read ("false", "3"), other text and values kept.
+    """Return the value of a chat template's variable: JSON text is parsed ("false", "3"), anything else is kept.
 
-    Text in quotes is kept as well, so that reading a value again changes nothing.
+    JSON strings (text in quotes) are kept as well, so that a second call changes nothing.
     """
     if not isinstance(value, str):
         return value
@@ -57,7 +57,9 @@ def read_variable(value: Any) -> Any:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether the value is of this type without conversion: one of those that `convert` knows, a dict, or any class."""
+    """Return whether the value has this type without conversion: a type that `convert` accepts, a dict, or any
+    class.
+    """
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
@@ -72,7 +74,7 @@ def fits(value: Any, hint: Any) -> bool:
         return isinstance(value, dict) and all(fits(one, inner[1]) for one in value.values())
     if hint is float:
         return type(value) in (int, float)
-    if hint in (bool, int, str):  # True is an int to isinstance
+    if hint in (bool, int, str):  # isinstance treats True as an int
         return type(value) is hint
     return isinstance(value, origin or hint)
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, Self
 from posttrain.core.types import UserError
 
 NEVER: Any = object()
-"""No value at all: None is one."""
+"""An absent value: None is a valid one."""
 
 
 class Need(StrEnum):
@@ -23,16 +23,16 @@ class Need(StrEnum):
 
     GREEDY = "greedy"  # the reward of a greedy reply to every prompt
     GROUP = "group"  # at least two rollouts of every task
-    PARTS = "parts"  # the named parts of every reward, the same in all rollouts of a step
+    PARTS = "parts"  # the named parts of every reward, with the same names in all rollouts of a step
     TURNS = "turns"  # the turns of every rollout, and the states in which they began
-    SUCCESS = "success"  # a threshold from which on a reward counts as a success
+    SUCCESS = "success"  # the reward from which on a rollout counts as a success
     EPISODE_TOKENS = "episode tokens"  # most tokens that the policy may sample in an episode
-    OLD = "old"  # the learner's log-probabilities of rollout time
+    OLD = "old"  # the learner's log-probabilities at rollout time
     REFERENCE = "reference"  # a reference model and its log-probabilities
     ENTROPY = "entropy"  # of the whole distribution at each token, at rollout time
     KL = "kl"  # the exact KL to the reference at each token, at rollout time
     TEACHER = "teacher"  # a teacher's log-probabilities of the sampled tokens
-    VALUE = "value"  # a critic of states, and its values of rollout time
+    VALUE = "value"  # a critic of states, and its values at rollout time
     ACTION_VALUE = "action value"  # a critic of actions
     DRIFT = "drift"  # mean log-ratio of mismatched prompts and responses, over an optimizer batch
     SHIFT = "shift"  # running mean of the implicit rewards
@@ -41,7 +41,7 @@ class Need(StrEnum):
 
 @dataclass(frozen=True)
 class RunLimits:
-    """The values of a run that components take where they leave them open."""
+    """Values of a run that fill the open settings of components."""
 
     episode_tokens: int | None = None  # None: episodes of several turns without a budget
     temperature: float = 1.0  # of sampling
@@ -49,7 +49,7 @@ class RunLimits:
 
 @dataclass(frozen=True)
 class SettingRange:
-    """The range of a number, or of each of several."""
+    """The allowed range of a number, or of each of several numbers."""
 
     least: float | None = None
     above: float | None = None
@@ -57,7 +57,7 @@ class SettingRange:
     below: float | None = None
 
     def check(self, name: str, value: Any) -> None:
-        """Raise UserError if a number is not finite or outside the range. Values that are no numbers pass."""
+        """Raise UserError if a number is not finite or outside the range. Values that are not numbers pass."""
         for x in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(x, bool) or not isinstance(x, (int, float)):
                 continue
@@ -78,13 +78,14 @@ class SettingRange:
 
 
 OnResume = Literal["fixed", "free", "anew"]
-"""Treatment of an option when a run is resumed. fixed: the run's value is kept and another one refused; free: it is kept
-unless another one is given; anew: it is not kept. Options are fixed by default."""
+"""How resuming a run treats an option. fixed: the run's value is kept and another one refused; free: the run's value is
+kept unless another one is given; anew: the run's value is not kept. Options are fixed by default.
+"""
 
 
 @dataclass(frozen=True)
 class OptionShown:
-    """The appearance of an option in --help, and its treatment on resume. Open fields are as in the class overridden."""
+    """How --help shows an option, and how resuming treats it. Empty fields take the values of the overridden class."""
 
     group: str = ""  # the heading above it
     first_hour: bool | None = None  # whether --help shows it, and not only --help-all
@@ -105,7 +106,9 @@ def option(
     value: str = "",
     on_resume: OnResume | None = None,
 ) -> Any:
-    """A dataclass field with a range, and with how --help shows it: `lr: float = option(1e-5, above=0, first_hour=True)`."""
+    """Declare a dataclass field with a range and its appearance in --help: `lr: float = option(1e-5, above=0,
+    first_hour=True)`.
+    """
     bounds = Setting(bounds=SettingRange(least, above, most, below))
     metadata = {"knob": bounds, "shown": OptionShown(group, first_hour, value, on_resume)}
     if factory is not dataclasses.MISSING:
@@ -115,16 +118,16 @@ def option(
 
 @dataclass(frozen=True)
 class Setting:
-    """The declaration of a setting beside its type and default."""
+    """The declaration of a setting, in addition to its type and default."""
 
     flag: str = ""  # its short name on the command line, without dashes; "": it has none
     help: str = ""
     bounds: SettingRange = SettingRange()
-    off: Any = NEVER  # a value that means None, such as 0 for "no such bound"
-    absent: Any = NEVER  # the value at which the component is absent
+    off: Any = NEVER  # a value that is read as None, such as 0 for "no such bound"
+    absent: Any = NEVER  # the value that removes the component
     creates: bool = False  # whether setting it adds the component to an algorithm that has none
-    choices: Mapping[str, Any] | None = None  # name -> component, where the setting is a component or several
-    brought: str = ""  # the option that adds such a component, where no setting of its own does
+    choices: Mapping[str, Any] | None = None  # name -> component, where the setting is one component or several
+    brought: str = ""  # the option that adds such a component, where none of its own settings does
     first_hour: bool = False  # whether --help shows its flag, and not only --help-all
 
 
@@ -153,7 +156,7 @@ def setting(
 
 
 def setting_of(f: dataclasses.Field[Any]) -> Setting:
-    """Return the declaration of a field, or an empty one where it is declared plainly."""
+    """Return the declaration of a field; an empty one for a plain field."""
     found: Setting = f.metadata.get("knob", Setting())
     return found
 
@@ -163,7 +166,7 @@ class Component:
 
     @property
     def formula(self) -> str:
-        """The equation that it computes with its settings, in plain mathematics."""
+        """The equation of the component with its current settings, in plain mathematics."""
         raise NotImplementedError
 
     @property
@@ -177,9 +180,9 @@ class Component:
 
     @property
     def wants(self) -> frozenset[str]:
-        """Fields of `Outputs`, besides logp, that it reads in the loss."""
+        """Fields of `Outputs`, besides logp, that the component reads in the loss."""
         return frozenset()
 
     def configured(self, limits: RunLimits) -> Self:
-        """The part as a run has it."""
+        """Fill open settings from the run."""
         return self

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 from posttrain.core.pictures import digests
 from posttrain.core.types import Completion, Media, ToolCall, Turn, UserError
 
-MOST_IDS = 100_000  # ids of nine letters and digits: far more than the calls of a context
+MOST_IDS = 100_000  # ids of nine letters and digits: far more than a context has calls
 
 
 class ContinuedText(Protocol):
-    """The template's text after a reply, and a message as a placeholder for the reply."""
+    """The template's text after a reply, and a message that represents the reply."""
 
     @property
     def text(self) -> str: ...
@@ -32,10 +32,10 @@ class ToolCallFormat(Protocol):
 
 
 class TextEncoder(Protocol):
-    """The methods of a tokenizer that are needed here."""
+    """The methods of a tokenizer that this module needs."""
 
     chat_template: str | None
-    unknown_id: int | None  # the token of unknown text
+    unknown_id: int | None  # the id of the unknown token
 
     def encode(self, text: str, start: bool = False) -> list[int]: ...
     def check_tokens(self, tokens: Sequence[int]) -> None: ...
@@ -59,26 +59,26 @@ class TextEncoder(Protocol):
 
 
 class Conversation:
-    """The text side of one context: turns in, tokens to observe out."""
+    """The text side of one context: converts turns to tokens for the policy to observe."""
 
     def __init__(self, tokenizer: TextEncoder) -> None:
         self.tokenizer = tokenizer
         self.messages: list[Mapping[str, Any]] = []
         self.first = True
-        self.chat = False  # whether it began with messages
-        self.tools: Sequence[Mapping[str, Any]] | None = None  # that the prompt lists
+        self.chat = False  # whether the context began with messages
+        self.tools: Sequence[Mapping[str, Any]] | None = None  # the tools that the prompt lists
         self.last_calls: Sequence[ToolCall] = ()  # of the last reply
         self.seen: Sequence[Media] = ()  # pictures of the last turn, places counted from its first token
         self._ids: set[str] = set()  # of all calls so far
 
     def branch(self) -> Conversation:
-        """Return another conversation that begins with all turns of this one."""
+        """Return an independent copy that begins with all turns of this one."""
         other = copy(self)
         other._ids = set(self._ids)
         return other
 
     def show(self, turn: Turn, last: Completion | None) -> list[int]:
-        """Tokens that put `turn` before the policy; `last` is what it sampled just before, if anything."""
+        """Return the tokens that present `turn` to the policy. `last`: the completion sampled just before, or None."""
         first, self.first, self.seen = self.first, False, ()
         if turn.messages is None:
             return self.tokenizer.encode(turn.text or "", start=first)
@@ -92,7 +92,7 @@ class Conversation:
         after = self.tokenizer.render_after(self.messages, new, self.last_calls, self.tools)
         self.messages = [*self.messages, after.reply, *new]
         tokens = self._encoded(after.text, new)
-        # the policy has sampled the end of its reply: the end id, a stop string, the end of a call
+        # the policy has sampled the end of its reply itself: the end id, a stop string, the end of a call
         sampled = [] if last is None or last.stop.truncated else list(last.tokens)
         longest = min(len(sampled), len(tokens))
         said = next((n for n in range(longest, 0, -1) if sampled[-n:] == tokens[:n]), 0)
@@ -101,14 +101,14 @@ class Conversation:
         return tokens[said:]
 
     def _encoded(self, text: str, messages: Sequence[Mapping[str, Any]], start: bool = False) -> list[int]:
-        """Return the tokens of messages that the template rendered, and store their pictures."""
+        """Return the tokens of the rendered messages, and store the places of their pictures in `seen`."""
         if not (pictures := digests(messages)):
             return self.tokenizer.encode(text, start=start)
         tokens, self.seen = self.tokenizer.encode_seen(text, pictures, start)
         return tokens
 
     def calls(self, text: str) -> Sequence[ToolCall]:
-        """Return the calls of tools in a reply."""
+        """Return the tool calls in a reply."""
         form = self.tokenizer.tool_format if self.chat else None
         self.last_calls = ()
         if form is not None:
@@ -117,17 +117,17 @@ class Conversation:
         return self.last_calls
 
     def _taken(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Return the messages in the form that the template takes."""
+        """Return the messages in the form that the template expects."""
         calling = any(message.get("tool_calls") for message in messages)
         return with_calls(messages, self.tokenizer.tool_format) if calling else list(messages)
 
     def before_calls(self, text: str) -> int | None:
-        """Characters of the last reply before its first call; None where it makes none."""
+        """Return the number of characters of the last reply before its first tool call; None if it has none."""
         form = self.tokenizer.tool_format if self.last_calls else None
         return None if form is None else form.start(text)
 
     def _id(self, own: str) -> str:
-        """Return a call's own id, if all templates take it and no call before has it, or else a new one."""
+        """Return a call's own id if all templates accept it and no earlier call has it, otherwise a new one."""
         fits = re.fullmatch("[A-Za-z0-9]{9}", own) and own not in self._ids
         numbered = (f"call{number:05d}" for number in range(len(self._ids), MOST_IDS))
         id = own if fits else next(id for id in numbered if id not in self._ids)
@@ -136,7 +136,7 @@ class Conversation:
 
 
 def with_calls(messages: Sequence[Mapping[str, Any]], form: ToolCallFormat | None) -> list[Mapping[str, Any]]:
-    """Messages whose calls of tools are as the template takes them. `form`: of its calls; None: it shows none."""
+    """Return the messages with tool calls in the template's format, `form`; unchanged if `form` is None."""
     if form is None:
         return list(messages)
     found: list[Mapping[str, Any]] = []

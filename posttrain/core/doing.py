@@ -1,6 +1,6 @@
-"""A channel for progress before a run, or a figure, is there to be seen: libraries, weights, tasks.
+"""A channel for progress before a run shows metrics, such as the loading of libraries, weights and tasks.
 
-The code at work reports, and a display that watches shows it. Nothing else depends on it.
+The working code reports, and a display that watches shows the reports. Nothing else depends on them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ _watcher: Callable[[str, bool], None] | None = None
 
 
 def doing(text: str, done: int | None = None, of: int = 0) -> None:
-    """Report the current activity; `done` of so many parts of it are ready."""
+    """Report the current activity, with `done` of `of` parts finished. None: without a count."""
     if _watcher is not None:
         _watcher(text if done is None else f"{text}: {done:,} of {of:,}", done is not None)
 
 
 def watch(watcher: Callable[[str, bool], None] | None) -> None:
-    """Send reports from now on to this watcher: (text, whether it is only progress). None: to nobody."""
+    """Send all further reports to `watcher`: (text, whether the report only updates a count). None: discard them."""
     global _watcher
     _watcher = watcher

@@ -11,30 +11,32 @@ COMPILERS = ("gcc", "cc", "clang")
 """C compilers, in the order in which they are looked for."""
 
 NEEDED = {"view": ("duckdb",), "query": ("duckdb",)}
-"""Verb -> libraries that it needs and not every installation has; the extra `view` brings them all."""
+"""Verb -> libraries that it needs and that some installations lack. The extra `view` includes all of them."""
 
 
 def install(extra: str) -> str:
-    """Return the command that installs an extra, as any shell takes it."""
+    """Return the command that installs an extra, quoted so that any shell accepts it."""
     return f"pip install 'posttrain[{extra}]'"
 
 
 def installed(library: str) -> bool:
-    """Whether a library is there. Imports nothing of it."""
+    """Return whether a library is installed, without importing it."""
     try:
         found = find_spec(library)
-    except (ImportError, ValueError):  # it is half there
+    except (ImportError, ValueError):  # a partly removed library
         return False
     return found is not None
 
 
 def lacking(verb: str) -> list[str]:
-    """Return the libraries that a verb needs and that are not there."""
+    """Return the libraries that a verb needs and that are not installed."""
     return [library for library in NEEDED.get(verb, ()) if not installed(library)]
 
 
 def runnable(command: str) -> str:
-    """Return a command of ours as a hint names it: with what is to be installed before, where it would not run as it is."""
+    """Return a posttrain command for a hint; with "(after ...)" and the installation, where libraries that it needs are
+    missing.
+    """
     _, verb, *_ = command.split()
     return f"{command} (after {install('view')})" if lacking(verb) else command
 
@@ -57,4 +59,4 @@ EXTRAS = {
     "mlflow": ("mlflow", "--track mlflow"),
     "swanlab": ("swanlab", "--track swanlab"),
 }
-"""Extra -> the library whose presence shows it, and its purpose. Those of developers are not among them."""
+"""Extra -> the library whose presence shows that it is installed, and its purpose. Without developers' extras."""

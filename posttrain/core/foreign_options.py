@@ -1,6 +1,7 @@
-"""The table of other trainers' options: those here that mean the same, or an answer where none does.
+"""The options of other trainers: each with the equivalent options here, or an answer where none is equivalent.
 
-The command line answers with it (`option_aliases`), the site prints it, and `posttrain import` writes recipes with it.
+The command line answers with this table (`option_aliases`), the site prints it, and `posttrain import` writes recipes
+with it.
 """
 
 from __future__ import annotations
@@ -363,10 +364,11 @@ ELSEWHERE = {
     "lora_alpha": "{lora_alpha}",
     "gamma": "{gamma}",
 }
-"""A name in TRL, verl, OpenRLHF or Search-R1 -> the options, in braces, that mean it here.
+"""A name in TRL, verl, OpenRLHF or Search-R1 -> the equivalent options here, in braces.
 
-An entry that is one option in braces and nothing else takes the value over: `posttrain import` writes it under that name. A
-dotted name is found by its longest ending that has an entry."""
+For an entry that is one option in braces and nothing else, `posttrain import` writes the value under that option. The
+entry of a dotted name is that of its longest ending in the table.
+"""
 
 
 def _alike(names: str, answer: str) -> dict[str, str]:
@@ -500,4 +502,4 @@ ANSWERS = {
         "a model is its folder; {precision} and {device} define its computation",
     ),
 }
-"""A name there -> the answer where no option here is equivalent."""
+"""A name in another trainer -> the answer where no option here is equivalent."""

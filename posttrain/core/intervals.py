@@ -28,23 +28,23 @@ from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
 Totals = tuple[ArrayLike, ArrayLike]
-"""[n] and [n]: of each unit the sum over its values, and their number."""
+"""[n] and [n]: for each unit, the sum of its values and their number."""
 
 Scale = tuple[float, float]
-"""The least possible value, and the distance to the greatest."""
+"""The least possible value, and the width of the range of values."""
 
 SHARES: Scale = (0.0, 1.0)
-DIFFERENCES: Scale = (-1.0, 2.0)  # of two shares
+DIFFERENCES: Scale = (-1.0, 2.0)  # the scale of a difference of two shares
 LEVEL = 0.95
 FEWEST = 6
-"""Tasks: of fewer pairs, not even five wins to none are significant at 5% (2 / 2^5)."""
+"""Fewest tasks for an interval: of fewer pairs, not even five wins to none are significant at 5% (2 / 2^5)."""
 
-ENUMERATED = 16  # differences whose signs are flipped in every way; of more, the test is the normal one
+ENUMERATED = 16  # most differences of which all combinations of signs are tried; of more, the test is the normal one
 
 
 @dataclass(frozen=True)
 class Interval:
-    """The ends, or (nan, nan) and the reason why there are none. `low, high = interval` unpacks it."""
+    """The two ends, or (nan, nan) with the reason why there is no interval. `low, high = interval` unpacks it."""
 
     low: float = nan
     high: float = nan
@@ -58,11 +58,11 @@ class Interval:
         return f"({self.why})" if self.why else f"[{self.low:{form}}, {self.high:{form}}]"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON data: None where there is no interval, and `why`."""
+        """Return JSON data: the ends, None without an interval, and `why`."""
         return {"low": None, "high": None, "why": self.why} if self.why else {"low": self.low, "high": self.high}
 
     def holding(self, value: float) -> Interval:
-        """Return the interval, extended to that value if it does not contain it."""
+        """Return the interval, extended where necessary to contain the value."""
         return self if self.why else Interval(min(self.low, value), max(self.high, value))
 
 
@@ -80,30 +80,36 @@ def wilson_interval(successes: float, n: float, level: float = LEVEL, quantile: 
     rate = successes / n
     centre = (rate + z * z / (2 * n)) / (1 + z * z / n)
     half = z * sqrt(rate * (1 - rate) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    # The ends are exact where rounding would leave 1e-17.
+    # the ends are exact where rounding would leave 1e-17
     return Interval(centre - half if successes else 0.0, centre + half if successes < n else 1.0)
 
 
 def share_interval(sums: ArrayLike, counts: ArrayLike = 1.0, level: float = LEVEL, of: str = "tasks") -> Interval:
-    """Interval of a share: of each task (or the unit that `of` names) the sum of its right ones, and their number.
+    """Return the interval of a share. `sums`: for each task (or the unit that `of` names) the sum of its right samples;
+    `counts`: their number.
 
-    With a count of 1, `sums` may be the shares of right samples: every task then counts once. Where each task is all right
-    or all wrong it is Wilson's. Else his interval has an effective number of tasks, p (1 - p) / variance (as for clustered
-    surveys: Korn and Graubard 1998; Dean and Pagano 2015), and Student's quantile. The variance is that between the tasks
-    and one more, which is all right or all wrong: a few tasks that happen to come out alike would else seem certain.
+    With a count of 1, `sums` may be the shares of right samples: every task then counts once. Where each task is all
+    right or all wrong, the interval is Wilson's. Otherwise Wilson's interval is computed with an effective number of
+    tasks, p (1 - p) / variance (as for clustered surveys: Korn and Graubard 1998; Dean and Pagano 2015), and Student's
+    quantile. The variance is that between the tasks and one additional task, which is all right or all wrong: otherwise
+    a few tasks with the same result by chance would seem certain.
     """
     return _ratio(sums, counts, level, of, SHARES, share=True)
 
 
 def mean_interval(values: ArrayLike, level: float = LEVEL, of: str = "tasks") -> Interval:
-    """Interval of the mean of one value a task, such as its mean reward; of values that are all 0 or 1, that of a share."""
+    """Return the interval of a mean of one value per task, such as its mean reward; of a share if all values are 0 or
+    1.
+    """
     own = np.asarray(values, dtype=np.float64)
     scales = (scale for scale in (SHARES, DIFFERENCES) if _within(own, scale))
     return _ratio(own, 1.0, level, of, next(scales, None))
 
 
 def ratio_interval(sums: ArrayLike, counts: ArrayLike, level: float = LEVEL, of: str = "tasks") -> Interval:
-    """Interval of sum / count of values that are no shares, tasks being independent and what belongs to one not."""
+    """Return the interval of sum / count for values that are not shares. Tasks are independent; values of one task are
+    not.
+    """
     return _ratio(sums, counts, level, of, None)
 
 
@@ -151,11 +157,11 @@ def _within(values: Floats, scale: Scale) -> bool:
 def paired_interval(
     first: ArrayLike, second: ArrayLike, level: float = LEVEL, of: str = "tasks", share: bool = False
 ) -> Interval:
-    """Interval of mean(first - second), both of the same tasks. `share`: both are shares of a task's samples.
+    """Return the interval of mean(first - second) over the same tasks. `share`: both are shares of a task's samples.
 
-    Much narrower than those of the two apart: what makes a task hard for both cancels. Where every value is 0 or 1 it
-    excludes 0 exactly if McNemar's exact test does; elsewhere it does not unless a test that flips signs does too, so that
-    four wins to no loss are no proof however many ties there are.
+    It is much narrower than separate intervals of the two: the difficulty of a task cancels. If every value is 0 or 1,
+    it excludes 0 exactly if McNemar's exact test rejects 0. Otherwise it excludes 0 only if a test that flips signs
+    rejects 0 too, so that four wins to no loss are no proof however many ties there are.
     """
     a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
     if a.shape != b.shape:
@@ -174,10 +180,10 @@ def paired_interval(
 
 
 def sign_test(difference: ArrayLike) -> float:
-    """Two-sided p of the mean of paired differences, were each as likely to have the other sign.
+    """Return the two-sided p of the mean of paired differences, if each were equally likely to have the other sign.
 
-    Of differences that are all as large, and so of pairs of 0 and 1, it is McNemar's exact test; of up to `ENUMERATED`
-    others all signs are tried; of more, their sum is taken for normal. Differences of 0 have no effect.
+    For differences of equal size, and so for pairs of 0 and 1, it is McNemar's exact test. For up to `ENUMERATED` other
+    differences, all signs are tried; for more, their sum is assumed normal. Differences of 0 have no effect.
     """
     sizes = np.asarray(difference, dtype=np.float64)
     sizes = sizes[sizes != 0]
@@ -195,7 +201,7 @@ def sign_test(difference: ArrayLike) -> float:
 
 
 def binomial_tail(successes: int, n: int) -> float:
-    """P(X <= successes), X binomial of n and 1/2, in whole numbers."""
+    """Return P(X <= successes) for X binomial of n and 1/2, computed in integers."""
     ways = total = 1
     for k in range(successes):
         ways = ways * (n - k) // (k + 1)
@@ -204,14 +210,14 @@ def binomial_tail(successes: int, n: int) -> float:
 
 
 def tango_interval(won: int, lost: int, n: int, level: float = LEVEL) -> Interval:
-    """Tango's score interval of (won - lost) / n, of n pairs of 0 and 1 (Statistics in Medicine 17:891, 1998).
+    """Tango's score interval of (won - lost) / n for n pairs of 0 and 1 (Statistics in Medicine 17:891, 1998).
 
-    All differences that the score test does not reject; at 0 that test is McNemar's.
+    It holds all differences that the score test does not reject; at 0 that test is McNemar's.
     """
     z = NormalDist().inv_cdf((1 + level) / 2)
 
     def score(difference: float) -> float:
-        # q: the share of pairs that were lost, as likely as possible under this difference
+        # q: the share of lost pairs with the highest likelihood under this difference
         a, c = 2 * n, -lost * difference * (1 - difference)
         b = (2 * n - won + lost) * difference - won - lost
         q = (sqrt(max(0.0, b * b - 4 * a * c)) - b) / (2 * a)
@@ -236,10 +242,11 @@ def _crossing(falling: Callable[[float], float], low: float, high: float) -> flo
 def change_interval(
     first: Totals, second: Totals, level: float = LEVEL, of: str = "prompts", share: bool = False
 ) -> Interval:
-    """Interval of the first ratio minus the second, of the same units in the same order; a unit may be absent from one.
+    """Return the interval of the first ratio minus the second. Both have the same units in the same order; a unit may
+    be absent from one.
 
-    Each has its own interval, and their distances are combined as Newcombe did for shares and Zou and Donner (Statistics in
-    Medicine 27:1693, 2008) for all else, with the correlation between the two over units.
+    Each ratio has its own interval. Their distances are combined as by Newcombe for shares, and as by Zou and Donner
+    (Statistics in Medicine 27:1693, 2008) for everything else, with the correlation between the two over units.
     """
     own, others = ([np.asarray(part, dtype=np.float64) for part in side] for side in (first, second))
     scale = SHARES if share else None
@@ -257,7 +264,7 @@ def change_interval(
     difference = means[0] - means[1]
     low = difference - reach(means[0] - one.low, other.high - means[1])
     high = difference + reach(one.high - means[0], means[1] - other.low)
-    if high - low <= 1e-6 * (one.high - one.low + other.high - other.low):  # the square root of what is rounded
+    if high - low <= 1e-6 * (one.high - one.low + other.high - other.low):  # the square root of a rounding error
         return Interval(why=f"no interval: the change is the same for all {of}")
     return Interval(low, high)
 
@@ -268,9 +275,9 @@ def change_interval(
 def correlation_interval(
     sums: Floats, figure: Callable[[Floats], Floats], level: float = LEVEL, of: str = "prompts"
 ) -> Interval:
-    """Interval of a correlation of sums, by leaving out one unit after the other, on Fisher's scale (atanh).
+    """Return the interval of a correlation of sums by the jackknife over units, on Fisher's scale (atanh).
 
-    `sums`: [n, m] of each unit; `figure`: [r, m] sums -> [r] correlations, nan where there is none.
+    `sums`: [n, m], one row per unit; `figure`: [r, m] sums -> [r] correlations, nan where there is none.
     """
     number = int((sums != 0).any(axis=1).sum())
     if number < FEWEST:
@@ -293,7 +300,9 @@ def correlation_interval(
 
 
 def student_interval(values: ArrayLike, level: float = LEVEL, of: str = "seeds") -> Interval:
-    """Interval of the mean of a few independent values that are assumed normal, such as those of several seeds."""
+    """Return the interval of the mean of a few independent values that are assumed normal, such as those of several
+    seeds.
+    """
     own = np.asarray(values, dtype=np.float64)
     if len(own) < 2:
         return Interval(why=f"{len(own)} of at least 2 {of}")
@@ -306,10 +315,10 @@ def student_interval(values: ArrayLike, level: float = LEVEL, of: str = "seeds")
 
 @lru_cache(maxsize=4096)
 def student_quantile(probability: float, freedom: int) -> float:
-    """Quantile, above the median, of Student's distribution, by the inverse of its distribution function.
+    """Return a quantile above the median of Student's distribution, by the inverse of its distribution function.
 
-    With t = sqrt(freedom) tan(angle) the density becomes cos(angle)^(freedom - 1), which is smooth on a finite range. Beyond
-    10,000 degrees it is the normal one to 1e-4.
+    With t = sqrt(freedom) tan(angle) the density becomes cos(angle)^(freedom - 1), which is smooth on a finite range.
+    Beyond 10,000 degrees of freedom it equals the normal one to 1e-4.
     """
     if freedom > 10_000:
         return NormalDist().inv_cdf(probability)
@@ -320,7 +329,7 @@ def student_quantile(probability: float, freedom: int) -> float:
 
 
 def _arrays(sums: ArrayLike, counts: ArrayLike) -> tuple[Floats, Floats]:
-    """[n] and [n], without what has a count of 0. ValueError without any."""
+    """Return sums and counts [n], without counts of 0. Raises ValueError if none are left."""
     values = np.asarray(sums, dtype=np.float64)
     sizes = np.broadcast_to(np.asarray(counts, dtype=np.float64), values.shape)
     if values.ndim != 1:
@@ -337,11 +346,11 @@ def _alike(each: Floats, of: str) -> Interval:
 
 
 def stated(mean: float, interval: Interval, **more: Any) -> dict[str, Any]:
-    """Return a figure as JSON: mean, low, high, and why there are none."""
+    """Return a figure as JSON data: mean, low, high, and why there are none."""
     return {"mean": mean, **interval.as_dict(), **more}
 
 
 def told(figure: dict[str, Any], form: str = ".3f") -> str:
-    """Such a figure in one line."""
+    """Return a stated figure as text."""
     interval = Interval(why=figure["why"]) if figure.get("why") else Interval(figure["low"], figure["high"])
     return f"{figure['mean']:{form}} {interval.text(form)}"

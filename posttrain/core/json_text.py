@@ -1,7 +1,7 @@
 """JSON as this package writes it: strict, in UTF-8, of any value of a row or a setting.
 
-Dates become ISO 8601, bytes base64, decimals and all else that JSON has no form for their text; NaN, which is no number, is
-null, and infinity is text. A lone half of a surrogate pair becomes its escape.
+Dates become ISO 8601, bytes base64, decimals and all other values without a JSON form their text. NaN becomes null, and
+infinity text. A lone half of a surrogate pair becomes its escape.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 
 def plain(value: Any, of_bytes: Callable[[bytes], str] = lambda value: base64.b64encode(value).decode()) -> Any:
-    """Any value as JSON can hold it."""
+    """Return the value as JSON data."""
     if value is None or isinstance(value, (bool, int, str)):
         return str(value) if isinstance(value, str) else value
     if isinstance(value, float):
@@ -33,33 +33,35 @@ def plain(value: Any, of_bytes: Callable[[bytes], str] = lambda value: base64.b6
 
 
 def known(value: Any, otherwise: Any) -> Any:
-    """A value that JSON has no form for by one that it has, the same in every process; any other class: `otherwise`."""
+    """Return the JSON form, equal in every process, of a value without one of its own; `otherwise` for other
+    classes.
+    """
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     if isinstance(value, bytes | bytearray | memoryview):
         return base64.b64encode(value).decode()
-    if isinstance(value, date | time):  # and datetime
+    if isinstance(value, date | time):  # or datetime
         return value.isoformat()
     return str(value) if isinstance(value, Decimal | timedelta) else otherwise
 
 
 def number(value: float) -> float | None:
-    """Return a number as JSON can hold it: it has neither infinity nor NaN."""
+    """Return the number as JSON data; None for infinity and NaN, which JSON does not have."""
     return float(value) if math.isfinite(value) else None
 
 
 def json_text(value: Any) -> str:
-    """JSON on one line."""
+    """Return one-line JSON."""
     return _COMPACT.encode(plain(value))
 
 
 def json_line(row: Any) -> bytes:
-    """One line of a file."""
-    return (json_text(row) + "\n").encode("utf-8", "backslashreplace")  # of half a pair: its escape is JSON's own
+    """Return a line of JSONL."""
+    return (json_text(row) + "\n").encode("utf-8", "backslashreplace")  # half a surrogate pair: as its JSON escape
 
 
 def json_document(content: Mapping[str, Any]) -> bytes:
-    """For people to read."""
+    """Return indented JSON."""
     text = json.dumps(plain(content), ensure_ascii=False, allow_nan=False, indent=2)
     return (text + "\n").encode("utf-8", "backslashreplace")
 

@@ -1,4 +1,4 @@
-"""torch for modules that are imported without it, such as for --help: it is loaded when something of it is first used."""
+"""torch for modules that are imported where it is not needed, such as for --help: loaded at its first use."""
 
 from __future__ import annotations
 

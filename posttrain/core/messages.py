@@ -1,4 +1,4 @@
-"""Tools for messages to a user: exceptions on one line, values cut short, control codes shown, the nearest word."""
+"""Functions for messages to a user: exceptions in one line, values cut short, control codes shown, the nearest word."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-SYSTEM = re.compile(r"\[Errno -?\d+\] | \(os error \d+\)| at 0x[0-9a-f]+")  # numbers that only the system understands
+SYSTEM = re.compile(r"\[Errno -?\d+\] | \(os error \d+\)| at 0x[0-9a-f]+")  # error numbers and addresses
 
-_UNSEEN = re.compile("[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")  # below 32 JSON has escapes itself
+_UNSEEN = re.compile("[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")  # JSON itself escapes codes below 32
 
 
 def clip(text: str, longest: int = 60) -> str:
@@ -27,55 +27,59 @@ def message_of(error: BaseException) -> str:
 
 
 def inline(text: str) -> str:
-    """Return a text as part of a message: no line ends, and not a page."""
+    """Return the text for use in a message: without line ends, and cut short."""
     return clip(SYSTEM.sub("", " ".join(text.split())), 300)
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception's message as part of another; its type where the message does not help."""
+    """Return an exception's message for use in another message; its type where the message is empty or does not
+    help.
+    """
     text = inline(message_of(error))
     return text if text and "object>" not in text else type(error).__name__
 
 
 def safe(text: str) -> str:
-    """Return the text with control codes made visible: printed raw they could rewrite the screen."""
+    """Return the text with control codes made visible: printed raw, they could rewrite the screen."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def safe_json(line: str) -> str:
-    """Return a line of JSON with the same content, with control codes and marks of direction as their escapes."""
+    """Return a line of JSON with the same content, with control codes and direction marks as escapes."""
     return _UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", line)
 
 
 def near(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean ...?" where a known word is like this one."""
+    """Return "; did you mean ...?" if a known word is similar, else ""."""
     import difflib
 
     close = difflib.get_close_matches(word, list(known), 5)
-    close.sort(key=lambda c: sorted(c) != sorted(word))  # letters in another order are the likeliest slip
+    close.sort(key=lambda c: sorted(c) != sorted(word))  # letters in another order are the likeliest typo
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def near_or_all(word: str, known: list[str], most: int = 12) -> str:
-    """ "; did you mean ...? (there are: ...)", or "" where nothing helps. `most`: that are listed."""
+    """Return "; did you mean ...? (there are: ...)", or "" where nothing helps. `most`: largest number of names
+    listed.
+    """
     listed = ", ".join(known[:most]) + (", ..." if len(known) > most else "")
     return f"{near(word, known)} (there are: {listed})" if known else ""
 
 
 def near_or_where(word: str, known: Iterable[str], where: str) -> str:
-    """ "; did you mean ...? COMMAND lists all", for names that are too many to be listed in a message."""
+    """Return "; did you mean ...? COMMAND lists all", for sets of names that are too large to list in a message."""
     close = near(word, known)
     return f"{close or ';'} {where} lists all"
 
 
 def short(value: Any) -> str:
-    """Return a value as a reason shows it."""
+    """Return the value as text for a reason, cut short."""
     try:
         shown = " ".join(repr(value).split())
-    except Exception:  # the user's __repr__
+    except Exception:  # an error in the user's __repr__
         shown = "?"
     if isinstance(value, type):
         return f"the class {value.__name__} itself"
-    if shown.startswith("<"):  # an object without a text of its own: its address helps nobody
+    if shown.startswith("<"):  # an object without its own text: its address helps nobody
         return f"a value of type {type(value).__name__}"
     return f"{shown if len(shown) <= 60 else shown[:60] + '...'} ({type(value).__name__})"

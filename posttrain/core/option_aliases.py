@@ -1,4 +1,4 @@
-"""The names of other trainers' options, and the options here that do the same."""
+"""The names of other trainers' options, and the equivalent options here."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ _OR = re.compile(r", or \{(\w+)\}$")
 
 
 def is_foreign(word: str, known: Iterable[str]) -> bool:
-    """Whether it is an option of another trainer, and none of these."""
+    """Return whether only another trainer has an option of this name."""
     key = entry(word, {**ELSEWHERE, **ANSWERS})
     return bool(key) and key not in [name.replace("-", "_") for name in known]
 
 
 def entry(word: str, table: Container[str]) -> str:
-    """Return the longest ending of a name, whole words between dots, that has an entry in a table; "" if none has."""
+    """Return the longest ending of a dotted name that has an entry in the table; "" if none has."""
     parts = _plain(word).split(".")
     endings = (".".join(parts[first:]) for first in range(len(parts)))
     return next((ending for ending in endings if ending in table), "")
 
 
 def direct(word: str) -> str:
-    """Return the option that takes over the value of another trainer's as it is; "" if none does."""
+    """Return the option here that accepts the value of another trainer's option unchanged; "" if there is none."""
     here = entry(word, ELSEWHERE)
     found = OPTION.fullmatch(ELSEWHERE.get(here, ""))
     return found[1] if found and len(here) >= len(entry(word, ANSWERS)) else ""
 
 
 def answer(word: str) -> str:
-    """Return the entry of a name, with options as the command line has them, or the answer; "" for an unknown name.
+    """Return the entry of a name, with options as the command line writes them, or its answer; "" for an unknown name.
 
-    Of two endings of a name, the longer one decides.
+    Of two endings of a name with an entry, the longer one decides.
     """
     here, other = entry(word, ELSEWHERE), entry(word, ANSWERS)
     text = ANSWERS[other] if len(other) > len(here) else ELSEWHERE[here] if here else ""
@@ -48,7 +48,7 @@ def _plain(word: str) -> str:
 
 
 def _of_this_verb(meant: str, names: Collection[str]) -> str:
-    """Return the meaning, without options that only other verbs have."""
+    """Return the entry without the options that only other verbs have."""
 
     def chosen(found: re.Match[str]) -> str:
         (one, of), (other, _) = found.group(1, 2), found.group(3, 4)
@@ -60,7 +60,7 @@ def _of_this_verb(meant: str, names: Collection[str]) -> str:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """ "; did you mean ...?", or "; here it is ...", for a name that there is not; "" where nothing comes near.
+    """Return "; did you mean ...?", or "; here it is ...", for an unknown name; "" where no name is similar.
 
     A word of the command line ("--stesp") is answered with one ("--steps").
     """

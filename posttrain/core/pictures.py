@@ -1,8 +1,8 @@
-"""Pictures by the hash of their content: a task, a turn, a transcript holds the name, and the bytes are stored once.
+"""Pictures by the hash of their content: tasks, turns and transcripts hold the name, and the bytes are stored once.
 
-Decided here: the accepted forms of a picture (a path, the bytes of a file, a PIL image), the refusal of
-files before they are decoded, and where pictures are stored: in memory until a run has its folder, and from then on in its
-files. A name means the same picture in every process and every run, so the place is one for the whole process.
+This module decides the accepted forms of a picture (a path, the bytes of a file, a PIL image), the refusal of files
+before they are decoded, and the place where pictures are stored: in memory until a run has its folder, and from then on
+in that folder. A name means the same picture in every process and every run, so a process has a single store.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
 
 FOLDER = "pictures"  # of a run
 MOST_BYTES = 16 << 20  # of a picture's file
-MOST_PIXELS = 50_000_000  # of a picture: 150 MB as numbers, known from its header before it is decoded
+MOST_PIXELS = 50_000_000  # of a picture: 150 MB as an array; read from its header before decoding
 MOST_OF_A_TURN = 64  # pictures
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # each decoder is code that strangers' bytes go through
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # few: each decoder is code that untrusted bytes reach
 _NAME = re.compile(r"sha256:([0-9a-f]{64})")
 
 
 class PictureError(UserError):
-    """A picture that cannot be shown. Where an environment shows it, that ends the episode and not the run."""
+    """A picture that cannot be shown. In an environment it ends the episode, not the run."""
 
 
 class Pictures:
     """The store of pictures. A name is "sha256:" and the digest: the hash of the file's bytes in hexadecimal."""
 
     def __init__(self) -> None:
-        self._held: dict[str, bytes | Path] = {}  # digest -> the file's content, or its path
-        self._new: set[str] = set()  # of this run, that wait for its folder
+        self._held: dict[str, bytes | Path] = {}  # digest -> the content of the file, or its path
+        self._new: set[str] = set()  # digests of pictures of this run that are not yet in its folder
         self._folder: Path | None = None
-        self._others: list[Path] = []  # folders that are looked into as well
+        self._others: list[Path] = []  # further folders that are searched
         self._lock = threading.RLock()  # steps may be sampled in a thread beside the learner's
 
     def put(self, image: Any) -> str:
@@ -54,7 +54,7 @@ class Pictures:
         Raises PictureError for a file that is missing, damaged at its beginning, too large, or of another format.
         """
         if is_name(image):
-            return str.__str__(image)  # whether it is here is checked when it is read
+            return str.__str__(image)  # whether the store has it is checked when it is read
         path = Path(image) if isinstance(image, str | os.PathLike) else None
         data = _read(path) if path is not None else _encoded(image)
         check(data, "the picture" if path is None else str(path))
@@ -68,14 +68,14 @@ class Pictures:
         return f"sha256:{digest}"
 
     def hold(self, data: bytes) -> str:
-        """Return the digest of a picture that is no run's."""
+        """Store a picture that belongs to no run, and return its digest."""
         digest = hashlib.sha256(data).hexdigest()
         with self._lock:
             self._held[digest] = data
         return digest
 
     def read(self, digest: str) -> bytes:
-        """Return the bytes of the file. Raises PictureError if they are not what they were."""
+        """Return the bytes of the file. Raises PictureError if the file is missing or its content has changed."""
         with self._lock:
             held = self._held.get(digest)
             places = [held, *(folder / digest for folder in self._others)]
@@ -90,26 +90,30 @@ class Pictures:
         raise PictureError(f"there is no picture sha256:{digest[:12]}...: give its file, or put the run's folder back")
 
     def take(self, name: str) -> bytes | None:
-        """Return the bytes of a picture that was put here as such, and remove it: for a process that sends it on."""
+        """Return the bytes of a picture that was put here as bytes, and remove it: for a process that sends it to
+        another one.
+        """
         digest = name.removeprefix("sha256:")
         with self._lock:
             held = self._held.pop(digest, None)
         return None if held is None else held if isinstance(held, bytes) else _read(held)
 
     def begin(self, folder: Path) -> None:
-        """Begin a run whose folder this will be: pictures of an earlier attempt may be there."""
+        """Begin a run with this folder, which may hold pictures of an earlier attempt."""
         with self._lock:
             self._new.clear()
         self.look(folder)
 
     def look(self, folder: Path) -> None:
-        """Look for names into this folder as well."""
+        """Search this folder for pictures as well."""
         with self._lock:
             if folder not in self._others:
                 self._others.append(folder)
 
     def keep(self, folder: Path) -> None:
-        """Move the run's pictures into its folder, now that it exists, and write further ones there."""
+        """Write the run's pictures into its folder, now that the folder exists, and write further ones there at
+        once.
+        """
         with self._lock:
             for digest in sorted(self._new):
                 self._held[digest] = _written(folder, digest, self.read(digest))
@@ -117,7 +121,7 @@ class Pictures:
             self._folder = folder
 
     def end(self) -> None:
-        """The run is over."""
+        """End the run."""
         with self._lock:
             self._folder = None
 
@@ -126,7 +130,7 @@ PICTURES = Pictures()
 
 
 def check(data: bytes, what: str) -> None:
-    """Raise PictureError for data that are no picture, or one of too many pixels: by its header, nothing is decoded."""
+    """Raise PictureError for data that are not a picture, or one of too many pixels. Only the header is read."""
     opened(data, what).close()
 
 
@@ -142,7 +146,7 @@ def opened(data: bytes, what: str = "the picture") -> Image:
             image = Image.open(io.BytesIO(data), formats=FORMATS)
         except Image.DecompressionBombError:
             raise PictureError(f"{what} has more than {MOST_PIXELS:,} pixels: make it smaller") from None
-        except Exception as error:  # decoders raise whatever bytes drive them to
+        except Exception as error:  # decoders raise any exception on damaged bytes
             raise PictureError(
                 f"{what} is no picture that can be read ({', '.join(FORMATS)}): {_error_text(error)}"
             ) from None
@@ -165,7 +169,7 @@ def decoded(data: bytes, what: str = "the picture") -> Image:
 
 
 def png(pixels: NDArray[np.uint8]) -> bytes:
-    """Return the file of a picture, [height, width, 3] in red, green and blue."""
+    """Return the PNG file of an RGB picture, uint8 [height, width, 3]."""
     from PIL import Image
 
     into = io.BytesIO()
@@ -174,7 +178,7 @@ def png(pixels: NDArray[np.uint8]) -> bytes:
 
 
 def parts(content: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the parts of a message, its pictures put into their place and known by their names.
+    """Return the parts of a message's content, with each picture stored and replaced by its name.
 
     Raises PictureError for a part that is neither text nor a picture.
     """
@@ -198,7 +202,7 @@ def parts(content: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def has_parts(content: Any) -> bool:
-    """Whether a message's content is a list with more than text in it."""
+    """Return whether a message's content is a list that contains more than text."""
     kinds = (
         (isinstance(part, Mapping) and part.get("type") for part in content)
         if isinstance(content, list | tuple)
@@ -225,7 +229,7 @@ def _error_text(error: BaseException) -> str:
 
 
 def _read(path: Path) -> bytes:
-    """Return the bytes of a file."""
+    """Return the bytes of a picture's file."""
     try:
         return user_files.content(path, MOST_BYTES)
     except OSError as error:
@@ -235,7 +239,7 @@ def _read(path: Path) -> bytes:
 
 
 def _encoded(image: Any) -> bytes:
-    """Return the bytes of a file. A PIL image becomes a PNG."""
+    """Return a picture as the bytes of a file. A PIL image becomes a PNG."""
     if isinstance(image, bytes | bytearray):
         return bytes(image)
     if not callable(getattr(image, "save", None)) or not hasattr(image, "size"):
@@ -254,7 +258,7 @@ def _encoded(image: Any) -> bytes:
 
 
 def _written(folder: Path, digest: str, data: bytes) -> Path:
-    """Whole or not at all: other processes of the run may write the same file."""
+    """Write the file completely or not at all: other processes of the run may write the same one."""
     path = folder / digest
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
-"""The protocols between the rooms: learners, engines, sources, objectives, services. Everything above knows these alone.
+"""The protocols between the rooms: learners, engines, sources, objectives, services. Higher rooms depend on these
+alone.
 
-The type checker proves each implementation against its protocol, at the end of its own module.
+The type checker proves each implementation against its protocol, at the end of the implementation's module.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ if TYPE_CHECKING:
     from posttrain.models.native.head import Head
 
 TRAINING = "training"
-"""The folder of a checkpoint that holds what only training reads: a learner's state, and a source's."""
+"""The folder of a checkpoint with the state that only training reads: that of a learner, and that of a source."""
 
 
 class ModelShape(Protocol):
-    """The fields of a model's own configuration that are read here."""
+    """The fields of a model's own configuration that this package reads."""
 
     @property
     def vocab(self) -> int: ...
@@ -35,7 +36,7 @@ class ModelShape(Protocol):
 
 
 class Model(Protocol):
-    """A language model that can be trained: all that a learner needs. It is a torch module."""
+    """A language model that can be trained: a torch module with all that a learner needs."""
 
     eos_ids: tuple[int, ...]  # every token id that ends a reply
 
@@ -49,15 +50,19 @@ class Model(Protocol):
 
     @property
     def decoder(self) -> Backbone | None:
-        """Itself, if more can be asked of it: adapters, routers, pictures, its weights as engines take them."""
+        """The model itself if it has the methods of a decoder (adapters, routers, pictures, weights for engines),
+        otherwise None.
+        """
         ...
 
     def hidden(self, layout: Layout, at: Tensor) -> Tensor:
-        """Hidden states [n, hidden] that the head reads, at some tokens of a micro-batch: at int64 [n], may repeat."""
+        """Return the hidden states [n, hidden] that the head reads, at tokens `at`, int64 [n], of a micro-batch; may
+        repeat.
+        """
         ...
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint folder from which the same kind of model is loaded again: config and weights."""
+        """Write a checkpoint folder with config and weights, from which the same kind of model can be loaded."""
         ...
 
     # methods of every torch module
@@ -70,13 +75,15 @@ class Model(Protocol):
 
 @runtime_checkable
 class Measured(Protocol):
-    """A model that finds something out of its weights before they are written: see `RewardModel.measure`."""
+    """A model that computes statistics with its weights before they are written: see `RewardModel.measure`."""
 
     def measure(self) -> None: ...
 
 
 class Objective(Protocol):
-    """The loss of one micro-batch: a scalar, sum over n of weight[n] * loss[n]. Knows neither masks nor the world size."""
+    """The loss of one micro-batch: a scalar, sum over n of weight[n] * loss[n]. Depends neither on masks nor on the
+    world size.
+    """
 
     @property
     def wants(self) -> frozenset[str]: ...  # fields of `Outputs` that it reads, besides logp
@@ -85,9 +92,11 @@ class Objective(Protocol):
 
 @runtime_checkable
 class Source(Protocol):
-    """A source of steps. `produce(k)` is called with k = 1, 2, ...; all it remembers is in `state()`.
+    """A source of steps. `produce(k)` is called with k = 1, 2, ...; `state()` returns everything that it has to
+    remember.
 
-    A state is JSON data, but for values that are still being made: these have a method `plain`, which waits for them.
+    A state is JSON data, except for values that are still being computed: these have a method `plain`, which waits for
+    them.
     """
 
     def produce(self, number: int) -> TrainingStep: ...
@@ -99,7 +108,7 @@ class Source(Protocol):
 
 
 class Learner(Protocol):
-    """Holds the weights, scores and improves them."""
+    """Holds the weights, evaluates models and updates the policy."""
 
     version: int  # counts optimizer updates
 
@@ -108,7 +117,9 @@ class Learner(Protocol):
 
     @property
     def moves_every_token(self) -> bool:
-        """Whether an update has losses of its own over all tokens that it is given, whatever the objective weighs them."""
+        """Whether an update has losses of its own over all tokens, independent of the objective's weights of these
+        tokens.
+        """
         ...
 
     def evaluate(
@@ -119,85 +130,91 @@ class Learner(Protocol):
     ) -> list[Outputs]:
         """Return the outputs of the policy (or another held model, by its name) and the critic for each micro-batch.
 
-        Without a gradient. The frozen starting model is "reference"; divergences are those of the policy from the models
-        that `Packed.readings` name.
+        Gradients are not computed. "reference" is the frozen starting model; divergences are those of the policy from
+        the models that `Packed.readings` name.
         """
         ...
 
     def update(self, batches: Sequence[Batch], objective: Objective) -> Stats:
-        """One optimizer update with the summed gradient of all micro-batches."""
+        """Make one optimizer update with the summed gradient of all micro-batches."""
         ...
 
     def squared_gradients(self, batches: Sequence[Packed]) -> Tensor:
-        """float64 [S]: squared norm of the gradient of each rollout's log-probability; each batch holds one rollout."""
+        """Return float64 [S]: squared norm of the gradient of each rollout's log-probability. Each batch holds one
+        rollout.
+        """
         ...
 
     def move(self, of: str, rate: float) -> None:
-        """Move a frozen model this share of the way to the current policy's weights; 1 makes it the policy."""
+        """Move a frozen model by the share `rate` towards the current policy's weights; with 1 it becomes a copy of the
+        policy.
+        """
         ...
 
     def weights(self) -> Model:
-        """Return the policy, for an engine to take over."""
+        """Return the policy, from which an engine takes its weights."""
         ...
 
     def save(self, folder: Path | None) -> None:
-        """Write all that is held: the policy as a checkpoint into `folder`, the state of training into `folder`/training.
+        """Write the policy as a checkpoint into `folder`, and the state of training into `folder`/training.
 
-        None: another process of the run does; this one gives what it alone holds.
+        None: another process of the run writes them, and this one only sends the state that it alone holds.
         """
         ...
 
     def load(self, folder: Path) -> None:
-        """Take over what `save` wrote, but for the policy's weights, with which the learner was made."""
+        """Load the state that `save` wrote, except the policy's weights, with which the learner was created."""
         ...
 
 
 class Engine(Protocol):
-    """Samples. Requests are answered in no particular order; a completion's content does not depend on the order."""
+    """Samples replies. Requests are answered in any order; a completion's content does not depend on the order."""
 
     @property
     def batch_invariant(
         self,
-    ) -> bool: ...  # whether no bit of a completion depends on other requests, or the time
+    ) -> bool: ...  # whether the bits of a completion are independent of other requests and of time
     @property
     def backend(self) -> str: ...  # the implementation, in words
 
     def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
-        """Ask for a reply. `keep`: the next request of this id may begin with these tokens and the reply.
+        """Submit a request for a reply. `keep`: the next request of this id may begin with this prompt and its reply.
 
-        Only its new tokens are then computed. Whether they are, and whether kept state was freed meanwhile, changes no
-        bit of the reply where requests are `batch_invariant`.
+        Then only the new tokens of that request have to be computed. Where requests are `batch_invariant`, this does
+        not change a bit of the reply, nor does freeing the kept state in the meantime.
         """
         ...
 
-    def forget(self, id: int) -> None: ...  # no other request goes on from this one
+    def forget(self, id: int) -> None: ...  # frees the kept state: no further request continues this one
     def copy(self, id: int, to: int, tokens: int) -> None:
-        """The next request `to` may begin with the first so many kept tokens of this one, and its reply."""
+        """Allow the next request `to` to begin with the first `tokens` kept tokens of this one (its prompt and its
+        reply).
+        """
         ...
 
-    def cancel(self, id: int) -> None: ...  # a request that is not answered yet: there will be no completion
-    def poll(self) -> list[Completion]: ...  # works for a few decoding steps; [] where nothing has finished in them
+    def cancel(self, id: int) -> None: ...  # an unanswered request: it gets no completion
+    def poll(self) -> list[Completion]: ...  # works for a few decoding steps; [] where no request finished in them
     def load(self, weights: Any, version: int) -> None: ...  # weight sync; for shared weights only the version changes
     def close(self) -> None: ...
 
 
 @runtime_checkable
 class Counting(Protocol):
-    """An engine that counts what becomes of its parts."""
+    """An engine with counters, such as a pool of engines."""
 
     def counts(self) -> dict[str, float]: ...
 
 
 @runtime_checkable
 class Paced(Protocol):
-    """An engine that counts what its work takes: see `posttrain.engines.throughput`."""
+    """An engine that counts its work: see `posttrain.engines.throughput`."""
 
     def pace(self) -> Mapping[str, float]: ...  # counts since the beginning, by name
 
 
 @runtime_checkable
 class Seeing(Protocol):
-    """An engine whose prompts may hold pictures."""
+    """An engine whose prompts may contain pictures."""
 
     def submit_seen(
         self, id: int, prompt: Sequence[int], media: Sequence[Media], sampling: Sampling, keep: bool = False
@@ -208,54 +225,56 @@ class Seeing(Protocol):
 
 @runtime_checkable
 class ReadingEngine(Protocol):
-    """An engine that judges what it samples, and reads the prompt for that as a reward model does."""
+    """An engine that judges its samples with a reward model, and so also gets the prompt in the form that the model
+    reads.
+    """
 
     def submit_read(
         self, id: int, prompt: Sequence[int], context: Mapping[str, Any], sampling: Sampling, keep: bool = False
     ) -> None:
-        """Submit as `Engine.submit` does. `context`: {"prompt": text} or {"messages": [...]}, of the same prompt."""
+        """Submit as `Engine.submit` does. `context`: the same prompt as {"prompt": text} or {"messages": [...]}."""
         ...
 
 
 class Service(Protocol):
     """Answers questions of environments in the main process, many at once.
 
-    An answer is plain JSON data, or Invalid where there is none; Reasoned is either of them with its reasons. It
-    follows from the content of its question: not from the order of the questions, nor from other questions. Neither
-    `submit` nor `poll` waits for an answer.
+    An answer is plain JSON data, or Invalid where there is none; Reasoned is either of these with the reasons. An
+    answer depends only on the content of its question: neither on the order of the questions nor on other questions.
+    Neither `submit` nor `poll` waits for an answer.
     """
 
     @property
-    def identity(self) -> str: ...  # all else that the answers depend on: another identity may answer otherwise
+    def identity(self) -> str: ...  # all further dependencies of the answers: with another identity they may differ
 
     @property
     def description(self) -> str: ...  # the service in words
 
     def submit(self, id: int, content: Any) -> None: ...  # plain JSON data, as the environment gave it
     def poll(self) -> list[tuple[int, Any]]: ...  # (id, answer) of finished questions; may compute some of them
-    def example(self, content: Any) -> Any: ...  # an answer as it may come to this, for rehearsals: nothing is asked
+    def example(self, content: Any) -> Any: ...  # a possible answer to this question, for rehearsals: asks nobody
     def counts(self) -> dict[str, float]: ...  # since the beginning: requests, tokens, cost, failures ...
     def close(self) -> None: ...
 
 
 class World(Protocol):
-    """The processes that share a run. Every one of them makes the same calls in the same order.
+    """The processes that share a run. All processes make the same calls in the same order.
 
-    A call raises UserError where another process has failed, or is silent for too long.
+    A call raises UserError where another process has failed, or does not answer for too long.
     """
 
     rank: int
     size: int
 
     def sum(self, x: Tensor) -> Tensor: ...  # over all processes; x itself is not changed
-    def gather(self, x: Any) -> list[Any]: ...  # one from each process, by rank
-    def apart(self) -> World: ...  # the same processes, for another thread: its calls have an order of their own
-    def fail(self, error: BaseException) -> None: ...  # let the others know that this process makes no more calls
+    def gather(self, x: Any) -> list[Any]: ...  # the values of all processes, by rank
+    def apart(self) -> World: ...  # the same processes, for another thread: its calls have their own order
+    def fail(self, error: BaseException) -> None: ...  # informs the others that this process makes no more calls
 
 
 @runtime_checkable
 class Lasting(Protocol):
-    """A world whose launcher may start all of its processes again, and keeps earlier marks for them."""
+    """A world whose launcher may restart all of its processes, and keeps marks for the restarted ones."""
 
     def mark(self, name: str) -> None: ...
     def marked(self, name: str) -> bool: ...

@@ -1,9 +1,9 @@
 """The date that chat templates use (`strftime_now`): fixed for a run, so that no prompt depends on the clock.
 
-A run fixes the day on which it begins, or the day that its starting checkpoint was trained with. It is stored in run.json,
-is used again when the run is resumed, and goes with the tokenizer into its checkpoints, so that these are asked as they
-were trained. A file of rows that `sample` or `label` writes keeps the day on which it was begun too, for models without
-a day of their own.
+A run fixes the day on which it begins, or the day that its starting checkpoint was trained with. The day is stored in
+run.json, used again when the run is resumed, and written with the tokenizer into the run's checkpoints, so that prompts
+for these are those of training. A file of rows from `sample` or `label` also keeps the day on which it was begun, for
+models without a day of their own.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from contextlib import contextmanager
 from datetime import date, datetime, time
 
 CONFIG_KEY = "posttrain_date"
-"""The entry of a checkpoint's tokenizer_config.json that holds it, as 2026-11-24."""
+"""The key of the day in a checkpoint's tokenizer_config.json. Its value is like 2026-11-24."""
 _fixed: str | None = None
 _begun: str | None = None
 
 
 def today() -> str:
-    """Return the day here and now, as 2026-11-24."""
+    """Return the current local day, such as 2026-11-24."""
     return datetime.now().date().isoformat()
 
 
 def is_day(value: object) -> bool:
-    """Whether it is a day as `today` writes it."""
+    """Return whether it is a day such as 2026-11-24."""
     try:
         return isinstance(value, str) and date.fromisoformat(value).isoformat() == value
     except ValueError:
@@ -33,7 +33,7 @@ def is_day(value: object) -> bool:
 
 @contextmanager
 def fixed(day: str | None) -> Iterator[None]:
-    """A context in which templates use this day, whatever the clock or a checkpoint has; None: nothing is changed."""
+    """Context manager in which templates use this day, whatever the clock or a checkpoint has. None changes nothing."""
     global _fixed
     before, _fixed = _fixed, day or _fixed
     try:
@@ -44,7 +44,7 @@ def fixed(day: str | None) -> Iterator[None]:
 
 @contextmanager
 def begun(day: str) -> Iterator[None]:
-    """A context in which this day replaces today: where no run fixes one, and no checkpoint has its own."""
+    """Context manager in which this day replaces today, where neither a run nor a checkpoint fixes a day."""
     global _begun
     before, _begun = _begun, day
     try:
@@ -54,10 +54,10 @@ def begun(day: str) -> Iterator[None]:
 
 
 def fixed_day() -> str | None:
-    """Return the day that is fixed now."""
+    """Return the fixed day, or None."""
     return _fixed
 
 
 def template_date(own: str | None) -> datetime:
-    """Return the date for a template, at midnight. `own`: the day that a checkpoint was trained with."""
+    """Return the date for a template, at midnight. `own`: the day with which a checkpoint was trained."""
     return datetime.combine(date.fromisoformat(_fixed or own or _begun or today()), time())

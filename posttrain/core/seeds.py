@@ -7,7 +7,9 @@ from collections.abc import Iterable
 
 
 def seed_of(*parts: object) -> int:
-    """Return a seed in [0, 2^63) from its purpose, such as (run seed, "rollout", step, task, member)."""
+    """Return a seed in [0, 2^63) that depends only on `parts`, the purpose, such as (run seed, "rollout", step, task,
+    member).
+    """
     return _number(_hash(parts))
 
 

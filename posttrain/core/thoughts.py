@@ -1,7 +1,7 @@
-"""The thoughts of a reply, as reasoning models write them: <think>, thoughts, </think>, and the text for the reader.
+"""The thoughts of a reply in the format of reasoning models: <think>, thoughts, </think>, and the text for the reader.
 
-Many chat templates open <think> themselves, so a reply may begin within its thoughts. A message of a row may also hold the
-thoughts apart from its content, under one of the names in `REASONING`.
+Many chat templates open <think> themselves, so a reply may begin within its thoughts. A message of a row may also hold
+the thoughts separately from its content, under one of the names in `REASONING`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import Any
 
 OPENS, CLOSES = "<think>", "</think>"
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Names of a message's thoughts: of DeepSeek's API, Qwen's and GLM's templates; of vLLM and OpenRouter; of GPT-OSS."""
+"""Keys of a message's thoughts: of DeepSeek's API, Qwen's and GLM's templates; of vLLM and OpenRouter; of GPT-OSS."""
 
 
 def split_thoughts(reply: str) -> tuple[str, str]:
-    """Return the thoughts of a reply without the white space around them, and its text; a reply without thoughts as it is.
+    """Return (thoughts, text) of a reply, the thoughts without the white space around them. Without thoughts, the text
+    is the whole reply.
 
     >>> split_thoughts("<think>hm</think> yes")
     ('hm', 'yes')
@@ -26,12 +27,12 @@ def split_thoughts(reply: str) -> tuple[str, str]:
     if not closed:
         if not text.lstrip().startswith(OPENS):
             return "", text
-        before, text = text, ""  # it was cut off within its thoughts
+        before, text = text, ""  # the reply was cut off within its thoughts
     return before.strip().removeprefix(OPENS).strip(), text.lstrip()
 
 
 def with_thoughts(thoughts: str, text: str) -> str:
-    """Return a reply with these thoughts and this text, in the form that chat templates expect.
+    """Return the reply of these thoughts and this text, in the form that chat templates expect.
 
     >>> with_thoughts("hm", "yes")
     '<think>\\nhm\\n</think>\\n\\nyes'
@@ -54,19 +55,19 @@ def _words(reply: str) -> tuple[str, str]:
 
 
 def reasoning_of(message: Mapping[str, Any]) -> str | None:
-    """Return the thoughts that a message holds apart from its content; None where it has none."""
+    """Return the thoughts that a message holds separately from its content; None if it has none."""
     return next((message[name] for name in REASONING if isinstance(message.get(name), str)), None)
 
 
 def without_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the message without thoughts apart from its content."""
+    """Return the message without its separate thoughts."""
     return {name: value for name, value in message.items() if name not in REASONING}
 
 
 def taken_apart(content: str) -> tuple[str | None, str]:
-    """Return the thoughts at the beginning of a message's content, None where there are none, and the rest.
+    """Return (thoughts, rest) of a message's content; thoughts are None where the content begins with none.
 
-    As the templates of Qwen3 do it: only line ends around the two are dropped.
+    As in the templates of Qwen3, only line ends around the two are dropped.
 
     >>> taken_apart("<think>\\nhm\\n</think>\\n\\nyes")
     ('hm', 'yes')

@@ -1,7 +1,7 @@
-"""A probe that copies an update's numbers of single tokens, for the record.
+"""A probe that copies an update's values of single tokens, for the record.
 
-A micro-batch may carry a tap, to which the learner then copies log-probabilities, entropies, and the weight of each
-token. The update itself is computed as without it, so no bit of a run changes.
+A micro-batch may carry a tap, to which the learner copies log-probabilities, entropies, and the weight of each token.
+No bit of the update depends on the tap.
 
     N    scored tokens of a micro-batch    S    rollouts of the optimizer batch    n_i    scored tokens of rollout i
 """
@@ -21,27 +21,28 @@ if TYPE_CHECKING:
 
 
 WHOLE = {"reverse_kl": 1.0, "forward_kl": 1.0, "jensen_shannon": 1.0, "expected_q": -1.0}
-"""Fields of `Outputs` that are made of whole distributions -> their sign in the loss of an algorithm."""
-SCORE = "score"  # a reward model's, one for each reading, which takes the place of the tokens' numbers
-SHARE = "share"  # the weight of these, where log-probabilities have none
+"""Fields of `Outputs` that are computed from whole distributions -> their sign in an algorithm's loss."""
+SCORE = "score"  # a reward model's score of each reading, in place of values of tokens
+SHARE = "share"  # the weight of these fields, where the loss reads no log-probabilities
 
 Found: TypeAlias = "dict[int, dict[str, NDArray[np.float32]]]"
-"""Place in [S] -> column -> [n_i]."""
+"""Index in [S] -> column -> [n_i]."""
 
 
 @dataclass
 class TokenSink:
-    """The numbers of the requested tokens from one update."""
+    """The values of the requested rollouts' tokens in one update."""
 
-    asked: frozenset[int] = frozenset()  # rollouts, by their places in [S]
-    entropy: bool = True  # whether entropies are asked for too, though the loss may not read any
-    skipped: bool = False  # whether the update moved nothing
+    asked: frozenset[int] = frozenset()  # requested rollouts, as indices in [S]
+    entropy: bool = True  # whether entropies are recorded too, even if the loss reads none
+    skipped: bool = False  # whether the update changed no weights
     found: Found = field(default_factory=dict)
     _passed: list[tuple[TokenProbe, dict[str, Tensor]]] = field(default_factory=list)
 
     def tap(self, index: Sequence[int], sizes: Sequence[int]) -> TokenProbe:
-        """Return the tap for a micro-batch of these rollouts, with the number of scored tokens, or other readings, of
-        each."""
+        """Return the tap for a micro-batch of the rollouts `index`, each with `sizes` scored tokens (or other
+        readings).
+        """
         spans, row = [], 0
         for place, size in zip(index, sizes, strict=True):
             if place in self.asked:
@@ -50,11 +51,11 @@ class TokenSink:
         return TokenProbe(self, tuple(spans))
 
     def take(self, tap: TokenProbe, columns: Mapping[str, Tensor]) -> None:
-        """Take columns of a micro-batch, [N] each. They stay on their device until `settle`."""
+        """Store columns of a micro-batch, [N] each. They stay on their device until `settle`."""
         self._passed.append((tap, {name: values.detach() for name, values in columns.items()}))
 
     def settle(self) -> Found:
-        """Return the numbers, on the CPU: one copy a column, however many rollouts and micro-batches there are."""
+        """Return the values on the CPU, with one copy per column, however many rollouts and micro-batches there are."""
         import torch
 
         names = dict.fromkeys(name for _, columns in self._passed for name in columns)
@@ -81,21 +82,21 @@ class TokenSink:
         return self.found
 
     def hear(self, found: Found) -> None:
-        """Take over what another process has found: each micro-batch is computed by one."""
+        """Add the values that another process found. Each micro-batch is computed by a single process."""
         self.found |= found
 
 
 def sink_of(batches: Iterable[Batch]) -> TokenSink | None:
-    """Return the sink of an update of these micro-batches, if it has one."""
+    """Return the sink of the update that has these micro-batches; None if it has none."""
     return next((batch.tap.sink for batch in batches if batch.tap is not None), None)
 
 
 @dataclass(frozen=True)
 class TokenProbe:
-    """The requested tokens of one micro-batch."""
+    """The requested rows of one micro-batch."""
 
     sink: TokenSink
-    spans: tuple[tuple[int, int, int], ...]  # (place in [S], first row, the one behind the last), counted in readings
+    spans: tuple[tuple[int, int, int], ...]  # (index in [S], first row, end of rows), counted in readings
 
     @property
     def entropy(self) -> bool:
@@ -103,7 +104,7 @@ class TokenProbe:
 
     @property
     def runs(self) -> list[tuple[int, int]]:
-        """The same rows, neighbours together."""
+        """The rows of `spans`, neighbours merged."""
         found: list[tuple[int, int]] = []
         for _, first, last in self.spans:
             if found and found[-1][1] == first:
@@ -112,11 +113,12 @@ class TokenProbe:
         return found
 
     def watch(self, outputs: Outputs) -> None:
-        """Record the outputs of the update's forward pass. The weight of a token is known when its gradient passes by.
+        """Record the outputs of the update's forward pass. A token's weight is recorded when its gradient is computed.
 
-        weight = -d loss / d log p: the factor of the gradient of the token's log-probability, to go up. Nothing of the
-        algorithm has to be known for it: clips, corrections and penalties are in it. Where the loss reads no
-        log-probability, but a divergence or an expected value of all tokens, it is the factor of the gradient of that.
+        weight = -d loss / d log p: the factor of the gradient of the token's log-probability, for ascent. It includes
+        all clips, corrections and penalties, so it is the same code for every algorithm. Where the loss reads no
+        log-probability, but a divergence or an expected value over all tokens, the weight is the factor of the gradient
+        of that value.
         """
         if not self.spans:
             return
@@ -131,10 +133,10 @@ class TokenProbe:
             self._hear(getattr(outputs, name), SHARE, sign)
 
     def _hear(self, values: Tensor | None, column: str, sign: float) -> None:
-        """Leave `sign` times the gradient of these values, once it is known."""
+        """Record `sign` times the gradient of these values in `column`, once it is computed."""
 
         def note(gradient: Tensor | None) -> None:
-            if gradient is not None:  # else the loss reads something else of the same logits
+            if gradient is not None:  # otherwise the loss reads another function of the same logits
                 self.sink.take(self, {column: sign * gradient})
 
         if values is not None and values.requires_grad:

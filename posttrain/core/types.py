@@ -1,6 +1,6 @@
-"""The nouns that no tensor is needed for: tasks, turns, replies, transcripts, rollouts.
+"""The types that need no tensor: tasks, turns, replies, transcripts, rollouts.
 
-Batches of them are in `posttrain.core.batch`, and the protocols that take them in `posttrain.core.protocols`.
+Batches of rollouts are in `posttrain.core.batch`, and the protocols in `posttrain.core.protocols`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Task = dict[str, Any]
 Real example: {"id": "multiarith-1", "prompt": "Debby had 32 pieces ...", "answer": "39"}
 """
 VERIFIER_PREFIX = "verify:"
-"""Of the name of a verifier as a reward: `--env verify:math`."""
+"""Prefix of a verifier's name where it is used as a reward: `--env verify:math`."""
 
 
 _Class = TypeVar("_Class")
@@ -29,17 +29,17 @@ _Class = TypeVar("_Class")
 
 @dataclass_transform(frozen_default=True)
 def value_type(cls: type[_Class]) -> type[_Class]:
-    """A dataclass whose objects are not changed once made, for what each rollout has several of.
+    """Declare a dataclass for small values, several per rollout, that are never changed after construction.
 
-    The type checker alone sees to that: where Python does (`frozen=True`), one takes five times as long to make.
+    Only the type checker enforces that: with `frozen=True`, construction takes five times as long.
     """
     return dataclass(slots=True, unsafe_hash=True)(cls)
 
 
 class UserError(ValueError):
-    """A mistake of the user's. The message is one line with the fix; the command line prints it and exits with 2."""
+    """A user's mistake. The message is one line with the fix; the command line prints it and exits with 2."""
 
-    code = 2  # of the command's exit
+    code = 2  # exit code of the command
 
 
 class StopRun(Exception):
@@ -47,27 +47,27 @@ class StopRun(Exception):
 
 
 def succeeds(reward: Any, threshold: float) -> Any:
-    """Whether a reward (a number, an array, a tensor) counts as a success: it may be a sum of parts, up to rounding."""
+    """Return whether a reward (number, array or tensor) reaches the threshold, up to the rounding of a sum of parts."""
     return reward >= threshold - 1e-6
 
 
 PART_SEPARATOR = "/"
-"""Character between the name of a part of a mixture and the id of a task."""
+"""Separates the name of a part of a mixture from the id of a task."""
 
 
 # -- messages between an environment and the policy --------------------------------------------------------------------
 
 
 class StopReason(StrEnum):
-    """The reason why a completion or an episode ended, as observed; never guessed afterwards from the last token."""
+    """The reason why a completion or an episode ended, as observed; never inferred afterwards from the last token."""
 
-    EOS = "eos"  # sampled one of the model's end-of-sequence ids (which stays part of the sampled tokens)
+    EOS = "eos"  # sampled one of the model's end-of-sequence ids, which is one of the sampled tokens
     STOP = "stop"  # its text reached one of the stop strings of the request
     LENGTH = "length"  # spent its token budget, or the episode's: truncated
     CONTEXT = "context"  # filled the model's context window: truncated
-    TURNS = "turns"  # the episode had as many turns as a run allows: truncated
-    CALLS = "calls"  # its tools gave as many answers as a run allows: truncated
-    TIME = "time"  # the episode took longer than a run allows: truncated
+    TURNS = "turns"  # the episode reached the run's limit of turns: truncated
+    CALLS = "calls"  # the episode reached the run's limit of tool answers: truncated
+    TIME = "time"  # the episode reached the run's time limit: truncated
 
     @property
     def truncated(self) -> bool:
@@ -75,68 +75,70 @@ class StopReason(StrEnum):
 
 
 class InvalidKind(StrEnum):
-    """The cause of an invalid reward. Metrics give the share of each kind that comes up, as `invalid/timeout`."""
+    """The cause of an invalid reward. Metrics give the share of each kind that occurs, as `invalid/timeout`."""
 
-    REPORTED = "reported"  # the environment reported it itself
-    RAISED = "raised"  # its code raised
-    UNREADABLE = "unreadable"  # its output is no turn and no reward
-    TIMEOUT = "timeout"  # it took longer than a step may take
-    DIED = "died"  # its process ended
-    UNANSWERED = "unanswered"  # a service that was asked has no answer
-    DIVERGED = "diverged"  # its replay gave other turns
+    REPORTED = "reported"  # the environment reported it
+    RAISED = "raised"  # the environment's code raised an exception
+    UNREADABLE = "unreadable"  # the environment's output is neither a turn nor a reward
+    TIMEOUT = "timeout"  # a step of the environment exceeded its time limit
+    DIED = "died"  # the environment's process ended
+    UNANSWERED = "unanswered"  # a service has no answer to the environment's question
+    DIVERGED = "diverged"  # a replay gave other turns
 
 
 @dataclass(frozen=True)
 class Invalid:
-    """A reward that could not be computed. It is counted and left out of its group; it is never taken for 0."""
+    """A reward that could not be computed. It is counted and left out of its group; it never counts as 0."""
 
     reason: str
     kind: InvalidKind = InvalidKind.REPORTED
 
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""The roles of a chat message. A model's template defines which of them it knows."""
+"""The roles of a chat message. A model's template defines which of these it supports."""
 
 
 @value_type
 class Turn:
-    """The next input of the model from an environment, and how to sample the reply."""
+    """The environment's next input for the model, and how to sample the reply."""
 
     text: str | None = None  # appended unchanged
     messages: Sequence[Mapping[str, Any]] | None = None  # or: chat messages, rendered by the tokenizer's template
-    tokens: Sequence[int] | None = None  # or: token ids, always the whole of a context
+    tokens: Sequence[int] | None = None  # or: token ids of a whole context
     stop: tuple[str, ...] = ()  # stop strings; the reply ends with the one that was reached
-    reward: float = 0.0  # reward of the step that led here (0: none); where sides take turns, of this side's last step
+    reward: float = 0.0  # reward of the previous step (0: none); where sides take turns, of this side's last step
     max_tokens: int | None = None  # budget of this reply; None: the run's
     tool: bool = False  # whether this is a tool's answer (messages of the role "tool" are in any case)
-    fresh: bool = False  # begin a transcript of its own: nothing earlier is in the model's context
-    learn: bool = True  # whether the reply to this is learned from
+    fresh: bool = False  # begin a new transcript: the model's context holds nothing of earlier turns
+    learn: bool = True  # whether the policy learns from the reply to this turn
     whole: bool = False  # this is the policy's whole context: it continues a context of the episode, or begins one
     tools: Iterable[Any] | None = None  # with messages that begin a context: functions, or their JSON schemas
-    side: str = ""  # the side to move, where the policy plays several: each has contexts and a rollout of its own
+    side: str = ""  # the side to move, where the policy plays several: each has its own contexts and its own rollout
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A question of an environment to a service of the run: `score = yield Ask("reward-model", text)`.
+    """A question of an environment to one of the run's services: `score = yield Ask("reward-model", text)`.
 
     The result is the service's answer, plain JSON data, or an Invalid, which the environment may handle or return.
     """
 
-    service: str  # its name, such as "reward-model" or "judge"
+    service: str  # the service's name, such as "reward-model" or "judge"
     content: Any  # plain JSON data: text, numbers, lists, dicts with text for keys
 
 
 @dataclass(frozen=True)
 class Reasoned:
-    """A service's answer with the texts that it was read from, a judge's reasons: environments get the answer alone."""
+    """A service's answer with the texts from which it was parsed, such as a judge's reasons. Environments get the
+    answer alone.
+    """
 
     answer: Any  # plain JSON data, or Invalid
-    said: tuple[str, ...]  # a call or a vote each, in their order
+    said: tuple[str, ...]  # one text per call or vote, in order
 
 
 def bare(answer: Any) -> Any:
-    """Return a service's answer in the form that an environment gets."""
+    """Return a service's answer as environments get it: without the texts of a `Reasoned`."""
     return answer.answer if isinstance(answer, Reasoned) else answer
 
 
@@ -146,25 +148,26 @@ class ToolCall:
 
     name: str  # of the tool; "" where none can be read
     arguments: Mapping[str, Any]  # JSON data by name
-    end: int = 0  # characters of the reply up to and with the call: where a `SpanReward` for it ends
-    problem: str | None = None  # the reason why it cannot be executed, if it is malformed
-    id: str = ""  # distinguishes the calls of a context; `reply.number` is the reply of the episode that has it
+    end: int = 0  # characters of the reply up to the end of the call: the `end` of a `SpanReward` for it
+    problem: str | None = None  # the reason why a malformed call cannot be executed; None for a valid one
+    id: str = ""  # distinguishes the calls of a context; `reply.number` is the reply of the episode that contains it
 
 
 class Reply(str):
-    """The model's reply: the text of the sampled tokens up to and with the stop string, without the end-of-sequence token.
+    """The model's reply: the text of the sampled tokens, with the stop string and without the end-of-sequence token.
 
-    It is a `str` for environments that only read it; `reply.stop` is the reason why it ended. An empty reply whose stop is
-    truncated was not sampled: the episode has run out of that. The environment may still
-    score what there is, and gets nothing else if it goes on asking (only a fresh turn has its context to itself).
+    It is a `str` for environments that only read it; `reply.stop` is the reason why it ended. An empty reply whose stop
+    is truncated was not sampled, because the episode has reached that limit. The environment may still score what it
+    has; if it yields further turns, it gets empty replies only (except for a fresh turn, which has a context of its
+    own).
     """
 
     stop: StopReason
-    tool_calls: tuple[ToolCall, ...]  # in order, malformed ones too, where a turn lists tools for the model
-    number: int  # of the episode's replies: 0 is the first
-    before_calls: int | None  # characters before the first call of a tool; None: it makes none
-    sampled: Completion | None  # the same as tokens; None where nothing was
-    read: int  # tokens before it
+    tool_calls: tuple[ToolCall, ...]  # in order, with malformed ones, where a turn lists tools for the model
+    number: int  # index among the episode's replies: 0 is the first
+    before_calls: int | None  # characters before the first tool call; None without one
+    sampled: Completion | None  # the reply as tokens; None if none were sampled
+    read: int  # number of tokens before the reply
 
     def __new__(
         cls,
@@ -188,7 +191,7 @@ class Reply(str):
 
 @dataclass(frozen=True)
 class SpanReward:
-    """A reward for a part of a reply, earned by its last token. It adds to the reward of the episode."""
+    """A reward for a part of a reply, credited to the part's last token. It is added to the episode's reward."""
 
     end: int  # characters of the reply before the end of the part
     reward: float
@@ -197,7 +200,7 @@ class SpanReward:
 
 @dataclass(frozen=True)
 class Graded:
-    """A verdict that also names parts of replies: `return Graded(1.0, [SpanReward(reply.index("</think>"), 0.5)])`."""
+    """A verdict with rewards for parts of replies: `return Graded(1.0, [SpanReward(reply.index("</think>"), 0.5)])`."""
 
     reward: float | Mapping[str, float]
     spans: Sequence[SpanReward] = ()
@@ -207,67 +210,69 @@ class Graded:
 class Sides:
     """The rewards of the sides of a game: `return Sides({"black": 1.0, "white": -1.0})`.
 
-    Any other verdict is that of all sides.
+    Any other verdict applies to all sides.
     """
 
     verdicts: Mapping[str, float | Mapping[str, float] | Graded | Invalid]
 
 
 Verdict = float | dict[str, float] | Graded | Sides | Invalid
-"""The score of a reply. A dict names the parts of the reward: their sum is the reward, unless it has the key "reward". A
-part "outcome" is what `SUCCESS` is compared with, so that other parts change no accuracy."""
+"""The score of a reply. A dict names the parts of the reward, whose sum is the reward unless it has the key "reward".
+`SUCCESS` is compared with the part "outcome" if there is one, so that other parts do not change the accuracy.
+"""
 
 OUTCOME = "outcome"
-"""The part of a reward that decides whether a reply is right."""
+"""The part of a reward that decides whether a reply is correct."""
 
 Env = Callable[[Task], Generator["Turn | str | Ask", Any, Verdict]]
-"""A generator function: yields the model's input, receives the model's reply, returns the reward.
+"""A generator function that yields the model's input, receives the model's reply, and returns the reward.
 
-To an `Ask` it receives the answer of a service instead of a `Reply`."""
+Where it yields an `Ask`, it receives the service's answer instead of a `Reply`.
+"""
 
 AsyncEnv = Callable[[Task], AsyncGenerator[Any, Any]]
-"""The same, written with `async def`: it yields turns and questions, and last of all the verdict."""
+"""The same, written with `async def`: it yields turns and questions, and finally the verdict."""
 
 Reward = Callable[[Task, str], Verdict]
-"""A plain function (task, reply) -> reward; it is lifted to an environment of one turn."""
+"""A plain function (task, reply) -> reward, which becomes an environment of one turn."""
 
 
 @value_type
 class Sampling:
-    """The parameters of one completion. Its result depends on these fields, the prompt and the weights alone."""
+    """The parameters of one completion. The completion depends on these fields, the prompt and the weights alone."""
 
     temperature: float = 1.0  # 0: greedy
     top_p: float = 1.0
     top_k: int = 0  # 0: off
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
-    seed: int = 0  # token i is drawn with the uniform number (seed, i): independent of the rest of the batch
+    seed: int = 0  # token i is drawn with the uniform number (seed, i), independently of other requests of the batch
     begun: int = (
-        0  # tokens at the end of the prompt with which the reply began: they are its own where it is read as text
+        0  # tokens at the end of the prompt that begin the reply: they belong to the reply where it is read as text
     )
 
 
 @value_type
 class Completion:
-    """An engine's result for one request."""
+    """The result of an engine for one request."""
 
     id: int
-    tokens: Sequence[int]  # [n] sampled, a final end-of-sequence token included
+    tokens: Sequence[int]  # [n] sampled, with a final end-of-sequence token
     logp: Sequence[float]  # [n] under the distribution that sampled them (temperature, top-p, top-k applied)
-    text: str  # cut after the stop string; without the end-of-sequence token
+    text: str  # ends with the stop string, if one was reached; without the end-of-sequence token
     stop: StopReason
-    version: int  # of the weights that sampled it; of the oldest ones, where there are several
-    experts: NDArray[np.int16] | None = None  # [n, layers, k] where the model routes tokens: the experts that each took
-    runs: tuple[tuple[int, int], ...] = ()  # (tokens, version) in order, where weights changed within it
+    version: int  # of the weights that sampled it; the oldest, if several did
+    experts: NDArray[np.int16] | None = None  # [n, layers, k]: the experts of each token, where the model routes tokens
+    runs: tuple[tuple[int, int], ...] = ()  # (tokens, version) in order, where weights changed during the reply
     prompt_experts: NDArray[np.int16] | None = None  # [tokens of the prompt, layers, k]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel as a call: by default each field goes with its name, and is set by itself."""
+        """Pickle as a call of the class: the default stores each field with its name and sets it separately."""
         told = self.id, self.tokens, self.logp, self.text, self.stop, self.version
         return Completion, (*told, self.experts, self.runs, self.prompt_experts)
 
     def continued(self, more: Completion) -> Completion:
-        """Return this completion and the one sampled after it, whose text is already that of both."""
+        """Return this completion joined with `more`, sampled after it, whose text is already that of both."""
         runs = tuple(run for part in (self, more) for run in part.runs or ((len(part.tokens), part.version),))
         tokens, logp = [*self.tokens, *more.tokens], [*self.logp, *more.logp]
         return Completion(more.id, tokens, logp, more.text, more.stop, self.version, None, runs)
@@ -278,19 +283,19 @@ class Completion:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One response to a prompt is better than another."""
+    """States that one response is better than another."""
 
-    better: int  # which of the example's responses
+    better: int  # index of the better response in the example
     worse: int
-    share: float = 1.0  # its weight beside the others, such as the number of people who agree
-    margin: float = 0.0  # by how much it is better
+    share: float = 1.0  # its weight relative to other comparisons, such as the number of people who agree
+    margin: float = 0.0  # the difference in quality
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
 
 
 Mask = Literal["assistant", "last", "all"]
-"""Messages of a demonstration that are trained: each one of the assistant, its last one, or every token of the text."""
+"""The trained parts of a demonstration: all messages of the assistant, its last one, or every token of the text."""
 
 
 class SpanKind(StrEnum):
@@ -305,31 +310,33 @@ class SpanKind(StrEnum):
 
 @value_type
 class Span:
-    """A run of tokens of one transcript that came at once."""
+    """A run of tokens of one transcript that was added at once."""
 
     kind: SpanKind
-    start: int  # place of its first token
+    start: int  # index of its first token in the transcript
     length: int
-    learned: bool = False  # whether its tokens are scored: they have a gradient
-    version: int | None = None  # of the weights that sampled it
+    learned: bool = False  # whether its tokens are scored, and so have a gradient
+    version: int | None = None  # version of the weights that sampled it
     experts: NDArray[np.int16] | None = field(default=None, compare=False)  # [length, layers, k]
 
 
 @dataclass(frozen=True)
 class Media:
-    """A picture (or sound, or film) in a transcript. The tokens at its place are only placeholders."""
+    """A picture (or sound, or film) in a transcript. The tokens at its place are placeholders."""
 
     start: int  # place of the first of these tokens
-    length: int  # how many they are
+    length: int  # number of these tokens
     digest: str  # hash of the content, in hexadecimal
-    grid: tuple[int, ...] = ()  # its tokens in time, height and width, for models that place them so
+    grid: tuple[int, ...] = ()  # its tokens in time, height and width, for models that use these as positions
 
 
 def positions_of(length: int, media: Sequence[Media]) -> NDArray[np.int64] | None:
-    """[3, length]: places in time, height and width. None where no picture has a grid, and all tokens are in one line.
+    """Return the positions [3, length] in time, height and width. None if no picture has a grid: all tokens are in one
+    line.
 
-    Text advances in all three alike. A picture begins where the text has come, each of its tokens at its row and column,
-    and text goes on behind the longest of its sides (M-RoPE, Wang et al. 2024, arXiv 2409.12191, section 2.1).
+    Text advances in all three alike. A picture begins at the next position of the text, each of its tokens is at its
+    row and column, and the text continues after its longest side (M-RoPE, Wang et al. 2024, arXiv 2409.12191, section
+    2.1).
     """
     gridded = sorted((m for m in media if m.grid), key=lambda m: m.start) if media else ()
     if not gridded:
@@ -352,22 +359,23 @@ def positions_of(length: int, media: Sequence[Media]) -> NDArray[np.int64] | Non
 class Transcript:
     """The token sequence of one context: append-only.
 
-    A token becomes trainable through `sample` (the policy's own) or `imitate` (a demonstration's) and through nothing
-    else: masks are by provenance, never by token id.
+    A token becomes trainable only through `sample` (the policy's own) or `imitate` (a demonstration's): masks follow
+    from the origin of a token, never from its id.
     """
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self.spans: list[Span] = []  # of all tokens, in order
-        self.logp: list[float] = []  # the engine's, of each sampled token
+        self.spans: list[Span] = []  # the spans of all tokens, in order
+        self.logp: list[float] = []  # the engine's log-probability of each sampled token
         self.media: list[Media] = []
-        self.forks: tuple[int, ...] = ()  # numbers of tokens at which this transcript or the one before it branched off
+        self.forks: tuple[int, ...] = ()  # token counts at which this transcript or one that it continues branched off
         self.n_scored = 0  # tokens that have a gradient
 
     def observe(self, tokens: Iterable[int], kind: SpanKind | None = None, media: Iterable[Media] = ()) -> None:
-        """Append the policy's input. Never trained on. `kind`: the prompt at first, then an observation.
+        """Append tokens of the policy's input, which are never trained. `kind`: by default the prompt at first, then an
+        observation.
 
-        `media`: the pictures in these tokens, their places counted in the transcript.
+        `media`: the pictures in these tokens, with positions in the transcript.
         """
         kind = kind or (SpanKind.OBSERVATION if self.tokens else SpanKind.PROMPT)
         assert kind not in (SpanKind.SAMPLED, SpanKind.IMITATED), "use sample or imitate"
@@ -375,7 +383,7 @@ class Transcript:
         self.media.extend(media)
 
     def sample(self, completion: Completion, learn: bool = True) -> None:
-        """Append the policy's sampled tokens. Without `learn`, none of it is scored."""
+        """Append the policy's sampled tokens. Without `learn`, none of them is scored."""
         assert len(completion.tokens) == len(completion.logp), "one log-probability per sampled token"
         self.logp.extend(completion.logp)
         if completion.prompt_experts is not None and len(completion.prompt_experts) == len(self.tokens):
@@ -390,7 +398,7 @@ class Transcript:
         assert start == len(completion.tokens), "every token has its weights"
 
     def _routed(self, experts: NDArray[np.int16]) -> None:
-        """Store the experts [L, layers, k] of all tokens so far; known ones stay."""
+        """Store the experts [L, layers, k] of all tokens so far, except known ones."""
         import numpy as np
 
         for place, span in enumerate(self.spans):
@@ -404,7 +412,7 @@ class Transcript:
         self._append(tokens, SpanKind.IMITATED, True)
 
     def branch(self) -> Transcript:
-        """Return another transcript that begins with all tokens so far. The shared tokens are computed once."""
+        """Return another transcript that begins with all tokens so far. These shared tokens are computed once."""
         other = Transcript()
         other.tokens, other.spans, other.logp = list(self.tokens), list(self.spans), list(self.logp)
         other.media, other.n_scored = list(self.media), self.n_scored
@@ -412,7 +420,7 @@ class Transcript:
         return other
 
     def behind(self, prompt: Sequence[int]) -> Transcript:
-        """Return all of this after another prompt: for a reader whose prompt differs."""
+        """Return this transcript with another prompt, for a model whose prompt differs."""
         first, *others = self.spans
         assert first.kind is SpanKind.PROMPT, "the first prompt is replaced"
         moved, other = len(prompt) - first.length, Transcript()
@@ -429,12 +437,12 @@ class Transcript:
 
     @property
     def positions(self) -> NDArray[np.int64] | None:
-        """[3, L], for models that place tokens in time, height and width: see `positions_of`."""
+        """[3, L], for models that place tokens in time, height and width; else None: see `positions_of`."""
         return positions_of(len(self), self.media)
 
     @property
     def scored(self) -> NDArray[np.int64]:
-        """Places of the tokens that have a gradient, in order: [n]."""
+        """Return the indices [n] of the scored tokens, in order."""
         import numpy as np
 
         runs = [np.arange(s.start, s.start + s.length) for s in self.spans if s.learned]
@@ -442,10 +450,10 @@ class Transcript:
 
     @property
     def scored_logp(self) -> list[float] | None:
-        """The engine's log-probabilities of the scored tokens, [n]; None where any of them is imitated."""
+        """The engine's log-probabilities of the scored tokens, [n]; None if any of them is imitated."""
         last = self.spans[-1] if len(self.spans) == 2 else None
         if last is not None and last.kind is SpanKind.SAMPLED and self.n_scored == len(self.logp) == last.length:
-            return self.logp  # a prompt and its reply, as most are
+            return self.logp  # a prompt and its reply: the usual case
         if any(s.kind is SpanKind.IMITATED for s in self.spans):
             return None
         sampled = [s for s in self.spans if s.kind is SpanKind.SAMPLED]
@@ -455,7 +463,7 @@ class Transcript:
 
     @property
     def sampler_logp(self) -> NDArray[np.float32] | None:
-        """`scored_logp` as an array."""
+        """Return `scored_logp` as an array."""
         import numpy as np
 
         found = self.scored_logp
@@ -466,7 +474,7 @@ class Transcript:
         return len(self.logp)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON data; `from_dict` gives the same transcript again."""
+        """Return the transcript as JSON data, from which `from_dict` restores it."""
         plain: dict[str, Any] = {
             "tokens": list(map(int, self.tokens)),
             "spans": [[str(s.kind), s.length, int(s.learned), s.version] for s in self.spans],
@@ -482,7 +490,7 @@ class Transcript:
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> Transcript:
-        """Return the inverse of `as_dict`."""
+        """Return the transcript of such data."""
         import numpy as np
 
         found = Transcript()
@@ -517,22 +525,22 @@ class Transcript:
 
 @value_type
 class PlayedTurn:
-    """One side's words in an episode, for readers: an entry of `Rollout.turns`."""
+    """One contribution to an episode, by either side, for readers: an entry of `Rollout.turns`."""
 
     kind: SpanKind  # its origin
     text: str
-    transcript: int  # which of the rollout's
-    start: int  # place of its first token there
+    transcript: int  # index of the rollout's transcript
+    start: int  # index of its first token in that transcript
     length: int  # tokens
     reward: float = 0.0  # the environment's reward of this step, before the episode's end
-    seconds: float = field(default=0.0, compare=False)  # that it took: depends on the clock, and goes with the timings
-    cut: int = 0  # tokens of it that did not fit the context and were left out
-    calls: tuple[ToolCall, ...] = ()  # of tools, in a reply
+    seconds: float = field(default=0.0, compare=False)  # depends on the clock, and is recorded with the timings
+    cut: int = 0  # tokens that did not fit the context and were left out
+    calls: tuple[ToolCall, ...] = ()  # tool calls of a reply
 
 
 @dataclass(frozen=True)
 class PreferenceExample:
-    """A prompt with some responses and their labels: comparisons, or a label for each response.
+    """A prompt with several responses and their labels: comparisons, or a label for each response.
 
     The responses are transcripts that begin with the same prompt, which is computed once for all of them.
     """
@@ -541,7 +549,7 @@ class PreferenceExample:
     comparisons: Sequence[Comparison] = ()
     labels: Sequence[
         tuple[float, ...]
-    ] = ()  # of each response: one a scored span (a reply has one, a solution one a step)
+    ] = ()  # labels of each response: one per scored span (a reply has one, a solution one per step)
 
     @property
     def n_scored(self) -> int:
@@ -550,20 +558,20 @@ class PreferenceExample:
 
 @value_type
 class Piece:
-    """A reply that is learned from, and whose it is: rollouts of a group that branched off share their first replies."""
+    """A scored reply and its owner: rollouts of a group that branched off share their first replies."""
 
     length: int  # tokens
-    member: int  # of the group, for which it was sampled
-    reply: int  # of that one's replies: 0 is the first
+    member: int  # member of the group for which it was sampled
+    reply: int  # index among that member's replies: 0 is the first
 
 
 @dataclass(frozen=True)
 class Branch:
-    """The place where a rollout branched off another one of its group."""
+    """The place where a rollout branched off another rollout of its group."""
 
-    of: int  # which member of the group
-    turns: int  # of its own turns, the first ones, that are the other's
-    taken: tuple[int, ...]  # sampled tokens of each transcript, the first ones, that are the other's
+    of: int  # member of the group that it branched off
+    turns: int  # number of turns that it shares with that member
+    taken: tuple[int, ...]  # number of sampled tokens of each transcript that it shares with that member
 
 
 @dataclass(slots=True)
@@ -572,39 +580,39 @@ class Rollout:
 
     task: Task
     group: str
-    transcripts: list[Transcript]  # one, unless turns began afresh
+    transcripts: list[Transcript]  # one, unless turns were fresh
     reward: float | Invalid
     rewards: dict[str, float] = field(default_factory=dict)  # its named parts
-    steps: list[tuple[int, float]] = field(default_factory=list)  # (scored tokens up to its end, step reward)
-    stop: StopReason = StopReason.EOS  # of the episode: of its last completion, or what it ran out of
+    steps: list[tuple[int, float]] = field(default_factory=list)  # (scored tokens up to the step's end, step reward)
+    stop: StopReason = StopReason.EOS  # of the episode: that of its last completion, or the limit that it reached
     turns: list[PlayedTurn] = field(default_factory=list)
     text: str = ""  # the sampled text, turns joined; for reading only
-    prompt: str = ""  # the first thing the policy saw; for reading only
+    prompt: str = ""  # the first input of the policy; for reading only
     answers: list[tuple[str, Any]] = field(
         default_factory=list
-    )  # of services: name, JSON, Invalid or Reasoned; for reading
-    side: str = ""  # of the episode, where the policy plays several: each has a rollout, and is compared with its like
-    pieces: list[Piece] = field(default_factory=list)  # all scored tokens, in order; []: its group does not branch
-    branch: Branch | None = None  # where it left another one; None: it began with the prompt
+    )  # services' answers: name, JSON, Invalid or Reasoned; for reading
+    side: str = ""  # the side, where the policy plays several: each has its own rollout, and is compared with its like
+    pieces: list[Piece] = field(default_factory=list)  # replies of all scored tokens, in order; []: no branches
+    branch: Branch | None = None  # where it branched off another rollout; None: it began with the prompt
     notes: dict[str, Any] = field(default_factory=dict)  # notes of its environment: JSON data; for reading only
     asked: str = (
-        ""  # of a prompt of messages, its user's last message, which distinguishes it from others; for reading only
+        ""  # the last user message of a prompt of messages, which distinguishes it from other prompts; for reading only
     )
-    greedy: bool = False  # sampled at temperature 0 as the baseline of its group: it is not learned from
+    greedy: bool = False  # sampled at temperature 0 as the baseline of its group: not trained
     baseline: float | None = None  # the reward of the greedy rollout of its group, if it has one
     seconds: float = field(default=0.0, compare=False)  # from its last turn to its reward: depends on the clock
 
     @property
     def n_scored(self) -> int:
-        """Tokens that are learned from: n_i of the formulas."""
-        count = 0  # a loop: it is asked for several times a step, and a comprehension takes twice as long
+        """Number of scored tokens: n_i of the formulas."""
+        count = 0  # a loop: it is called several times a step, and a comprehension takes twice as long
         for transcript in self.transcripts:
             count += transcript.n_scored
         return count
 
     @property
     def n_sampled(self) -> int:
-        """Tokens that the policy sampled, learned from or not: what budgets count."""
+        """Number of tokens that the policy sampled, scored or not: the number that budgets limit."""
         count = 0
         for transcript in self.transcripts:
             count += len(transcript.logp)
@@ -612,23 +620,25 @@ class Rollout:
 
     @property
     def outcome(self) -> float:
-        """The number that `success` is compared with: the part "outcome" of a valid reward, or else the whole reward."""
+        """The number that the success threshold is compared with: the part "outcome" of the reward, or else the whole
+        reward.
+        """
         assert not isinstance(self.reward, Invalid), "an invalid reward has no outcome"
         return self.rewards.get(OUTCOME, self.reward)
 
     @property
     def compared(self) -> tuple[str, str]:
-        """The rollouts that it is compared with: those of its group with the same side."""
+        """Key of the rollouts with which this one is compared: those of its group with the same side."""
         return self.group, self.side
 
     @property
     def n_own(self) -> int:
-        """Tokens that were sampled for it alone: without those of the rollout that it branched off."""
+        """Number of tokens sampled for this rollout alone, without those of the rollout that it branched off."""
         return self.n_sampled - (sum(self.branch.taken) if self.branch else 0)
 
     @property
     def version(self) -> int:
-        """The version of the oldest weights that sampled any of it; 0 if none did."""
+        """Version of the oldest weights that sampled any token of the rollout; 0 if none was sampled."""
         found = [s.version for t in self.transcripts for s in t.spans if s.version is not None]
         return min(found, default=0)
 
@@ -636,14 +646,14 @@ class Rollout:
 class Fate(StrEnum):
     """The fate of a rollout in a step: exactly one of these."""
 
-    TRAINED = "trained"  # an update of the step was given it
-    EQUAL = "equal group"  # all rewards of its group are equal, and nothing but the advantage would move its tokens
-    INVALID = "invalid"  # its reward is none, or the policy wrote nothing
-    SMALL = "group too small"  # it is valid, and too few others of its group are
-    REPLACED = "replaced"  # dynamic sampling left its group out, and sampled another one if its budget allowed
-    FILTERED = "filtered"  # a filter of the row left it out, or its teacher cannot read it
+    TRAINED = "trained"  # an update of the step learned from it
+    EQUAL = "equal group"  # all rewards of its group are equal, and only the advantage would give its tokens a gradient
+    INVALID = "invalid"  # it has no valid reward, or no sampled token
+    SMALL = "group too small"  # it is valid, but too few other rollouts of its group are
+    REPLACED = "replaced"  # dynamic sampling dropped its group, and sampled another one if the budget allowed it
+    FILTERED = "filtered"  # a filter of the algorithm left it out, or its teacher cannot read it
     BASELINE = "baseline"  # a greedy reply, whose reward is the baseline of its group
-    UNSELECTED = "not selected"  # no update was given it, though its group has a signal: see `Outcome.why`
+    UNSELECTED = "not selected"  # no update used it, though its group has a signal: see `Outcome.why`
 
 
 @value_type
@@ -651,13 +661,13 @@ class Outcome:
     """A rollout of a step and its use in the step, for the record."""
 
     rollout: Rollout
-    advantage: float | None = None  # mean over its scored tokens; None: nothing was credited to it
+    advantage: float | None = None  # mean over its scored tokens; None: it has no advantage
     fate: Fate = Fate.TRAINED
-    why: str = ""  # of the fate, in words, such as "cut off after 512 tokens"
+    why: str = ""  # reason for the fate, in words, such as "cut off after 512 tokens"
     flags: tuple[str, ...] = ()  # further remarks: see `posttrain.training.sources.ledger`
-    shaping: float = 0.0  # the addition of shaping to its reward
-    penalty: float = 0.0  # the deduction of a KL in the reward, over all its tokens
-    replayed: bool = False  # whether an earlier step sampled it, and this one learned from it again
-    member: int | None = None  # which response of its preference example; None: of none
+    shaping: float = 0.0  # amount that shaping added to its reward
+    penalty: float = 0.0  # KL penalty deducted from its reward, summed over its tokens
+    replayed: bool = False  # whether an earlier step sampled it, and this one trained on it again
+    member: int | None = None  # index of the response in its preference example; None without one
     label: Any = None  # JSON data of a response's labels: see `posttrain.training.sources.example_recording`
     numbers: dict[str, NDArray[Any]] = field(default_factory=dict)  # column -> [n_i], of each scored token

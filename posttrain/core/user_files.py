@@ -1,8 +1,8 @@
 """Files of a user: of data, of checkpoints, of runs. Opening never blocks, whatever kind of file the path names.
 
-A pipe would be waited for, a device read without end, a sparse file of a terabyte would fill the memory. So only a
-regular file, or a link to one, is opened, and a file is read whole up to a bound. Anything else raises OSError, as a
-missing file does: the caller adds the fix.
+Reading a pipe would wait, a device may have no end, and a sparse file of a terabyte would fill the memory. So only a
+regular file, or a link to one, is opened, and whole files are read only up to a size limit. Anything else raises
+OSError, as a missing file does: the caller adds the fix.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from io import BufferedIOBase, BufferedRandom
 from pathlib import Path
 from typing import cast
 
-MOST = 1 << 30  # bytes of a file that is read whole; of a line, in one that is read by lines
+MOST = 1 << 30  # most bytes of a file that is read whole; of a line, in a file that is read line by line
 
 _KINDS = {
     stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket",
@@ -26,12 +26,12 @@ Name = str | os.PathLike[str]
 
 
 def opened(path: Name, mode: str = "rb") -> BufferedRandom:
-    """Return the file, opened as `open` does, and never waited for: neither to be read nor to be written."""
+    """Open a file as `open` does, for reading or writing, without ever waiting for it."""
     return cast(BufferedRandom, open(named(path), mode, opener=_opener))  # its methods depend on the mode
 
 
 def content(path: Name, most: int = MOST) -> bytes:
-    """Return the whole content."""
+    """Return a file's whole content."""
     with opened(path) as file:
         large = os.fstat(file.fileno()).st_size > most
         data = b"" if large else file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
@@ -41,12 +41,12 @@ def content(path: Name, most: int = MOST) -> bytes:
 
 
 def text(path: Name, most: int = MOST) -> str:
-    """Return the same as text. Raises UnicodeDecodeError where it is not UTF-8."""
+    """Return a file's content as text. Raises UnicodeDecodeError if it is not UTF-8."""
     return content(path, most).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def lines(file: BufferedIOBase, most: int = MOST) -> Iterator[bytes]:
-    """Yield the lines of an open file, with their ends."""
+    """Yield the lines, with ends. OSError beyond `most` bytes."""
     while line := file.readline(most + 1):
         if len(line) > most:
             raise OSError(errno.EFBIG, f"a line of it has more than {most:,} bytes")
@@ -54,23 +54,23 @@ def lines(file: BufferedIOBase, most: int = MOST) -> Iterator[bytes]:
 
 
 def readable(path: Name) -> Path:
-    """Return the path of a file that a library opens by itself, once it is known that it can."""
+    """Return the path of a file that a library opens itself, after checking that it can be opened."""
     opened(path).close()
     return Path(path)
 
 
 def writable(path: Name) -> Path:
-    """Return the same of one that a library writes by itself; it is there afterwards."""
+    """Return the path of a file that a library writes, once it can be written; creates it."""
     opened(path, "ab").close()
     return Path(path)
 
 
 def readable_folder(folder: Name) -> Path:
-    """Return a folder whose files a library chooses and reads, once it is known that none of them blocks."""
+    """Return a folder from which a library chooses and reads files, after checking that none of them blocks."""
     for path in sorted(Path(named(folder)).iterdir()):
         try:
             kind = stat.S_IFMT(path.stat().st_mode)
-        except OSError:  # a link to nothing: it is refused where it is needed
+        except OSError:  # a broken link: the library refuses it if it needs it
             continue
         if kind not in (stat.S_IFREG, stat.S_IFDIR):
             raise _strange(path, kind)
@@ -78,12 +78,12 @@ def readable_folder(folder: Name) -> Path:
 
 
 def real(path: Name) -> Path:
-    """Return the target of a name: of links in a circle, one of them. `Path.resolve` raises for these."""
+    """Return the path without links; for links in a circle, one of them, where `Path.resolve` raises."""
     return Path(os.path.realpath(named(path)))
 
 
 def named(path: Name) -> Name:
-    """Return the name. Raises OSError for one that the system cannot take."""
+    """Return the path. Raises OSError for one that the system does not accept."""
     if "\0" in os.fspath(path):
         raise OSError(errno.EINVAL, "its name has a character of code 0", os.fspath(path).replace("\0", "\\0"))
     return path
@@ -93,7 +93,7 @@ def _opener(path: str, flags: int) -> int:
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY, 0o666)
     except OSError as error:
-        if error.errno == errno.ENXIO:  # a socket, or a pipe that nobody reads
+        if error.errno == errno.ENXIO:  # a socket, or a pipe without a reader
             raise _strange(Path(path), stat.S_IFMT(os.stat(path).st_mode)) from None
         raise
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)

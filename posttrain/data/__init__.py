@@ -1,1 +1,1 @@
-"""Data: from files and datasets to rows, and from rows to tasks."""
+"""Data: conversion of files and datasets to rows, and of rows to tasks."""

@@ -1,8 +1,8 @@
-"""Cache on disk: rows as Arrow files that are mapped into memory, and arrays computed from them.
+"""Cache on disk: rows as memory-mapped Arrow files, and arrays computed from rows.
 
-A file is named after everything it was made from, so a changed source never finds an old one. Files are in the user's
-cache folder (posttrain/rows in $XDG_CACHE_HOME or ~/.cache), which may be emptied at any time; a file that has not been
-used for 30 days is removed when the next is written. Without such a folder rows stay in memory.
+A file's name is a hash of everything it was made from, so a changed source never finds an old file. Files are in the
+user's cache folder (posttrain/rows in $XDG_CACHE_HOME or ~/.cache), which may be emptied at any time; a file that was
+not used for 30 days is removed when the next is written. Without such a folder, rows stay in memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 UNUSED_SECONDS = 30 * 86_400
-SLOW_SECONDS = 0.5  # seconds: what takes less is computed again rather than cached
+SLOW_SECONDS = 0.5  # results that take less time are not cached
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # bytes of a file's content that are sampled for its fingerprint
 
 Arrays = dict[str, np.ndarray]
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class Table:
-    """A table of Arrow, mapped into memory if it is in a file: only rows that are read take memory."""
+    """An Arrow table, memory-mapped if it is in a file: only the rows that are read take memory."""
 
     def __init__(self, whole: pa.Table, path: Path | None = None) -> None:
         import pyarrow as pa
@@ -45,7 +45,7 @@ class Table:
         self._file = pa.OSFile(str(user_files.readable(path))) if path else None
 
     def batches(self, size: int) -> Iterator[pa.RecordBatch]:
-        """Yield all rows in order, read rather than mapped: iteration takes the memory of one batch."""
+        """Yield all rows in order, read instead of mapped, so that iteration takes the memory of one batch."""
         import pyarrow as pa
 
         if self._file is None:
@@ -57,12 +57,12 @@ class Table:
 
 
 def digest(*parts: object) -> str:
-    """Return a hash of these parts, as the name of what is made of them."""
+    """Return a hash of the parts, as a name for data made from them."""
     return hashlib.blake2b("\x1f".join(map(str, parts)).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def fingerprint(path: Path) -> str:
-    """Return a hash that differs whenever a file changes: place, size, time of change, and samples from all over its
+    """Return a hash that changes whenever a file does: path, size, modification time, and samples from the whole
     content.
     """
     known = path.stat()
@@ -75,7 +75,7 @@ def fingerprint(path: Path) -> str:
 
 
 def keep_table(name: str, schema: pa.Schema, batches: Callable[[], Iterable[pa.RecordBatch]]) -> Table:
-    """Return the table of that name, from the cache or made of `batches()`."""
+    """Return the table with that name, from the cache or newly made of `batches()`."""
     import pyarrow as pa
 
     def write(sink: Any) -> None:
@@ -98,7 +98,7 @@ def keep_table(name: str, schema: pa.Schema, batches: Callable[[], Iterable[pa.R
 
 
 def keep_arrays(name: str | None, make: Callable[[], Arrays]) -> Arrays:
-    """Return the arrays of that name, from the cache or made now."""
+    """Return the arrays with that name, from the cache or newly made."""
 
     def read(path: Path) -> Arrays:
         with np.load(user_files.readable(path), allow_pickle=False) as stored:
@@ -115,14 +115,14 @@ def keep_arrays(name: str | None, make: Callable[[], Arrays]) -> Arrays:
 
 
 def _find(file: str, read: Callable[[Path], T]) -> T | None:
-    """Read a file of the cache; None if it cannot be read, and has to be made again."""
+    """Read a file of the cache; None if it cannot be read and must be made again."""
     folder = cache_folder("rows")
     if folder is None or not (path := folder / file).exists():
         return None
     try:
         os.utime(path)
         return read(path)
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):  # ValueError: ArrowInvalid is one
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):  # ValueError: ArrowInvalid is a subclass
         return None
 
 

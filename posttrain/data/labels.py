@@ -1,8 +1,8 @@
-"""Reads the labels of responses, and converts them to rows for training.
+"""Reads the labels of responses, and converts labelled responses to rows for training.
 
-Decided here: a response's *value* is its score; of ranks and comparisons it is the number of responses that it beats
-minus those that beat it, each by its share. The best response is the first with the highest value. Empty responses are
-never the best, and equal texts are never a pair.
+This module defines the *value* of a response: its score or, with ranks or comparisons, the number of responses that it
+beats minus the number of those that beat it, each weighted by its share. The best response is the first with the
+highest value. Empty responses are never the best, and equal texts never form a pair.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from posttrain.data.row_files import Row
 SAID = ("chosen", "rejected", "margin", "score_chosen", "score_rejected", "responses", "pairs", "preferred",
         "comparisons", "ties", "ranks", "scores", "parts", "invalid", "labeller", "skipped", "flipped")  # fmt: skip
 """Columns with responses or their labels."""
-REPLACED = ("ranks", "pairs", "preferred")  # as comparisons
-DETAILS = ("samples",)  # one for each response
+REPLACED = ("ranks", "pairs", "preferred")  # columns that are replaced by comparisons
+DETAILS = ("samples",)  # columns with an entry per response
 
 
 def to_prompt(row: Row) -> Task | None:
-    """Convert a row of preference data to its prompt alone, to be sampled anew; any other row is unchanged."""
+    """Convert a row of preference data to its prompt alone, for new samples; other rows do not change."""
     if not any(row.get(name) is not None for name in ("chosen", "rejected", "responses")):
         return row
     return {**{name: value for name, value in row.items() if name not in (*SAID, *DETAILS)}, **asked(row)}
 
 
 def to_responses(row: Row) -> Task | None:
-    """Convert a row in any form to the prompt and the responses, without labels."""
+    """Convert a row of any format to the prompt and the responses, without labels."""
     prompt, responses, taken = said_of(row)
     kept = {name: value for name, value in row.items() if name not in (*SAID, taken)}
     return {**kept, **prompt, "responses": responses}
@@ -56,28 +56,28 @@ def to_labelled(row: Row) -> Task | None:
         raise UserError(
             "the responses have no labels yet: add them with posttrain label, for example --with reward-model=FOLDER"
         )
-    LabelledResponses.of(found)  # here, where the row's place is part of the error
+    LabelledResponses.of(found)  # checked here, where errors get the row's place
     return found
 
 
 @dataclass(frozen=True)
 class LabelledResponses:
-    """Responses and their values."""
+    """Responses, with their values."""
 
     responses: Sequence[str]
     values: Sequence[float | None]  # None: unknown
-    flipped: frozenset[tuple[int, int]] = frozenset()  # (better, worse) by the values, flipped
+    flipped: frozenset[tuple[int, int]] = frozenset()  # pairs (better, worse) by value whose comparison was flipped
 
     @staticmethod
     def of(row: Row) -> LabelledResponses:
-        """Read a row of `to_labelled`. Raises UserError if its responses have no labels."""
+        """Read a row made by `to_labelled`. Raises UserError if its responses have no labels."""
         responses = row["responses"]
         if row.get("skipped"):
             return LabelledResponses(responses, [None] * len(responses))
         flipped = frozenset((int(w), int(b)) for b, w in row.get("flipped") or ())
         scores = row.get("scores")
         if scores is not None:
-            comparisons_of({"scores": scores}, len(responses))  # checked there
+            comparisons_of({"scores": scores}, len(responses))  # checks the scores
             return LabelledResponses(responses, [None if score is None else float(score) for score in scores], flipped)
         found = comparisons_of(row, len(responses))
         won: list[float | None] = [None] * len(responses)
@@ -89,7 +89,7 @@ class LabelledResponses:
         return LabelledResponses(responses, won, flipped)
 
     def comparisons(self) -> list[list[float]]:
-        """Return [better, worse, share, margin] of every two responses whose values differ."""
+        """Return [better, worse, share, margin] for each two responses with different values."""
         found: list[list[float]] = []
         for i, j in combinations(range(len(self.values)), 2):
             first, second = self.values[i], self.values[j]
@@ -99,7 +99,7 @@ class LabelledResponses:
         return found
 
     def best(self, top: int, at_least: float | None) -> list[tuple[int, float]]:
-        """Return the indices of the best distinct responses and their values, the best first."""
+        """Return (index, value) of the best distinct responses, from the best on."""
         valued = [(place, value) for place, value in enumerate(self.values) if value is not None]
         found: dict[str, tuple[int, float]] = {}
         for place, value in sorted(valued, key=lambda pair: -pair[1]):
@@ -109,7 +109,7 @@ class LabelledResponses:
         return list(found.values())[:top]
 
     def pairs(self, margin: float) -> list[tuple[int, int, float]]:
-        """Return (better, worse, difference) of every two that may be a pair, with flips applied."""
+        """Return (better, worse, difference) of all possible pairs, with flips applied."""
         pairs = [(int(b), int(w), m) for b, w, _, m in self.comparisons() if m >= margin]
         texts = self.responses
         different = [p for p in pairs if texts[p[0]] != texts[p[1]] and texts[p[0]].strip() and texts[p[1]].strip()]
@@ -117,7 +117,7 @@ class LabelledResponses:
 
 
 def best_rows(row: Row, top: int, at_least: float | None) -> Iterator[Row]:
-    """Yield rows of prompt and response for sft: best-of-N, or with a threshold rejection sampling."""
+    """Yield rows of prompt and response for sft: best-of-N, or rejection sampling if there is a threshold."""
     kept, stops = _task(row), _stops(row)
     for place, value in LabelledResponses.of(row).best(top, at_least):
         text = row["responses"][place]
@@ -129,7 +129,7 @@ def best_rows(row: Row, top: int, at_least: float | None) -> Iterator[Row]:
 
 
 def pair_row(row: Row, random_pair: bool, margin: float, seed: int) -> Row | None:
-    """Return a row of prompt, chosen and rejected; None where no two responses differ enough."""
+    """Return a row of prompt, chosen and rejected; None if no two responses differ enough."""
     judged = LabelledResponses.of(row)
     pairs = judged.pairs(margin)
     if not pairs:
@@ -137,7 +137,7 @@ def pair_row(row: Row, random_pair: bool, margin: float, seed: int) -> Row | Non
     if random_pair:
         chosen, rejected, difference = pairs[seed_of(seed, "pair", row["id"]) % len(pairs)]
     else:
-        chosen, rejected, difference = max(pairs, key=lambda pair: pair[2])  # the first of equal ones
+        chosen, rejected, difference = max(pairs, key=lambda pair: pair[2])  # the first if several are equal
     texts = {"chosen": judged.responses[chosen], "rejected": judged.responses[rejected], "margin": difference}
     if stops := _stops(row):
         texts |= {"chosen_stop": stops[chosen], "rejected_stop": stops[rejected]}
@@ -145,15 +145,15 @@ def pair_row(row: Row, random_pair: bool, margin: float, seed: int) -> Row | Non
 
 
 def _stops(row: Row) -> list[str]:
-    """Return how each response ended, where `posttrain sample` recorded it: one that was cut off has no end to be
-    learned.
+    """Return how each response ended, if `posttrain sample` recorded it: the end of a truncated response is not
+    trained.
     """
     stops = [note["stop"] for note in row.get("samples") or () if "stop" in note]
     return stops if len(stops) == len(row["responses"]) else []
 
 
 def flip(row: Row, share: float, seed: int) -> Row:
-    """Return the row with its comparisons, each flipped with probability `share`; "flipped" lists those that were."""
+    """Return the row with each comparison flipped with probability `share`; "flipped" lists the flipped ones."""
     comparisons = (
         comparisons_of(row, len(row["responses"]))
         if row.get("scores") is None
@@ -170,6 +170,6 @@ def flip(row: Row, share: float, seed: int) -> Row:
 
 
 def _task(row: Row) -> Row:
-    """Return the columns without labels. The id would be shared by several rows, so it is called item."""
+    """Return the columns without labels. Several rows would share the id, so it is renamed to item."""
     kept = {name: value for name, value in row.items() if name not in (*SAID, *DETAILS, "id", "response", "completion")}
     return {"item": row["id"], **kept}

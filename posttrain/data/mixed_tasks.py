@@ -1,6 +1,6 @@
 """Tasks of several sources in one sequence: the parts of a mixture, one after the other.
 
-The id of a task begins with the name of its part, "maths/17", so ids are unique and tell the part wherever a task goes.
+The id of a task begins with the name of its part, as in "maths/17". So ids are unique and always show the part.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from posttrain.data.tasks import Stream, Tasks
 
 
 def part_of(task: Task) -> str:
-    """Return the name of the part that a task of a mixture belongs to."""
+    """Return the name of the part to which a task of a mixture belongs."""
     return str(task["id"]).partition(PART_SEPARATOR)[0]
 
 
 class MixedTasks(Sequence[Task]):
-    """Tasks of the parts of a mixture."""
+    """The tasks of all parts of a mixture."""
 
     def __init__(self, parts: Mapping[str, Tasks], shares: Mapping[str, float] | None = None) -> None:
-        """`parts`: by their names, which have no separator in them; `shares`: of each in what is trained on, 1 in all."""
+        """Join `parts`, by names without the separator. `shares`: the share of each part in training; their sum is
+        1.
+        """
         self.parts = dict(parts)
         self.shares = dict(shares or {})
         self._names = list(parts)
-        self.ends = list(accumulate(map(len, parts.values())))  # the place behind the last task of each part
+        self.ends = list(accumulate(map(len, parts.values())))  # index after the last task of each part
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
@@ -59,11 +61,11 @@ class MixedTasks(Sequence[Task]):
         return MixedTasks({name: tasks.first(count) for name, tasks in self.parts.items()})
 
     def each(self) -> list[MixedTasks]:
-        """Return every part by itself, with its name in the ids."""
+        """Return each part as a mixture of its own, with its name in the ids."""
         return [MixedTasks({name: tasks}) for name, tasks in self.parts.items()]
 
     def examples(self, count: int = 3) -> list[Task]:
-        """Return about that many, spread over all parts: one of each at least."""
+        """Return about `count` tasks from all parts: at least one of each."""
         share = max(1, count // max(1, len(self.parts)))
         return [_named(name, task) for name, tasks in self.parts.items() for task in tasks.examples(share)]
 

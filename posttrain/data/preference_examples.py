@@ -1,6 +1,6 @@
 """Converts rows of preference data, in every published format, to tasks with responses.
 
-The result has a prompt (or messages) and "responses", each a text, or a list of texts where steps are judged; and either
+The result has a prompt (or messages); "responses", each a text, or a list of texts where steps are judged; and either
 "comparisons", lists of [better, worse, share, margin], or "labels", a list of numbers for each response.
 
     prompt, chosen, rejected           pairs; with "margin", or "score_chosen" and "score_rejected", whose difference it is
@@ -8,20 +8,20 @@ The result has a prompt (or messages) and "responses", each a text, or a list of
     prompt, responses, pairs, preferred    K responses, pairs of them, and for each 1: the first, 2: the second, 0: neither
     prompt, responses, comparisons     ... or [better, worse], [better, worse, share] or [better, worse, share, margin]
     prompt, responses, ranks           ... or a rank for each, 1 the best, equal ones tied
-    prompt, responses, scores          ... or a number for each, the higher the better (null: nobody knows)
+    prompt, responses, scores          ... or a number for each, the higher the better (null: unknown)
     prompt, response, label            one response that is good (true, 1) or bad (false, 0, -1)
     prompt, response, score            one response and a number
     prompt, steps, mistake_index       a solution in steps, and the first that is wrong (null: none)
     prompt, steps (or completions), labels    ... or a label for each of them
 
-A column "stops" (of pairs "chosen_stop" and "rejected_stop", of one response "response_stop" or "stop") says how each
-response ended, as sampling notes it in "samples"; one whose stop is "length" was cut off, and is learned from without an
-end-of-sequence token.
+A column "stops" (of pairs "chosen_stop" and "rejected_stop", of one response "response_stop" or "stop") gives the
+reason why each response ended, as sampling records it in "samples"; one whose stop is "length" was truncated, and is
+trained without an end-of-sequence token.
 
-Cells of tables are text: a number, true or false, or a JSON list in a column that holds such is read as what it says.
+Cells of tables are text: a number, true or false, or a JSON list is parsed in columns that contain such values.
 
-Rows that say nothing are left out: equal responses, ties alone, empty responses. Of a solution with a mistake, the steps
-after the first one are left out, whose labels nobody knows. Whatever else is wrong is a UserError of one line.
+Rows without information are left out: equal responses, only ties, empty responses. In a solution with a mistake, the steps
+after the first mistake are left out, as their labels are unknown. Any other fault is a UserError of one line.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ Said = dict[str, Any]  # responses, cut (whether each was cut off), comparisons,
 TURN = "\n\nAssistant:"  # of hh-rlhf: the last one begins the response
 MOST = 64  # responses of a prompt
 CUT = tuple(str(stop) for stop in StopReason if stop.truncated)
-LARGEST = 1e9  # largest absolute value: squares and sums of larger ones leave float32
+LARGEST = 1e9  # largest absolute value: squares and sums of larger ones overflow float32
 SAYING = ("margin", "score_chosen", "score_rejected", "score", "scores", "label", "labels", "ranks", "comparisons", "pairs",
           "preferred", "mistake_index", "responses", "steps", "completions")  # fmt: skip
-"""Columns that hold no plain text."""
+"""Columns that contain no plain text."""
 FORMS = "chosen and rejected; responses with pairs, comparisons, ranks or scores; response with label or score; steps"
 
 
 def to_item(row: Row) -> Task | None:
-    """Convert a row to a task; None for one without information."""
+    """Convert a row to a task; None for a row without information."""
     prompt, said = _read(row)
     if said is None:
         return None
@@ -57,13 +57,13 @@ def to_item(row: Row) -> Task | None:
 
 
 def plain(row: Row) -> Row:
-    """Parse the values of a row: every cell of a CSV file is text, and an empty one is no value."""
+    """Parse the values of a row: every cell of a CSV file is text, and an empty cell is a missing value."""
     texts = {name: row[name] for name in SAYING if isinstance(row.get(name), str)}
     return {**row, **{name: _value(text) for name, text in texts.items()}} if texts else row
 
 
 def _value(text: str) -> Any:
-    """Parse a cell: JSON, or Python's True and False; the text itself where it is neither."""
+    """Parse a cell: as JSON, as Python's True or False, otherwise as text."""
     if not text.strip():
         return None
     lowered = text.strip().lower()
@@ -74,7 +74,7 @@ def _value(text: str) -> Any:
 
 
 def to_compared(row: Row) -> Task | None:
-    """Convert a row that must compare responses to one prompt."""
+    """Convert a row that must have comparisons of responses to a prompt."""
     task = to_item(row)
     if task is not None and not task["comparisons"]:
         raise UserError(
@@ -84,7 +84,7 @@ def to_compared(row: Row) -> Task | None:
 
 
 def to_judged(row: Row) -> Task | None:
-    """Convert a row with good and bad responses, given as labels or comparisons."""
+    """Convert a row with good and bad responses, given as labels or as comparisons."""
     task = to_item(row)
     if task is None:
         return None
@@ -121,14 +121,14 @@ def _read(row: Row) -> tuple[dict[str, Any], Said | None]:
 
 
 def asked(row: Row) -> dict[str, Any]:
-    """Return the prompt alone of a row with responses."""
+    """Return only the prompt of a row with responses."""
     return said_of(row)[0]
 
 
 def said_of(row: Row) -> tuple[dict[str, Any], list[str], str]:
-    """Return the prompt of a row, all of its responses, and their column.
+    """Return the prompt of a row, its responses, and the name of their column.
 
-    Raises UserError if it has none, or if they are steps.
+    Raises UserError if it has no responses, or if these are steps.
     """
     row = plain(row)
     if _there(row, "chosen") and _there(row, "rejected"):
@@ -146,7 +146,7 @@ def said_of(row: Row) -> tuple[dict[str, Any], list[str], str]:
 
 
 def comparisons_of(row: Row, count: int) -> list[list[float]]:
-    """Return [better, worse, share, margin] of a row's responses, between equal and empty ones too."""
+    """Return [better, worse, share, margin] for a row's responses, including equal and empty ones."""
     row = plain(row)
     if _there(row, "chosen"):
         return [[0, 1, 1.0, _margin(row)]]
@@ -173,7 +173,7 @@ def _pair(row: Row) -> tuple[dict[str, Any], Said | None]:
 
 
 def _two(row: Row) -> tuple[dict[str, Any], list[str]]:
-    """Return the prompt of a pair, and its texts."""
+    """Return the prompt of a pair, and its two responses."""
     chosen, rejected = row["chosen"], row["rejected"]
     if type(chosen) is not type(rejected):
         raise UserError("chosen and rejected must both be text, or both messages")
@@ -188,7 +188,7 @@ def _texts_apart(row: Row, chosen: str, rejected: str) -> tuple[dict[str, Any], 
     if _there(row, "prompt") or _there(row, "messages"):
         prompt = _prompt(row)
         whole = prompt.get("prompt")
-        if isinstance(whole, str) and chosen.startswith(whole) and rejected.startswith(whole):  # repeated in both
+        if isinstance(whole, str) and chosen.startswith(whole) and rejected.startswith(whole):  # both repeat the prompt
             return prompt, [chosen[len(whole) :], rejected[len(whole) :]]
         return prompt, [chosen, rejected]
     ends = [text.rfind(TURN) + len(TURN) for text in (chosen, rejected)]
@@ -200,7 +200,7 @@ def _texts_apart(row: Row, chosen: str, rejected: str) -> tuple[dict[str, Any], 
 
 
 def _messages_apart(row: Row, chosen: list[Any], rejected: list[Any]) -> tuple[dict[str, Any], list[str]]:
-    """Split messages that end with the response; the earlier ones are the prompt, where the row has none of its own."""
+    """Split messages that end with the response. Earlier messages are the prompt, unless the row has a prompt."""
     for name, messages in (("chosen", chosen), ("rejected", rejected)):
         last = messages[-1] if messages else None
         if not isinstance(last, dict) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
@@ -214,7 +214,7 @@ def _messages_apart(row: Row, chosen: list[Any], rejected: list[Any]) -> tuple[d
 
 
 def _said(message: Row) -> Any:
-    """Return the content of a message; reasoning in a field of its own comes before it."""
+    """Return the content of a message, preceded by reasoning from a field of its own."""
     content = message.get("content")
     return with_thoughts(reasoning_of(message) or "", content) if isinstance(content, str) else content
 
@@ -236,7 +236,7 @@ def _several(row: Row) -> Said | None:
 
 
 def _cut(row: Row, count: int) -> list[bool]:
-    """Return whether each response was cut off: by "stops", or by the records of sampling."""
+    """Return whether each response was truncated: by "stops", or by the records of sampling."""
     stops, notes = row.get("stops"), row.get("samples")
     if stops is None and isinstance(notes, list) and all(isinstance(note, dict) for note in notes):
         stops = [note.get("stop") for note in notes] if len(notes) == count else None
@@ -286,8 +286,8 @@ def _given(comparisons: Any, count: int) -> list[list[float]]:
 
 
 def _by_value(values: Any, count: int, name: str, sign: float) -> list[list[float]]:
-    """Return every pair whose values differ; of scores, the margin is their difference. A response without a value is
-    in no pair.
+    """Return [better, worse, share, margin] for all pairs with different values; the margin of scores is their
+    difference. Responses without a value are in no pair.
     """
     if not isinstance(values, list) or len(values) != count:
         raise UserError(f"{name} must be a list of {count} numbers, one for each response")
@@ -309,7 +309,7 @@ def _places(pair: Any, count: int, name: str) -> list[int]:
 
 
 def _compared(responses: Sequence[str], cut: Sequence[bool], comparisons: list[list[float]]) -> Said | None:
-    """Return labelled responses, without comparisons between equal or empty texts; None if nothing is left."""
+    """Return labelled responses, without comparisons of equal or empty texts; None if none is left."""
     told = [c for c in comparisons if responses[int(c[0])] != responses[int(c[1])]]
     told = [c for c in told if all(responses[int(place)].strip() for place in c[:2])]
     if not told:
@@ -384,7 +384,7 @@ def _there(row: Row, name: str) -> bool:
 
 
 def _prompt(row: Row) -> dict[str, Any]:
-    """Return the prompt, under the names that tasks have; it is checked with all other tasks."""
+    """Return the prompt with the keys of tasks. It is checked later, as in all tasks."""
     return {name: row[name] for name in ("prompt", "messages") if _there(row, name)}
 
 

@@ -1,7 +1,8 @@
 """Reads rows from a data file: the supported formats, and the place of each row.
 
-Formats of text give the number of a row and its text as JSON, which is parsed when the row is needed; Parquet gives
-batches of Arrow. Every error is a UserError of one line with the place: `train.jsonl:17`, counted from 1.
+Readers of text formats return the number of a row and its text as JSON, which is parsed when the row is needed; the
+reader of Parquet returns Arrow batches. Every error is a UserError of one line with the place: `train.jsonl:17`, from
+1.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ _raw_decode = json.JSONDecoder().raw_decode
 
 
 def kind_of(path: Path) -> tuple[str, str]:
-    """Return the name of a file without its ending, and the ending that gives its format: .gz aside."""
+    """Return a file's name without its ending, and the ending that determines the format, without .gz."""
     name = Path(path.name.removesuffix(".gz"))
     return name.stem, name.suffix.lower()
 
 
 def read_texts(path: Path) -> Iterator[Text]:
-    """Yield the rows of a text file in their order."""
+    """Yield the rows of a text file in order."""
     reader, _ = TEXTS[kind_of(path)[1]]
     try:
         yield from reader(path)
@@ -43,7 +44,7 @@ def read_texts(path: Path) -> Iterator[Text]:
 
 
 def parse_row(text: bytes, name: str, place: str, number: int) -> Row:
-    """Parse a row that `read_texts` returned as text; `place` separates the file's name and the number."""
+    """Parse a row's text from `read_texts`. `place`: the separator of the file's name and the row's number."""
     try:
         decoded = text.decode()
         row, end = _raw_decode(decoded)
@@ -57,14 +58,14 @@ def parse_row(text: bytes, name: str, place: str, number: int) -> Row:
 
 
 def check_row(row: Any, where: str) -> Row:
-    """Return a value as a row. Raises UserError if it is not one."""
+    """Return a value that is a row. Raises UserError if it is not one."""
     if not isinstance(row, Mapping) or not all(isinstance(column, str) for column in row):
         raise UserError(f"{where}: a row must be an object with named columns, not a {type(row).__name__}")
     return dict(row)
 
 
 def read_parquet(path: Path, size: int) -> tuple[pa.Schema, Callable[[], Iterator[pa.RecordBatch]]]:
-    """Return the schema of a Parquet file, and an iterator of its batches of `size` rows."""
+    """Return the schema of a Parquet file, and a function that iterates over its batches of `size` rows."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -84,7 +85,7 @@ def read_parquet(path: Path, size: int) -> tuple[pa.Schema, Callable[[], Iterato
     try:
         stored = parquet.read_schema(user_files.readable(path))
         schema = pa.schema([(field.name, _plain(field.type)) for field in stored])
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: the name of a column
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # UnicodeDecodeError: in the name of a column
         raise refused(error) from error
     if twice := sorted({name for name in schema.names if schema.names.count(name) > 1}):
         raise UserError(f"{path.name} has the column {twice[0]!r} twice; rename one")
@@ -92,7 +93,7 @@ def read_parquet(path: Path, size: int) -> tuple[pa.Schema, Callable[[], Iterato
 
 
 def rows_of(batch: pa.RecordBatch, prefix: str, first: int) -> list[Row]:
-    """Return the rows of a batch with `first` rows before it; `prefix` comes before the number of a row."""
+    """Return the rows of a batch that follows `first` rows. `prefix`: the text before a row's number in errors."""
     columns = [
         _values(column, name, prefix, first) for name, column in zip(batch.schema.names, batch.columns, strict=True)
     ]
@@ -100,7 +101,7 @@ def rows_of(batch: pa.RecordBatch, prefix: str, first: int) -> list[Row]:
 
 
 def _plainly(batch: pa.RecordBatch, schema: pa.Schema, prefix: str, first: int) -> pa.RecordBatch:
-    """Return the batch with the types of `schema`: its own without dictionaries."""
+    """Return the batch converted to `schema`, its own types without dictionaries."""
     import pyarrow as pa
 
     columns = [
@@ -111,7 +112,7 @@ def _plainly(batch: pa.RecordBatch, schema: pa.Schema, prefix: str, first: int) 
 
 
 def _values(column: pa.Array, name: str, prefix: str, first: int) -> list[Any]:
-    """Convert a column to Python's values. Raises UserError with the first row whose value cannot be converted."""
+    """Convert a column to Python values. Raises UserError for the first row whose value cannot be converted."""
     try:
         values: list[Any] = column.to_pylist()
         return values
@@ -122,7 +123,7 @@ def _values(column: pa.Array, name: str, prefix: str, first: int) -> list[Any]:
 
 
 def read_value(value: pa.Scalar, column: str, where: str) -> Any:
-    """Convert a value of Arrow to one of Python."""
+    """Convert an Arrow value to a Python value."""
     try:
         return value.as_py()
     except Exception as error:  # as above
@@ -133,7 +134,7 @@ def read_value(value: pa.Scalar, column: str, where: str) -> Any:
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """Return the type without dictionaries: an Arrow file allows only one for all batches of a column."""
+    """Return the type without dictionaries: an Arrow file has a single one for all batches of a column."""
     import pyarrow as pa
 
     if pa.types.is_dictionary(kind):
@@ -144,7 +145,7 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 
 
 def _lines(path: Path) -> Iterator[Text]:
-    """Yield (line number, line with its end), without a byte order mark."""
+    """Yield (line number, line with its end), without the byte order mark."""
     with user_files.opened(path) as raw, gzip.open(raw) if path.suffix == ".gz" else raw as file:
         for number, line in enumerate(user_files.lines(file), 1):
             yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
@@ -183,23 +184,23 @@ def _read_json(path: Path) -> Iterator[Text]:
 
 
 def _parse(text: str, name: str, line: int) -> Any:
-    """Parse a JSON text that begins at a line of a file."""
+    """Parse JSON text that begins at this line of a file."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
         hint = "; if each line is an object, name the file .jsonl" if error.msg == "Extra data" else ""
         where = f"{name}:{line + error.lineno - 1}"
         raise UserError(f"{where}: not valid JSON: {error.msg} at column {error.colno}{hint}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or brackets as deep
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nesting as deep
         raise UserError(f"{name}:{line}: not valid JSON: {one_line(error)}") from error
 
 
 def _read_table(path: Path, delimiter: str) -> Iterator[Text]:
-    csv.field_size_limit(2**31 - 1)  # the default refuses a cell of more than 128 KiB, which a long solution may be
+    csv.field_size_limit(2**31 - 1)  # the default refuses cells of more than 128 KiB, which a long solution may exceed
     table = csv.reader((_decode(line, path.name, n) for n, line in _lines(path)), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     while True:
-        line = table.line_num + 1  # where the row begins; a quoted cell may span lines
+        line = table.line_num + 1  # first line of the row; a quoted cell may span lines
         try:
             cells = next(table, None)
         except csv.Error as error:
@@ -229,6 +230,6 @@ TEXTS: dict[str, tuple[Callable[[Path], Iterator[Text]], str]] = {
     ".csv": (lambda path: _read_table(path, ","), ":"),
     ".tsv": (lambda path: _read_table(path, "\t"), ":"),
 }
-"""Ending of a file -> (its reader, the separator between its name and the number of a row)."""
+"""File ending -> (reader, separator between the file's name and a row's number)."""
 
 READ = (*TEXTS, ".parquet")

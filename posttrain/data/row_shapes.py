@@ -1,11 +1,11 @@
-"""The published shapes of rows: their names, and the conversion of those that other trainers read.
+"""The published shapes of rows: their names, and the conversion of those of other trainers.
 
     ShareGPT    conversations: [{"from": "human", "value": ...}, {"from": "gpt", ...}], perhaps system and tools
     Alpaca      instruction, input, output; perhaps system and history: [[instruction, output], ...]
     verl        data_source, prompt (messages), reward_model {"ground_truth": ...}, extra_info
 
-Decided here: a shape is recognised by its columns, row by row, and only where the row has no prompt or messages of its own
-(verl's has one). The columns stay, so a reward finds them. Every error is a UserError of one line.
+A shape is recognised by its columns, for each row, and only if the row has no prompt or messages of its own (verl's
+rows have a prompt). The columns are kept, for rewards. Every error is a UserError of one line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FROM = {
 
 
 def shape_of(row: Row) -> str:
-    """Return the name of a row's shape, for people."""
+    """Return the name of a row's shape, for messages."""
     return next(name for name, fits in SHAPES if fits(_there(row)))
 
 
@@ -59,17 +59,17 @@ SHAPES: Sequence[tuple[str, Callable[[set[str]], bool]]] = (
     ("questions: --fields.prompt question reads them as prompts", _shaped_like("question")),
     ("unknown", lambda there: True),
 )
-"""Name -> whether a row with these columns that are not empty has it; the first that fits."""
+"""Name -> whether a row with these nonempty columns has the shape; the first match decides."""
 CONVERTED = {
     "verl": "prompt from 'prompt', answer from 'reward_model.ground_truth'",
     "ShareGPT": "messages from 'conversations'",
     "Alpaca": "prompt from 'instruction' and 'input', response from 'output'",
 }
-"""Shapes that become rows of ours -> the columns that are read."""
+"""Shapes that are converted -> the columns that the conversion reads."""
 
 
 def reshaped(row: Row) -> Row:
-    """Return a row of one of those shapes with the columns that are read here; any other row as it is."""
+    """Return the row with the columns of this package if it has such a shape; any other row unchanged."""
     there = _there(row)
     if not {"prompt", "messages"} & there:
         if "conversations" in there:
@@ -82,7 +82,7 @@ def reshaped(row: Row) -> Row:
 
 
 def _of_verl(row: Row) -> Row:
-    """Add the ground truth as "answer", where it is text or a number, for verifiers that read that column."""
+    """Add the ground truth as "answer" if it is text or a number, for verifiers that read that column."""
     model = row["reward_model"]
     truth = model.get("ground_truth") if isinstance(model, Mapping) else None
     return {**row, "answer": str(truth)} if isinstance(truth, str | int | float) else row

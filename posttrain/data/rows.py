@@ -1,8 +1,8 @@
 """Loads rows from files, folders, datasets and lists: plain dicts, each with its place of origin.
 
-Decides which sources are supported. A large one is read lazily: it is converted once to a file of Arrow (see
-`arrow_store.py`), which is mapped into memory. Every error is a UserError of one line with the place: `train.jsonl:17`,
-`train.parquet row 17`, counted from 1.
+Decides which sources are supported. A large source is read lazily: it is converted once to a memory-mapped Arrow file
+(see `arrow_store.py`). Every error is a UserError of one line with the place, counted from 1: `train.jsonl:17`,
+`train.parquet row 17`.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from posttrain.system.user_code import describe_error
 if TYPE_CHECKING:
     import pyarrow as pa
 
-SMALL = 4 << 20  # bytes: files up to this size are read completely, each time
-FEW = 10_000  # rows: so are up to so many of a larger one
+SMALL = 4 << 20  # bytes: files up to this size are read completely each time
+FEW = 10_000  # rows: larger files with up to this many rows are read completely as well
 _HUB = re.compile(r"([\w.-]+(?:/[\w.-]+)?)(?:@(\w[\w./-]*))?(?::(.+))?")
-"""A dataset of the hub, with a revision and a configuration: openai/gsm8k:main, org/name@v1.0."""
-BLOCK = 1000  # rows per batch when iterating over all; larger batches are slower, as they leave the caches
+"""A dataset of the hub, with revision or configuration: openai/gsm8k:main, org/name@v1.0."""
+BLOCK = 1000  # rows per batch when iterating over all; larger batches are slower, as they exceed the caches
 
 
 class RowFile(Protocol):
-    """Rows of one file, dataset or list."""
+    """The rows of one file, dataset or list."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Row: ...
@@ -63,7 +63,7 @@ class Listed:
     """Rows in memory."""
 
     rows: Sequence[Row]
-    prefix: str  # prefix of the number of a row: "train.jsonl:"
+    prefix: str  # text before a row's number: "train.jsonl:"
     numbers: Sequence[int]
 
     def __len__(self) -> int:
@@ -82,7 +82,7 @@ class Listed:
 
 @dataclass(frozen=True)
 class Columns:
-    """Rows of an Arrow table with the columns they had in a Parquet file or a dataset."""
+    """Rows of an Arrow table with the columns of their Parquet file or dataset."""
 
     table: Table
     prefix: str
@@ -108,11 +108,11 @@ class Columns:
 
 @dataclass(frozen=True)
 class JsonRows:
-    """Rows of an Arrow table that holds the text of each, as JSON: a row is exactly what its file has."""
+    """Rows of an Arrow table with the JSON text of each row, exactly as in its file."""
 
     table: Table
     file: str
-    place: str  # between the name of the file and the number of a row
+    place: str  # separator of the file's name and a row's number
 
     def __len__(self) -> int:
         count: int = self.table.whole.num_rows
@@ -135,9 +135,7 @@ class Rows:
     """Rows with the place of each: `rows[16]`, `rows.where(16) == "train.jsonl:17"`."""
 
     def __init__(self, parts: Sequence[RowFile], key: str | None = None) -> None:
-        """Concatenate parts. `key`: a name for exactly these rows, under which results can be cached; None: there is
-        none.
-        """
+        """Concatenate parts. `key`: a name for exactly these rows, under which results are cached; None: no caching."""
         self.key = key
         self._parts = [part for part in parts if len(part)]
         self._ends = list(accumulate(map(len, self._parts)))
@@ -169,7 +167,7 @@ class Rows:
 def load_rows(
     source: str | Path | Iterable[Mapping[str, Any]], split: str | None = None, limit: int | None = None
 ) -> Rows:
-    """Rows from wherever they are.
+    """Return the rows of a source.
 
     source: a file (.jsonl, .json, .csv, .tsv, each also with .gz; .parquet), a folder of such files, a folder written
         by `datasets.Dataset.save_to_disk`, the name of a dataset on the hub ("owner/name", "owner/name:configuration"),
@@ -177,10 +175,10 @@ def load_rows(
         .json file is a list of objects, or an object with one list inside.
     split: needed where a folder or a hub dataset has several. In a folder of files, the split of
         `test-00000-of-00002.parquet` and of `test.jsonl` is "test".
-    limit: the first so many rows only.
+    limit: at most this many rows, from the first on.
 
     Raises UserError, in one line: source or split not found, a malformed file, no row at all, a library missing. A line
-    of a large .jsonl file that is no JSON is found when it is read, which `to_tasks` does.
+    of a large .jsonl file that is not JSON is found when it is read, which `to_tasks` does.
     """
     if limit is not None and limit < 1:
         raise UserError(f"limit is {limit}; it must be at least 1, or left out to read every row")
@@ -210,11 +208,11 @@ def load_rows(
 
 
 def _place(source: str | Path) -> Path:
-    """Return the path of the rows. Raises UserError for an invalid one."""
+    """Return the path of a source. Raises UserError for an invalid one."""
     try:
         path = Path(source).expanduser()
         path.is_file()
-    except (OSError, RuntimeError) as error:  # too long; the home of an unknown user
+    except (OSError, RuntimeError) as error:  # too long, or the home of an unknown user
         raise UserError(f"{clip(str(source))} is not a source of rows: {clip(one_line(error))}") from error
     return path
 
@@ -243,14 +241,14 @@ def _in_folder(folder: Path, split: str | None, limit: int | None) -> Rows:
     if (folder / "dataset_info.json").is_file() or (folder / "dataset_dict.json").is_file():
         datasets = _library("datasets")
         try:
-            for place in (folder, *(path for path in folder.iterdir() if path.is_dir())):  # a folder for each split
+            for place in (folder, *(path for path in folder.iterdir() if path.is_dir())):  # one folder per split
                 user_files.readable_folder(place)
             saved = datasets.load_from_disk(str(folder))
-        except Exception as error:  # a damaged folder fails in many ways
+        except Exception as error:  # a damaged folder raises many types of errors
             raise UserError(f"{folder} cannot be read as a saved dataset: {one_line(error)}") from error
         return _of_dataset(saved, split, folder.name, limit)
     if (folder / "run.json").is_file() and (folder / "rollouts").is_dir():
-        folder = folder / "rollouts"  # of a run: its rollouts are rows too
+        folder = folder / "rollouts"  # of a run: its rollouts are valid rows
     splits: dict[str, list[Path]] = {}
     for path in sorted(folder.iterdir()):
         stem, kind = kind_of(path)
@@ -280,7 +278,7 @@ def _on_hub(source: str | Path, path: Path, split: str | None, limit: int | None
     with as_far_as_reached(datasets.config) as unreached:
         try:
             rows = datasets.load_dataset(named.name, configuration, split=split, revision=named.revision)
-        except Exception as error:  # the network, the name, the configuration, the split: any of many types
+        except Exception as error:  # many types: for the network, the name, the configuration, the split
             if unreached:
                 why = f"{unreached}, where a dataset of that name may be, and none was downloaded before"
                 raise UserError(f"{missing}, and {why}") from None
@@ -289,7 +287,7 @@ def _on_hub(source: str | Path, path: Path, split: str | None, limit: int | None
 
 
 def _of_dataset(found: Any, split: str | None, name: str, limit: int | None) -> Rows:
-    """Return the rows of a `datasets.Dataset`, or of one of a `DatasetDict`: it is in Arrow already."""
+    """Return the rows of a `datasets.Dataset`, or of a split of a `DatasetDict`. Both are in Arrow already."""
     if isinstance(found, Mapping):
         split = _choose(found, split, name)
         found, name = found[split], f"{name} {split}"
@@ -300,7 +298,7 @@ def _of_dataset(found: Any, split: str | None, name: str, limit: int | None) -> 
 
 
 def _of_files(paths: Sequence[Path], limit: int | None) -> Rows:
-    """Return the rows of files, one after the other."""
+    """Return the rows of files, in the order of the files."""
     parts: list[RowFile] = []
     keys: list[str] = []
     for path in paths:
@@ -392,7 +390,9 @@ def no_column(column: str, row: Row) -> str:
 
 
 def value_in(row: Row, column: str) -> Any:
-    """Return the value of a column, or at a path inside one ("reward_model.ground_truth"). Raises UserError without it."""
+    """Return the value of a column, or at a path in one ("reward_model.ground_truth"). Raises UserError if it is
+    missing.
+    """
     found = row[column] if column in row else _inside(row, column)
     if found is None and column not in row:
         raise UserError(no_column(column, row))
@@ -407,7 +407,7 @@ def _inside(row: Row, place: str) -> Any:
 
 
 def quoted_names(columns: Iterable[str]) -> str:
-    """Names of columns in a message; in quotes where a command line needs them."""
+    """Return column names for a message, quoted where a command line needs it."""
     return ", ".join(name if re.fullmatch(r"[\w.:@%+/-]+", name) else repr(name) for name in columns)
 
 

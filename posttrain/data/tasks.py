@@ -1,8 +1,8 @@
-"""Tasks of rows: which rows make one, which tasks are held out, and in which order they are visited.
+"""Tasks of rows: which rows become tasks, which tasks are held out, and in which order they are visited.
 
-`to_tasks` goes through all rows once, to check them and to find repetitions. The result is a few numbers a row, which
-are cached on disk (see `arrow_store.py`); a task itself is made from its row when it is needed. Every error is a
-UserError of one line that names the row.
+`to_tasks` reads all rows once, to check them and to find repetitions. It stores a few numbers per row, which are cached
+on disk (see `arrow_store.py`); a task itself is made from its row when it is needed. Every error is a UserError of one
+line that names the row.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from posttrain.system.user_code import describe_error
 
 Integers = NDArray[np.int64]
 Floats = NDArray[np.float64]
-ENDLESS = 2**62  # length of an endless source
-HELD_OUT = 500  # tasks that are held out of an endless source
-LARGE = 10_000  # orders of so many tasks are cached
+ENDLESS = 2**62  # length reported by an endless source
+HELD_OUT = 500  # expected number of tasks held out of an endless source
+LARGE = 10_000  # orders of at least this many tasks are cached
 
 
 @dataclass(frozen=True, eq=False)
 class Tasks(Sequence[Task]):
-    """Tasks of rows, each made from its row when it is read."""
+    """The tasks of rows, each made from its row when it is read."""
 
     rows: Rows
     conversion: Conversion
-    at: Integers  # [n], the row of each task: ascending
+    at: Integers  # [n], the index of each task's row: ascending
     left_out: int = 0  # rows for which `convert` returned None
-    merged: int = 0  # rows equal in every column to an earlier one, merged with it
+    merged: int = 0  # rows equal in every column to an earlier one, and merged with it
     draws: tuple[int, Floats] | None = None  # (seed, [n] numbers that decide which tasks are held out), if computed
     chat: AsMessages | None = None  # converts plain prompts to messages
 
@@ -68,24 +68,24 @@ class Tasks(Sequence[Task]):
         return self.rows.where(int(self.at[place]))
 
     def some(self, places: Integers) -> Tasks:
-        """Return the tasks at these places, which are ascending."""
+        """Return the tasks at these indices, which must be ascending."""
         draws = self.draws and (self.draws[0], self.draws[1][places])
         return replace(self, at=self.at[places], draws=draws)
 
     def shown(self, chat: AsMessages | None) -> Tasks:
-        """Return the tasks with plain prompts converted to messages, or unconverted."""
+        """Return the tasks with plain prompts converted to messages by `chat`; unconverted if it is None."""
         return replace(self, chat=chat)
 
     def first(self, count: int) -> Tasks:
         return self[:count]
 
     def examples(self, count: int = 3) -> list[Task]:
-        """Return that many of them, spread over all, or fewer if there are not as many."""
+        """Return `count` tasks, spread over all, or fewer if there are not enough."""
         last, gaps = len(self) - 1, max(1, count - 1)
         return [self[place] for place in sorted({i * last // gaps for i in range(count)})]
 
     def taken(self) -> str:
-        """Return a description of the columns in use: "prompt from 'question', response from 'answer'"."""
+        """Describe the columns in use: "prompt from 'question', response from 'answer'"."""
         row = int(self.at[0])
         return self.conversion.taken(self.rows[row], self._make(row, self.rows[row]))
 
@@ -111,11 +111,11 @@ class Tasks(Sequence[Task]):
 
 
 class Stream(Sequence[Task]):
-    """Endless tasks: a function makes their rows, which are read in order, as far as needed.
+    """Endless tasks: a function generates their rows, which are read in order, as far as needed.
 
-    It counts as a sequence of `ENDLESS` tasks, so code that visits tasks by their places (see `order`) needs no special
-    case. A function that ends is called again. So it is for a place before the last one read, and when a run is
-    resumed: it must make the same rows each time. Repetitions are not detected.
+    It is a sequence of `ENDLESS` tasks, so code that visits tasks by index (see `order`) needs no special case. The
+    function is called again when it ends, for an index before the last one read, and when a run is resumed: it must
+    generate the same rows each time. Repetitions are not detected.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Stream(Sequence[Task]):
         self._made, self._count, self._last = self._read(), 0, (0, Row(), Task())
 
     def _read(self) -> Iterator[tuple[int, Row, Task]]:
-        """Yield (number of a row, the row, its task)."""
+        """Yield (row number, row, task)."""
         number = kept = 0
         while True:
             before = kept
@@ -187,7 +187,7 @@ class Stream(Sequence[Task]):
                 raise UserError(f"row {number}: {error}") from error
             except (KeyboardInterrupt, GeneratorExit):
                 raise
-            except BaseException as error:  # the function is the user's code and may fail in any way, or call exit()
+            except BaseException as error:  # the user's function may raise anything, or call exit()
                 raise UserError(f"the row generator failed after {number}: {describe_error(error, None)}") from error
             if kept == before:
                 raise UserError(f"the row generator ended after {number}, and none of them makes a task")
@@ -206,30 +206,30 @@ def to_tasks(
     left_out: str = "",
     whole: bool = False,
 ) -> Tasks:
-    """Make each row a Task, in this order.
+    """Convert each row to a Task, in these steps.
 
     1. `fields` renames: {"prompt": "question"} makes the column "question" the key "prompt", in place of a
-       column already called so. The column stays under its old name too, except where that name is read here
+       column of that name. The column keeps its old name too, except where that name is read here
        ("id", "prompt", "messages", "response", "completion", "stop"). Other columns are kept.
-       Then rows of ShareGPT, Alpaca and verl become rows of ours, unless a `convert` of the user's reads them: see
+       Then rows of ShareGPT, Alpaca and verl are converted, unless a `convert` of the user reads them: see
        `row_shapes.py`.
-    2. `convert` makes the row a task, or returns None to leave it out (counted in `.left_out`). Where a response is
+    2. `convert` converts the row to a task, or returns None to leave it out (counted in `.left_out`). Where a response is
        needed, tasks without one are left out too: a problem without a worked solution is not a demonstration.
-    3. Templates such as "Question: {question}\nAnswer:" make "prompt" and "response" of the columns there are now.
+    3. Templates such as "Question: {question}\nAnswer:" make "prompt" and "response" from the columns of step 2.
        Only whole columns are filled in; braces inside the data are left alone.
     4. Where a response is needed, "completion" serves as well. A "prompt" that is a list is a conversation and becomes
-       "messages", with the response as its last turn, which alone is imitated. Of a row of "messages" all assistant turns
-       are, but for those with "weight": 0. Prompt, messages and response are checked.
-    5. `need` names the keys this use cannot do without; a null or blank value counts as missing. "messages" serve as
-       the prompt, and as prompt and response if they end with an assistant turn. Of a row that has both, the one that
-       meets the need is kept, the prompt first; so a task never has two prompts.
+       "messages", with the response as its last turn, the only one imitated. In a row of "messages" all assistant turns
+       are imitated, except those with "weight": 0. Prompt, messages and response are checked.
+    5. `need` names the required keys; a null or blank value counts as missing. "messages" serve as
+       the prompt, and as prompt and response if they end with an assistant turn. If a row has both, the one that
+       meets the requirement is kept, by preference the prompt; so a task never has two prompts.
     6. "id" is the row's own, as a string, and must be unique. A row without one gets a hash of all its columns, so rows
-       that differ in anything (one prompt, two responses) stay apart, and exact repetitions are kept once (`.merged`).
+       that differ in any column (one prompt, two responses) have different ids, and equal rows are merged (`.merged`).
 
-    All rows are looked at here; their tasks are made later, one by one, by the same steps. So `convert` is called again
-    for a row, and must give the same each time. `split_seed`: that of a `hold_out` to come, whose numbers are then found
-    on the way. `left_out` says in words which rows `convert` leaves out. `whole`: assistant turns of a
-    prompt are imitated too.
+    All rows are checked here; their tasks are made later, one by one, by the same steps. So `convert` is called again
+    for a row, and must return the same each time. `split_seed`: seed of a later `hold_out`, whose numbers are then computed
+    in the same pass. `left_out` describes the rows that `convert` leaves out. `whole`: assistant turns of a prompt are
+    imitated too.
 
     Raises UserError, in one line that names the row.
     """
@@ -256,12 +256,12 @@ def hold_out(tasks: Stream, fraction: float, seed: int = 0) -> tuple[Stream, Tas
 def hold_out(tasks: Tasks | Stream, fraction: float, seed: int = 0) -> tuple[Tasks | Stream, Tasks]:
     """Split tasks into (train, held out); both keep the order of `tasks`.
 
-    A task's side depends on the seed and the text of its prompt alone (of its conversation without the final assistant
-    turn; of its id where it has neither, as the environment makes the prompt, or where all tasks have the same prompt).
-    So the order of the rows does not matter, new rows never move old ones, equal prompts under different ids or with
-    different responses fall on the same side, and a larger fraction holds out what a smaller one did and more. Each
-    prompt is held out with probability `fraction`: the share is near it, not equal. Of a stream, held out are as many
-    tasks of its beginning as make `HELD_OUT` on average.
+    A task's side depends only on the seed and the text of its prompt (or its conversation without the final assistant
+    turn; its id if it has neither because the environment makes the prompt, or if all tasks have the same prompt). So
+    the order of the rows does not matter, new rows never move old ones, equal prompts with different ids or responses
+    are on the same side, and a larger fraction holds out the tasks of a smaller one and more. Each prompt is held out
+    with probability `fraction`: the share is near it, not equal. Of a stream, tasks at its beginning are held out,
+    `HELD_OUT` on average.
 
     Raises UserError if fraction is not between 0 and 1, or if one side would be empty.
     """
@@ -270,7 +270,7 @@ def hold_out(tasks: Tasks | Stream, fraction: float, seed: int = 0) -> tuple[Tas
     some = tasks.first(round(HELD_OUT / fraction)) if isinstance(tasks, Stream) else tasks
     known = some.draws is not None and some.draws[0] == seed
     draws = some.draws[1] if known and some.draws else _draws(seed, map(_asked, some.shown(None)))
-    if len(draws) > 1 and (draws == draws[0]).all() and not isinstance(tasks, Stream):  # one prompt for all
+    if len(draws) > 1 and (draws == draws[0]).all() and not isinstance(tasks, Stream):  # all tasks have the same prompt
         draws = _draws(seed, (quoted(task["id"]) for task in some))
     held_out = draws < fraction
     if held_out.all() or not held_out.any():
@@ -287,9 +287,9 @@ def hold_out(tasks: Tasks | Stream, fraction: float, seed: int = 0) -> tuple[Tas
 
 
 def order(n: int, epoch: int, seed: int) -> Sequence[int]:
-    """Return the order [n] in which epoch `epoch` (0, 1, ...) visits n tasks: a permutation, the same on every machine.
+    """Return the order [n] in which epoch `epoch` (0, 1, ...) visits n tasks: a permutation, equal on every machine.
 
-    It sorts the raw output of a Philox generator, which numpy keeps stable between releases; `permutation` is not.
+    It sorts the raw output of a Philox generator, which numpy keeps stable between releases, unlike `permutation`.
     Endless tasks are visited in their own order.
     """
     assert n >= 0 and epoch >= 0
@@ -301,11 +301,11 @@ def order(n: int, epoch: int, seed: int) -> Sequence[int]:
 def draw(
     n: int, first: int, count: int, seed: int, fits: Callable[[int], bool] = lambda place: True
 ) -> tuple[list[tuple[int, int]], int]:
-    """Return the next `count` of n tasks that fit, as (visit, place), in the endless sequence of the epochs' orders.
+    """Return the next `count` of n tasks that fit, as (visit, index), in the endless sequence of the epochs' orders.
 
-    `first` is the number in that sequence to begin with, and the second result the one to continue with: so the draw
-    follows from one number. Equal places have different visits: their epochs, or, for endless tasks, their numbers.
-    Raises UserError where nothing fits.
+    `first` is the number in that sequence to begin with, and the second result the number to continue with, so the
+    state of drawing is one number. Visits distinguish equal indices: they are epochs or, for endless tasks, numbers of
+    tasks. Raises UserError if no task fits.
     """
     drawn: list[tuple[int, int]] = []
     orders: dict[int, Sequence[int]] = {}
@@ -333,23 +333,25 @@ def _permutation(n: int, epoch: int, seed: int) -> Sequence[int]:
     return visits
 
 
-_remembered = lru_cache(maxsize=2)(_permutation)  # two epochs may meet in a step
+_remembered = lru_cache(maxsize=2)(_permutation)  # one step may need two epochs
 
 
 # Going through all rows
 
 
 class _Found(NamedTuple):
-    """Results of a survey, for each row that makes a task."""
+    """Results of surveying rows, for each row that makes a task."""
 
-    at: Integers  # the row
+    at: Integers  # indices of the rows
     keys: Integers  # see `key_of`
     own: NDArray[np.bool_]  # whether the id is the row's own
-    draws: Floats  # see `hold_out`; empty where they were not requested
+    draws: Floats  # see `hold_out`; empty if they were not requested
 
 
 def _survey(rows: Rows, conversion: Conversion, split_seed: int | None) -> Arrays:
-    """Return the rows that make a task ("at", without repetitions), how many do with them ("made"), and "draws"."""
+    """Return the rows that make a task ("at", without repetitions), their number with repetitions ("made"), and
+    "draws".
+    """
     found: list[_Found] = []
     first = 0
     for block in rows.blocks():
@@ -361,7 +363,7 @@ def _survey(rows: Rows, conversion: Conversion, split_seed: int | None) -> Array
 
 
 def _plain(conversion: Conversion, block: Sequence[Row], first: int, split_seed: int | None) -> _Found | None:
-    """Survey rows that are tasks as they are, all at once; None where some may not be."""
+    """Survey rows that are tasks without conversion, all at once; None if some may need one."""
     plain = conversion.plain(block)
     if plain is None or (split_seed is not None and plain.prompts is None):
         return None
@@ -389,8 +391,8 @@ def _each(rows: Rows, conversion: Conversion, block: Sequence[Row], first: int, 
 
 
 def _without_repetitions(tasks: Tasks, keys: Integers, own: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return which tasks stay, [n]. Raises UserError where an id is its row's own and another task has it too."""
-    if own.any() and not own.all():  # an own id may read like a hash
+    """Return which tasks are kept, [n]. Raises UserError if a task has its row's own id and another task has it too."""
+    if own.any() and not own.all():  # an own id may be equal to a hash
         keys[~own] = [hash(tasks[place]["id"]) for place in np.flatnonzero(~own).tolist()]
     ordered = np.argsort(keys, kind="stable")
     same = keys[ordered][1:] == keys[ordered][:-1]
@@ -415,6 +417,6 @@ def _asked(task: Task) -> str:
 
 
 def _draws(seed: int, asked: Iterable[str]) -> Floats:
-    """Return a number in [0, 1) for each question, uniform over questions."""
+    """Return a number in [0, 1) for each question: a hash, uniformly distributed."""
     digests = b"".join(blake2b(f"[{seed}, {question}]".encode(), digest_size=8).digest() for question in asked)
     return np.frombuffer(digests, ">u8") / 2**64

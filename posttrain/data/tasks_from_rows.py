@@ -1,6 +1,6 @@
-"""Converts a row to a task: the conditions for being one, and its id.
+"""Converts a row to a task: the requirements, and the task's id.
 
-Every error in a row is a UserError of one line; `tasks.py` puts the row's place before it.
+Every error in a row is a UserError of one line, to which `tasks.py` adds the row's place.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from posttrain.data.row_files import Row
 from posttrain.data.row_shapes import CONVERTED, reshaped, shape_of
 from posttrain.data.rows import no_column, quoted_names, value_in
 
-Pattern = list[tuple[str, str | None]]  # a template: literal text, and the column after it
+Pattern = list[tuple[str, str | None]]  # a template: pairs of literal text and the column after it
 Convert = Callable[[Row], Task | None]
 
-READ = ("id", "prompt", "messages", "response", "completion", "stop")  # columns that are read wherever they stand
-REPLIES = ("response", "completion")  # columns with the text to imitate; the second is TRL's name
+READ = ("id", "prompt", "messages", "response", "completion", "stop")  # columns that are read under their own names
+REPLIES = ("response", "completion")  # columns with the text to imitate; the second is TRL's
 SCALARS = {str, int, float, bool, type(None)}
 quoted: Callable[[str], str] = json.encoder.encode_basestring_ascii  # a text as JSON
 
@@ -42,13 +42,13 @@ class Plain(NamedTuple):
     """Keys of rows that are tasks without conversion."""
 
     keys: list[int]  # see `key_of`
-    own: bool  # whether their ids are their own
+    own: bool  # whether these are the rows' own ids
     prompts: Sequence[str] | None
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """Conversion of rows to tasks: see `to_tasks` for its steps, and their order."""
+    """Converts rows to tasks: see `to_tasks` for its steps and their order."""
 
     fields: Mapping[str, str] = field(default_factory=dict)
     prompt_template: str | None = None
@@ -57,18 +57,18 @@ class Conversion:
     convert: Convert | None = None
     need: Sequence[str] = ("prompt",)
     left_out: str = ""  # a description of the rows that `convert` leaves out
-    whole: bool = False  # whether the assistant's turns of a prompt of messages are imitated too
+    whole: bool = False  # whether assistant turns of a prompt of messages are imitated too
 
     @cached_property
     def kept(self) -> frozenset[str]:
-        """Return the columns that a task has under their old names too, for the user's code. They do not count for its
-        identity.
+        """Return the renamed columns that a task keeps under their old names too, for the user's code. They are no part
+        of its identity.
         """
         return frozenset() if self.convert else frozenset(self.fields.values()) - {*self.fields, *READ}
 
     @property
     def reshapes(self) -> bool:
-        """Whether rows in the shapes of other trainers are converted: not where the user's own function reads them."""
+        """Return whether rows in other trainers' shapes are converted: not if the user's own function reads them."""
         return "prompt" in self.need and (self.convert is None or bool(self.left_out))
 
     @cached_property
@@ -81,7 +81,7 @@ class Conversion:
         return {key: parse_template(text, f"{key}_template") for key, text in templates.items() if text is not None}
 
     def __call__(self, row: Row) -> Task | None:
-        """Convert a row to a task, still without an id; None if `convert` leaves it out."""
+        """Convert a row to a task without its id; None if `convert` leaves it out."""
         task = self._renamed(row) if self.fields else row
         if self.reshapes:
             task = reshaped(task)
@@ -97,15 +97,15 @@ class Conversion:
         if "response" in self.need:
             task = _with_reply(task, self.whole)
         task = _met(_checked(task), self.need)
-        if "prompt" in self.need and "response" not in self.need:  # an environment of one turn, which shows it
+        if "prompt" in self.need and "response" not in self.need:  # for environments of one turn, which show it
             _check_stop(task.get("stop"))
         return task
 
     def plain(self, rows: Sequence[Row]) -> Plain | None:
-        """Return the keys of rows that are tasks as they are; None where some may not be.
+        """Return the keys of rows that are tasks without conversion; None if some may need it.
 
-        It reads columns instead of rows, ten times as fast. So it accepts only clear cases: rows with equal columns of
-        text and numbers, with all required ones text that is not blank.
+        It reads columns instead of rows, which is ten times as fast. It accepts only clear cases: rows with the same
+        columns of text and numbers, whose required columns are all nonblank text.
         """
         columns = self._columns(rows)
         if columns is None or self.convert is not None or self.patterns or {"messages", "stop"} & columns.keys():
@@ -128,7 +128,7 @@ class Conversion:
         return Plain(list(map(hash, zip(repeat(tuple(names), len(rows)), *written, strict=True))), False, prompts)
 
     def _columns(self, rows: Sequence[Row]) -> dict[str, list[Any]] | None:
-        """Return the columns of rows under the names of `fields`; None if not all rows have the same."""
+        """Return the columns of rows under the names of `fields`; None if the rows have different ones."""
         width = len(rows[0])
         if any(len(row) != width for row in rows):
             return None
@@ -140,7 +140,7 @@ class Conversion:
         return {name: columns[name] for name in columns.keys() - set(self.fields.values())} | renamed
 
     def taken(self, row: Row, task: Task) -> str:
-        """Describe the columns in use, by the example of a row and its task."""
+        """Describe the columns in use, for a row and its task."""
 
         if self.reshapes and (shape := shape_of(row)) in CONVERTED and reshaped(row) is not row:
             return f"{shape}: {CONVERTED[shape]}"
@@ -148,7 +148,7 @@ class Conversion:
         def columns(*names: str) -> list[str]:
             return [column for name in names if not _blank(row.get(column := self.fields.get(name, name)))]
 
-        if self.convert is not None and self.left_out:  # our own, for rows that compare: it reads what is there
+        if self.convert is not None and self.left_out:  # our own, for comparisons: it reads any columns
             there = [name for name, value in row.items() if not _blank(value)]
             return f"of columns {', '.join(map(repr, there[:8]))}"
         if self.convert is not None:
@@ -163,13 +163,13 @@ class Conversion:
         return words or "the environment makes the prompts"
 
     def _renamed(self, row: Row) -> Row:
-        """Return the row with the names of `fields`. The columns stay under their old names too: see `kept`."""
+        """Return the row with columns renamed by `fields`. The old names are kept too: see `kept`."""
         renamed = {key: value_in(row, column) for key, column in self.fields.items()}
         moved = set(self.fields) if self.convert else {*self.fields, *self.fields.values()} - self.kept
         return renamed | {name: value for name, value in row.items() if name not in moved}
 
     def key(self) -> str | None:
-        """Return a name for this conversion, which changes whenever code or options change; None if its code cannot be
+        """Return a name for this conversion that changes with the code and the options; None if the code cannot be
         hashed.
         """
         code = _code(self.convert)
@@ -179,7 +179,7 @@ class Conversion:
 
 
 def identified(task: Task, copies: Set[str] = frozenset()) -> Task:
-    """Return the task with its id: the row's own as text, or a hash of all its columns but these copies of others."""
+    """Return the task with its id: the row's own as text, or a hash of all its columns except `copies` of others."""
     id, rest = own_id(task), {key: value for key, value in task.items() if key != "id"}
     if id is None:
         id = _hash({key: value for key, value in rest.items() if key not in copies} if copies else rest)
@@ -187,7 +187,7 @@ def identified(task: Task, copies: Set[str] = frozenset()) -> Task:
 
 
 def own_id(task: Task) -> str | None:
-    """Return the row's own id."""
+    """Return the row's own id, or None."""
     id = task.get("id")
     if id is None or id == "":
         return None
@@ -200,8 +200,8 @@ def own_id(task: Task) -> str | None:
 
 
 def key_of(task: Task, copies: Set[str] = frozenset()) -> int:
-    """Return a number that is equal for tasks with equal ids, except where one of them is its row's own; cheaper than
-    an id.
+    """Return a number, cheaper than an id, that is equal for tasks with equal ids, unless one of the ids is a row's
+    own.
     """
     id = own_id(task)
     if id is not None:
@@ -214,7 +214,7 @@ def key_of(task: Task, copies: Set[str] = frozenset()) -> int:
 
 
 def question(task: Task) -> str | None:
-    """Return the prompt as JSON, by which tasks are assigned to a split; None: the id is used."""
+    """Return the prompt as JSON, by which tasks are split; None: the id is used instead."""
     if "prompt" in task:
         return quoted(task["prompt"])
     if "messages" not in task:
@@ -233,20 +233,18 @@ def _converted(row: Row, convert: Convert) -> Task | None:
         raise
     except KeyboardInterrupt:
         raise
-    except (
-        BaseException
-    ) as error:  # the function may be the user's and fail in any way; the row helps to find the error
+    except BaseException as error:  # the user's function may fail in any way; the row helps to find the error
         problem = f"{type(error).__name__}: {one_line(error)}"
         if isinstance(error, KeyError) and error.args and isinstance(error.args[0], str) and error.args[0] not in row:
             problem = no_column(error.args[0], row)
         raise UserError(f"{_name(convert)}: {problem}") from error
     if task is not None and not isinstance(task, dict):
         raise UserError(f"{_name(convert)} returned a {type(task).__name__}; it must return a dict or None")
-    return dict.copy(task) if task is not None else None  # a subclass may do anything when it is read
+    return dict.copy(task) if task is not None else None  # a plain dict: a subclass may do anything when it is read
 
 
 def parse_template(template: str, name: str) -> Pattern:
-    """Return the literal texts and columns of a template. Raises UserError, in a line that begins with `name`."""
+    """Parse a template into literal texts and columns. Raises UserError, whose message begins with `name`."""
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
@@ -277,10 +275,9 @@ def _cell(task: Task, column: str, place: str) -> str:
 
 
 def _with_reply(task: Task, whole: bool) -> Task:
-    """Return the task with the text to imitate as "response", or as the last of its "messages" if the prompt holds
-    messages.
+    """Return the task with the text to imitate as "response", or as the last message if the prompt is "messages".
 
-    These are TRL's two forms of rows with a prompt and a completion. Assistant turns of the prompt get the weight 0, unless
+    These are TRL's two forms of rows with a prompt and a completion. Assistant turns of the prompt get weight 0, unless
     the `whole` text is imitated: they are context, such as the answers of examples.
     """
     name = next((name for name in REPLIES if not _blank(task.get(name))), None)
@@ -299,8 +296,8 @@ def _with_reply(task: Task, whole: bool) -> Task:
 
 
 def _checked(task: Task) -> Task:
-    """Return the task without null prompt and messages, a list for a prompt taken as messages, and both of the right
-    type.
+    """Return the task with valid types: null prompt and messages removed, and a prompt that is a list moved to
+    "messages".
     """
     if any(name in task and task[name] is None for name in ("prompt", "messages")):
         task = {key: value for key, value in task.items() if value is not None or key not in ("prompt", "messages")}
@@ -312,7 +309,7 @@ def _checked(task: Task) -> Task:
             raise UserError("the prompt is empty")
     if "messages" in task:
         task = {**task, "messages": _messages(task["messages"])}
-    if isinstance(task.get("tools"), str):  # JSON, as table formats keep values whose form differs from row to row
+    if isinstance(task.get("tools"), str):  # JSON, in which table formats keep values of varying types
         try:
             task = {**task, "tools": json.loads(task["tools"])}
         except ValueError:
@@ -326,7 +323,7 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
     checked = []
     for number, message in enumerate(messages, 1):
         if isinstance(message, dict) and message.get("tool_calls"):
-            message = {"content": None, **message}  # TRL's rows leave the content of such a turn out
+            message = {"content": None, **message}  # TRL's rows have no content in such a turn
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise UserError(f'message {number} must be an object with "role" and "content"')
         if message["role"] not in ROLES:
@@ -346,16 +343,16 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
             raise UserError(f"message {number}: tool_calls must be a list of objects, as OpenAI's API has them")
         content = "" if message["content"] is None and calls else message["content"]
         message = {**message, "content": _content(content, message["role"], f"message {number}: content")}
-        # Table formats give every message the keys of all; templates ask whether a key is there, so nulls must go.
+        # Table formats give every message all keys; templates test whether a key exists, so null values are removed.
         checked.append({key: value for key, value in message.items() if value is not None})
     return checked
 
 
 def _content(content: Any, role: str, name: str) -> str | list[dict[str, Any]]:
-    """Return text, or parts where there is a picture among them."""
+    """Return text, or a list of parts if it contains a picture."""
     if not isinstance(content, list):
         return _text(content, name)
-    try:  # table formats give every part the keys of all
+    try:  # table formats give every part all keys
         found = parts([{k: v for k, v in p.items() if v is not None} if isinstance(p, dict) else p for p in content])
     except PictureError as error:
         raise UserError(f"{name}: {error}") from None
@@ -367,7 +364,7 @@ def _content(content: Any, role: str, name: str) -> str | list[dict[str, Any]]:
 
 
 def _check_stop(stop: Any) -> None:
-    """Check stop: null, or one stop string or several, as a turn may have them."""
+    """Check stop: null, one stop string, or several, as in a turn."""
     if stop is None:
         return
     stops = [stop] if isinstance(stop, str) else stop
@@ -379,14 +376,14 @@ def _check_stop(stop: Any) -> None:
 
 
 def not_text(value: Any, what: str) -> UserError:
-    """Return the error about a value that should be text; `what`: "prompt must be text"."""
+    """Return the error for a value that should be text; `what`: "prompt must be text"."""
     return UserError(
         f"{what}, and is {short(value)}" + ("; put it in quotes" if isinstance(value, int | float) else "")
     )
 
 
 def _text(value: Any, name: str) -> str:
-    """Return a plain string: a converter may return a subclass with methods of its own."""
+    """Return a plain str: a converter may return a subclass with own methods."""
     if not isinstance(value, str):
         raise not_text(value, f"{name} must be text")
     value = str.__str__(value)
@@ -432,21 +429,19 @@ def _met(task: Task, need: Sequence[str]) -> Task:
 
 
 def _is_played(task: Task) -> bool:
-    """Return whether it is an episode to imitate: a rollout of a run, or the replies of one."""
+    """Return whether the task is an episode to imitate: a rollout of a run, or the replies of one."""
     if isinstance(task.get("transcripts"), list) and isinstance(task.get("turns"), list):
         return True
     return is_script(task) and bool(script(task))
 
 
 def is_script(task: Task) -> bool:
-    """Return whether a row has the replies of an episode. A table has such a column in its other rows too, and nothing
-    in it.
-    """
+    """Return whether a row has the replies of an episode. In a table, other rows have that column too, but empty."""
     return isinstance(task.get("replies"), list | tuple) and bool(task["replies"])
 
 
 def script(task: Task) -> Sequence[str]:
-    """Return the replies of such a row. Raises UserError."""
+    """Return the replies of an `is_script` row. Raises UserError."""
     replies: Sequence[str] = task["replies"]
     for number, reply in enumerate(replies, 1):
         if not _text(reply, f"reply {number}"):
@@ -455,7 +450,7 @@ def script(task: Task) -> Sequence[str]:
 
 
 def _hash(value: Any) -> str:
-    """Return 64 bits in hexadecimal, the same in every process and for every order of keys."""
+    """Return a hash of 64 bits in hexadecimal, equal in every process and for every order of keys."""
     return hashlib.blake2b(_dumps(value).encode(), digest_size=8).hexdigest()
 
 
@@ -478,14 +473,14 @@ def _json(value: Any) -> Any:
 
 
 def _code(convert: Convert | None) -> str | None:
-    """Return a digest of our own code and, where rows are converted, of all modules that are not installed:
-    the user's.
+    """Return a digest of our own code and, where rows are converted, of all modules that are not installed (the
+    user's).
     """
     files = set(Path(__file__).parents[1].rglob("*.py"))
     if convert is not None:
         module = sys.modules.get(convert.__module__)
         if getattr(module, "__file__", None) is None or getattr(module, _name(convert), None) is not convert:
-            return None  # of a notebook, or made by another function: its behaviour is not in a file
+            return None  # defined in a notebook or by another function: no file determines its behaviour
         installed = tuple(
             map(str, {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
         )

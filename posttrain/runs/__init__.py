@@ -1,1 +1,1 @@
-"""The files that a run leaves in its folder, and its output on the terminal."""
+"""The files that a run writes into its folder, and its output on the terminal."""

@@ -1,8 +1,8 @@
-"""The choice whether the plain prompts of rows reach a model as messages, in its chat template, or unchanged.
+"""The choice whether the plain prompts of rows are shown to a model as messages, in its chat template, or unchanged.
 
-Decided here: without --chat or --no-chat, a checkpoint of a run goes on as that run did. Of any other, the template is
-used if it is that of an instruct model: its text after a reply ends replies of this model. The decision is stored in
-run.json, for resumption, for evaluation and for later training.
+Without --chat or --no-chat, a run's checkpoint continues as that run did. For any other model, the template is used if
+it belongs to an instruct model, that is, if its text after a reply ends replies of this model. The decision is stored
+in run.json, for resumption, evaluation and later training.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from posttrain.runs.run_reading import read_run
 
 SomeTasks = TypeVar("SomeTasks", Tasks, Tasks | Stream, Tasks | MixedTasks, AnyTasks)
 
-CHAT = "chat"  # in run.json
+CHAT = "chat"  # key in run.json
 
 
 class Templated(Protocol):
-    """The part of a tokenizer that is needed here."""
+    """The part of a tokenizer that this module needs."""
 
     chat_template: str | None
 
@@ -33,7 +33,7 @@ class Templated(Protocol):
 
 
 class Asked(Protocol):
-    """The options that decide it."""
+    """Options that decide the choice."""
 
     @property
     def chat(self) -> bool | None: ...
@@ -45,28 +45,31 @@ class Asked(Protocol):
 
 @dataclass(frozen=True)
 class Chatting:
-    """The form in which plain prompts reach a model."""
+    """The form in which a model is shown plain prompts."""
 
     on: bool = False
     system: str | None = None
-    because: str = ""  # the reason, where the user did not decide
-    template: bool = False  # whether the model has one
+    because: str = ""  # the reason, if the user did not decide
+    template: bool = False  # whether the model has a template
 
     def of(self, tasks: SomeTasks, answered: bool = False, whole: bool = False) -> SomeTasks:
-        """Tasks as this model is shown them. `answered`: "response" is a message too, to be imitated. `whole`: and so is
-        the conversation before it."""
+        """Return the tasks as this model is shown them. `answered`: "response" becomes a message too, to be imitated.
+        `whole`: the earlier messages are imitated as well.
+        """
         return tasks.shown(AsMessages(self.system, answered, whole) if self.on else None)
 
     def task(self, task: Task) -> Task:
-        """One of them."""
+        """Convert a task."""
         return AsMessages(self.system)(task) if self.on else task
 
     def recorded(self) -> dict[str, Any]:
-        """Return it as run.json holds it."""
+        """Return the choice as an entry of run.json."""
         return {"on": self.on, "system": self.system}
 
     def lines(self, tasks: AnyTasks, shown: Turn | None = None) -> list[str]:
-        """Return the lines about it at the start of a run. `shown`: the environment's first turn, where there is one."""
+        """Return the lines about the choice for the start of a run. `shown`: the environment's first turn, if there is
+        one.
+        """
         if not self.template:
             return []
         if shown is not None and shown.messages is None and not _plain(shown, tasks):
@@ -83,7 +86,7 @@ class Chatting:
         return [f"prompts are bare text, without the model's chat template{because}; --chat puts it around them"]
 
     def check(self, given: bool | None, shown: Turn | None) -> None:
-        """Raise UserError where --chat was given and the environment shows text of its own."""
+        """Raise UserError if --chat was given and the environment shows text of its own."""
         if given and shown is not None and shown.messages is None:
             raise UserError(
                 "--chat is of the prompts of rows, and this environment shows text of its own: have it yield "
@@ -92,14 +95,15 @@ class Chatting:
 
 
 def _plain(shown: Turn, tasks: AnyTasks) -> bool:
-    """Whether the first turn is the prompt of a row."""
+    """Return whether the first turn is the prompt of a row."""
     return any(task.get("prompt") == shown.text for task in tasks.examples())
 
 
 def chatting(asked: Asked | None, folder: Path | None, tokenizer: Templated, ends: Collection[int]) -> Chatting:
-    """Return the choice for a model: from these options, from the run that its folder is of, or from its template.
+    """Return the choice for a model: by these options, by the run to which its folder belongs, or by its template.
 
-    `ends`: the ids that end its replies. Raises UserError for --chat without a template, and for --system without a chat.
+    `ends`: the ids that end its replies. Raises UserError for --chat without a template, and for --system without
+    --chat.
     """
     chat, system, other = (None, None, None) if asked is None else (asked.chat, asked.system, asked.chat_template)
     run, known = _of_run(folder) if folder is not None else (None, {})
@@ -122,18 +126,18 @@ def chatting(asked: Asked | None, folder: Path | None, tokenizer: Templated, end
 
 
 def system_of(folder: Path) -> str | None:
-    """Return the system message that the run of a checkpoint had."""
+    """Return the system message of a checkpoint's run."""
     system = _of_run(folder)[1].get("system")
     return system if isinstance(system, str) else None
 
 
 def _of_run(folder: Path) -> tuple[Path | None, Mapping[str, Any]]:
-    """Return the run that a checkpoint is of, and its choice."""
+    """Return a checkpoint's run, and that run's choice."""
     for place in (folder, *list(folder.parents)[:2]):
         if (place / RUN).is_file():
             try:
                 found = read_run(place).get(CHAT)
-            except UserError:  # reported where it matters
+            except UserError:  # reported later, where the file is needed
                 return None, {}
             return place, found if isinstance(found, dict) else {}
     return None, {}

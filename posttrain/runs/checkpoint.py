@@ -1,11 +1,11 @@
-"""The whole mutable state of a run, in one folder per checkpoint, written atomically and checked when read.
+"""Checkpoints: the whole mutable state of a run, one folder each, written atomically and checked when read.
 
     checkpoints/step-000120/            a Hugging Face model folder (config.json, model.safetensors, tokenizer)
     checkpoints/step-000120/training/   optimizer, counters, source, random generators
     checkpoints/step-000120/manifest.json   size and SHA-256 of every other file; written last
 
-A folder takes its final name only when everything in it is on the disk, so a run killed at any moment leaves either a
-whole checkpoint or none; one that was damaged later is recognised by its checksums, and the one before it is used.
+A folder gets its final name only when all its files are on disk, so a run killed at any moment leaves either a complete
+checkpoint or none. A checkpoint that is damaged later is recognised by its checksums, and the previous one is used.
 Other files among the checkpoints are ignored.
 """
 
@@ -30,19 +30,21 @@ STATE = "state.json"
 
 
 def save(run: Path, step: int, write: Callable[[Path], None], keep: int) -> Path:
-    """Make checkpoints/step-NNNNNN from what `write(folder)` puts there. See `Draft`."""
+    """Create checkpoints/step-NNNNNN with the files that `write(folder)` writes. See `Draft`."""
     return Draft(run, step, write).finish(keep)
 
 
 class Draft:
-    """A checkpoint in the making: written, and then made to last.
+    """A checkpoint that is being written: first its files are written, then they are synced to disk.
 
-    The first is as quick as copying to memory, which is where the system keeps files at first; the second waits for the
-    disk and may go on beside the next steps.
+    The first is as fast as copying to memory, where the system buffers files; the second waits for the disk and may run
+    during the next steps.
     """
 
     def __init__(self, run: Path, step: int, write: Callable[[Path], None]) -> None:
-        """Put there what `write(folder)` does. Raises UserError if the disk is full or not writable."""
+        """Create the draft, with `write(folder)` writing its files. Raises UserError if the disk is full or not
+        writable.
+        """
         self.run, self.step = run, step
         self.final = run / CHECKPOINTS / step_name(step)
         self.path = self.final.with_name(f".{self.final.name}.draft")
@@ -52,10 +54,11 @@ class Draft:
             write(self.path)
 
     def finish(self, keep: int, write: Callable[[Path], None] = lambda folder: None) -> Path:
-        """Let it be a checkpoint, once `write(folder)` has put the rest there; leave only the newest `keep` up to it.
+        """Make it a checkpoint, after `write(folder)` has written the remaining files; keep only the newest `keep` up
+        to it.
 
-        Those of later steps go too: a run that saves this step has passed them over as damaged. Raises UserError if the
-        disk is full or not writable: the checkpoints before it are untouched.
+        Checkpoints of later steps are deleted too: a run that saves this step has skipped them as damaged. Raises
+        UserError if the disk is full or not writable; earlier checkpoints do not change.
         """
         with self._given_up():
             self._finish(write)
@@ -73,14 +76,14 @@ class Draft:
         (draft / MANIFEST).write_text(json.dumps({"step": self.step, "files": manifest}, indent=1))
         for path in [*files, draft / MANIFEST, *(p for p in draft.rglob("*") if p.is_dir()), draft]:
             sync(path)
-        if self.final.exists():  # a damaged one of the same step, left behind when an earlier one was resumed
+        if self.final.exists():  # a damaged checkpoint of the same step, from before a resume
             shutil.rmtree(self.final)
         draft.rename(self.final)
         sync(self.final.parent)
 
     @contextmanager
     def _given_up(self) -> Iterator[None]:
-        """Delete the draft if anything fails within."""
+        """Context manager that deletes the draft after an error."""
         try:
             yield
         except Exception as error:
@@ -91,7 +94,7 @@ class Draft:
 
 
 def listed(run: Path) -> list[Path]:
-    """Return the checkpoints of a run, oldest first, whole or not."""
+    """Return the checkpoints of a run, oldest first, complete or not."""
     folder = run / CHECKPOINTS
     try:
         there = list(folder.iterdir()) if folder.is_dir() else []
@@ -102,12 +105,12 @@ def listed(run: Path) -> list[Path]:
 
 
 def examined(run: Path) -> Iterator[tuple[Path, str | None]]:
-    """Yield the checkpoints of a run, the newest first, each with its damage (None: none)."""
+    """Yield the checkpoints of a run, newest first, each with a description of its damage (None: undamaged)."""
     return ((folder, damaged(folder)) for folder in reversed(listed(run)))
 
 
 def newest(run: Path, say: Callable[[str], None] = lambda text: None) -> Path | None:
-    """Return the newest undamaged checkpoint; report those that are skipped, and why."""
+    """Return the newest undamaged checkpoint; report skipped ones with the reason."""
     for folder, damage in examined(run):
         if damage is None:
             return folder
@@ -116,7 +119,7 @@ def newest(run: Path, say: Callable[[str], None] = lambda text: None) -> Path | 
 
 
 def damaged(folder: Path) -> str | None:
-    """Return the damage of a checkpoint in words, or None."""
+    """Return a description of a checkpoint's damage, or None."""
     try:
         manifest = json.loads(user_files.content(folder / MANIFEST))
         seen = {PurePosixPath(name): (int(file["bytes"]), file["sha256"]) for name, file in manifest["files"].items()}
@@ -141,7 +144,7 @@ def damaged(folder: Path) -> str | None:
 
 
 def resolve(model: str) -> Path:
-    """Return the checkpoint folder that a name means: for a run directory, its newest undamaged checkpoint."""
+    """Return the checkpoint folder for a name: for a run's folder, its newest undamaged checkpoint."""
     path = Path(model)
     if not os.path.lexists(path / RUN):
         return path
@@ -154,17 +157,18 @@ def resolve(model: str) -> Path:
 
 
 def step_of(folder: Path) -> int:
-    """Return the step after which a checkpoint was made."""
+    """Return the step after which a checkpoint was saved."""
     step = step_of_name(folder.name)
     assert step is not None, f"{folder} is not named as a checkpoint"
     return step
 
 
 def save_state(state: dict[str, Any]) -> Callable[[Path], None]:
-    """State that is not weights: the source's, the controllers', and torch's own random generator, as it is now.
+    """Capture the state other than weights: that of the source, of controllers, and of torch's random generator, as it
+    is now.
 
-    Returns a function that writes it into a folder, later. A value that is still being made then returns its JSON data from
-    `plain()`, and may take its time.
+    Returns a function that writes the state into a folder later. For values that are still being computed, it calls
+    `plain()`, which may wait and returns JSON data.
     """
     import torch
 
@@ -178,7 +182,7 @@ def save_state(state: dict[str, Any]) -> Callable[[Path], None]:
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """The inverse of `save_state`; sets torch's random generator. Raises UserError if the file holds something else."""
+    """Read the state that `save_state` wrote, and set torch's random generator. Raises UserError for other content."""
     import torch
 
     path = folder / STATE
@@ -193,7 +197,7 @@ def load_state(folder: Path) -> dict[str, Any]:
 
 
 def is_disk_error(error: BaseException) -> bool:
-    """Whether writing failed because of the disk. safetensors reports it in its own exception's text."""
+    """Return whether the disk caused an error in writing. safetensors reports it only in its own exception's text."""
     return isinstance(error, OSError) or "I/O error" in str(error) or "No space left" in str(error)
 
 

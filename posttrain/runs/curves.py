@@ -1,8 +1,7 @@
-"""Draws what happened over the steps of a run, or of several: the metrics that the table of metrics calls plotted.
+"""Plots metrics over the steps of one run or several: those with `plotted` in the table of metrics.
 
-A curve that is the same as one drawn before, such as the accuracy where the reward is 1 or 0, is not drawn again. Of runs
-under one label the mean is drawn, with the 95% interval of it. Findings of the health check are marked on the axis of
-the steps.
+A curve equal to an earlier one is left out, such as the accuracy where the reward is 1 or 0. For several runs under one
+label, their mean is drawn with its 95% interval. Findings of the health check are marked on the axis of steps.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ if TYPE_CHECKING:
 
 MOST_PARTS = 6
 
-WIDTH, HEIGHT = 4.2, 2.5  # of a panel with its margins, in inches
-LEFT, TOP, BOTTOM = 0.6, 0.3, 0.2  # inches for labels of an axis, for a legend, for the name of the steps
+WIDTH, HEIGHT = 4.2, 2.5  # inches, of a panel with its margins
+LEFT, TOP, BOTTOM = 0.6, 0.3, 0.2  # inches, for the labels of an axis, for a legend, for the axis title
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")  # Okabe and Ito's, for the colour-blind
 FOUND = "#aa3377"  # findings of the health check
@@ -39,7 +38,7 @@ Points = tuple[np.ndarray, np.ndarray]  # steps, values
 
 @dataclass
 class _Line:
-    """The runs under one label: for each metric the points of each of them that has it, and the findings."""
+    """The runs under one label: for each metric the points of each run that has it, and the findings."""
 
     label: str
     series: dict[str, list[Points]] = field(default_factory=dict)
@@ -47,10 +46,10 @@ class _Line:
 
 
 def curves(runs: Folder | Mapping[str, Folder | Sequence[Folder]], out: Folder | None = None) -> Path:
-    """Draw what happened over the steps, one panel for each plotted metric that was recorded.
+    """Plot the recorded metrics over the steps, one panel for each.
 
-    `runs` is the folder of a run, or label -> folder for several in the same panels, or label -> folders, such as those of
-    several seeds. Writes `out`, a PNG; by default curves.png in the folder of the run, the first of several.
+    `runs` is the folder of a run, or label -> folder for several in the same panels, or label -> folders, such as those
+    of several seeds. Writes `out`, a PNG; by default curves.png in the folder of the run, the first of several.
     """
     folders = {name: _listed(given) for name, given in (runs if isinstance(runs, Mapping) else {"": runs}).items()}
     lines = [_read(label, own) for label, own in folders.items()]
@@ -73,7 +72,7 @@ def _figure(lines: Sequence[_Line], names: Sequence[str]) -> Figure:
     below = BOTTOM + (0.2 if found else 0.0)
     width, height = WIDTH * columns, HEIGHT * rows + above + below
     figure = Figure((width, height), 150)
-    # Stated, not measured: matplotlib draws everything twice to find out, which takes longer than many a short run.
+    # Fixed sizes: measuring them, matplotlib draws everything twice, which takes longer than many a short run.
     figure.subplots_adjust(
         LEFT / width, (below + 0.3) / height, 1 - 0.15 / width, 1 - (above + 0.25) / height,
         wspace=LEFT / (WIDTH - LEFT), hspace=0.28,
@@ -116,7 +115,7 @@ def _read(label: str, folders: Sequence[Folder]) -> _Line:
 
 
 def _series(folder: Folder) -> dict[str, Points]:
-    """Name -> (steps, values), of recorded and finite values."""
+    """Return name -> (steps, values), with recorded finite values only."""
     points: dict[str, list[tuple[int, float]]] = {}
     for row in read_metrics(folder) + read_timing(folder):
         for name, value in row.items():
@@ -134,7 +133,7 @@ def _panels(lines: Sequence[_Line]) -> list[str]:
         if not metric.plotted:
             continue
         if name == REWARDS:
-            # with several runs the colours are theirs; a single part is the reward, or nearly
+            # with several runs, colours distinguish runs; a single part is nearly the reward
             if len(lines) == 1 and len(_names_of_parts(lines[0])) > 1:
                 drawn.append(name)
         elif name in there and not metric.hidden(there):
@@ -153,7 +152,7 @@ def _names_of_parts(line: _Line) -> list[str]:
 
 
 def _same(lines: Sequence[_Line], name: str, other: str) -> bool:
-    """Whether two metrics would give the same curves."""
+    """Return whether two metrics have the same curves."""
     pairs = [(line.series.get(name, []), line.series.get(other, [])) for line in lines]
     return all(len(one) == len(two) and all(_equal(a, b) for a, b in zip(one, two, strict=True)) for one, two in pairs)
 
@@ -167,7 +166,7 @@ def _moved(line: _Line, name: str) -> bool:
 
 
 def _findings(lines: Sequence[_Line]) -> dict[str, int]:
-    """Finding -> the first step at which any run has it."""
+    """Return finding -> the first step at which any run has it."""
     found: dict[str, int] = {}
     for line in lines:
         for name, step in line.found.items():
@@ -200,7 +199,7 @@ def _dress(axes: Axes, name: str, bottom: bool) -> None:
 
 
 def _mark(axes: Axes, found: Mapping[str, int]) -> None:
-    """Triangles on the axis of the steps, where the health check found something."""
+    """Draw triangles on the axis of steps, at findings of the health check."""
     if found:
         where = axes.get_xaxis_transform()
         axes.plot(sorted(found.values()), [0.0] * len(found), linestyle="", marker="^", markersize=5, color=FOUND,
@@ -208,16 +207,16 @@ def _mark(axes: Axes, found: Mapping[str, int]) -> None:
 
 
 def _parts(axes: Axes, line: _Line) -> None:
-    """The parts of the reward in one panel."""
+    """Draw all parts of the reward into one panel."""
     for number, name in enumerate(_names_of_parts(line)):
         _curve(axes, line.series[name], COLOURS[number % len(COLOURS)], name.partition("/")[2])
     axes.legend(frameon=False, fontsize=8, loc="best", handlelength=1.2)
 
 
 def _curve(axes: Axes, runs: Sequence[Points], colour: str, label: str) -> None:
-    """A few points are shown as they are; of many, the running mean, over the raw values drawn faintly.
+    """Draw a run's points: few as they are; many as a running mean, with the raw values faintly behind it.
 
-    Of several runs: the mean of these over the steps that all have, with its interval.
+    For several runs: their mean over the steps that all have, with its interval.
     """
     if len(runs) > 1:
         steps = sorted(set.intersection(*(set(own.tolist()) for own, _ in runs)))
@@ -225,7 +224,7 @@ def _curve(axes: Axes, runs: Sequence[Points], colour: str, label: str) -> None:
         picked = np.array([values[np.isin(own, steps)] for (own, _), values in zip(runs, smooth, strict=True)])
         bounds = np.array([tuple(student_interval(column)) for column in picked.T]).reshape(-1, 2)
         if picked.min() >= 0:
-            bounds = bounds.clip(min=0.0)  # a norm or a length is not below
+            bounds = bounds.clip(min=0.0)  # a norm or a length is never negative
         axes.fill_between(steps, bounds[:, 0], bounds[:, 1], color=colour, alpha=0.18, linewidth=0)
         axes.plot(steps, picked.mean(0), color=colour, linewidth=1.6, label=label)
         return
@@ -238,7 +237,7 @@ def _curve(axes: Axes, runs: Sequence[Points], colour: str, label: str) -> None:
 
 
 def _smoothed(values: np.ndarray) -> np.ndarray:
-    """Return the running mean of many values, a few as they are."""
+    """Return the running mean of many values; few values unchanged."""
     if len(values) < 30:
         return values
     window = np.ones(2 * (len(values) // 50) + 3)  # about a twenty-fifth of the run, centred: it does not lag

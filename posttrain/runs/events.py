@@ -1,4 +1,4 @@
-"""Event files for TensorBoard. Decides how a resumed run hides an earlier attempt's values of the same steps."""
+"""Event files for TensorBoard. Decides how a resumed run hides the values of an earlier attempt at the same steps."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-SECONDS_BETWEEN_FLUSHES = 10.0  # of the values of a run that is on
+SECONDS_BETWEEN_FLUSHES = 10.0  # while a run is active
 
 
 class Events:
-    """An event file of TensorBoard, which shows only the steps before `first` of older files.
+    """An event file of TensorBoard; in older files, TensorBoard then shows only the steps before `first`.
 
-    It is written in the caller's thread. tensorboardX's SummaryWriter has a thread for it, which dies of a full disk;
-    the queue in front of it then fills up, and the run waits for ever.
+    It is written in the caller's thread. tensorboardX's SummaryWriter has a thread for it that dies if the disk is
+    full; then its queue fills up, and the run waits for ever.
     """
 
     def __init__(self, folder: Path, first: int, suffix: str) -> None:
@@ -38,7 +38,7 @@ class Events:
             self.flush()
 
     def text(self, step: int, name: str, content: str) -> None:
-        """Add a text in Markdown."""
+        """Add a text in Markdown format."""
         self._file.write_event(self._event(step=step, wall_time=time.time(), summary=self._text(name, content)))
 
     def flush(self) -> None:

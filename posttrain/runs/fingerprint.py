@@ -1,8 +1,8 @@
-"""Fingerprints of the inputs of a run, in a few bytes: a resumed run compares them to notice changes.
+"""Fingerprints of a run's inputs, a few bytes each: a resumed run compares them to detect changes.
 
-Decides what counts as changed: the content of files, not their age. Of a file of more than `WHOLE` bytes, size and samples
-from all over it are compared, so that a model of a hundred gigabytes takes no longer than one of one; for such a file
-the time of its last change is kept as well.
+They depend on the content of files, not on their age. For a file of more than `WHOLE` bytes, the size and samples from
+the whole content are compared, so that a model of a hundred gigabytes takes no longer than one of one; then the time of
+the last change is stored as well.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from posttrain.envs.reward_sums import is_sum, own_name, terms_of
 from posttrain.system.user_code import source_file
 
 READ = {".json", ".jsonl", ".csv", ".tsv", ".gz", ".parquet", ".arrow", ".safetensors", ".jinja", ".model"}
-"""Endings of the files of a folder that rows or a model are read from: logs and notes may be beside them."""
+"""Endings of files with rows or models: a folder may contain logs and notes too."""
 WHOLE = 256 << 20  # bytes: half a second to read
-SAMPLES, SAMPLE_BYTES = 256, 1 << 16  # of larger ones: 16 MiB
-ROWS = 1000  # of rows in memory, from all over them
+SAMPLES, SAMPLE_BYTES = 256, 1 << 16  # for larger files: 16 MiB in all
+ROWS = 1000  # rows sampled evenly from rows in memory
 
 Print = dict[str, Any]
-"""{"digest": ..., and for people: "bytes", "files" or "rows"; "written", in nanoseconds, where only samples were read}."""
+"""{"digest": ...; for messages "bytes", "files" or "rows"; "written", in nanoseconds, if only samples were read}."""
 
 
 def of_path(path: Path) -> Print | None:
@@ -50,15 +50,15 @@ def of_path(path: Path) -> Print | None:
 
 
 def of_rows(rows: Sequence[Any]) -> Print:
-    """Return the fingerprint of rows in memory. Values without a form in JSON count by their type."""
+    """Return the fingerprint of rows in memory. Values without a JSON form are represented by their type."""
     chosen = range(0, len(rows), max(1, len(rows) // ROWS))
     return {"digest": _digest([rows[i] for i in chosen]), "rows": len(rows)}
 
 
 def of_code(code: str | Callable[..., Any]) -> Print | None:
-    """Return that of the file of "my.py:name", or of a function; None for one of an installed package.
+    """Return the fingerprint of the file of "my.py:name" or of a function; None for code of an installed package.
 
-    Of a sum it is that of the files of all terms.
+    For a sum, it covers the files of all terms.
     """
     if isinstance(code, str) and is_sum(code):
         found = [_of_file(split_options(own_name(term.spec))[0].rpartition(":")[0]) for term in terms_of(code)]
@@ -74,13 +74,13 @@ def _of_file(file: str | None) -> Print | None:
 
 
 def changed(before: Mapping[str, Any], now: Mapping[str, Print | None]) -> list[str]:
-    """Return the names of inputs that were there before, are there now, and have another content."""
+    """Return the names of inputs that existed before, exist now, and differ in content."""
     both = [(n, then, now.get(n)) for n, then in before.items() if isinstance(then, Mapping)]
     return [name for name, then, present in both if present and then.get("digest") != present["digest"]]
 
 
 def rewritten(before: Mapping[str, Any], now: Mapping[str, Print | None]) -> list[str]:
-    """The names of large files that were written since, though their size and the samples of their content are the same."""
+    """Return the names of large files that were rewritten with the same size and the same samples of content."""
     both = [(n, then, now.get(n)) for n, then in before.items() if n not in changed(before, now)]
     return [name for name, then, present in both if present and then and then.get("written") != present.get("written")]
 
@@ -102,6 +102,6 @@ def _content(path: Path) -> str:
 def _digest(value: Any) -> str:
     try:
         text = json.dumps(value, default=lambda odd: known(odd, type(odd).__name__), skipkeys=True)
-    except (ValueError, RecursionError):  # a row that holds itself
+    except (ValueError, RecursionError):  # a row that contains itself
         text = ""
     return hashlib.sha256(text.encode()).hexdigest()

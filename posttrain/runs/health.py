@@ -1,7 +1,7 @@
-"""The health check of a run: faults, named when they happen, from the metrics of its steps and nothing else.
+"""The health check of a run: faults, reported when they happen, computed from the metrics of its steps alone.
 
-Metrics follow from configuration and seed alone, and so do the findings: a resumed run that replays its metrics finds
-the same. `metric_history` holds the input of the checks, `health_checks` the faults.
+Metrics depend only on configuration and seed, and so do the findings: a resumed run that replays its metrics finds the
+same. `metric_history` holds the input of the checks, `health_checks` the faults.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from posttrain.runs.metric_history import HealthLimits, History
 
 @dataclass(frozen=True)
 class HealthFinding:
-    """A fault, or a goal that is reached."""
+    """A fault, or a goal that was reached."""
 
     step: int
     name: str  # a key of CHECKS
@@ -24,7 +24,7 @@ class HealthFinding:
 
     @property
     def fatal(self) -> bool:
-        """Whether the run ends whatever --health is set to: nothing more will be learned."""
+        """Whether the run ends for any setting of --health: it would learn nothing more."""
         return self.name in FATAL
 
     @property
@@ -33,15 +33,15 @@ class HealthFinding:
 
 
 class Health:
-    """Looks at each step of a run, in order, reports each fault once, and again after an absence."""
+    """Checks each step of a run, in order. It reports a fault once, and again after it was absent."""
 
     def __init__(self, limits: HealthLimits | None = None) -> None:
         self.history = History(limits or HealthLimits())
-        self.findings: list[HealthFinding] = []  # so far
-        self._seen: dict[str, int] = {}  # finding -> the last step at which it held
+        self.findings: list[HealthFinding] = []  # all so far
+        self._seen: dict[str, int] = {}  # finding -> last step with it
 
     def look(self, step: int, metrics: Mapping[str, float | None]) -> list[HealthFinding]:
-        """Return the new findings after this step, with metrics as in metrics.jsonl. Missing metrics are not judged."""
+        """Return the new findings after this step. `metrics`: those of metrics.jsonl; missing ones are not checked."""
         self.history.add(step, metrics)
         found = []
         for name, check in CHECKS.items():
@@ -56,14 +56,13 @@ class Health:
 
     @property
     def motionless(self) -> bool:
-        """Whether every update of the run so far was skipped."""
+        """Return whether every update so far was skipped."""
         series = self.history.of("skipped", 1)
         return series is not None and min(series.values) == 1
 
     @classmethod
     def replay(cls, rows: Iterable[Mapping[str, Any]], limits: HealthLimits | None = None) -> Health:
-        """Return the state after these steps, in order: the rows of metrics.jsonl, each with its "step", of a resumed
-        run."""
+        """Return the state after the rows of metrics.jsonl of a resumed run, in order, each with its "step"."""
         health = cls(limits)
         for row in rows:
             health.look(int(row["step"]), row)

@@ -1,7 +1,7 @@
-"""The faults that the health check knows: a function each, from the history of a run to a message, or None.
+"""The faults of the health check: one function each, from the history of a run to a message, or None.
 
-A message has two lines: the observation; then the usual cause and the remedy. An option is named only where it
-can help: a clip, for one, is without effect where each step has a single update, whose ratios are all 1.
+A message has two lines: the observation; then the usual cause and the remedy. An option is named only if it can help: a
+clip, for example, has no effect if each step has a single update, whose ratios are all 1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Check = Callable[[History], str | None]
 
 
 def stalled(history: History) -> str | None:
-    """Nothing is learned: no update has been made for some time."""
+    """Detect a run that learns nothing: it has made no update for some time."""
     limit = history.limits.stalled
     series = history.of("skipped", limit)
     if series is None or min(series.values[-limit:]) < 1:
@@ -27,7 +27,7 @@ def stalled(history: History) -> str | None:
 
 
 def skipped(history: History) -> str | None:
-    """Updates that could not be made."""
+    """Detect updates that were skipped."""
     series = history.of("skipped", history.limits.window)
     if series is None or series.now <= history.limits.skipped:
         return None
@@ -44,7 +44,7 @@ _NOT_FINITE = (
 
 
 def entropy(history: History) -> str | None:
-    """The policy repeats itself before the task is solved."""
+    """Detect a policy that repeats itself before the task is solved."""
     series, unsolved, limits = history.of("entropy"), history.unsolved, history.limits
     if series is None or series.start <= 0 or history.solved:
         return None
@@ -63,7 +63,7 @@ def entropy(history: History) -> str | None:
 
 
 def length(history: History) -> str | None:
-    """Replies become longer without need."""
+    """Detect replies that become longer without need."""
     series, truncated, limits = history.of("length"), history.of("truncated"), history.limits
     if series is None:
         return None
@@ -82,7 +82,7 @@ def length(history: History) -> str | None:
 
 
 def _no_better(history: History) -> str | None:
-    """In words, that the replies are no better than at the start; None: they are better, or it is unknown."""
+    """Return a text if replies are no better than at the start; None if they are better, or if it is unknown."""
     accuracy, reward, limits = history.of("accuracy"), history.of("reward"), history.limits
     if accuracy is not None:
         told = max(accuracy.start, accuracy.now) >= limits.accurate
@@ -94,11 +94,11 @@ def _no_better(history: History) -> str | None:
 
 
 def kl(history: History) -> str | None:
-    """The policy runs away from its reference."""
+    """Detect a policy far away from its reference."""
     series, uncertainty, limits = history.of("kl"), history.of("entropy"), history.limits
     if series is None or uncertainty is None or uncertainty.start <= 0:
         return None
-    # Medians: a single token that the reference never samples makes the mean of a step anything.
+    # Medians: a single token that the reference never samples can give a step any mean.
     half, now = len(series) // 2, median(series.values[-limits.window :])
     before = median(series.values[max(0, half - limits.window) : half])
     share, reward = now / uncertainty.start, history.of("reward")
@@ -117,7 +117,7 @@ def kl(history: History) -> str | None:
 
 
 def signal(history: History) -> str | None:
-    """Nothing to learn from, though not solved."""
+    """Detect missing signal in an unsolved task."""
     if (reward := history.only_reward) is not None:
         return (
             f"every reply since the first step got the reward {reward:g}: there is nothing to learn from\n"
@@ -148,13 +148,13 @@ def signal(history: History) -> str | None:
 
 
 def _tries(history: History, *known: str) -> str:
-    """Return the remedies, with dynamic sampling unless the run uses it already."""
+    """Return the remedies, including dynamic sampling unless the run uses it already."""
     *others, last = [*known] if history.replacing else [*known, "--dynamic-sampling 4"]
     return f"{', '.join(others)}{',' if len(others) > 1 else ''} or {last}" if others else last
 
 
 def solved(history: History) -> str | None:
-    """Nothing to learn from, because all is right."""
+    """Detect groups without signal in a solved task."""
     equal, accuracy = history.equal_groups, history.of("accuracy", history.limits.window)
     if equal is None or accuracy is None or not history.solved:
         return None
@@ -170,7 +170,7 @@ def solved(history: History) -> str | None:
 
 
 def jump(history: History) -> str | None:
-    """The reward leaps: a hint that a loophole was found, or that the verifier broke."""
+    """Detect a jump of the reward, a sign of a loophole or a broken verifier."""
     limits = history.limits
     series = history.of("reward", max(limits.settled, limits.first + limits.window))
     if series is None:
@@ -188,7 +188,7 @@ def jump(history: History) -> str | None:
 
 
 def drop(history: History) -> str | None:
-    """The reward is lost again."""
+    """Detect a reward that falls again."""
     series, limits = history.of("reward"), history.limits
     if series is None:
         return None
@@ -207,7 +207,7 @@ def drop(history: History) -> str | None:
 
 
 def held_out(history: History) -> str | None:
-    """Training tasks are memorised."""
+    """Detect memorised training tasks."""
     trained, unseen, limits = history.of("accuracy"), history.of("eval/accuracy", 3), history.limits
     if trained is None or unseen is None:
         return None
@@ -222,7 +222,7 @@ def held_out(history: History) -> str | None:
 
 
 def invalid(history: History) -> str | None:
-    """The policy learns to give replies that cannot be scored."""
+    """Detect a policy that learns to give replies without a valid reward."""
     series, limits = history.of("invalid"), history.limits
     if series is None or series.now - series.start <= max(limits.invalid, limits.noise * series.error):
         return None
@@ -238,11 +238,11 @@ def invalid(history: History) -> str | None:
 
 
 def critic(history: History) -> str | None:
-    """A critic that is worse than none."""
+    """Detect a critic that is worse than none."""
     series, limits = history.of("explained_variance", history.limits.critic_after), history.limits
     if series is None or history.equal_groups is not None:  # equal returns have no variance to explain
         return None
-    explained = median(series.values[-limits.window :])  # it has no lower end: one step makes the mean anything
+    explained = median(series.values[-limits.window :])  # a mean could have any value, after a single step
     if explained >= limits.critic:
         return None
     return (
@@ -252,7 +252,7 @@ def critic(history: History) -> str | None:
 
 
 def likelihood(history: History) -> str | None:
-    """Comparisons are won by making both responses unlikely."""
+    """Detect comparisons that are won by making both responses unlikely."""
     chosen, rejected = history.of("logp_per_token/chosen"), history.of("logp_per_token/rejected")
     if chosen is None or rejected is None:
         return None
@@ -268,7 +268,7 @@ def likelihood(history: History) -> str | None:
 
 
 def routing(history: History) -> str | None:
-    """A mixture of experts has stopped using most of them."""
+    """Detect a mixture of experts that no longer uses most of its experts."""
     series, busiest = history.of("routing/entropy"), history.of("routing/busiest")
     if series is None or busiest is None or series.start <= 0:
         return None
@@ -286,10 +286,10 @@ _ALL = (
     stalled, skipped, drop, jump, entropy, length, kl, invalid, signal, solved, held_out, critic, likelihood, routing,
 )  # fmt: skip
 CHECKS: dict[str, Check] = {check.__name__: check for check in _ALL}
-"""Name of the finding -> its message, or None as long as all is well."""
+"""Name of a finding -> its message, or None while there is no fault."""
 
 FATAL = frozenset({"stalled"})
-"""Findings that end a run unless the health check is off: going on would waste the time and change nothing."""
+"""Findings that end a run unless the health check is off: continuing would change nothing."""
 
 GOOD = frozenset({"solved"})
 """Good news: never a reason to stop."""

@@ -1,4 +1,4 @@
-"""Files of JSON lines and their checks: an error is a UserError of one line that names the file and the line."""
+"""Files of JSON lines and their checks: an error is a UserError of one line with the file and the line number."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.core.types import UserError
 
 Row = dict[str, Any]
 
-LINE, FILE = "put a copy of the file back, or delete the line", "put a copy of it back"  # the ways out
+LINE, FILE = "put a copy of the file back, or delete the line", "put a copy of it back"  # remedies in messages
 
 
 def checked(row: Row, kinds: dict[str, type], where: str) -> Row:
@@ -27,9 +27,9 @@ def checked(row: Row, kinds: dict[str, type], where: str) -> Row:
 
 
 def lines(path: Path) -> Iterator[tuple[Row, str, int]]:
-    """(row, its place, bytes until its end) of a file of JSON lines, none if there is no file.
+    """Yield (row, its place, bytes until its end) of a file of JSON lines; nothing if there is no file.
 
-    A last line that is still being written is left out.
+    An incomplete last line, which is still being written, is left out.
     """
     if not os.path.lexists(path):
         return

@@ -1,8 +1,8 @@
-"""A file of rows that is written as they are made, a line of JSON each, and continued after its process was killed.
+"""A file of JSON lines, written as the rows are made, and continued after its process was killed.
 
-The inputs of the rows (options, tasks, models) are stored in a hidden file beside it: a file that was begun with others
-is not continued. The day is stored there too, and kept. Decided here: whole lines count, a half line at the end is
-dropped, one process writes at a time.
+The inputs of the rows (options, tasks, models) are stored in a hidden file beside it, and a file that was begun with
+other inputs is not continued. The day is stored there too, and kept. Only complete lines count: an incomplete one at
+the end is dropped. One process writes at a time.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from posttrain.runs.run_files import replace, writing
 
 
 class Lines:
-    """The file, opened for writing at its end."""
+    """The file, open for appending."""
 
     def __init__(self, path: Path, follows_from: Mapping[str, Any], resume: bool, overwrite: bool) -> None:
-        """`follows_from`: the inputs of the rows, by names that a user knows.
+        """Open the file. `follows_from`: the inputs of the rows, by names that users understand.
 
-        Raises UserError for a file that is there already, or was begun otherwise, or is being written.
+        Raises UserError for a file that exists, was begun with other inputs, or is being written.
         """
         self.path, self.origin = path, path.with_name(f".{path.name}.made")
-        self.day = run_date.today()  # on which it was begun
+        self.day = run_date.today()  # the day on which the file was begun
         there = os.path.exists(path) and os.path.getsize(path) > 0
         if there and not (resume or overwrite):
             raise UserError(f"--out {path} is there already: continue it with --resume, or replace it with --overwrite")
@@ -46,7 +46,7 @@ class Lines:
             self._file.close()
             raise UserError(f"--out {path} is being written by another process: wait for its end") from error
         self._told = {**plain(follows_from), "day": self.day}
-        self._kept = there and overwrite  # the file to be replaced stays until there is a first row
+        self._kept = there and overwrite  # a file to be replaced is kept until there is a first row
         with writing(path):
             self.ends: list[int] = [] if overwrite else self._whole_lines()
         if not self._kept:
@@ -57,7 +57,7 @@ class Lines:
         return len(self.ends)
 
     def last(self) -> dict[str, Any] | None:
-        """Return the last row. Raises UserError if it is damaged."""
+        """Return the last row, or None. Raises UserError if it is damaged."""
         return self[self.count - 1] if self.ends else None
 
     def __getitem__(self, place: int) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class Lines:
         return (self[place] for place in range(self.count))
 
     def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append rows. They outlive a power cut once this has returned."""
+        """Append rows. After the call they survive a power failure."""
         if self._kept:
             self._begin()
         with writing(self.path.parent):
@@ -85,7 +85,7 @@ class Lines:
             os.fsync(self._file.fileno())
 
     def drop(self) -> None:
-        """Take the last row back."""
+        """Remove the last row."""
         self.ends.pop()
         with writing(self.path.parent):
             self._file.truncate(self.ends[-1] if self.ends else 0)
@@ -110,7 +110,7 @@ class Lines:
             replace(self.origin, json_document(self._told))
 
     def _continued(self, told: Mapping[str, Any]) -> str:
-        """Return the day on which the file was begun. Raises UserError if it follows from anything else than this."""
+        """Return the day on which the file was begun. Raises UserError if it was begun with other inputs."""
         try:
             before = json.loads(user_files.content(self.origin))
             day: str = before.pop("day")
@@ -131,7 +131,7 @@ class Lines:
         return day
 
     def _whole_lines(self) -> list[int]:
-        """Return the places where lines end."""
+        """Return the offsets of line ends."""
         self._file.seek(0)
         ends, end = [], 0
         for line in self._file:
@@ -142,7 +142,7 @@ class Lines:
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]], overwrite: bool) -> int:
-    """Write a file of rows whole or not at all; returns how many they are. Raises UserError if it is there already."""
+    """Write a file of rows completely or not at all; return their number. Raises UserError if the file exists."""
     if os.path.exists(path) and not overwrite:
         raise UserError(f"{path} is there already: choose another name, or replace it with --overwrite")
     lines = [json_line(row) for row in rows]

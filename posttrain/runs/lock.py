@@ -1,13 +1,13 @@
-"""The lock on the folder of a run: one process at a time writes it, and an owner that is gone loses it.
+"""The lock on a run's folder: one process at a time writes to it, and an owner that has ended loses it.
 
-The file `lock` in the folder is locked by the operating system (flock), which releases it however its process ends; the
-processes that this one starts do not keep it. So is the folder itself, where its file system can lock folders: a file
-that a user deletes admits no second owner. The file's content, and the time when it was last touched, are for the
-cases in which that is not enough:
+The operating system locks the file `lock` in the folder (flock), and releases it however the process ends; child
+processes do not inherit it. The folder itself is locked too, where its file system supports that, so that a second
+owner is excluded even if a user deletes the file. The file's content and modification time are for cases in which that
+does not suffice:
 
 * another machine shares the folder and its kernel does not see our locks: the owner touches the file every
-  `BEAT_SECONDS`, and counts as gone once it was silent for `SILENT_SECONDS` or its machine has started anew;
-* the file system has no locks: on the same machine the process itself is looked for.
+  `BEAT_SECONDS`, and counts as ended if it did not for `SILENT_SECONDS` or its machine was restarted;
+* the file system has no locks: on the same machine, the process itself is searched for.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from posttrain.runs.provenance import now
 NAME = "lock"
 BEAT_SECONDS = 10.0
 SILENT_SECONDS = 60.0
-DYING_SECONDS = 2.0  # for a process that was just killed to be gone
+DYING_SECONDS = 2.0  # for a killed process to disappear
 
-FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # and not inheritable, as Python opens all files
+FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # not inheritable, as for all files that Python opens
 
 _held: set[int] = set()  # descriptors, for `_forget`
 
@@ -42,9 +42,9 @@ class Owner:
 
     pid: int
     host: str
-    boot: str  # of the kernel that it runs under; "" where the system has none
-    born: str  # when the process was started, as the kernel counts; "" where it has none
-    since: str  # when it took the lock
+    boot: str  # boot id of its kernel; "" if the system has none
+    born: str  # start time of the process, by the kernel's count; "" if it has none
+    since: str  # when the process took the lock
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host} since {self.since}"
@@ -53,13 +53,13 @@ class Owner:
 class Lock:
     """The right to write into a folder, from `Lock(folder)` to `release()`.
 
-    Raises UserError if another process, or another run in this one, has it.
+    Raises UserError if another process has it, or another run in this process.
     """
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME
         self._descriptor: int | None = None
-        self._folder: int | None = None  # open and locked, where that can be
+        self._folder: int | None = None  # open and locked, where that is possible
         end = time.monotonic() + DYING_SECONDS
         while (found := self._take()) is not None:
             if time.monotonic() > end:
@@ -73,11 +73,11 @@ class Lock:
     def release(self) -> None:
         """Release the folder. May be called twice."""
         descriptor, self._descriptor = self._descriptor, None
-        if descriptor is None or descriptor not in _held:  # released, or a forked child's copy
+        if descriptor is None or descriptor not in _held:  # already released, or a forked child's copy
             return
         self._released.set()
         self._beating.join()
-        with suppress(OSError):  # the folder is gone, perhaps
+        with suppress(OSError):  # the folder may have been deleted
             if _same_file(descriptor, self._path):
                 self._path.unlink()
         for held in (descriptor, self._folder):
@@ -86,7 +86,7 @@ class Lock:
                 os.close(held)
 
     def _take(self) -> str | None:
-        """Try to become the owner. Returns another owner in words, if there is one."""
+        """Try to become the owner. Return a description of another owner, or None."""
         try:
             descriptor = os.open(self._path, FLAGS, 0o644)
         except OSError as error:
@@ -99,7 +99,7 @@ class Lock:
             if exclusive is False:
                 found = str(owner) if owner else found
             elif not _same_file(descriptor, self._path):
-                pass  # the one before has just removed it: once more
+                pass  # the previous owner has just removed it: try again
             elif owner is None or not (seen := _alive(owner, descriptor, self._path.parent, bool(exclusive))):
                 found, self._descriptor, self._folder = None, descriptor, folder
                 _held.update((descriptor, folder))
@@ -133,7 +133,7 @@ class Lock:
 
 
 def in_use(folder: Path) -> bool:
-    """Whether a process writes a run now, by its lock. Leaves everything unchanged."""
+    """Return whether a process is writing a run, by its lock. Changes nothing."""
     try:
         descriptor = os.open(folder / NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -146,13 +146,13 @@ def in_use(folder: Path) -> bool:
         ourselves = _ourselves()
         if ourselves.boot in ("", owner.boot) or owner.host == ourselves.host:
             return free is None and _runs(owner)
-        return time.time() - os.fstat(descriptor).st_mtime < SILENT_SECONDS  # of another machine: it is being touched
+        return time.time() - os.fstat(descriptor).st_mtime < SILENT_SECONDS  # touched from another machine
     finally:
         os.close(descriptor)
 
 
 def _is_locked(folder: Path) -> bool:
-    """Whether a process has the folder itself locked: a user has deleted the file."""
+    """Return whether a process has locked the folder itself, for the case of a deleted file."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
@@ -164,7 +164,7 @@ def _is_locked(folder: Path) -> bool:
 
 
 def _lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool | None:
-    """Whether the file is ours alone now; None if the file system knows no locks."""
+    """Return whether this process now owns the file's lock; None if the file system has no locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -175,7 +175,7 @@ def _lock(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool | None:
 
 
 def _read(descriptor: int) -> Owner | None:
-    """Return the owner that the file names. None for a file that cannot be read."""
+    """Return the owner named in the file; None if it cannot be parsed."""
     try:
         content = json.loads(os.pread(descriptor, 4096, 0))
         return Owner(int(content.pop("pid")), **{name: str(value) for name, value in content.items()})
@@ -184,12 +184,12 @@ def _read(descriptor: int) -> Owner | None:
 
 
 def _alive(owner: Owner, descriptor: int, folder: Path, exclusive: bool) -> str:
-    """Evidence that the lock's owner is alive, where it does not hold its lock here; "" if it is gone."""
+    """Return evidence that an owner without a lock here is alive; "" if it has ended."""
     ourselves = _ourselves()
     if (owner.host, owner.boot) == (ourselves.host, ourselves.boot) or (owner.boot and owner.boot == ourselves.boot):
         return " (this file system has no locks)" if not exclusive and _runs(owner) else ""
     if owner.host == ourselves.host:
-        return ""  # the machine has been started anew
+        return ""  # the machine was restarted since
     silent = max(0.0, _clock(folder) - os.fstat(descriptor).st_mtime)
     if silent >= SILENT_SECONDS:
         return ""
@@ -197,7 +197,7 @@ def _alive(owner: Owner, descriptor: int, folder: Path, exclusive: bool) -> str:
 
 
 def _clock(folder: Path) -> float:
-    """Return the time as the folder's file server has it."""
+    """Return the time by the clock of the folder's file server."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".clock-") as file:
         return os.fstat(file.fileno()).st_mtime
 
@@ -208,7 +208,7 @@ def _runs(owner: Owner) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # it is another user's
+        pass  # the file belongs to another user
     return owner.born in ("", _born(owner.pid))
 
 
@@ -231,7 +231,7 @@ def _born(pid: int) -> str:
 
 
 def _same_file(descriptor: int, path: Path) -> bool:
-    """Whether the name still leads to the open file: a process that releases a folder removes the file."""
+    """Return whether the path still refers to the open file: a process that releases a folder removes the file."""
     try:
         there, ours = path.stat(), os.fstat(descriptor)
     except OSError:
@@ -240,7 +240,7 @@ def _same_file(descriptor: int, path: Path) -> bool:
 
 
 def _forget() -> None:
-    """In a forked child: the lock is its parent's, and is not to outlive it."""
+    """Drop the locks in a forked child: they belong to the parent and must not outlive it."""
     for descriptor in _held:
         with suppress(OSError):
             os.close(descriptor)

@@ -1,7 +1,7 @@
-"""The metrics of a run so far, as the health check looks at them: windows, noise, groups and replies.
+"""The metrics of a run so far, in the form that the health check needs: windows, noise, groups and replies.
 
-A run is measured by itself: its last steps are compared with its first or best ones, in units of its own noise, its own
-entropy and its own share of wrong replies, so no limit has to know the model, the task or the scale of the reward.
+A run is compared with itself: its last steps with its first or best ones, in units of its own noise, entropy and share
+of wrong replies. So no limit depends on the model, the task or the scale of the reward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HUGE = 1e100  # the squares of larger values would overflow
 
 @dataclass(frozen=True)
 class HealthLimits:
-    """The thresholds from which on something is a fault. Shares are from 0 to 1."""
+    """The thresholds of faults. Shares are from 0 to 1."""
 
     first: int = 5
     """Steps that count as the start of the run."""
@@ -83,28 +83,28 @@ class HealthLimits:
 
 @dataclass(frozen=True)
 class EqualGroups:
-    """Groups whose rewards are all equal."""
+    """Groups in which all rewards are equal."""
 
-    share: float  # of the rollouts, that are in such groups
-    right: float | None = None  # share of the groups that are all right; None: unknown
+    share: float  # share of rollouts in such groups
+    right: float | None = None  # share of these groups in which all are right; None: unknown
     wrong: float | None = None
 
 
 class Series:
-    """The values of one metric so far, and its means over windows."""
+    """The values of one metric so far, and their means over windows."""
 
     def __init__(self, limits: HealthLimits) -> None:
         self.values: list[float] = []
-        self.best: list[float] = []  # highest mean of a window, until each value
+        self.best: list[float] = []  # for each value, the highest window mean up to it
         self.constant = True
-        self._moved = 0.0  # sum of the squared differences of neighbouring values
+        self._moved = 0.0  # sum of the squared differences between successive values
         self._limits = limits
 
     def add(self, value: float) -> None:
         self._moved += (value - self.values[-1]) ** 2 if self.values else 0.0
         self.values.append(value)
         self.constant = self.constant and value == self.values[0]
-        whole = len(self) >= self._limits.first  # fewer values do not make a window
+        whole = len(self) >= self._limits.first  # fewer values make no window
         self.best.append(max(self.best[-1] if self.best else -math.inf, self.now if whole else -math.inf))
 
     def __len__(self) -> int:
@@ -120,17 +120,18 @@ class Series:
 
     @property
     def error(self) -> float:
-        """Standard error of the difference of now and the start, from how much neighbouring values differ.
+        """Standard error of the difference between now and the start, from differences of successive values.
 
-        Lately or in the whole run, whichever is more: there may be no success lately where successes are rare.
+        It is the larger of those of the last window and of the whole run: where successes are rare, a window may have
+        none.
         """
         lately = fmean((a - b) ** 2 for a, b in pairwise(self.values[-3 * self._limits.window :]))
-        variance = max(lately, self._moved / (len(self) - 1)) / 2  # of one value: neighbours share slow changes
+        variance = max(lately, self._moved / (len(self) - 1)) / 2  # of one value: successive ones share slow changes
         return math.sqrt(variance * (1 / self._limits.first + 1 / self._limits.window))
 
 
 class History:
-    """The metrics of a run so far, for the checks to look at."""
+    """The metrics of a run so far, as input of the checks."""
 
     def __init__(self, limits: HealthLimits) -> None:
         self.limits = limits
@@ -138,7 +139,7 @@ class History:
         self._series: dict[str, Series] = {}
 
     def add(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Add a step. Huge and non-finite values, which metrics.jsonl holds as null, are left out."""
+        """Add a step. Values that are huge or not finite (null in metrics.jsonl) are left out."""
         self.step = step
         for name in READ & metrics.keys():
             value = metrics[name]
@@ -146,7 +147,7 @@ class History:
                 self._series.setdefault(name, Series(self.limits)).add(value)
 
     def of(self, name: str, least: int | None = None) -> Series | None:
-        """Return the metric, if it has at least so many values; without a number: enough for a start and a now."""
+        """Return the metric if it has at least `least` values; by default, enough for a start and a now."""
         assert name in READ, f"{name}: the table of metrics does not mark it as checked"
         series = self._series.get(name)
         enough = self.limits.first + self.limits.window if least is None else least
@@ -162,7 +163,9 @@ class History:
 
     @property
     def only_reward(self) -> float | None:
-        """The reward of every reply of the run, if there is but one and nothing else to learn from."""
+        """The reward of all replies of the run, if they are all equal and there is nothing else to learn from; else
+        None.
+        """
         if self.taught:
             return None
         reward, share = self.of("reward", self.limits.window), self.of("groups/no_signal", self.limits.window)
@@ -172,9 +175,9 @@ class History:
 
     @property
     def equal_groups(self) -> EqualGroups | None:
-        """The groups whose rewards are all equal; None: most groups have a signal, or a teacher gives one.
+        """The groups with equal rewards; None if most groups have a signal, or a teacher gives one.
 
-        The number that is all right follows from the accuracy, if the groups that differ are half right.
+        The share that is all right follows from the accuracy, if the other groups are half right.
         """
         if self.taught:
             return None
@@ -183,7 +186,7 @@ class History:
         if share is None or share.now < self.limits.no_signal:
             return None
         if share.constant and share.now == 1 and advantage is not None and advantage.now > 0:
-            return None  # groups of one, or credit that comes from elsewhere
+            return None  # groups of one rollout, or credit from another source
         accuracy, mixed = self.of("accuracy", window), (1 - share.now) / 2
         if accuracy is None:
             return EqualGroups(share.now)
@@ -191,28 +194,28 @@ class History:
 
     @property
     def solved(self) -> bool:
-        """Whether the groups have equal rewards because they are all right."""
+        """Whether groups have equal rewards because all their replies are right."""
         equal = self.equal_groups if self.only_reward is None else None
         return equal is not None and equal.right is not None and equal.right >= self.limits.solved
 
     @property
     def replacing(self) -> bool:
-        """Whether groups without signal are replaced by others."""
+        """Whether groups without signal are replaced."""
         return self.of("groups/played", 1) is not None
 
     @property
     def taught(self) -> bool:
-        """Whether a teacher gives every token its signal, whatever the rewards."""
+        """Whether a teacher gives every token a signal, independent of rewards."""
         return self.of("divergence", 1) is not None
 
     @property
     def several_updates(self) -> bool:
-        """Whether a step makes several updates: with a single one the ratio is 1, and no bound on it has an effect."""
+        """Whether a step makes several updates: with a single one, ratios are 1 and bounds on them have no effect."""
         updates = self.of("updates", 1)
         return updates is not None and updates.now > 1
 
     @property
     def clip_binds(self) -> bool:
-        """Whether the upper clip has left tokens without a gradient lately."""
+        """Whether the upper clip has recently left tokens without a gradient."""
         clipped = self.of("ratio/clipped_high", 1)
         return self.several_updates and clipped is not None and clipped.now > 0

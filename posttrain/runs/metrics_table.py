@@ -1,9 +1,9 @@
-"""Every metric that a run logs: its name, what it means, its unit, and where it is shown.
+"""Every metric that a run logs: its name, meaning and unit, and where it is shown.
 
-Everything that shows metrics reads this table: the plots, the terminal, the overview of `view`, the health check, and
-the reference page. `METRICS` is in the order in which they are shown. A name with a placeholder, such as
-`reward/{part}`, names a family. A user's own metric is logged under any name that is not here, best
-`own/NAME`: it has a curve in `view` and in TensorBoard as well, under its name.
+All displays of metrics read this table: the plots, the terminal, the overview of `view`, the health check, and the
+reference page. `METRICS` is in the order of display. A name with a placeholder, such as `reward/{part}`, denotes a
+family. A user may log a metric of any other name, preferably `own/NAME`; it has a curve in `view` and TensorBoard under
+that name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LEARNING, HONEST, EXPLORING, STABLE = QUESTIONS = (
 
 HELD_OUT = "eval/"
 REWARDS = "reward/{part}"
-SPOKEN = ("", "count", "share")  # units that a title has already
+SPOKEN = ("", "count", "share")  # units that a title contains already
 
 
 @dataclass(frozen=True)
@@ -33,18 +33,18 @@ class Metric:
     title: str
     unit: str
     meaning: str  # one sentence
-    group: str = ""  # of the overview; "": among its other metrics
-    panel: str = ""  # of the overview, where several metrics share one
-    line: str = ""  # its name there
+    group: str = ""  # group in the overview; "": among the other metrics
+    panel: str = ""  # panel of the overview that several metrics share
+    line: str = ""  # name in the panel
     colour: str = "blue"
-    zero: bool = False  # whether the axis begins at 0
+    zero: bool = False  # whether the axis starts at 0
     log: bool = False  # whether the axis is logarithmic
-    plotted: bool = False  # by `curves`, and where `view` compares runs
-    silent: bool = False  # not while it is 0
-    terminal: str = ""  # its label there
-    form: str = ".3f"  # of its value there
+    plotted: bool = False  # whether `curves` plots it, and `view` where it compares runs
+    silent: bool = False  # whether it is hidden while it is 0
+    terminal: str = ""  # label on the terminal
+    form: str = ".3f"  # format of the value on the terminal
     checked: bool = False  # whether the health check reads it
-    unless: tuple[str, ...] = ()  # where one of these is logged, which is more exact, it is not shown
+    unless: tuple[str, ...] = ()  # more exact metrics: it is hidden if one of these is logged
 
     @property
     def label(self) -> str:
@@ -52,12 +52,12 @@ class Metric:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """A pattern of the names of the family; its groups are the values of the placeholders."""
+        """A pattern for names of the family; its groups are the values of the placeholders."""
         parts = re.split(r"{(\w+)}", self.name)
         return re.compile("".join(f"(?P<{x}>.+)" if i % 2 else re.escape(x) for i, x in enumerate(parts)))
 
     def hidden(self, logged: Container[str]) -> bool:
-        """Whether others that are logged are more exact."""
+        """Return whether a more exact metric is logged."""
         return any(name in logged for name in self.unless)
 
 
@@ -231,7 +231,7 @@ BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
 
 @cache
 def metric_named(name: str) -> Metric | None:
-    """Return the table's row of a logged metric, its placeholders filled in; None: it is a user's own."""
+    """Return the table's row for a logged metric, with placeholders filled in; None for a user's own metric."""
     if (exact := BY_NAME.get(name)) is not None:
         return exact
     for metric in METRICS:

@@ -1,4 +1,6 @@
-"""The origin of a run beside its options, as far as a result may depend on it: versions, code revision, machine."""
+"""The origin of a run in addition to its options, as far as results may depend on it: versions, code revision,
+machine.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ PACKAGES = ("posttrain", "torch", "transformers", "tokenizers", "numpy")
 
 
 def circumstances() -> dict[str, Any]:
-    """Return the entries of run.json on the process that writes it."""
+    """Return the entries of run.json about this process."""
     versions = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
-    torch = sys.modules.get("torch")  # asked only if the run has loaded it
+    torch = sys.modules.get("torch")  # only if the run has imported it
     machine = {
         "host": platform.node(),
         "platform": platform.platform(),
@@ -42,7 +44,7 @@ def _version(package: str) -> str | None:
 
 
 def _git() -> dict[str, Any] | None:
-    """Revision of the current directory, and whether tracked files differ from it. None outside of git."""
+    """Return the current directory's revision, and whether tracked files differ from it; None outside of git."""
     ask = partial(subprocess.check_output, text=True, timeout=10, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
     try:
         revision, changes = ask(["git", "rev-parse", "HEAD"]), ask(["git", "status", "--porcelain", "-uno"])

@@ -40,11 +40,11 @@ ROLLOUTS, EVALS, SECONDS, INDEX = "rollouts", "evals", "seconds", "index"
 CHECKPOINTS, TENSORBOARD, TRACKING, CURVES = "checkpoints", "tensorboard", "tracking", "curves.png"
 WEIGHT_SYNC = "weight-sync"
 PICTURES = FOLDER
-REPORT = "report.json"  # of a reward model: its figures on held-out rows, beside baselines
+REPORT = "report.json"  # figures of a reward model on held-out rows, beside baselines
 
 MADE = (RUN, METRICS, TIMING, HEALTH, ANSWERS, CURVES, REPORT, ROLLOUTS, EVALS, SECONDS, INDEX, CHECKPOINTS,
         TENSORBOARD, TRACKING, WEIGHT_SYNC, PICTURES)  # fmt: skip
-"""The names that a run makes in its folder."""
+"""The names that a run creates in its folder."""
 
 _STEP = re.compile(r"step-(\d{6,})")
 _INSIDE = {
@@ -56,7 +56,7 @@ _INSIDE = {
     WEIGHT_SYNC: re.compile(r"weights-\d+-\d+(\.partial)?"),
     PICTURES: re.compile(r"[0-9a-f]{64}(\.\d+\.tmp)?"),
 }
-"""Folder of a run -> names of the run's files in it."""
+"""Subfolder of a run -> names of the run's files in it."""
 
 
 def step_name(step: int) -> str:
@@ -64,7 +64,7 @@ def step_name(step: int) -> str:
 
 
 def step_of(name: str) -> int | None:
-    """The inverse of `step_name`; None for any other name, a step with needless zeros or beyond 32 bits among them."""
+    """Return the step of a `step_name`; None for any other name, also one with extra zeros or beyond 32 bits."""
     found = _STEP.fullmatch(name)
     step = int(found[1]) if found else -1
     return step if 0 <= step < 1 << 31 and step_name(step) == name else None
@@ -76,20 +76,20 @@ def table_file(folder: Path, kind: str, step: int) -> Path:
 
 
 def kept_file(folder: Path, kind: str, step: int) -> Path | None:
-    """Return the table of a step, if there is one."""
+    """Return the table of a step if it exists, else None."""
     table = table_file(folder, kind, step)
     return table if table.is_file() else None
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run, or anything that a run leaves, is in the folder; empty folders and unfinished files are nothing."""
+    """Return whether a folder contains a run or any of its files. Empty folders and unfinished files do not count."""
     return any((p.name not in _INSIDE or p.is_symlink()) and p.suffix != ".tmp" for p in made_by_run(folder))
 
 
 def made_by_run(folder: Path) -> list[Path]:
-    """Return a run's own files in a folder, and no others: run.json first, folders last.
+    """Return a run's own files in a folder: run.json first, folders last.
 
-    A link in the place of one of our folders is listed itself; its target is not the run's.
+    A link in place of a run's folder is listed itself; its target does not belong to the run.
     """
     found = []
     for name in MADE:
@@ -105,9 +105,9 @@ def made_by_run(folder: Path) -> list[Path]:
 
 
 def delete_run(folder: Path) -> None:
-    """Delete a run's own files; a folder of it that holds something else besides stays, with that in it.
+    """Delete a run's own files. Subfolders that contain other files are kept, with these files.
 
-    Raises UserError, with nothing deleted, if a folder is where a run has a file.
+    Raises UserError, before deleting anything, if there is a folder in place of a run's file.
     """
     made = made_by_run(folder)
     folders = {path for path in made if path.is_dir() and not path.is_symlink()}
@@ -120,7 +120,7 @@ def delete_run(folder: Path) -> None:
         elif path.parent.name == CHECKPOINTS:
             shutil.rmtree(path)
         else:
-            with suppress(OSError):  # not empty: it holds files that the run has not made
+            with suppress(OSError):  # not empty: it contains files of others
                 path.rmdir()
 
 
@@ -129,7 +129,7 @@ def delete_run(folder: Path) -> None:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """A context in which a disk that is full or not writable is a UserError."""
+    """Context manager that turns errors of a full or write-protected disk into a UserError."""
     try:
         yield
     except OSError as error:
@@ -140,7 +140,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """A context in which an error of the disk that names no file, as that of a full one, names this one."""
+    """Context manager that adds this file's name to an OSError without one, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -150,7 +150,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file so that a reader, or a crash, sees the old content or the new one."""
+    """Write a file so that readers see the old content or the new one, also after a crash."""
     unfinished = path.with_name(path.name + ".tmp")
     try:
         with naming(path), user_files.opened(unfinished, "wb") as file:
@@ -158,7 +158,7 @@ def replace(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(path)
-    except OSError:  # no room: a part of a file is of no use
+    except OSError:  # no room: an incomplete file is useless
         with suppress(OSError):
             unfinished.unlink()
         raise

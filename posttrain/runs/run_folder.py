@@ -1,7 +1,7 @@
-"""The folder of a run, from the first look at it to its record.
+"""The folder of a run, from the first check to the open record.
 
-Decides whether a run may begin or go on in a folder, what it goes on from, and what an overwritten one loses. Nothing is
-written or deleted before `RunFolder.open`, so that a fault in options, data or model costs nothing.
+Decides whether a run may begin or continue in a folder, from which checkpoint it continues, and what is deleted when it
+overwrites. `RunFolder.open` is the first to write or delete, so an error in options, data or model costs nothing.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ READ = (
     "algorithm",
     *SERVICES,
 )
-"""Options that may name files. With another content of one of them, or of `env`, it would be another run."""
+"""Options that may name files. If the content of one of these, or of `env`, changes, it is another run."""
 
 
 class RunFolder(Generic[AnyTraining]):
-    """A run's folder, which no other process writes into within the `with` statement: `with begin(config) as run`."""
+    """A run's folder, locked against other processes within the `with` statement: `with begin(config) as run`."""
 
     def __init__(
         self, config: AnyTraining, rows: Any, env: Callable[..., Any] | None, world: World | None = None
@@ -61,22 +61,22 @@ class RunFolder(Generic[AnyTraining]):
         self.path = Path(config.out)
         self.world = world or Alone()
         self.config: AnyTraining = config
-        self.checkpoint: Path | None = None  # the checkpoint that the run goes on from
-        self.chat = Chatting()  # the form in which plain prompts reach the model
+        self.checkpoint: Path | None = None  # the checkpoint from which the run continues
+        self.chat = Chatting()  # the form in which the model is shown plain prompts
         self._rows, self._env = rows, env
-        self._noted: dict[str, Any] = {}  # entries of run.json on this resumption
+        self._noted: dict[str, Any] = {}  # entries of run.json about this resume
         self._lock: Lock | None = None
         self._dated = ExitStack()
         if self.world.rank == 0:
             self._look(self._again(config))
-        # The first process decides; the others would look at a folder that it may be writing by then.
+        # The first process decides: it may already be writing the folder when the others look at it.
         found = (self.config, self.checkpoint) if self.world.rank == 0 else None
         self.config, self.checkpoint = self.world.gather(found)[0]
 
     def _again(self, config: AnyTraining) -> AnyTraining:
-        """Return the options with which torchrun's restart of a run goes on: from a checkpoint, or from the beginning.
+        """Return the options for a restart by torchrun: continue from a checkpoint, or begin again.
 
-        Only where an earlier attempt has begun the run. A folder that it refused is refused again.
+        It applies only if an earlier attempt has begun the run. A folder that it refused is refused again.
         """
         if not isinstance(self.world, Lasting) or not self.world.marked(self._begun_here):
             return config
@@ -87,16 +87,16 @@ class RunFolder(Generic[AnyTraining]):
 
     @property
     def _begun_here(self) -> str:
-        """The mark for later attempts, once this one may write the folder."""
+        """Return the mark for later attempts, which is set once this one may write the folder."""
         return f"begun {self.path.absolute()}"
 
     def _look(self, config: AnyTraining) -> None:
-        """Examine the folder, and decide what happens to it."""
+        """Examine the folder, and decide how to use it."""
         if config.resume and config.overwrite:
             raise UserError("--resume continues the run in --out and --overwrite deletes it: give one of them")
         try:
             taken = self.path.exists() and not self.path.is_dir()
-        except (OSError, ValueError) as error:  # a name that no file system takes
+        except (OSError, ValueError) as error:  # a name that the file system does not accept
             raise UserError(
                 f"--out {str(self.path)[:60]!r} cannot be a folder: {getattr(error, 'strerror', error)}"
             ) from None
@@ -120,7 +120,7 @@ class RunFolder(Generic[AnyTraining]):
 
     @cached_property
     def day(self) -> str:
-        """The day that chat templates use in all of the run, in each of its processes."""
+        """The day that chat templates use throughout the run, in all of its processes."""
         found = None
         if self.world.rank == 0:
             found = read_run(self.path).get("day") if self.config.resume else day_of(self.start)
@@ -128,7 +128,7 @@ class RunFolder(Generic[AnyTraining]):
         return day
 
     def close(self) -> None:
-        """Let another process write the folder. May be called twice."""
+        """Release the folder for other processes. May be called twice."""
         PICTURES.end()
         self._dated.close()
         if self._lock is not None:
@@ -136,7 +136,7 @@ class RunFolder(Generic[AnyTraining]):
 
     @cached_property
     def start(self) -> Path | None:
-        """The checkpoint that the run begins, or began, with (None: from scratch). A name may mean another one by now."""
+        """The checkpoint with which the run began (None: from scratch). Its name may have another meaning by now."""
         if self.config.resume:
             recorded = read_run(self.path).get("initial")
             if not isinstance(recorded, str | None) or (isinstance(self.config, RL) and not recorded):
@@ -145,7 +145,7 @@ class RunFolder(Generic[AnyTraining]):
         return pinned(checkpoints.resolve(self.config.model)) if self.config.model else None
 
     def open(self, told: Mapping[str, Any]) -> RunRecord:
-        """Return the record, ready to be written: new, or without the steps after the checkpoint.
+        """Return the record, ready for writing: new, or without the steps after the checkpoint.
 
         `told`: further entries of run.json.
         """
@@ -176,7 +176,7 @@ class RunFolder(Generic[AnyTraining]):
         return config
 
     def _continued(self, config: AnyTraining) -> AnyTraining:
-        """Return the options of the run, once it is known that it can go on as it was."""
+        """Return the options of the run, after checking that it can continue unchanged."""
         if not (self.path / RUN).exists():
             raise UserError(f"{self.path} holds no run to resume: leave out --resume, or give the --out of one")
         run = read_run(self.path)
@@ -210,7 +210,7 @@ class RunFolder(Generic[AnyTraining]):
         return chosen
 
     def _newest(self, config: Training) -> Path:
-        """Return the newest undamaged checkpoint; report those that are skipped."""
+        """Return the newest undamaged checkpoint; report skipped ones."""
         passed: list[tuple[Path, str]] = []
         for folder, damage in checkpoints.examined(self.path):
             if damage is None:
@@ -231,7 +231,7 @@ class RunFolder(Generic[AnyTraining]):
 
     @cached_property
     def _inputs(self) -> dict[str, Print | None]:
-        """Return fingerprints of the run's inputs, by option. A dataset by its name has none."""
+        """Return fingerprints of the run's inputs, by option. A dataset given by name has none."""
         found: dict[str, Print | None] = {}
         for name in READ:
             for label, value in _paths(self.config, name):
@@ -254,26 +254,26 @@ class RunFolder(Generic[AnyTraining]):
 def begin(
     config: AnyTraining, rows: Any = None, env: Callable[..., Any] | None = None, world: World | None = None
 ) -> RunFolder[AnyTraining]:
-    """Return the folder of the run of these options, checked and locked; nothing in it is changed yet.
+    """Return the folder for a run with these options, checked and locked, but still unchanged.
 
-    `rows` and `env`: tasks and environment that were given as objects; `world`: the processes that share the run, of which
-    the first looks, locks and writes. Raises UserError if --out holds a run and none is
-    expected there, or the other way round; if another process writes it; if a run cannot go on as it was.
+    `rows` and `env`: tasks and environment given as objects; `world`: the processes that share the run, of which the
+    first checks, locks and writes. Raises UserError if --out holds a run and none is expected, or the reverse; if
+    another process is writing it; if a run cannot continue unchanged.
     """
     return RunFolder(config, rows, env, world)
 
 
 def day_of(checkpoint: Path | None) -> str | None:
-    """Return the day that a checkpoint was trained with, where a run has left it there."""
+    """Return the day with which a run trained a checkpoint; None if it has none."""
     from posttrain.models.tokenizer.tokenizer_files import read_special
 
-    if checkpoint is None or not os.path.isdir(checkpoint):  # the loader reports a name too long for the system
+    if checkpoint is None or not os.path.isdir(checkpoint):  # the loader reports a name that is too long
         return None
     return read_special(checkpoint / "tokenizer_config.json").get(run_date.CONFIG_KEY)
 
 
 def _keep_inputs(config: Training, folder: Path) -> None:
-    """Raise UserError if something that the run reads would be overwritten, by whatever name it goes."""
+    """Raise UserError if an input of the run would be overwritten, under whatever name."""
     if not folder.is_dir():
         return
     deleted = [user_files.real(path) for path in made_by_run(folder)]
@@ -284,7 +284,7 @@ def _keep_inputs(config: Training, folder: Path) -> None:
 
 
 def _paths(config: Training, name: str) -> list[tuple[str, str]]:
-    """Return (label, value) of the files of an option of `READ`: one, or one for each service or entry."""
+    """Return (label, value) of the files of an option of `READ`: one, or one per service or entry."""
     if name == "mixture":
         mixture = getattr(config, name, {})
         named = [(f"mixture {part} {key}", own.get(key)) for part, own in mixture.items() for key in ("tasks", "env")]

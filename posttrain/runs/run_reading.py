@@ -1,6 +1,6 @@
-"""Reads what runs leave behind, while they are on and afterwards. Needs no lock.
+"""Reads the files of a run, during and after it. Needs no lock.
 
-Decides what a sound file looks like: a fault is a UserError of one line that names the file and the line.
+Decides which files are valid: a fault is a UserError of one line with the file and the line number.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from posttrain.runs.run_files import EVALS, HEALTH, METRICS, ROLLOUTS, RUN, TIMI
 
 
 def read_run(folder: Folder) -> Row:
-    """run.json of a run; UserError if the folder holds none."""
+    """Return run.json of a run. Raises UserError if the folder holds none."""
     path = Path(folder) / RUN
     if not os.path.lexists(path):
         raise UserError(f"{folder} holds no run: {_where_runs_are(Path(folder))}")
@@ -33,7 +33,9 @@ def read_run(folder: Folder) -> Row:
 
 
 def divides_by_sampler(run: Row) -> bool:
-    """Whether its ratio divides by the sampler's probabilities, and not by those of the weights before the step."""
+    """Return whether the run's ratio divides by the sampler's probabilities instead of those before the step's first
+    update.
+    """
     said = run.get("objective")
     return isinstance(said, list) and any(str(line).strip().startswith("old: the policy that sampled") for line in said)
 
@@ -45,7 +47,7 @@ def split_of(config: Row) -> tuple[float, int]:
 
 
 def _where_runs_are(folder: Path) -> str:
-    """Return a hint for a user who has named a folder without a run."""
+    """Return a hint for a user who named a folder without a run."""
     above = next((path for path in [*folder.absolute().parents][:3] if os.path.isfile(path / RUN)), None)
     if above is not None:
         return f"it is part of the run {os.path.relpath(above) if not folder.is_absolute() else above}: pass that"
@@ -69,30 +71,30 @@ def _where_runs_are(folder: Path) -> str:
 
 
 def _age(folder: Path) -> float:
-    """Seconds since a run was last written, to sort by."""
+    """Return the seconds since a run was last written, for sorting."""
     return -(folder / RUN).stat().st_mtime
 
 
 def read_metrics(folder: Folder) -> list[Row]:
-    """One dict a step: {"step": 12, "reward": 0.5, ...}; None for non-finite values. Works during the run."""
+    """Return one dict per step: {"step": 12, "reward": 0.5, ...}; None for non-finite values. Works during the run."""
     return [row for row, _ in read_steps(Path(folder) / METRICS)]
 
 
 def read_timing(folder: Folder) -> list[Row]:
-    """One dict a step: {"step": 12, "seconds/rollout": 1.5, ...}."""
+    """Return one dict per step: {"step": 12, "seconds/rollout": 1.5, ...}."""
     return [row for row, _ in read_steps(Path(folder) / TIMING)]
 
 
 def read_health(folder: Folder) -> list[Row]:
-    """One dict a finding: {"step": 52, "name": "entropy", "message": "..."}."""
+    """Return one dict per finding: {"step": 52, "name": "entropy", "message": "..."}."""
     path = Path(folder) / HEALTH
     return [checked(row, _FINDING, where) for row, where, _ in lines(path)]
 
 
 def rollout_steps(folder: Folder, held_out: bool = False) -> list[int]:
-    """Return the steps whose rollouts are there, in order; `held_out`: those of evaluations during the run.
+    """Return the steps with recorded rollouts, in order; `held_out`: those of evaluations during the run.
 
-    Other files among them are ignored.
+    Other files in the folder are ignored.
     """
     kind = EVALS if held_out else ROLLOUTS
     inside = Path(folder) / kind
@@ -105,7 +107,7 @@ def rollout_steps(folder: Folder, held_out: bool = False) -> list[int]:
 
 
 def missing_steps(folder: Path, last: int) -> list[str]:
-    """Return the parts that a whole record of the steps up to `last` would hold and this one does not, in words."""
+    """Return descriptions of the parts that this record lacks up to step `last`."""
     metrics = [row for row, _ in read_steps(folder / METRICS, last)]
     timed = {row["step"] for row, _ in read_steps(folder / TIMING, last)}
     every = set(range(1, last + 1))
@@ -118,7 +120,9 @@ def missing_steps(folder: Path, last: int) -> list[str]:
 
 
 def missing_rollouts(folder: Path) -> str | None:
-    """Return the steps whose rollouts are missing, in words. Of a run that is on, the last may yet come."""
+    """Return a description of the steps without rollouts, or None. In an active run, the last step may still be
+    written.
+    """
     steps = _unkept(folder, read_metrics(folder))
     if "end" not in read_run(folder):
         steps = {step for step in steps if step < max(rollout_steps(folder), default=0)}
@@ -130,10 +134,10 @@ def _unkept(folder: Path, metrics: Iterable[Row]) -> set[int]:
 
 
 def read_steps(path: Path, last: int | None = None) -> Iterator[tuple[Row, int]]:
-    """(row, bytes until its end) of metrics.jsonl or timing.jsonl; with `last`: up to that step.
+    """Yield (row, bytes until its end) of metrics.jsonl or timing.jsonl; with `last`: up to that step.
 
-    Lines after step `last` are ignored: a power cut may have left anything there. Raises UserError for a line
-    that is not a row of figures, or not of a later step than the one before it.
+    Lines after step `last` are ignored, as a power failure may have left anything there. Raises UserError for a line
+    that is not a row of figures, or whose step is not later than the previous one.
     """
     before = -1
     for row, where, end in lines(path):
@@ -153,7 +157,7 @@ def read_steps(path: Path, last: int | None = None) -> Iterator[tuple[Row, int]]
 
 
 def _in_words(steps: list[int]) -> str:
-    """ "step 3", "steps 4 to 9", "17 steps from 4 on"."""
+    """Return "step 3", "steps 4 to 9", "17 steps from 4 on"."""
     first, last = steps[0], steps[-1]
     if len(steps) == 1:
         return f"step {first}"
@@ -166,5 +170,5 @@ _FINDING: dict[str, type] = {"step": int, "name": str, "message": str}
 def _finite(value: Any) -> bool:
     try:
         return type(value) in (int, float) and math.isfinite(value)
-    except OverflowError:  # an integer beyond every float
+    except OverflowError:  # an integer too large for a float
         return False

@@ -1,6 +1,6 @@
-"""Writes the files of a run, for people and for any tool to read: see `posttrain.runs.run_files`.
+"""Writes the files of a run: see `posttrain.runs.run_files`.
 
-It decides when these files are written and when they are safe on disk; the content of tables is defined in
+It decides when files are written and when they are safe on disk; the content of tables is defined in
 `posttrain.runs.record`. It never reads a tensor.
 """
 
@@ -44,27 +44,27 @@ from posttrain.system.worker_thread import WorkerThread
 
 
 class RunRecord:
-    """The record of one run, open for writing. Only one process writes it: the one with the folder's lock."""
+    """The record of one run, open for writing by a single process, which has the folder's lock."""
 
     def __init__(self, folder: Path, run: Row, step: int) -> None:
-        """Use `create` or `resume`. `run`: what run.json holds; `step`: the last one that is kept, -1 in a new run."""
+        """Use `create` or `resume`. `run`: content of run.json; `step`: the last one that is kept, -1 in a new run."""
         self.folder = folder
         self._run = run
         self._metrics = _Journal(folder / METRICS, step)
         self._timing = _Journal(folder / TIMING, step)
-        self._unsynced: list[Path] = []  # files that are not yet known to be on disk
+        self._unsynced: list[Path] = []  # files that may not be on disk yet
         self._events: Events | None = None
         self._kept = step
         self._index = RolloutIndex(folder)
-        self._beside: WorkerThread | None = None  # writes tables while training goes on
+        self._beside: WorkerThread | None = None  # writes tables during training
         self._writing: Future[list[Path]] | None = None
 
     @classmethod
     def create(cls, folder: Folder, config: Mapping[str, Any], command: str, extra: Mapping[str, Any]) -> RunRecord:
-        """Begin a run in `folder`: new, or without a run in it (UserError).
+        """Begin a run in `folder`, which is new or holds no run (otherwise UserError).
 
-        `command` is the verb, such as "rl"; `config` all settings as resolved, with "seed"; `extra` further
-        entries of run.json, such as {"objective": "the formula"}.
+        `command` is the verb, such as "rl"; `config` all settings as resolved, with "seed"; `extra` further entries of
+        run.json, such as {"objective": "the formula"}.
         """
         path = Path(folder)
         if holds_run(path):
@@ -89,8 +89,8 @@ class RunRecord:
     ) -> RunRecord:
         """Continue a run from its checkpoint of `step`: records of later steps are deleted.
 
-        `config`: all settings as they are from now on, if some were changed; `extra` replaces what `create` was given;
-        `noted`: entries of run.json on this resumption.
+        `config`: all settings from now on, if some have changed; `extra` replaces that of `create`; `noted`: entries of
+        run.json about this resume.
         """
         path = Path(folder)
         run = read_run(path)
@@ -108,17 +108,17 @@ class RunRecord:
         return cls(path, run, step)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one line of metrics.jsonl; once a step. Values that depend on the clock belong in `timing`."""
+        """Write one line of metrics.jsonl, once per step. Values that depend on the clock belong in `timing`."""
         self._metrics.append(step, values)
         self._draw(step, values)
 
     def timing(self, step: int, values: Mapping[str, float]) -> None:
-        """One line of timing.jsonl; once a step."""
+        """Write one line of timing.jsonl, once per step."""
         self._timing.append(step, values)
         self._draw(step, values)
 
     def health(self, findings: Iterable[tuple[int, str, str]], anew: bool = False) -> None:
-        """Add lines to health.jsonl: (step, name, message) of each finding. `anew`: it holds nothing else."""
+        """Append findings (step, name, message) to health.jsonl. `anew`: replace its content."""
         path = self.folder / HEALTH
         listed = list(findings)
         content = b"".join(json_line({"step": s, "name": name, "message": told}) for s, name, told in listed)
@@ -133,10 +133,10 @@ class RunRecord:
                 self._opened_events().text(step, f"findings/{name}", told)
 
     def rollouts(self, step: int, outcomes: Sequence[Outcome], kind: str = "rl") -> None:
-        """Write what became of the rollouts of a step, and the seconds of their turns beside them.
+        """Write the outcomes of a step's rollouts, and the seconds of their turns in a second file.
 
-        Both files appear whole or not at all, the seconds first: a reader that finds the rollouts finds them too. They are
-        written beside what comes next, and an error is raised there: by the next call, `flush` or `close`.
+        Both files appear completely or not at all, the seconds first, so that a reader of the rollouts finds them. A
+        thread writes them in parallel; the next call, `flush` or `close` raises its error.
         """
         self._write(step, ROLLOUTS, outcomes, kind)
 
@@ -163,13 +163,13 @@ class RunRecord:
         self._writing = self._beside.call(write)
 
     def _settle(self) -> None:
-        """Return once all tables are written."""
+        """Wait until all tables are written."""
         writing, self._writing = self._writing, None
         if writing is not None:
             self._unsynced += writing.result()
 
     def flush(self) -> None:
-        """Return once all written so far would outlive a power cut. Call it before a checkpoint is saved."""
+        """Wait until everything written so far survives a power failure. Call it before saving a checkpoint."""
         self._settle()
         self._metrics.sync()
         self._timing.sync()
@@ -180,7 +180,7 @@ class RunRecord:
         self._unsynced.clear()
 
     def close(self, final: Mapping[str, Any]) -> None:
-        """Note the end of the run and its final figures in run.json."""
+        """Write the end of the run and its final figures into run.json."""
         self.flush()
         if self._beside:
             self._beside.close(0)
@@ -192,13 +192,13 @@ class RunRecord:
         replace(self.folder / RUN, json_document({**self._run, "end": now(), "final": final}))
 
     def _draw(self, step: int, values: Mapping[str, float]) -> None:
-        """Pass on to TensorBoard."""
+        """Pass values to TensorBoard."""
         self._opened_events().add(step, values)
 
     def _opened_events(self) -> Events:
-        """Return TensorBoard's file, which hides an earlier attempt's values of the steps since the resume."""
+        """Return TensorBoard's file, which hides an earlier attempt's values of the steps after the resume."""
         if self._events is None:
-            # The suffix, because two attempts may begin within one second, which is all that their names have.
+            # A suffix, because names contain only seconds, and two attempts may begin within one.
             suffix = f".{len(self._run.get('resumes', []))}"
             self._events = Events(self.folder / TENSORBOARD, self._kept + 1, suffix)
             options = json_document(self._run["config"]).decode()
@@ -207,7 +207,7 @@ class RunRecord:
 
 
 class Unwritten(RunRecord):
-    """The record of a process that writes none: another one of the same run does."""
+    """The record in a process that writes nothing, because another process of the run does."""
 
     def __init__(self) -> None:
         pass
@@ -235,7 +235,7 @@ class Unwritten(RunRecord):
 
 
 class _Journal:
-    """A file of one JSON line a step, in the order of the steps. Opening it removes the lines after step `last`."""
+    """A file with one JSON line per step, in order. Opening it removes the lines after step `last`."""
 
     def __init__(self, path: Path, last: int) -> None:
         self._last, size = -1, 0

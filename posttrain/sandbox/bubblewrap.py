@@ -1,7 +1,8 @@
-"""Runs programs that are not Python: a command in a jail that bubblewrap makes, if that is installed.
+"""Runs programs that are not Python: a command in a jail made by bubblewrap, if that is installed.
 
-bubblewrap (`bwrap`) makes all namespaces, a root of its own in which /usr is read-only, and a folder in memory. The limits
-and the filter of system calls are ours. There is no network, no other process, and nothing of the caller's environment.
+bubblewrap (`bwrap`) creates all namespaces, a root in which /usr is read-only, and a folder in memory. The limits and
+the filter of system calls are ours. The command has no network, no other processes, and no part of the caller's
+environment.
 """
 
 from __future__ import annotations
@@ -24,19 +25,21 @@ from posttrain.sandbox import seccomp, syscalls
 from posttrain.sandbox.jail import NOBODY
 from posttrain.sandbox.limits import ProgramLimits
 
-FOLDER = "/tmp"  # the command's own, in which it starts
+FOLDER = "/tmp"  # the command's working folder
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 _WITH_LIMIT = 'ulimit -u "$0" 2>/dev/null || ulimit -p "$0" 2>/dev/null; exec "$@"'
-"""Sets a limit of processes in bash or dash. It runs within the jail, where only the command's processes are counted."""
+"""Sets the limit of processes in bash or dash. It runs within the jail, where only the command's processes are
+counted.
+"""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """Result of a command."""
+    """The result of a command."""
 
-    exit: int  # its exit code; 128 and the number of a signal that ended it
+    exit: int  # exit code; 128 plus the number of the signal that ended the command
     output: bytes  # standard output and standard error
-    over: str | None = None  # which limit it met: "life" or "output"
+    over: str | None = None  # the limit that it exceeded: "life" or "output"; None: none
 
 
 def run_command(
@@ -44,7 +47,7 @@ def run_command(
 ) -> Finished:
     """Run a command in a jail, with these files (name -> content) in its folder.
 
-    Raises UserError where bubblewrap is missing or cannot make a jail, and for a file's name that is a path.
+    Raises UserError if bubblewrap is missing or cannot make a jail, and for a file name that is a path.
     """
     for name in files or ():
         if "/" in name or name in ("", ".", ".."):
@@ -55,7 +58,7 @@ def run_command(
 
 @cache
 def _check() -> None:
-    """Raise UserError unless a test command runs."""
+    """Raise UserError if a test command does not run."""
     if shutil.which("bwrap") is None:
         raise UserError(
             "programs that are not Python run in bubblewrap, which is not installed: install it (on Debian and Ubuntu: "
@@ -75,7 +78,7 @@ def _run(command: Sequence[str], files: Mapping[str, str], stdin: str, limits: P
     with ExitStack() as opened:
 
         def content(data: bytes) -> int:
-            """Return a descriptor to read the data from."""
+            """Return a descriptor from which the data can be read."""
             file = os.memfd_create("posttrain")
             opened.callback(os.close, file)
             os.write(file, data)
@@ -132,7 +135,7 @@ def _watched(arguments: Sequence[str], stdin: int, passed: Sequence[int], limits
 
 
 def _read(descriptor: int, end: float, most: int) -> tuple[bytes, str | None]:
-    """Read the output until the stream closes. Return it, and the limit that ended reading, if any."""
+    """Read the output until the stream closes. Return it, and the exceeded limit if one ended the reading."""
     found = bytearray()
     while True:
         ready = select.select([descriptor], [], [], max(0.0, end - time.monotonic()))[0]

@@ -1,6 +1,7 @@
-"""Capabilities of this system, and the ground on which programs run: tested, not looked up.
+"""Protections that this system supports: tested, not looked up.
 
-Choices are tried from the best to the least, each by running a program in a whole jail. The first that works is taken.
+Tries the isolation methods in order of strength: each is tested by running a program inside a complete jail. The first
+that works is used.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from posttrain.sandbox import filesystem, landlock, seccomp, syscalls
 from posttrain.sandbox.jail import Ground, leave_root, map_user
 from posttrain.sandbox.limits import Protections
 
-PREFIX = "posttrain-sandbox-"  # of the folder in which programs get theirs, where they have no root of their own
+PREFIX = "posttrain-sandbox-"  # of the folder with the folders of programs, where these have no root of their own
 
 
 def prepared(allowed: list[str], tried: Callable[[Ground], str | None]) -> Ground:
-    """Return the ground, with its protections, on which programs will run. `tried`: returns why a program cannot run on
-    a ground. Raises OSError if none works.
+    """Return the ground (prepared state, with its protections) for programs. `tried`: returns why a program cannot run
+    on a ground, or None. Raises OSError if none works.
     """
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     paths = filesystem.readable()
@@ -40,8 +41,8 @@ def prepared(allowed: list[str], tried: Callable[[Ground], str | None]) -> Groun
 
 
 def choices(kinds: list[str]) -> Iterator[Protections]:
-    """Yield sets of protections, the best first: all namespaces, those that are allowed one by one, none; with Landlock
-    and seccomp or without.
+    """Yield sets of protections, the strongest first: all namespaces, those that are allowed separately, none; each
+    with Landlock and seccomp or without.
     """
     root, version, filtered = os.geteuid() == 0, landlock.abi(), bool(syscalls.numbers())
     held = dict.fromkeys([(version, filtered), (0, filtered), (version, False), (0, False)])
@@ -59,7 +60,7 @@ def choices(kinds: list[str]) -> Iterator[Protections]:
 
 
 def _single(kinds: list[str], root: bool) -> tuple[str, ...]:
-    """Return the namespaces that are allowed when each is requested alone, beside one of users."""
+    """Return the namespaces that are allowed when each is requested alone, together with a user namespace."""
 
     def allowed(kind: str) -> bool:
         child = os.fork()
@@ -77,14 +78,14 @@ def _single(kinds: list[str], root: bool) -> tuple[str, ...]:
 
 
 def settled(ground: Ground) -> None:
-    """Move the warm interpreter into the namespace in which it forks programs. May return in another process.
+    """Move the warm interpreter into the namespaces in which it forks programs. May return in another process.
 
-    That process is then number 1 in a namespace of process ids; this one waits for its end, and ends.
+    That process is then number 1 in a namespace of process ids; the original one waits for its end, and ends too.
     """
     kinds, leaves = ground.kinds, ground.protections.other_user
     if "mount" in kinds and leaves:
         syscalls.unshare(syscalls.NEW_MOUNT)
-        filesystem.build_root(ground.paths)  # as long as everything can be read
+        filesystem.build_root(ground.paths)  # while everything can still be read
     if "user" in kinds:
         if leaves:
             leave_root()
@@ -112,7 +113,7 @@ def _become_first() -> None:
 
 
 def _rules(ground: Ground) -> list[tuple[int, int]]:
-    """Return the rules of Landlock, the same for all programs."""
+    """Return the Landlock rules, which are the same for all programs."""
     own_root = "mount" in ground.kinds
     reading = [(path, landlock.READING) for path in (["/"] if own_root else ground.paths)]
     using = [(path, landlock.USING) for path in (["/dev"] if own_root else filesystem.DEVICES)]
@@ -120,10 +121,10 @@ def _rules(ground: Ground) -> list[tuple[int, int]]:
 
 
 def _base(protections: Protections) -> str:
-    """Return a folder for the folders of programs."""
+    """Create a folder for the folders of programs, and return it."""
     while True:
         base = tempfile.mkdtemp(prefix=f"{PREFIX}{os.geteuid()}-", dir=os.path.realpath(tempfile.gettempdir()))
-        held = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # kept open: the lock says that we live
+        held = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # kept open: its lock marks a live owner
         with suppress(OSError):
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.exists(base):
@@ -133,7 +134,7 @@ def _base(protections: Protections) -> str:
 
 
 def _sweep() -> None:
-    """Delete the folders that killed sandboxes of this user have left."""
+    """Delete the folders left by killed sandboxes of this user."""
     place = os.path.realpath(tempfile.gettempdir())
     for name in os.listdir(place):
         if name.startswith(f"{PREFIX}{os.geteuid()}-"):
@@ -141,7 +142,7 @@ def _sweep() -> None:
 
 
 def _delete_unless_alive(base: str) -> None:
-    with suppress(OSError):  # its lock is held
+    with suppress(OSError):  # its lock is held, so its owner is alive
         held = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             if os.fstat(held).st_uid == os.geteuid():

@@ -1,24 +1,25 @@
-"""Plays tests in a jail of their own, beside which the program runs in another: tests of any form, and nothing shared.
+"""Runs tests in one jail while the program runs in another: any form of test is possible, and nothing is shared.
 
-Test code is the user's and is trusted; the program is not, and never shares an interpreter with it. A name that the tests do
-not define themselves stands for the program's object. Calling it sends the arguments over, and brings the result back as
-plain data, rebuilt here from Python's own types. So what a test compares has no methods of the program's, and what it
-compares with never leaves this jail.
+Test code is the user's and is trusted; the program is not, and never shares an interpreter with it. A name that the
+tests do not define refers to the program's object. A call of it sends the arguments to the program, and returns the
+result as plain data, rebuilt here from Python's own types. So no value that a test compares has methods of the program,
+and the expected values never leave this jail.
 
-An object of the program's that is no plain data is a `RemoteObject`. It may be called, indexed and iterated over, its
-attributes may be read and set, it has a length and a text. Whether it is equal, true, or less, it may not say: a test
-that asks the program for a verdict fails. A function of the tests' that is passed as an argument can be called by the
-program, no more.
+An object of the program that is not plain data becomes a `RemoteObject`. It may be called, indexed and iterated over,
+its attributes may be read and set, and it has a length and a text. It does not decide whether it is equal, true, or
+less: a test that asks the program for such a verdict fails. A function of the tests that is passed as an argument can
+be called by the program, and used for nothing else.
 
-What the program raises is raised here too, so that a test may expect it. Python itself takes some exceptions for signals:
-`map` ends at StopIteration, iteration by `__getitem__` at IndexError, and `hasattr` says no at AttributeError. No program
-may end a test's loop by them. StopIteration and StopAsyncIteration come as `ProgramRaised`, unless the test asks an iterator
-of the program's for its next value. Any other exception of a function has to be caught by the tests' own code (`except`,
-`with`): if Python's machinery has taken it for a sign, the test has failed.
+An exception of the program is raised here too, so that a test may expect it. Python itself treats some exceptions as
+signals: `map` ends at StopIteration, iteration by `__getitem__` at IndexError, and `hasattr` is false at
+AttributeError. No program may end a test's loop with these. StopIteration and StopAsyncIteration are raised as
+`ProgramRaised`, unless the test requested the next value of an iterator of the program. Any other exception of a
+function must be caught by the tests' own code (`except`, `with`): if Python itself consumed it as a signal, the test
+has failed.
 
     host -> examiner   {"do": "examine", "setup": ..., "names": [...]}, then for each test {"do": "test", "source": ...}
     examiner -> host   {"verdict": "passed" | "failed" | "broken", "why": ...}; before it, perhaps several times,
-                       {"ask": a request to the program}, to which the program's answer comes back
+                       {"ask": a request to the program}, which is answered with the program's answer
 """
 
 from __future__ import annotations
@@ -34,26 +35,26 @@ from posttrain.sandbox.json_messages import receive, send
 from posttrain.sandbox.plain_values import NotPlain, decode, encode, named
 
 LONGEST_ANSWER = 64 << 20
-LONGEST_WHY = 300  # characters
+LONGEST_WHY = 300  # most characters of a reason
 MOST_REFERENCES = 1 << 31
-TESTS = "<test>"  # the file of the tests' code
+TESTS = "<test>"  # the file name of the tests' code in tracebacks
 SIGNALS: dict[str, tuple[type[Exception], ...]] = {
     "next": (StopIteration,),
     "get": (AttributeError,),
     "item": (IndexError, KeyError),
     "len": (TypeError,),
 }
-"""Operation on an object of the program's -> exceptions that count as its result."""
+"""Operation on an object of the program -> exceptions that count as its result."""
 LOOP_ENDS = (StopIteration, StopAsyncIteration)
-MOST_RAISED = 1000  # exceptions that are held at once, each with its traceback
+MOST_RAISED = 1000  # most exceptions kept at once, each with its traceback
 
 
 class Unfit(TypeError):
-    """The test does something that no test can do here."""
+    """The test does something that is not supported here."""
 
 
 class ProgramRaised(Exception):
-    """The program raised an exception that Python itself does not have, or one that ends a loop."""
+    """The program raised an exception that is not one of Python's own, or one that ends loops."""
 
 
 def exception(raised: Iterable[Any], other: type[Exception]) -> Exception:
@@ -63,7 +64,7 @@ def exception(raised: Iterable[Any], other: type[Exception]) -> Exception:
     if isinstance(kind, type) and issubclass(kind, Exception):
         try:
             return kind(text)
-        except TypeError:  # it wants more than a text
+        except TypeError:  # it needs more arguments than a text
             return other(f"{name}: {text}")
     return other(f"{name}: {text}")
 
@@ -74,14 +75,14 @@ class Examiner:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._namespace: dict[str, Any] = {"__name__": "__tests__"}
-        self._names: list[str] = []  # that stand for the program's
-        self._asked = False  # whether the program has done anything yet
+        self._names: list[str] = []  # names that refer to the program's objects
+        self._asked = False  # whether the program has influenced the current test
         self._remotes: dict[int, RemoteObject] = {}
         self._exported: list[Callable[..., Any]] = []
-        self._raised: list[Exception] = []  # by the program's functions, during this test
+        self._raised: list[Exception] = []  # raised by the program's functions during this test
 
     def serve(self, request: dict[str, Any]) -> NoReturn:
-        """Run this request, and answer further ones until the host is gone."""
+        """Run this request and answer further ones until the host has closed the connection."""
         while True:
             source = request["setup"] if request["do"] == "examine" else request["source"]
             send(self._descriptor, self._played(source, request.get("names", [])))
@@ -91,8 +92,8 @@ class Examiner:
                 os._exit(0)
 
     def _played(self, source: str, names: list[str]) -> dict[str, str]:
-        """Run test code and return its verdict. A failure is the code's own fault where the program cannot have caused
-        it.
+        """Run test code and return its verdict. The verdict is "broken", the test's own fault, if the program cannot
+        have caused the failure.
         """
         self._raised = []
         try:
@@ -112,12 +113,12 @@ class Examiner:
         for name, value in found.items() if isinstance(found, dict) else ():
             if name in names:
                 self._namespace[name] = value
-        self._asked = False  # what a name stands for, and no more, is known of it
+        self._asked = False  # so far the objects of the names were only looked up
 
     # -- asking the program --------------------------------------------------------------------------------------------
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the program's answer. Raises its exception."""
+        """Return the program's answer, or raise its exception."""
         self._asked = True
         send(self._descriptor, {"ask": request})
         while "callback" in (answer := receive(self._descriptor, LONGEST_ANSWER)):
@@ -127,7 +128,7 @@ class Examiner:
         return answer
 
     def _raising(self, raised: Iterable[Any], answers: tuple[type[Exception], ...]) -> Exception:
-        """Return the exception to raise for one of the program's. `answers`: kinds that count as an answer to the
+        """Return the exception to raise for an exception of the program. `answers`: kinds that are an answer to the
         test's question.
         """
         error = exception(raised, ProgramRaised)
@@ -139,7 +140,7 @@ class Examiner:
             self._raised = [error for error in self._raised if not was_caught(error)]
         self._raised.append(error)
         try:
-            raise error  # a traceback from the beginning: Python 3.11 notes it only where an exception is caught
+            raise error  # the traceback must begin here: Python 3.11 records it only where an exception is caught
         except Exception:
             return error
 
@@ -147,7 +148,7 @@ class Examiner:
         return decode(self.ask(request)["value"], self._resolved)
 
     def call(self, of: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call one of its functions. What the function changed in its arguments is changed here too."""
+        """Call a function of the program. Changes that it made to its arguments are repeated on the arguments here."""
         named_forms = [[name, self.form(value)] for name, value in kwargs.items()]
         answer = self.ask({"do": "call", "of": of, "args": [self.form(value) for value in args], "kwargs": named_forms})
         after = answer.get("args", [])
@@ -157,14 +158,16 @@ class Examiner:
         return decode(answer["value"], self._resolved)
 
     def _called_back(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Call a function of the tests' for the program, and return the result in the form of the program's own."""
+        """Call a function of the tests for the program, and return the result in the form of the program's own
+        results.
+        """
         try:
             function = self._resolved("callback", request["callback"])
             args = [decode(form, self._resolved) for form in request["args"]]
             kwargs = {name: decode(form, self._resolved) for name, form in request["kwargs"]}
             return {"value": self.form(function(*args, **kwargs))}
-        except Exception as error:  # it was called with what the program chose
-            error.__traceback__ = None  # the program is told
+        except Exception as error:  # the program chose the arguments
+            error.__traceback__ = None  # the exception is passed to the program
             return {"raised": [type(error).__name__, _text(error), ""]}
 
     # -- forms ---------------------------------------------------------------------------------------------------------
@@ -195,7 +198,7 @@ class Examiner:
 
 
 class RemoteObject:
-    """Proxy of an object of the program's."""
+    """Proxy of an object of the program."""
 
     __slots__ = ("_examiner", "_number")
 
@@ -255,7 +258,7 @@ class RemoteObject:
 
 
 def change(value: Any, other: Any) -> None:
-    """Make a value equal to another in place, as far as that can be: lists, sets and dicts keep what they are."""
+    """Make a value equal to another in place where possible: lists, sets and dicts keep their identity."""
     if type(value) is not type(other):
         return
     if isinstance(value, list):
@@ -281,11 +284,11 @@ def change(value: Any, other: Any) -> None:
 
 
 def was_caught(error: Exception) -> bool:
-    """Whether code of the tests has caught what the program raised, rather than something of Python's own.
+    """Return whether code of the tests caught an exception of the program, instead of Python itself.
 
-    A traceback grows by each frame through which its exception passes. Where the exception ends, in the outermost of them,
-    there is a handler if that frame's code has caught it. Without a traceback somebody took it away who had caught it, as
-    unittest's `assertRaises` does.
+    A traceback grows by each frame through which its exception passes. In the outermost of these frames, where the
+    exception ended, the frame's code has a handler if it caught the exception. A missing traceback was removed by code
+    that caught the exception, such as unittest's `assertRaises`.
     """
     end = error.__traceback__
     if end is None:

@@ -1,7 +1,7 @@
 """The file system of a program in the sandbox: the standard library, shared libraries, a folder of its own.
 
-With a namespace of mounts all of that lies in a small root of its own, read-only, and nothing else exists there: no
-/proc, no /home. Without one Landlock grants the same paths where they are.
+With a mount namespace, these are in a small read-only root, in which nothing else exists: no /proc, no /home. Without
+one, Landlock permits the same paths at their places.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from posttrain.sandbox import syscalls
 
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache", "/usr/share/zoneinfo")
-FOLDER = "/tmp"  # a program's own, in a root of its own
-DEEPEST = 200  # levels of folders that are looked at
+FOLDER = "/tmp"  # a program's own folder, in a root of its own
+DEEPEST = 200  # most levels of folders that are searched
 _OLD = "/old"
-_KEPT = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}  # flag of statvfs -> of mount
+_KEPT = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}  # flag of statvfs -> flag of mount
 
 
 def readable() -> list[str]:
-    """Return the files and folders that this interpreter reads: existing ones, none of them below another."""
+    """Return the existing files and folders that this interpreter reads, none of them inside another one."""
     loaded = {os.path.dirname(path) for path in _loaded()}
     paths = [*sys.path, os.path.join(sys.base_prefix, "lib"), *_LIBRARIES, *loaded]
     return _topmost({os.path.abspath(p) for p in paths if p and os.path.exists(p)})
 
 
 def _topmost(paths: set[str]) -> list[str]:
-    """Return the paths that are not below another one."""
+    """Return the paths that are not inside another one."""
     found: list[str] = []
     for path in sorted(paths):
         if not any(path.startswith(above + "/") for above in found):
@@ -50,7 +50,9 @@ def _loaded() -> Iterator[str]:
 
 
 def build_root(paths: list[str]) -> None:
-    """Make a root of these paths and the devices, and go there. In a namespace of mounts of one's own."""
+    """Build a root of these paths and the devices, and change to it. Requires a mount namespace of this process's
+    own.
+    """
     links: dict[str, str] = {}
     real = _topmost({_resolved(path, links) for path in (*paths, *filter(os.path.exists, DEVICES))})
     base = os.path.realpath(tempfile.gettempdir())
@@ -77,7 +79,7 @@ def build_root(paths: list[str]) -> None:
 
 
 def _resolved(path: str, links: dict[str, str]) -> str:
-    """Return the path without symbolic links, which are added to `links`."""
+    """Return the path without symbolic links; these are added to `links`."""
     for _ in range(40):
         parts = path.split("/")
         prefixes = ("/".join(parts[: n + 1]) for n in range(1, len(parts)))
@@ -90,7 +92,7 @@ def _resolved(path: str, links: dict[str, str]) -> str:
 
 
 def _bind(path: str) -> None:
-    """Mount a path of the old root, read-only."""
+    """Mount a path of the old root read-only."""
     if os.path.isdir(_OLD + path):
         os.makedirs(path, exist_ok=True)
     else:
@@ -105,7 +107,7 @@ def _bind(path: str) -> None:
 
 
 def mount_folder(size: int, files: int, owner: int | None) -> None:
-    """Mount a program's own folder, in memory, which ends with its namespace."""
+    """Mount a program's own folder in memory; it disappears with its namespace."""
     flags = syscalls.NO_SUID | syscalls.NO_DEVICES | syscalls.NO_EXECUTION
     owned = "" if owner is None else f",uid={owner},gid={owner}"
     syscalls.mount("tmpfs", FOLDER, "tmpfs", flags, f"size={size},nr_inodes={files},mode=0700{owned}")
@@ -115,10 +117,10 @@ def mount_folder(size: int, files: int, owner: int | None) -> None:
 
 
 def usage(folder: str, most_bytes: int, most_files: int) -> bool:
-    """Whether what lies in a folder is within these. Looks at no more than `most_files` entries.
+    """Return whether a folder's content is within these limits. Reads at most `most_files` entries.
 
-    What cannot be looked at is not: a folder that may not be listed, or lies deeper than `DEEPEST`. Folders are opened from
-    within the one that holds them, and never through a link that has taken the place of one meanwhile.
+    The result is False for folders that may not be listed or are deeper than `DEEPEST`. Each folder is opened from
+    within its parent, never through a link that may have replaced it in the meantime.
     """
     size = count = 0
 
@@ -129,7 +131,7 @@ def usage(folder: str, most_bytes: int, most_files: int) -> bool:
             for entry in entries:
                 try:
                     found = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:  # it was deleted meanwhile
+                except FileNotFoundError:  # deleted in the meantime
                     continue
                 count += 1
                 size += found.st_blocks * 512
@@ -145,7 +147,7 @@ def usage(folder: str, most_bytes: int, most_files: int) -> bool:
         try:
             descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=above)
         except OSError as error:
-            return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # deleted, or something else by now
+            return error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # deleted, or replaced by a file or a link
         try:
             return within(descriptor, depth)
         except OSError:
@@ -157,7 +159,7 @@ def usage(folder: str, most_bytes: int, most_files: int) -> bool:
 
 
 def remove(folder: str) -> None:
-    """Delete a folder with all that is in it, however deep, and whatever its modes are."""
+    """Delete a folder with all its content, at any depth and with any modes."""
     number = 0
     with suppress(OSError):
         os.chmod(folder, 0o700)
@@ -169,10 +171,10 @@ def remove(folder: str) -> None:
                     continue
                 os.chmod(path, 0o700)
                 for inner in os.listdir(path):
-                    number += 1  # up by one level: a path can become too long for the system
+                    number += 1  # move it up by one level: a path can become too long for the system
                     below = os.path.join(path, inner)
                     if _is_folder(below):
-                        os.chmod(below, 0o700)  # a folder that may not be written cannot be moved
+                        os.chmod(below, 0o700)  # a folder without write permission cannot be moved
                     os.rename(below, os.path.join(folder, f"moved {os.getpid()} {number}"))
                 os.rmdir(path)
         os.rmdir(folder)

@@ -1,16 +1,19 @@
-"""The warm interpreter: a process that has imported what programs use, forks a jail for each, and ends what is over.
+"""The warm interpreter: a process that has imported the usual modules, forks a jail for each program, and ends
+programs.
 
-It runs nothing of a program itself, and nothing of a program or of its tests ever passes through it: an order is limits and
-descriptors, one of which goes straight to the program. So what one program is asked is not in the memory of the next.
+It runs no code of a program, and no data of a program or of its tests passes through it: an order consists of limits
+and descriptors, one of which connects the caller with the program. So requests to one program are not in the memory of
+the next.
 
     host -> warm interpreter   an order, with the descriptors of `talk`, `watch` and perhaps `output`
     warm interpreter -> host   once, at the start: which protections are active, or why there are none;
-                               on each `watch`, when a program is over: how it ended
+                               on each `watch`, after the end of a program: how it ended
 
-A program is over when it ends, when the host closes its end of `watch`, when its time is spent, or when its folder on a
-disk is too large. It is killed then. Where there is a namespace of process ids it is number 1 of one, and the kernel kills
-the rest with it; elsewhere it cannot have started anything. The warm interpreter is itself number 1 of a namespace in
-which those of programs lie, so that none of them can outlive it; without one each asks the kernel to be killed with it.
+A program is over, and is killed, when it ends, when the host closes its end of `watch`, when its time is used up, or
+when its folder on a disk is too large. With a namespace of process ids, the program is number 1 of one, and the kernel
+kills all its other processes with it; without one, it cannot have started any. The warm interpreter is itself number 1
+of a namespace that contains those of programs, so that no program outlives it; without one, each program asks the
+kernel to be killed with it.
 """
 
 from __future__ import annotations
@@ -39,32 +42,32 @@ from posttrain.sandbox.limits import ProgramLimits
 WARM = """
 abc bisect cmath collections collections.abc copy dataclasses datetime decimal enum fractions functools heapq itertools json
 math numbers operator random re statistics string time typing
-""".split()  # what programs import most; with each module more, a fork copies more
+""".split()  # the modules that programs import most; with each further module, a fork copies more
 LONGEST_ORDER = 1 << 16
-LOOK_SECONDS = 0.05  # between looks at folders on a disk
-AT_ONCE = 50  # files that are deleted in no time
+LOOK_SECONDS = 0.05  # between checks of folders on a disk
+AT_ONCE = 50  # files that are deleted without a separate process
 
 
 def main(control: int, root: str, allowed: list[str]) -> None:
-    """Serve the host at the other end of `control`. `root`: where this package was imported from, which programs do not
-    see. `allowed`: the kinds of namespaces that may be used, of those that the system allows.
+    """Serve the host at the other end of `control`. `root`: the folder from which this package was imported, hidden
+    from programs. `allowed`: the kinds of namespaces that may be used if the system allows them.
     """
     sys.path[:] = [path for path in sys.path if path != root]
     for name in WARM:
         with suppress(ImportError):
             importlib.import_module(name)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the host's affair
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the host handles Ctrl-C
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         ground = prepared(allowed, tried)
-        settled(ground)  # returns in another process, where there is a namespace of process ids
+        settled(ground)  # returns in another process if there is a namespace of process ids
     except OSError as error:
         send(control, {"failed": f"{type(error).__name__}: {error}"})
         return
     gc.collect()
-    gc.freeze()  # a collection in a child would touch, and so copy, all of this memory
+    gc.freeze()  # a garbage collection in a child would touch, and so copy, all of this memory
     gc.disable()
     send(control, {"protections": ground.protections.as_dict()})
     server = ForkServer(ground, control)
@@ -79,35 +82,35 @@ def main(control: int, root: str, allowed: list[str]) -> None:
 
 @dataclass(eq=False)
 class RunningProgram:
-    """A running program."""
+    """State of a running program."""
 
     pid: int
-    ended: int  # descriptor that can be read when it has ended
+    ended: int  # descriptor that becomes readable when the program has ended
     watch: int
-    confined: int | None  # what failed before it began, until that is past
-    end: float  # of its time
+    confined: int | None  # descriptor for errors before the program begins; None afterwards
+    end: float  # deadline
     limits: ProgramLimits
     folder: str
-    over: str | None = None  # which limit ended it
+    over: str | None = None  # the limit that ended it
     broken: str = ""
-    report: dict[str, Any] | None = None  # how it ended, once it has: what is running since is what deletes its folder
+    report: dict[str, Any] | None = None  # how it ended; from then on `pid` is the process that deletes its folder
 
 
 class ForkServer:
-    """Starts programs and ends them. One thread, which never blocks on a single program."""
+    """Starts and ends programs, in one thread that never waits for a single program."""
 
     def __init__(self, ground: Ground, control: int) -> None:
         self._ground = ground
         self._host = socket.socket(fileno=control)
         self._poll = select.poll()
         self._poll.register(control, select.POLLIN)
-        self._running: dict[int, RunningProgram] = {}  # by each of their descriptors
+        self._running: dict[int, RunningProgram] = {}  # each program under all of its descriptors
         self._started = 0
         self._looked = 0.0
         self._own = os.open("self/ns/pid", os.O_RDONLY | os.O_CLOEXEC, dir_fd=ground.proc)
 
     def turn(self) -> bool:
-        """Wait for what happens next and see to it. Returns whether the host is still there."""
+        """Wait for the next events and handle them. Return whether the host is still connected."""
         for descriptor, _ in self._poll.poll(self._timeout()):
             if descriptor == self._host.fileno():
                 if not self._take_order():
@@ -137,7 +140,7 @@ class ForkServer:
         try:
             order = Order(ProgramLimits(**json.loads(message)), talk, output[0] if output else None, self._folder())
             self._start(order, watch)
-        except OSError as error:  # no process to be had, no room for a folder
+        except OSError as error:  # no process available, or no room for a folder
             self._tell(watch, {"broken": f"{type(error).__name__}: {error}"})
             os.close(watch)
         for descriptor in (talk, *output):
@@ -172,7 +175,7 @@ class ForkServer:
     def _fork(self, order: Order, confining: int) -> int:
         contained = "pid" in self._ground.kinds
         if contained:
-            syscalls.unshare(syscalls.NEW_PID)  # of the next child
+            syscalls.unshare(syscalls.NEW_PID)  # applies to the next child
         try:
             pid = os.fork()
             if pid == 0:
@@ -186,19 +189,19 @@ class ForkServer:
 
     def _attend(self, descriptor: int) -> None:
         if (running := self._running.get(descriptor)) is None:
-            return  # its program was finished a moment ago
+            return  # its program has just been finished
         if descriptor == running.ended:
             self._finish(running)
         elif descriptor == running.confined:
             running.broken = os.read(descriptor, 4096).decode(errors="replace")
             self._drop(descriptor)
             running.confined = None
-        else:  # the host wants no more of it
+        else:  # the host has closed its end
             self._poll.unregister(descriptor)
             self._kill(running, None)
 
     def _kill(self, running: RunningProgram, over: str | None) -> None:
-        if running.report is not None:  # it has ended, and its folder is being deleted
+        if running.report is not None:  # the program has ended, and its folder is being deleted
             return
         running.over = running.over or over
         running.end = float("inf")
@@ -207,7 +210,7 @@ class ForkServer:
 
     def _finish(self, running: RunningProgram) -> None:
         _, status, used = os.wait4(running.pid, 0)
-        if running.confined is not None:  # it may have ended for that
+        if running.confined is not None:  # the error may be the reason for its end
             self._attend(running.confined)
         if running.report is None:
             running.report = self._reported(running, status, used)
@@ -224,13 +227,15 @@ class ForkServer:
         return {"over": running.over, "exit": code, "cpu": cpu, "peak": used.ru_maxrss << 10}
 
     def _removing(self, running: RunningProgram) -> bool:
-        """Delete the program's folder; return whether a process does so from now on: the loop does not wait for it."""
+        """Delete the program's folder; return whether another process does it from now on, so that the loop does not
+        wait.
+        """
         if not filesystem.usage(running.folder, running.limits.folder, AT_ONCE):
-            with suppress(OSError):  # no process to be had
+            with suppress(OSError):  # no process available
                 pid = os.fork()
                 if pid == 0:
                     try:
-                        os.closerange(0, 1 << 30)  # of other programs
+                        os.closerange(0, 1 << 30)  # descriptors of other programs
                         filesystem.remove(running.folder)
                     finally:
                         os._exit(0)
@@ -243,7 +248,7 @@ class ForkServer:
         return False
 
     def _tell(self, watch: int, report: dict[str, Any]) -> None:
-        with suppress(OSError):  # nobody listens
+        with suppress(OSError):  # the host has closed its end
             os.write(watch, json.dumps(report).encode())
 
     def _drop(self, descriptor: int) -> None:
@@ -252,7 +257,7 @@ class ForkServer:
         del self._running[descriptor]
         os.close(descriptor)
 
-    # -- limits that the kernel does not see to ------------------------------------------------------------------------
+    # -- limits that the kernel does not enforce -----------------------------------------------------------------------
 
     def _timeout(self) -> float | None:
         """Return milliseconds until the next deadline."""
@@ -276,7 +281,7 @@ class ForkServer:
 
 
 def tried(ground: Ground) -> str | None:
-    """Return why a program cannot run on this ground; None: a test program did. Everything happens in other
+    """Return why a program cannot run on this ground; None if a test program did. Everything happens in other
     processes.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -300,7 +305,7 @@ def tried(ground: Ground) -> str | None:
 
 
 def _trial(control: socket.socket) -> str | None:
-    """Run a program that reads the standard library and writes into its folder: why it cannot, or None."""
+    """Run a program that reads the standard library and writes into its folder. Return why it failed, or None."""
     from posttrain.sandbox.program import Ended, Program, SandboxError
 
     try:

@@ -1,18 +1,19 @@
-"""The code in the jail beside the program: it runs code, calls what the code defined, and answers in plain data.
+"""The code in the jail beside the program: it runs code, calls functions that the code defined, and answers in plain
+data.
 
-Nothing here is trusted once the program has begun, since it shares this interpreter and may change all of it. It can say
-nothing worse than a wrong value: what is right is decided outside, by who never tells this side.
+Nothing here is trusted once the program has begun, since it shares this interpreter and may change all of it. The worst
+possible answer is a wrong value: verdicts are decided outside, and the expected values are never sent here.
 
-    {"do": "run", "code": ...}        define what the program defines        -> {"value": null}
+    {"do": "run", "code": ...}        define the program's names             -> {"value": null}
     {"do": "cell", "code": ...}       as at a prompt: shows the last value   -> {"value": null}
     {"do": "value", "source": ...}    an expression of the program's names   -> {"value": form}
-    {"do": "names", "names": [...]}   its globals of these names             -> {"value": {"dict": ...}}
+    {"do": "names", "names": [...]}   its globals with these names           -> {"value": {"dict": ...}}
     {"do": "call", "of": form, "args": [...], "kwargs": [[name, form], ...]} -> {"value": form, "args": [...] if changed}
     {"do": "get" | "set" | "item" | "put" | "next" | "iter" | "len" | "str" | "repr", "of": form, ...}
-    {"do": "examine", ...}            from here on it is no program, but plays tests: see `examiner`
+    {"do": "examine", ...}            from here on this process runs tests instead of a program: see `examiner`
 
-What raises is answered with {"raised": [type, text, traceback]}. While it calls a function that came with the arguments, the
-guest asks itself: {"callback": number, "args": [...], "kwargs": [...]}, and is answered as it answers.
+An exception is answered with {"raised": [type, text, traceback]}. To call a function that came with the arguments, the
+guest sends a request itself: {"callback": number, "args": [...], "kwargs": [...]}. The caller answers in the same form.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ FILE = "<program>"
 
 
 def serve(descriptor: int, folder: str) -> NoReturn:
-    """Answer until the caller is gone."""
+    """Answer until the caller disconnects."""
     os.environ.clear()
     os.environ.update({"HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8", "PATH": ""})
     tempfile.tempdir = None
-    random.seed(0)  # the same program gives the same results
+    random.seed(0)  # equal programs have equal results
     sys.argv[:] = ["program"]
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     guest = Guest(descriptor)
@@ -57,17 +58,17 @@ def serve(descriptor: int, folder: str) -> NoReturn:
 
 
 class CallerRaised(Exception):
-    """A function of the caller's raised an exception that this interpreter does not have."""
+    """A function of the caller raised an exception that is not defined in this interpreter."""
 
 
 class Guest:
-    """The program's interpreter, as seen from outside."""
+    """The program's interpreter, as it appears from outside."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._module = types.ModuleType("__program__")
-        self._objects: list[Any] = []  # that references stand for
-        self._numbers: dict[int, int] = {}  # id of an object -> its place there
+        self._objects: list[Any] = []  # the objects of references
+        self._numbers: dict[int, int] = {}  # id of an object -> its index in `_objects`
 
     def answer(self, request: dict[str, Any]) -> None:
         try:
@@ -98,7 +99,7 @@ class Guest:
         return {"value": None}
 
     def _named(self, request: dict[str, Any]) -> None:
-        """Register the module under its name, for libraries that look it up: dataclasses, pickle."""
+        """Register the module under its name, for libraries that look it up, such as dataclasses and pickle."""
         self._module.__name__ = name = request.get("name", "__program__")
         sys.modules[name] = self._module
 
@@ -163,7 +164,7 @@ class Guest:
     def _reference(self, value: Any) -> Any:
         number = self._numbers.setdefault(id(value), len(self._objects))
         if number == len(self._objects):
-            self._objects.append(value)  # which also keeps its id from being given to another
+            self._objects.append(value)  # keeps the object alive, so that no other object gets its id
         return {"ref": number}
 
     def _resolved(self, kind: str, content: Any) -> Any:
@@ -181,7 +182,7 @@ class Guest:
             named = [[name, self._form(value)] for name, value in kwargs.items()]
             send(self._descriptor, {"callback": number, "args": forms, "kwargs": named})
             while "do" in (answer := receive(self._descriptor, LONGEST_REQUEST)):
-                self.answer(answer)  # what was called calls back in its turn
+                self.answer(answer)  # the called function may call back in turn
             if "raised" in answer:
                 raise exception(answer["raised"], CallerRaised)
             return self._value(answer["value"])
@@ -190,12 +191,12 @@ class Guest:
 
 
 def described(error: BaseException) -> list[str]:
-    """Return [type, text, traceback] of a program's exception, its own lines alone."""
+    """Return [type, text, traceback] of a program's exception; the traceback has only the program's lines."""
     try:
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if frame.filename == FILE]
         told = ["Traceback (most recent call last):\n", *traceback.format_list(own)] if own else []
         told += traceback.format_exception_only(error)
         return [type(error).__name__, str(error)[:LONGEST_TEXT], "".join(told)[-2 * LONGEST_TEXT :]]
-    except BaseException:  # its own __str__, or no memory is left
+    except BaseException:  # from its own __str__, or because no memory is left
         return [type(error).__name__, "", ""]

@@ -1,10 +1,10 @@
-"""The caller's side of the sandbox: a warm interpreter, and the programs that run in jails of it.
+"""The caller's side of the sandbox: a warm interpreter, and the programs that run in its jails.
 
     with Sandbox() as sandbox, sandbox.start() as program:
         program.run("def double(x): return 2 * x")
         program.ask({"do": "value", "source": "double(4)"})     # {"value": 8}
 
-A warm interpreter that was killed is started again with the next program.
+If the warm interpreter was killed, the next program starts another.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from posttrain.sandbox.program import Program, SandboxError
 
 START_SECONDS = 60.0  # for the warm interpreter, on a busy machine with a slow file system
 END_SECONDS = 10.0  # for the warm interpreter to end
-TELL = "POSTTRAIN_SANDBOX"  # the environment variable that changes what protects
-UNPROTECTED, DENIED = "unprotected", "without-namespaces"  # what it may say: run in any case; as if they were denied
+TELL = "POSTTRAIN_SANDBOX"  # the environment variable that changes the protections
+UNPROTECTED, DENIED = "unprotected", "without-namespaces"  # its values; the second is as if they were denied
 KEPT = (
     "LD_LIBRARY_PATH",
     "TMPDIR",
     "POSTTRAIN_CHILD",
-)  # variables of the environment that the warm interpreter has too
+)  # environment variables that the warm interpreter gets too
 
 _SET = {
-    "PYTHONHASHSEED": "0",  # the same program gives the same results
+    "PYTHONHASHSEED": "0",  # equal programs have equal results
     "PYTHONUTF8": "1",
     "PYTHONIOENCODING": "utf-8:backslashreplace",
-    "MALLOC_ARENA_MAX": "1",  # one for each thread would take the address space that a program may have
+    "MALLOC_ARENA_MAX": "1",  # one arena per thread would use up a program's address space
 }
 _BOOT = (
     "import sys; control, root, *allowed = sys.argv[1:]; sys.path.insert(0, root); sys.argv[1:] = []; "
@@ -49,8 +49,8 @@ _BOOT = (
 class Sandbox:
     """A warm interpreter of this process. May be used from several threads; each program belongs to one of them.
 
-    Raises UserError where the system does not protect enough, unless the environment variable POSTTRAIN_SANDBOX says
-    "unprotected". If it says "without-namespaces", none are used, as if the system denied them.
+    Raises UserError if the system does not protect enough, unless the environment variable POSTTRAIN_SANDBOX is
+    "unprotected". If it is "without-namespaces", no namespaces are used, as if the system denied them.
     """
 
     def __init__(self) -> None:
@@ -74,9 +74,9 @@ class Sandbox:
             )
 
     def start(self, limits: ProgramLimits | None = None, output: bool = False) -> Program:
-        """A program in a jail of its own, of which nothing is run yet. `output`: keep what it prints.
+        """Start a jail with a program that has not run any code yet. `output`: keep its printed output.
 
-        Raises Broken.
+        Raises SandboxError.
         """
         with self._lock:
             if self._process.poll() is not None:
@@ -90,7 +90,7 @@ class Sandbox:
             self._end()
 
     def forget(self) -> None:
-        """Drop the warm interpreter in a forked child: it is the parent's."""
+        """Drop the warm interpreter in a forked child: it belongs to the parent."""
         self._control.close()
 
     def __enter__(self) -> Sandbox:

@@ -1,8 +1,8 @@
-"""Rights that a fork of the warm interpreter drops before it becomes a program, and their order.
+"""Rights that a fork of the warm interpreter drops before it runs a program, and the order in which it drops them.
 
-It enters namespaces of its own, in which it has all rights for a moment: it mounts its folder there. Then come the change of
-user, Landlock, the limits, capabilities, and last the filter of system calls, behind which none of the others can be
-undone. What fails on the way is told through a pipe, and nothing runs.
+It enters new namespaces, in which it has all rights for a moment, and mounts its folder there. Then follow the change
+of user, Landlock, the limits, capabilities, and last the filter of system calls, after which none of the others can be
+undone. An error on the way is reported through a pipe, and nothing runs.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import NoReturn
 from posttrain.sandbox import filesystem, landlock, seccomp, syscalls
 from posttrain.sandbox.limits import ProgramLimits, Protections
 
-NOBODY = 65534  # the user and the group of programs, where the sandbox may choose
-INSIDE = 1000  # their numbers in a namespace of users
-TALK = 3  # the program's descriptor to its caller
-HIGH = 64  # descriptors from here on are none of the program's
+NOBODY = 65534  # user and group of programs, where the sandbox may choose them
+INSIDE = 1000  # their number in a user namespace
+TALK = 3  # descriptor for messages between the program and its caller
+HIGH = 64  # lowest descriptor that does not belong to the program
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Ground:
     """State that the warm interpreter has prepared for all programs."""
 
     protections: Protections
-    filter: ctypes.Array[ctypes.c_char]  # of system calls
-    paths: list[str]  # that may be read
+    filter: ctypes.Array[ctypes.c_char]  # filter of system calls
+    paths: list[str]  # paths that may be read
     proc: int  # descriptor of /proc
-    base: str | None  # where folders of programs are made, if they have no root of their own
+    base: str | None  # folder for the folders of programs, if these have no root of their own
     rules: list[tuple[int, int]]  # (descriptor of a path, rights beneath it), the same for all programs
 
     @property
@@ -46,20 +46,20 @@ class Ground:
 
 @dataclass(frozen=True)
 class Order:
-    """Setup of one program."""
+    """The setup of one program."""
 
     limits: ProgramLimits
-    talk: int  # descriptors
+    talk: int  # descriptor for messages to the caller
     output: int | None
     folder: str
 
 
 Guest = Callable[[int, str], NoReturn]
-"""Function that runs in the jail, with the descriptor to its caller, and its folder."""
+"""Function that runs in the jail. It gets the descriptor to its caller, and its folder."""
 
 
 def become(ground: Ground, order: Order, confining: int, guest: Guest) -> NoReturn:
-    """Give up everything, then run the guest. What fails before that is told through `confining`."""
+    """Drop all rights, then run the guest. Errors before that are reported through `confining`."""
     try:
         confining = fcntl.fcntl(confining, fcntl.F_DUPFD_CLOEXEC, HIGH)
         try:
@@ -75,10 +75,10 @@ def become(ground: Ground, order: Order, confining: int, guest: Guest) -> NoRetu
 
 
 def _enter(ground: Ground, limits: ProgramLimits) -> None:
-    """Enter new namespaces, as far as they are allowed; that of process ids was made before the fork."""
+    """Enter new namespaces, as far as they are allowed; the one of process ids was created before the fork."""
     kinds = ground.kinds
     with suppress(OSError):
-        in_proc(ground.proc, "oom_score_adj", "1000")  # if memory runs out, the system should look here first
+        in_proc(ground.proc, "oom_score_adj", "1000")  # if memory runs out, the system should kill the program first
     flags = ground.protections.flags & ~syscalls.NEW_PID
     if flags:
         user, group = os.geteuid(), os.getegid()
@@ -94,14 +94,14 @@ def _enter(ground: Ground, limits: ProgramLimits) -> None:
 
 
 def map_user(proc: int, user: int, group: int, inside: int | None = None) -> None:
-    """Make this user and group known in this process's new namespace, under their own numbers or as `inside`."""
+    """Map this user and group in this process's new namespace, to the same numbers or to `inside`."""
     in_proc(proc, "setgroups", "deny")
     in_proc(proc, "gid_map", f"{group if inside is None else inside} {group} 1")
     in_proc(proc, "uid_map", f"{user if inside is None else inside} {user} 1")
 
 
 def in_proc(proc: int, name: str, content: str) -> None:
-    """Write into a file of this process's."""
+    """Write into a file of this process in /proc."""
     file = os.open(f"self/{name}", os.O_WRONLY | os.O_CLOEXEC, dir_fd=proc)
     try:
         os.write(file, content.encode())
@@ -110,7 +110,7 @@ def in_proc(proc: int, name: str, content: str) -> None:
 
 
 def leave_root() -> None:
-    """Become another user, who owns nothing. The process may still trace and map itself, as any user's may."""
+    """Change to another user, who owns nothing. As with any user, the process may still trace and map itself."""
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
@@ -120,14 +120,14 @@ def leave_root() -> None:
 def _confine(ground: Ground, order: Order, confining: int) -> None:
     """Apply the restrictions that cannot be undone."""
     protections = ground.protections
-    os.setsid()  # a signal to its own group must not reach the warm interpreter and other programs
+    os.setsid()  # a signal to the program's own group must not reach the warm interpreter or other programs
     os.chdir(order.folder)
     rules = [*ground.rules, (os.open(".", os.O_PATH | os.O_CLOEXEC), landlock.OWNING)]
     if protections.other_user and "user" not in protections.namespaces:
         leave_root()
     syscalls.prctl(syscalls.DEATH_SIGNAL, signal.SIGKILL)
     if _is_cut(confining):
-        os._exit(1)  # the warm interpreter has died already
+        os._exit(1)  # the warm interpreter has already died
     syscalls.prctl(syscalls.NO_NEW_PRIVILEGES, 1)
     if protections.landlock:
         landlock.restrict(protections.landlock, rules)
@@ -140,9 +140,9 @@ def _confine(ground: Ground, order: Order, confining: int) -> None:
 
 
 def _keep_descriptors(order: Order, confining: int) -> None:
-    """Keep /dev/null, output, output, the caller, and `confining`, which keeps its number. Everything else is closed.
+    """Keep /dev/null, output twice, the caller's descriptor, and `confining` under its own number. Close all others.
 
-    Standard output of the warm interpreter is /dev/null, as its input is.
+    Standard input and output of the warm interpreter are /dev/null.
     """
     talk = fcntl.fcntl(order.talk, fcntl.F_DUPFD, HIGH)
     output = 1 if order.output is None else fcntl.fcntl(order.output, fcntl.F_DUPFD, HIGH)

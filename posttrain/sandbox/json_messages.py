@@ -1,4 +1,4 @@
-"""Messages between two processes of which one is not trusted: a length in four bytes, then JSON of that length."""
+"""Messages between two processes, one of them untrusted: a length in four bytes, then JSON of that length."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def send(descriptor: int, message: dict[str, Any]) -> None:
 
 
 def receive(descriptor: int, most: int) -> dict[str, Any]:
-    """Return the next message. Raises EOFError, OSError, or ValueError for an invalid one or one longer than `most`."""
+    """Return the next message. Raises EOFError, OSError, or ValueError for an invalid message or one longer than
+    `most`.
+    """
     size = length(_exactly(descriptor, HEAD))
     if size > most:
         raise ValueError(f"a message of {size} bytes")

@@ -1,7 +1,7 @@
-"""Access of a program in the sandbox to files, and none to the network: Landlock, Linux 5.13 and later.
+"""Restricts a program in the sandbox to some files and no network: Landlock, Linux 5.13 and later.
 
-A kernel says how much of Landlock it knows (its ABI), and is asked for no more than that. What an older one does not see is
-held elsewhere: the filter of system calls denies truncate by path, sockets, device controls and signals.
+The kernel reports which version of Landlock it supports (its ABI), and only its features are used. The filter of system
+calls covers features that older versions lack: it denies truncation by path, sockets, device controls and signals.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ MAKE_DEVICE, MAKE_FOLDER, MAKE_FILE, MAKE_SOCKET, MAKE_PIPE, MAKE_BLOCK_DEVICE, 
 )
 REFER, TRUNCATE, CONTROL_DEVICE = (1 << n for n in range(13, 16))
 
-_FILES = {1: 13, 2: 14, 3: 15, 4: 15}  # ABI -> how many rights of files it knows; 16 from 5 on
+_FILES = {1: 13, 2: 14, 3: 15, 4: 15}  # ABI -> number of file rights that it supports; 16 from ABI 5 on
 _NETWORK = 0b11  # bind and connect of TCP, from ABI 4 on
-_SCOPES = 0b11  # abstract sockets and signals stay within the sandbox, from ABI 6 on
-_VERSION = 1  # flag: tell the ABI
-_BENEATH = 1  # kind of rule
-_QUIET = 1  # flag: a program cannot fill the system's audit log with what it was denied
+_SCOPES = 0b11  # abstract sockets and signals are confined to the sandbox, from ABI 6 on
+_VERSION = 1  # flag: return the ABI
+_BENEATH = 1  # kind of rule: rights beneath a path
+_QUIET = 1  # flag: a program cannot fill the system's audit log with denied requests
 
 READING = READ_FILE | READ_FOLDER
-USING = READ_FILE | WRITE_FILE  # of a device such as /dev/null
+USING = READ_FILE | WRITE_FILE  # rights for a device such as /dev/null
 OWNING = (
     READING | WRITE_FILE | REMOVE_FOLDER | REMOVE_FILE | MAKE_FOLDER | MAKE_FILE | MAKE_LINK | REFER | TRUNCATE
 )  # fmt: skip
@@ -36,7 +36,7 @@ _OF_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | CONTROL_DEVICE
 
 
 def abi() -> int:
-    """Return the version of Landlock that this kernel supports; 0: it has none, or is booted without it."""
+    """Return the ABI of Landlock that this kernel supports; 0 if it has none, or is booted without it."""
     try:
         return syscalls.call("landlock_create_ruleset", None, 0, _VERSION)
     except OSError:
@@ -44,12 +44,12 @@ def abi() -> int:
 
 
 def handled(version: int) -> tuple[int, int, int]:
-    """Return all rights of files, of the network, and scopes that a kernel of this ABI can deny."""
+    """Return all file rights, network rights and scopes that a kernel of this ABI can deny."""
     return (1 << _FILES.get(version, 16)) - 1, _NETWORK if version >= 4 else 0, _SCOPES if version >= 6 else 0
 
 
 def rule(path: str, rights: int) -> tuple[int, int] | None:
-    """Return (a descriptor of the path, the rights beneath it that apply to it); None where there is no such path."""
+    """Return (a descriptor of the path, the rights beneath it that apply to it); None if the path does not exist."""
     try:
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -58,7 +58,7 @@ def rule(path: str, rights: int) -> tuple[int, int] | None:
 
 
 def restrict(version: int, rules: Sequence[tuple[int, int]]) -> None:
-    """Restrict this thread, and its children, to these rules. Needs `NO_NEW_PRIVILEGES`. Raises OSError."""
+    """Restrict this thread and its children to these rules. Requires `NO_NEW_PRIVILEGES`. Raises OSError."""
     files, network, scopes = handled(version)
     size = 8 if version < 4 else 16 if version < 6 else 24
     head = struct.pack("QQQ", files, network, scopes)[:size]

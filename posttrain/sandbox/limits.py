@@ -8,21 +8,21 @@ from typing import Any
 
 from posttrain.sandbox import syscalls
 
-COUNTED_BY_NAMESPACE = (5, 14)  # from this Linux on a namespace of users counts its own processes
+COUNTED_BY_NAMESPACE = (5, 14)  # from this Linux release on, a user namespace counts its own processes
 
 
 @dataclass(frozen=True)
 class ProgramLimits:
     """Limits of one program."""
 
-    cpu: int = 5  # seconds of processor time, of each of its processes
-    life: float = 7.5  # seconds by the clock
-    memory: int = 256 << 20  # bytes of address space, of each of its processes
-    processes: int = 8  # threads too
+    cpu: int = 5  # seconds of processor time of each of its processes
+    life: float = 7.5  # seconds of wall time
+    memory: int = 256 << 20  # bytes of address space of each of its processes
+    processes: int = 8  # processes and threads
     descriptors: int = 64  # open at once
     file: int = 16 << 20  # bytes of one file
-    folder: int = 32 << 20  # bytes of all that is in its folder
-    files: int = 1000  # that are in its folder
+    folder: int = 32 << 20  # bytes of all files in its folder
+    files: int = 1000  # number of files in its folder
     output: int = 1 << 20  # bytes that it may print
 
     def as_dict(self) -> dict[str, Any]:
@@ -31,23 +31,25 @@ class ProgramLimits:
 
 @dataclass(frozen=True)
 class Protections:
-    """Active protections. `missing`: those that a sandbox requires and lacks."""
+    """The active protections. `missing`: those that a sandbox requires and this one lacks."""
 
-    namespaces: tuple[str, ...] = ()  # kinds, of `kernel.NAMESPACES`
+    namespaces: tuple[str, ...] = ()  # kinds, as in `syscalls.NAMESPACES`
     landlock: int = 0  # ABI; 0: none
     seccomp: bool = False
-    other_user: bool = False  # programs run as another user than the sandbox
-    root: bool = False  # they run as root, without its rights: there was no way to become another user
+    other_user: bool = False  # whether programs run as another user than the sandbox
+    root: bool = False  # whether programs run as root, without its rights, as no other user was available
 
     @property
     def processes(self) -> bool:
-        """Whether a program may start processes and threads: they are counted, which root's are not, and end with it."""
+        """Whether a program may start processes and threads: only if these are counted, unlike those of root, and end
+        with it.
+        """
         held = {"user", "pid"} <= set(self.namespaces) and not self.root
         return held and syscalls.release() >= COUNTED_BY_NAMESPACE
 
     @property
     def flags(self) -> int:
-        """Flags of unshare."""
+        """The flags for unshare."""
         return sum(syscalls.NAMESPACES[kind] for kind in self.namespaces)
 
     @property

@@ -1,9 +1,10 @@
-"""Values on their way in and out of the sandbox: plain data, as JSON, rebuilt from nothing but Python's own types.
+"""Values passed in and out of the sandbox: plain data as JSON, rebuilt only from Python's own types.
 
-None, booleans, text, floats and small integers are JSON's own; a list is an array. Everything else is an object with one
-key that names its type: {"tuple": [1, 2]}, {"set": [...]}, {"dict": [[key, value], ...]}, {"int": "-1f"} in hexadecimal. A
-subclass goes as what it is derived from, so nothing that comes out of the sandbox brings a method of its own: an equality
-that was overridden inside is not there outside. What is no plain data is a reference, {"ref": 7}, or cannot go.
+None, booleans, text, floats and small integers are JSON's own; a list is an array. Any other value is an object with
+one key that names its type: {"tuple": [1, 2]}, {"set": [...]}, {"dict": [[key, value], ...]}, {"int": "-1f"} in
+hexadecimal. An instance of a subclass is passed as its base type, so no value from the sandbox has methods of its own:
+an equality overridden inside has no effect outside. A value that is not plain data becomes a reference, {"ref": 7}, or
+cannot be passed.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
-SMALL = 1 << 62  # integers below are JSON's
-MOST_DIGITS = 1000  # of a decimal or fraction that is compared outside: arithmetic with more can take long
+SMALL = 1 << 62  # smaller integers are JSON numbers
+MOST_DIGITS = 1000  # of a decimal or fraction that is compared outside: arithmetic with more digits can take long
 NAMED = ("builtins", "operator", "math", "functools", "itertools", "string")
 """Modules whose functions and types are passed by name."""
 
@@ -85,7 +86,7 @@ _SEQUENCES: list[tuple[Any, str]] = [
 
 
 def named(value: Any) -> str | None:
-    """The "module.name" of a function or type of `NAMED`, which is the same in every interpreter; None for others."""
+    """Return "module.name" of a function or type of `NAMED`, equal in every interpreter; None for other values."""
     for module in NAMED:
         name = getattr(value, "__name__", None)
         if isinstance(name, str) and getattr(importlib.import_module(module), name, None) is value:
@@ -94,8 +95,8 @@ def named(value: Any) -> str | None:
 
 
 def decode(form: Any, resolve: Callable[[str, Any], Any]) -> Any:
-    """Decode a form. `resolve(kind, content)`: returns the object of a reference or a name. Raises NotPlain for any
-    other form.
+    """Decode a form. `resolve(kind, content)`: returns the object of a reference or a name. Raises NotPlain for other
+    forms.
     """
     try:
         return _decode(form, resolve)
@@ -158,18 +159,18 @@ _SCALARS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-# -- compared where the expected value is -------------------------------------------------------------------------------
+# -- comparison, where the expected value is ---------------------------------------------------------------------------
 
 
 def equals(form: Any, expected: Any) -> bool:
-    """Whether a form that came out of the sandbox is `expected`, a Python literal, as == would say.
+    """Return whether a form from the sandbox equals `expected`, a Python literal, by the rules of ==.
 
-    Takes time in proportion to what is expected: sizes are compared before anything is looked up, so that a program gains
-    nothing by returning much, or keys whose hashes collide.
+    The time is proportional to the size of `expected`: sizes are compared before any lookup, so that a program gains
+    nothing by returning large values, or keys whose hashes collide.
     """
     try:
         return _equals(form, expected)
-    except Exception:  # whatever a form that is none can cause
+    except Exception:  # an invalid form may cause any exception
         return False
 
 
@@ -196,7 +197,7 @@ def _equals(form: Any, expected: Any) -> bool:
 
 
 def _content(form: Any, *kinds: str) -> list[Any]:
-    """Return the content of a form of one of these kinds. Raises NotPlain for another."""
+    """Return the content of a form of one of these kinds. Raises NotPlain for another kind."""
     if type(form) is dict and len(form) == 1:
         [(kind, content)] = form.items()
         if kind in kinds:
@@ -206,9 +207,7 @@ def _content(form: Any, *kinds: str) -> list[Any]:
 
 
 def _key(form: Any) -> Any:
-    """Return a scalar or a key. Raises NotPlain for anything else, or for values that would take long to
-    compute with.
-    """
+    """Return a scalar or a key. Raises NotPlain for anything else, and for values that make arithmetic slow."""
     if isinstance(form, list):
         raise NotPlain("a list, which is no key")
     if not isinstance(form, dict):

@@ -1,7 +1,7 @@
 """The caller's end of one program in the sandbox.
 
-What goes wrong is one of two things. `Ended`: the program did it, by taking too long or too much, by ending itself, or by
-saying what cannot be read. `SandboxError`: the sandbox did it, which says nothing about the program.
+There are two kinds of failure. `Ended`: caused by the program, which took too long or too much, ended itself, or sent a
+message that cannot be parsed. `SandboxError`: caused by the sandbox, which implies nothing about the program.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Any
 from posttrain.sandbox.json_messages import HEAD, framed, length
 from posttrain.sandbox.limits import ProgramLimits
 
-MOST_ANSWER = 1 << 20  # bytes of a program's answer
+MOST_ANSWER = 1 << 20  # most bytes of a program's answer
 END_SECONDS = 10.0  # for the warm interpreter to report a program's end
 
 
 class Ended(Exception):
-    """The program is over, or is given up, by its own fault."""
+    """The program has ended, or was given up, by its own fault."""
 
 
 class SandboxError(Exception):
-    """The sandbox could not do its work."""
+    """The sandbox could not run a program."""
 
 
 class Program:
-    """Our end of one program. `ask` and the methods that use it raise Ended and Broken, each time again once it is
-    over.
+    """The caller's end of one program. `ask` and the methods that use it raise Ended and SandboxError, and again at
+    each call after the program's end.
     """
 
     def __init__(self, control: socket.socket, limits: ProgramLimits, output: bool) -> None:
@@ -63,16 +63,16 @@ class Program:
 
     @property
     def left(self) -> float:
-        """Seconds until its time limit."""
+        """Seconds until the program's time limit."""
         return max(0.0, self._until - time.monotonic())
 
     def run(self, code: str, name: str = "__program__", seconds: float | None = None) -> list[str] | None:
-        """Run code as a module of this name: what it raised as [type, text, traceback], or None."""
+        """Run code as a module with this name. Return its exception as [type, text, traceback], or None."""
         return self.asked({"do": "run", "code": code, "name": name}, seconds).get("raised")
 
     def asked(self, request: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
-        """Send a request, and return {"value": a form of any kind} or {"raised": [type, text, traceback]}; any other
-        answer ends the program.
+        """Send a request and return {"value": any form} or {"raised": [type, text, traceback]}. Any other answer ends
+        the program.
         """
         answer = self.ask(request, seconds)
         if _is_raised(answer):
@@ -82,8 +82,8 @@ class Program:
         return {"value": answer["value"]}
 
     def ask(self, request: dict[str, Any], seconds: float | None = None) -> dict[str, Any]:
-        """Send a request and return the answer, within `seconds` by the clock (None: the rest of its life). It may be
-        anything.
+        """Send a request and return the answer, which may be any JSON object. `seconds`: limit in wall time; None: the
+        rest of the program's time.
         """
         if self._over is not None:
             raise self._over
@@ -103,7 +103,7 @@ class Program:
         return answer
 
     def close(self) -> None:
-        """Kill it, with all that it started. May be called twice."""
+        """Kill the program and all processes that it started. May be called twice."""
         self._over = self._over or Ended("was ended")
         for end in (self._talk, self._watch):
             end.close()
@@ -112,7 +112,7 @@ class Program:
             self._output = None
 
     def finish(self) -> dict[str, Any]:
-        """Kill it and wait until nothing of it is left; how it ended. Raises Broken."""
+        """Kill the program, wait until it is completely gone, and return how it ended. Raises SandboxError."""
         if self.report is None:
             self._over = self._over or Ended("was ended")
             with suppress(OSError):
@@ -150,9 +150,7 @@ class Program:
         return bytes(parts)
 
     def _wait(self, event: int, end: float) -> None:
-        """Wait until the channel can be read or written, while output is collected. Raises Ended when the time
-        is over.
-        """
+        """Wait until the channel can be read or written, and collect output meanwhile. Raises Ended at the deadline."""
         poll = select.poll()
         poll.register(self._talk, event)
         if self._output is not None:
@@ -167,7 +165,7 @@ class Program:
                 raise self._ends("took too long")
 
     def _drain(self) -> bool:
-        """Collect output; return whether more may come. Raises Ended where it is too much."""
+        """Collect output; return whether more may follow. Raises Ended if it is too much."""
         if self._output is None:
             return False
         with suppress(BlockingIOError):
@@ -181,13 +179,15 @@ class Program:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _ends(self, reason: str) -> Exception:
-        """Give it up for this reason, and kill it."""
+        """Kill the program; return the error with the reason."""
         self._over = self._over or Ended(reason)
         self.finish()
         return self._over
 
     def _lost(self) -> Exception:
-        """Return the error of a program that closed its end, by itself or because it was killed, as reported."""
+        """Return the error for a program that closed its end, by itself or because it was killed, as its report
+        shows.
+        """
         if self._over is None:
             self._over = Ended("ended by itself")
             try:
@@ -220,9 +220,9 @@ def _is_raised(answer: dict[str, Any]) -> bool:
 
 
 def _ending(report: dict[str, Any], limits: ProgramLimits) -> str:
-    """Return how it ended, in words."""
+    """Return how the program ended, in words."""
     if report["over"]:
         return "took too long" if report["over"] == "life" else "wrote too much into its folder"
-    if report["exit"] == -9 and report["cpu"] >= limits.cpu / 2:  # the kernel counts by ticks here, and exactly there
+    if report["exit"] == -9 and report["cpu"] >= limits.cpu / 2:  # reported in ticks, limited exactly
         return f"took more than {limits.cpu} s of processor time"
     return f"ended by signal {-report['exit']}" if report["exit"] < 0 else f"ended with exit code {report['exit']}"

@@ -1,13 +1,13 @@
 """System calls that a program in the sandbox may make: an allow-list, as a filter that the kernel runs (seccomp).
 
-Decided here:
+The rules:
 
-* What is not listed fails with EPERM, so that a program sees a PermissionError and may go on. A few fail with ENOSYS,
+* A call that is not listed fails with EPERM, so that a program gets a PermissionError and may go on. A few fail with ENOSYS,
   because the C library then falls back to an older call whose arguments a filter can read (clone3 to clone).
-* No sockets, but pairs of connected streams, which asyncio needs. No execve, ptrace, mount, keys, BPF, io_uring, System V
+* No sockets except pairs of connected streams, which asyncio needs. No execve, ptrace, mount, keys, BPF, io_uring, System V
   memory, memfd. No change of owner, mode, times or extended attributes: Landlock does not see these, and files that may
   be read may be the user's own. fcntl and ioctl without the commands that send signals to others (F_SETOWN, F_SETSIG).
-* New processes and signals to others only where a namespace of process ids holds them.
+* New processes and signals to others only in a namespace of process ids.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ OF_COMMANDS = """
 execve execveat chmod fchmod fchmodat utimensat setpgid setsid link linkat memfd_create sendmsg recvmsg
 """.split()  # fmt: skip
 """System calls of programs other than Python, which run in bubblewrap."""
-UNKNOWN = ("clone3", "openat2")  # they fail as on an older kernel
+UNKNOWN = ("clone3", "openat2")  # fail as on a kernel without them
 
 IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIONCLEX FIOCLEX
 FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)  # copies, flags and locks of descriptors; size of a pipe
-PRCTLS = (15, 16, 0x53564D41)  # the name of a thread, of a piece of memory
+PRCTLS = (15, 16, 0x53564D41)  # set the name of a thread, or of a memory area
 SOCKET_OPTIONS = (
     3,
     4,
@@ -50,15 +50,15 @@ SOCKET_OPTIONS = (
     8,
     38,
     39,
-)  # type, error, sizes, protocol, domain; not who is at the other end (SO_PEERPIDFD)
+)  # type, error, sizes, protocol, domain; not the identity of the peer (SO_PEERPIDFD)
 LOCAL, STREAM, STREAM_FLAGS = 1, 1, 0o2004000  # AF_UNIX, SOCK_STREAM, SOCK_CLOEXEC | SOCK_NONBLOCK
-NEW_NAMESPACES = sum(syscalls.NAMESPACES.values()) | 0x02000000  # and one of cgroups
+NEW_NAMESPACES = sum(syscalls.NAMESPACES.values()) | 0x02000000  # and the flag for a cgroup namespace
 NO_CLONE = NEW_NAMESPACES | 0x8000 | 0x2000 | 0x1000  # CLONE_PARENT, CLONE_PTRACE, CLONE_PIDFD
 
 ALLOW, KILL, ERROR = 0x7FFF0000, 0x80000000, 0x00050000
-_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # places in struct seccomp_data
+_NUMBER, _ARCHITECTURE, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
 _LOAD, _EQUAL, _SET, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x45, 0x35, 0x54, 0x06
-_X32 = 0x40000000  # numbers of x86_64's other interface
+_X32 = 0x40000000  # numbers of the x32 ABI of x86_64
 _SET_FILTER = 1
 _HEAD = 16  # bytes
 
@@ -67,14 +67,14 @@ class Instruction(NamedTuple):
     """The C structure sock_filter."""
 
     code: int
-    yes: int  # instructions to skip
+    yes: int  # number of instructions to skip
     no: int
     value: int
 
 
 def program(processes: bool, commands: bool = False, machine: str = syscalls.MACHINE) -> bytes:
-    """Return the filter, as the kernel reads it. `processes`: new ones are allowed; `commands`: for programs of any
-    kind.
+    """Return the filter in the kernel's format. `processes`: new processes are allowed; `commands`: for any program,
+    not only Python.
     """
     return b"".join(struct.pack("<HBBI", *i) for i in instructions(processes, commands, machine))
 
@@ -98,7 +98,7 @@ def instructions(processes: bool, commands: bool = False, machine: str = syscall
     found += _for(known["ioctl"], _one_of(1, IOCTLS))
     found += _for(known["fcntl"], _one_of(1, FCNTLS))
     found += _for(known["prctl"], _one_of(0, PRCTLS))
-    found += _for(known["prlimit64"], _one_of(0, (0,)))  # of oneself
+    found += _for(known["prlimit64"], _one_of(0, (0,)))  # only for the calling process
     found += _for(known["getsockopt"], _one_of(2, SOCKET_OPTIONS))
     found += _for(known["socketpair"], _pairs())
     if processes:
@@ -107,9 +107,7 @@ def instructions(processes: bool, commands: bool = False, machine: str = syscall
 
 
 def installable(filter: bytes) -> ctypes.Array[ctypes.c_char]:
-    """Return a filter in memory, in the structure that the kernel expects (struct sock_fprog), to be installed
-    repeatedly.
-    """
+    """Return a filter in memory as the kernel's struct sock_fprog, which can be installed repeatedly."""
     whole = ctypes.create_string_buffer(_HEAD + len(filter))
     where = ctypes.addressof(whole) + _HEAD
     whole.raw = struct.pack("HxxxxxxP", len(filter) // 8, where) + filter
@@ -117,7 +115,7 @@ def installable(filter: bytes) -> ctypes.Array[ctypes.c_char]:
 
 
 def install(filter: ctypes.Array[ctypes.c_char]) -> None:
-    """Install the filter for this thread and its children. Needs `NO_NEW_PRIVILEGES`."""
+    """Install the filter for this thread and its children. Requires `NO_NEW_PRIVILEGES`."""
     syscalls.call("seccomp", _SET_FILTER, 0, filter)
 
 
@@ -126,12 +124,12 @@ def _verdict(value: int) -> Instruction:
 
 
 def _for(number: int, then: Sequence[Instruction]) -> list[Instruction]:
-    """Return the instructions for one system call, whose number has been loaded."""
+    """Return instructions that apply `then` to one system call, whose number is loaded."""
     return [Instruction(_EQUAL, 0, len(then), number), *then]
 
 
 def _argument(place: int) -> Instruction:
-    """Load the lower half of an argument; the kernel reads no more of those that are looked at here."""
+    """Load the lower half of an argument: for the arguments checked here, the kernel reads no more."""
     return Instruction(_LOAD, 0, 0, _ARGUMENTS + 8 * place)
 
 
@@ -145,7 +143,7 @@ def _without(place: int, flags: int) -> list[Instruction]:
 
 
 def _pairs() -> list[Instruction]:
-    """Return the instructions for socketpair: local streams are allowed."""
+    """Return the instructions for socketpair: only local streams are allowed."""
     return [
         _argument(0),
         Instruction(_EQUAL, 0, 4, LOCAL),

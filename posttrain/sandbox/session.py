@@ -1,4 +1,4 @@
-"""A Python interpreter as a tool: what was defined in one call is there in the next."""
+"""A Python interpreter as a tool, which keeps its definitions from one call to the next."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from posttrain.sandbox.limits import ProgramLimits
 from posttrain.sandbox.program import Ended, Program
 from posttrain.sandbox.shared_sandbox import STEP, shared
 
-SECONDS = 5.0  # of a call, by the clock
-SHARE = 0.5  # of a step of the environment, that a call may take at most
-LIMITS = ProgramLimits(cpu=60, life=3600.0)  # of all calls together
-SHOWN = 2000  # characters of what a call printed; more is cut in the middle
+SECONDS = 5.0  # wall time of a call
+SHARE = 0.5  # share of an environment's step that a call may take at most
+LIMITS = ProgramLimits(cpu=60, life=3600.0)  # for all calls together
+SHOWN = 2000  # most characters of a call's output; longer output is shortened in the middle
 
 
 class InterpreterSession:
-    """The interpreter of one episode. It starts with the first call, and again after one that ended it."""
+    """The interpreter of one episode. It starts with the first call, and with the next after one that ended it."""
 
     def __init__(self, seconds: float = SECONDS, limits: ProgramLimits = LIMITS, shown: int = SHOWN) -> None:
         self._seconds = min(seconds, SHARE * float(os.environ.get(STEP, "inf")))
@@ -25,10 +25,10 @@ class InterpreterSession:
         self._program: Program | None = None
 
     def run(self, code: str) -> str:
-        """Run code as at a prompt. Return its output, the value of its last line, and its exception; "" if there is
-        nothing.
+        """Run code as at a prompt. Return its output, the value of its last line, and its exception; "" if there are
+        none.
 
-        Raises Broken.
+        Raises SandboxError.
         """
         if self._program is None:
             self._program = shared().start(self._limits, output=True)
@@ -52,7 +52,7 @@ class InterpreterSession:
 
 
 def cut(text: str, most: int) -> str:
-    """Return the text, or its beginning and its end."""
+    """Return the text, shortened to its beginning and end."""
     if len(text) <= most:
         return text
     half = most // 2

@@ -1,4 +1,4 @@
-"""One sandbox for a process: started when it is first needed, and ended with the process."""
+"""One sandbox per process: started when first needed, and ended with the process."""
 
 from __future__ import annotations
 
@@ -13,19 +13,15 @@ from posttrain.sandbox.host import Sandbox
 from posttrain.sandbox.limits import ProgramLimits
 from posttrain.sandbox.program import SandboxError
 
-STEP = (
-    "POSTTRAIN_ENV_TIMEOUT"  # the environment variable that tells a worker how long a step of its environment may take
-)
-SHARE = (
-    0.75  # of a step, for a program: so that one that hangs ends before its worker is killed, which would be invalid
-)
+STEP = "POSTTRAIN_ENV_TIMEOUT"  # the environment variable with the time limit of a step, in a worker of environments
+SHARE = 0.75  # of a step, for a program: one that hangs then ends before its worker is killed, which would be invalid
 
 _lock = threading.Lock()
 _sandbox: Sandbox | None = None
 
 
 def shared() -> Sandbox:
-    """Return the sandbox of this process. Raises UserError where programs cannot be run safely, and Broken."""
+    """Return the sandbox of this process. Raises UserError if programs cannot be run safely, and SandboxError."""
     global _sandbox
     with _lock:
         if _sandbox is None:
@@ -34,14 +30,14 @@ def shared() -> Sandbox:
 
 
 def begin_in_worker() -> None:
-    """Start it now where this is a worker of environments: within a step it would take of the time of a program."""
+    """Start the sandbox now in a worker of environments: within a step, the start would use a program's time."""
     if STEP in os.environ:
-        with suppress(SandboxError):  # told by who needs it
+        with suppress(SandboxError):  # raised again at the first use
             shared()
 
 
 def about() -> list[str]:
-    """Return the active protections, as lines for the start of a run. Raises UserError as `shared` does."""
+    """Return the active protections as lines for the start of a run. Raises UserError, as `shared` does."""
     try:
         return [f"sandbox: {shared().protections}"]
     except SandboxError as error:
@@ -51,7 +47,7 @@ def about() -> list[str]:
 
 
 def usual_limits() -> ProgramLimits:
-    """Return the limits of a program whose verdict a worker waits for."""
+    """Return the limits of a program for whose verdict a worker waits."""
     usual = ProgramLimits()
     return replace(usual, life=min(usual.life, SHARE * float(os.environ.get(STEP, "inf"))))
 
@@ -66,8 +62,8 @@ def close() -> None:
 
 
 def _forget() -> None:
-    """Drop the sandbox in a forked child: it is the parent's, and a lock may be held by a thread that does not exist
-    here.
+    """Drop the sandbox in a forked child: it belongs to the parent, and a thread that does not exist here may hold its
+    lock.
     """
     global _sandbox, _lock
     if _sandbox is not None:

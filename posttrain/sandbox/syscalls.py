@@ -15,17 +15,17 @@ NEW_MOUNT, NEW_UTS, NEW_IPC, NEW_USER, NEW_PID, NEW_NET = (
     0x00020000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000,
 )  # fmt: skip
 NAMESPACES = {"user": NEW_USER, "mount": NEW_MOUNT, "pid": NEW_PID, "net": NEW_NET, "ipc": NEW_IPC, "uts": NEW_UTS}
-"""Kind of a namespace -> the flag that creates one."""
+"""Kind of namespace -> the flag that creates it."""
 
 READ_ONLY, NO_SUID, NO_DEVICES, NO_EXECUTION, REMOUNT, BIND, RECURSIVE, PRIVATE = (
     1, 2, 4, 8, 32, 4096, 16384, 1 << 18,
 )  # fmt: skip
-DETACH = 2  # of umount2
+DETACH = 2  # flag of umount2
 
 DEATH_SIGNAL, DUMPABLE, NO_NEW_PRIVILEGES = 1, 4, 38  # options of prctl
 _CAPABILITIES_3 = 0x20080522
 
-# name, number on x86_64, number on aarch64 ("-": it has none)
+# name, number on x86_64, number on aarch64 ("-": none)
 _NUMBERS = """
 access 21 -; alarm 37 -; arch_prctl 158 -; brk 12 214; capset 126 91; chdir 80 49; chmod 90 -; clock_getres 229 114;
 clock_gettime 228 113; clock_nanosleep 230 115; clone 56 220; clone3 435 435; close 3 57; close_range 436 436;
@@ -65,7 +65,7 @@ def release() -> tuple[int, int]:
 
 @cache
 def numbers(machine: str = MACHINE) -> dict[str, int]:
-    """Return name of a system call -> its number, on a machine of `ARCHITECTURES`; {} on any other."""
+    """Return name of a system call -> its number, for a machine of `ARCHITECTURES`; {} for any other machine."""
     if machine not in ARCHITECTURES:
         return {}
     column = 1 + list(ARCHITECTURES).index(machine)
@@ -81,7 +81,7 @@ def _library() -> ctypes.CDLL:
 
 
 def call(name: str, *args: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
-    """Make a system call by its name. Raises OSError, also where this machine's numbers are not known."""
+    """Make a system call by name. Raises OSError, also if the numbers of this machine are unknown."""
     number = numbers().get(name)
     if number is None:
         raise OSError(38, f"{name} is not known on {MACHINE}")
@@ -100,7 +100,7 @@ def unshare(flags: int) -> None:
 
 
 def enter(namespace: int, flag: int) -> None:
-    """Enter the namespace of a descriptor."""
+    """Enter the namespace that a descriptor refers to."""
     call("setns", namespace, flag)
 
 
@@ -116,7 +116,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str =
 
 
 def unmount(target: str) -> None:
-    """Detach a mount and everything below it; it ends when nobody uses it any more."""
+    """Detach a mount and all mounts below it; they end when no process uses them any more."""
     call("umount2", target.encode(), DETACH)
 
 
@@ -129,7 +129,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def drop_capabilities() -> None:
-    """Drop all capabilities, for good where no new privileges may be gained."""
+    """Drop all capabilities, permanently where no new privileges can be gained."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_3, 0)
     sets = (ctypes.c_uint32 * 6)()
     call("capset", _bytes(header), _bytes(sets))

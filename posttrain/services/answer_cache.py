@@ -1,7 +1,7 @@
-"""Cache on disk of endpoints' answers, for all runs of a user: one small file each, named by endpoint and request.
+"""Cache on disk of endpoints' answers, for all runs of a user: one small file each, named after endpoint and request.
 
 The folder is posttrain/answers in $XDG_CACHE_HOME or ~/.cache. It may be emptied at any time; without a usable folder,
-nothing is cached. Only valid answers are, so that a failure is never repeated from here.
+nothing is cached. Only valid answers are cached, so the cache never repeats a failure.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from posttrain.system.cache_folders import cache_folder
 
 
 class AnswerCache:
-    """Texts by endpoint and request."""
+    """Answers by endpoint and request."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder or cache_folder("answers")
 
     def get(self, endpoint: str, body: bytes) -> str | None:
-        """Return the cached answer to this request."""
+        """Return the cached answer to this request, or None."""
         if self.folder is None:
             return None
         try:
@@ -31,7 +31,7 @@ class AnswerCache:
             return None
 
     def put(self, endpoint: str, body: bytes, text: str) -> None:
-        """Store an answer, completely or not at all. A full disk stores nothing, which is no reason to end a run."""
+        """Store an answer, completely or not at all. A full disk stores nothing and does not end the run."""
         if self.folder is None:
             return
         file = self._file(endpoint, body)

@@ -1,8 +1,8 @@
 """A judge of this machine as a service: a checkpoint that reasons before its verdict, sampled in this process.
 
-Decided here: a vote's seed follows from its question's text and its number, and where an engine's bits depend on the
-other requests of a batch, one question is sampled at a time. So an answer follows from its question alone. A vote that
-was cut off or has no verdict is invalid; where fewer than half are left, the answer is Invalid.
+A vote's seed depends only on its question's text and its number. If an engine's bits depend on the other requests of a
+batch, questions are sampled one at a time. So an answer depends on its question alone. A vote that was truncated or has
+no verdict is invalid; if fewer than half are valid, the answer is Invalid.
 
 N    tokens of the verdict's words
 """
@@ -39,19 +39,19 @@ from posttrain.verify.verdict import behind, final_score, final_verdict
 
 @dataclass
 class _Question:
-    """A question with its votes."""
+    """A question and its votes."""
 
     id: int
     text: str  # the filled template
     tokens: list[int]
-    votes: dict[int, Completion] = field(default_factory=dict)  # by number
+    votes: dict[int, Completion] = field(default_factory=dict)  # by number of the vote
 
 
 class GenerativeJudge:
-    """Service of a generative judge; implements `posttrain.core.protocols.Service`. It is asked as a scalar judge is;
-    its answer is the mean of its votes.
+    """Service of a generative judge; implements `posttrain.core.protocols.Service`. Requests are those of a scalar
+    judge; an answer is the mean of the votes.
 
-    A vote is 1 or 0 by the recipe's words, the probability of the first of them, or a number of its scale.
+    A vote is 1 or 0 by the recipe's words, the probability of the first word, or a number of the recipe's scale.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class GenerativeJudge:
         device: str | torch.device = "cpu",
         matrices: torch.dtype | None = None,
     ) -> None:
-        """Load the judge. Raises UserError if there is no such folder, or if its model can produce no verdict that
-        could be parsed. `matrices`: see `posttrain.models.checkpoint_folder.load_model`.
+        """Load the judge. Raises UserError if the folder does not exist, or if the model cannot produce a valid
+        verdict. `matrices`: see `posttrain.models.checkpoint_folder.load_model`.
         """
         self.recipe, self.name = recipe, name
         try:
@@ -77,7 +77,7 @@ class GenerativeJudge:
         known = fingerprint.of_path(self.folder)
         self._weights = known["digest"] if known else ""
         self._waiting: deque[_Question] = deque()
-        self._running: dict[int, tuple[_Question, int]] = {}  # request of the engine -> question, number of the vote
+        self._running: dict[int, tuple[_Question, int]] = {}  # request of the engine -> (question, number of the vote)
         self._begun = 0  # number of requests so far
         self._answers: list[tuple[int, Any]] = []
         self._counts = dict.fromkeys(("asked", "invalid", "votes", "unreadable", "tokens/prompt", "tokens/reply"), 0.0)
@@ -103,7 +103,7 @@ class GenerativeJudge:
             self._waiting.append(question)
 
     def poll(self) -> list[tuple[int, Any]]:
-        """Sample a few tokens of the open votes. Return the answers that are complete."""
+        """Sample a few tokens of the open votes, and return the complete answers."""
         while self._waiting and (self.engine.batch_invariant or not self._running):
             self._begin(self._waiting.popleft())
         for completion in self.engine.poll() if self._running else ():
@@ -129,7 +129,7 @@ class GenerativeJudge:
     # -- questions -----------------------------------------------------------------------------------------------------
 
     def _check(self) -> int:
-        """Return the tokens of the shortest reply with a verdict. Raises UserError where none is possible."""
+        """Return the number of tokens of the shortest reply with a verdict. Raises UserError if none is possible."""
         recipe, tokenizer = self.recipe, self.tokenizer
         where = f"{self.name}: the model {self.folder}"
         if recipe.chat and tokenizer.chat_template is None:
@@ -216,7 +216,7 @@ class GenerativeJudge:
         return math.fsum(worth) / len(worth)
 
     def _vote(self, question: _Question, completion: Completion) -> float | str:
-        """Return the value of a reply, or why it is invalid."""
+        """Return the value of a reply, or the reason why it is invalid."""
         recipe = self.recipe
         if completion.stop.truncated:
             return f"was cut off after {len(completion.tokens)} tokens"
@@ -230,11 +230,10 @@ class GenerativeJudge:
 
     @torch.no_grad()
     def _probability(self, prompt: list[int], completion: Completion) -> float:
-        """Return P(first word) / (P(first word) + P(second word)), at temperature 1, at the place of the verdict in the
-        reply.
+        """Return P(first word) / (P(first word) + P(second word)) at the place of the reply's verdict, at temperature
+        1.
 
-        The mean of these over votes is the score of GenRM-CoT (Zhang et al. 2024, arXiv 2408.15240), there without the
-        denominator.
+        The mean over votes is the score of GenRM-CoT (Zhang et al. 2024, arXiv 2408.15240), which has no denominator.
         """
         decode, text = self.tokenizer.decode, completion.text
         found = behind(text, self.recipe.marker)
@@ -242,13 +241,13 @@ class GenerativeJudge:
         lengths = range(len(completion.tokens) + 1)
         kept = bisect.bisect_right(lengths, found.start, key=lambda n: len(decode(completion.tokens[:n]))) - 1
         before = [*prompt, *completion.tokens[:kept]]
-        rest = text[len(decode(completion.tokens[:kept])) : found.start]  # where a token holds more than the word
+        rest = text[len(decode(completion.tokens[:kept])) : found.start]  # text before the word in the same token
         words = [self.tokenizer.encode(rest + word) for word in self.recipe.words]
         first, second = self._likelihoods(before, words)
         return 1.0 / (1.0 + math.exp(min(700.0, second - first)))
 
     def _likelihoods(self, before: list[int], words: list[list[int]]) -> list[float]:
-        """Return the log-probability of each word behind the same tokens, which are computed once."""
+        """Return the log-probability of each word after the same tokens, which are computed once."""
         length = [len(before), *map(len, words)]
         start = [sum(length[:place]) for place in range(len(length))]
         device = self.model.head.device

@@ -1,8 +1,8 @@
 """A judge as a service: a language model behind an endpoint that scores replies or compares them.
 
-Decides how answers are combined: criteria are averaged by weight, a pair is asked in both orders and counts as a tie
-where they disagree, and a request without a valid answer is Invalid as a whole. An invalid answer is asked for once
-more, with the error.
+Decides how answers are combined: criteria are averaged by weight, a pair is compared in both orders and counts as a tie
+if the results disagree, and a request with any invalid answer is Invalid as a whole. After an invalid answer, the
+request is repeated once, with the error.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from posttrain.services.judge_recipe import Criterion, Recipe
 from posttrain.system.endpoint import Endpoint, EndpointFailure, key_in
 
 FIRST = {"A": 1.0, "tie": 0.5, "B": 0.0}
-"""Value of a comparison for the reply that was shown as A."""
+"""Verdict of a comparison -> value for the reply that was shown as A."""
 PATH = "chat/completions"
 REFUSING = (400, 415, 422, 500, 501)
-"""Errors of endpoints that do not support a form of output."""
+"""HTTP statuses of endpoints that do not support an output format."""
 TRIED = ("What is 2 + 2?", "2 + 2 is 4.", "2 + 2 is 5.")
 
 
 class Judge:
     """Service of a judge behind an endpoint; implements `posttrain.core.protocols.Service`.
 
-    Answers are Reasoned, with the texts of the calls that they were read from. That of a scalar judge is a number of
-    its scale, that of a pairwise one 1 (the first is better), 0.5 or 0. With several criteria it is a dict with each of
-    them and their weighted mean as "reward".
+    Answers are Reasoned, with the texts of the calls from which they were parsed. The answer of a scalar judge is a
+    number of its scale, that of a pairwise one 1 (the first reply is better), 0.5 or 0. With several criteria it is a
+    dict of these, with their weighted mean as "reward".
     """
 
     def __init__(self, recipe: Recipe, name: str = "judge", cache: AnswerCache | None = None) -> None:
-        """Create the service. `cache`: replaces the user's. Raises UserError if the recipe's key is not in the
+        """Create the service. `cache`: replaces the user's. Raises UserError if the recipe's key is missing in the
         environment.
         """
         self.recipe, self.name = recipe, name
@@ -59,7 +59,7 @@ class Judge:
         self.endpoint = Endpoint(
             recipe.endpoint, key, recipe.calls, recipe.requests_per_minute, recipe.timeout, recipe.retries
         )
-        self._asks = f"{self.endpoint.address}/{PATH}"  # the endpoint's key in the cache
+        self._asks = f"{self.endpoint.address}/{PATH}"  # key of the endpoint in the cache
         self._answers: list[tuple[int, Any]] = []
         counted = ("asked", "invalid", "cached", "rubbish", "disagreements", "tokens/prompt", "tokens/reply")
         self._counts = dict.fromkeys(counted, 0.0)
@@ -106,7 +106,7 @@ class Judge:
         self.endpoint.close()
 
     def problem(self) -> str | None:
-        """Return why the endpoint cannot judge, from one short question; None: it can."""
+        """Return the reason why the endpoint cannot judge, after one short question; None if it can."""
         replies = TRIED[1:] if self.recipe.kind == "pairwise" else TRIED[1:2]
         body = request(self.recipe, JudgeQuestion(TRIED[0], replies), self.recipe.all_criteria)
         found = self.endpoint.try_once(self._call(body, retries=1))
@@ -139,7 +139,7 @@ class Judge:
     async def _verdict(
         self, question: JudgeQuestion, criteria: Sequence[Criterion]
     ) -> tuple[dict[str, float] | Invalid, list[str]]:
-        """Return a value for each of these criteria, and the answers that they were read from."""
+        """Return a value for each criterion, and the texts of the answers."""
         if self.recipe.kind == "scalar":
             found, said = await self._asked(question, criteria)
             return found if isinstance(found, Invalid) else {c.name: float(found[c.name]) for c in criteria}, said
@@ -159,7 +159,7 @@ class Judge:
     async def _asked(
         self, question: JudgeQuestion, criteria: Sequence[Criterion]
     ) -> tuple[dict[str, Any] | Invalid, list[str]]:
-        """Return the verdict of one call, and the last answer: from the cache, or from the endpoint, with one retry."""
+        """Return the verdict and text of one call, from the cache or from the endpoint, with one repetition."""
         body, wanted = request(self.recipe, question, criteria), schema(self.recipe, criteria)
         first = _written(body)
         if self.cache is not None and (known := self.cache.get(self._asks, first)) is not None:
@@ -201,7 +201,7 @@ class Judge:
         return Invalid(f"{self.name}: {reason}", InvalidKind.UNANSWERED)
 
     def _joined(self, values: Sequence[float]) -> Any:
-        """Combine the values: that of a single rubric, or all of them with their weighted mean."""
+        """Combine the criteria's values: the value of a single rubric, or a dict of all with their weighted mean."""
         if not self.recipe.criteria:
             return values[0]
         total = sum(c.weight for c in self.recipe.criteria)
@@ -210,8 +210,8 @@ class Judge:
 
 
 def _written(body: dict[str, Any]) -> bytes:
-    """Encode a request; equal requests give equal bytes, the cache's key. The order of keys is kept: models write
-    reasons first by it.
+    """Encode a request; equal requests give equal bytes, the cache's key. Keys keep their order, by which models write
+    reasons first.
     """
     return json.dumps(body, ensure_ascii=False).encode()
 

@@ -1,9 +1,9 @@
 """Requests to a judge and the parsing of its answers: text in, JSON out. No call is made here.
 
-Decided here: the judge sees the reply between marks that follow from the content of the question, so that a reply
-cannot close its own frame; answers are validated by a schema, and a score beyond the scale is invalid, never clipped.
-So is an ambiguous answer (a key twice, two objects), and one that was cut off, however complete it looks: its rest is
-unknown.
+The judge sees the reply between marks computed from the question's content, so that a reply cannot close its own frame.
+Answers are validated by a schema, and a score outside the scale is invalid, never clipped. Ambiguous answers (a
+repeated key, two objects) are invalid, and so are truncated ones, even if they seem complete, because the missing part
+is unknown.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ FORMS = {
     "scalar": '{"prompt" or "messages", "response"}, perhaps with "reference", or text',
     "pairwise": '{"prompt" or "messages", "responses": [first, second]}, or "response" and "reference" instead',
 }
-MOST_SAID = 1 << 14  # characters of an answer that are stored with a rollout
-MOST_TRIES = 100  # beginnings of an object that are tried in an answer
+MOST_SAID = 1 << 14  # most characters of an answer that are stored with a rollout
+MOST_TRIES = 100  # most opening brackets that are tried in an answer
 ENDED = {"length": "max_tokens {most} cut it", "content_filter": "a content filter ended it"}
-"""Finish reasons of an endpoint other than the model's own end."""
+"""Finish reasons of an endpoint for incomplete answers."""
 AGAIN = "Your answer is invalid: {problem}. Answer again with the JSON object alone, as it was asked for."
 
 
@@ -36,8 +36,8 @@ AGAIN = "Your answer is invalid: {problem}. Answer again with the JSON object al
 class JudgeQuestion:
     """A request for a judgement."""
 
-    asked: str  # the prompt of the reply; "": unknown
-    replies: tuple[str, ...]  # one, or the two to be compared
+    asked: str  # the prompt of the replies; "": unknown
+    replies: tuple[str, ...]  # one reply, or the two to compare
     reference: str = ""  # a good reference answer, shown to scalar judges
 
 
@@ -64,7 +64,7 @@ def read_question(content: Any, kind: str) -> JudgeQuestion | str:
 
 
 def _asked(content: Mapping[str, Any]) -> str | None:
-    """Return the prompt of the reply, as text; None if it cannot be parsed."""
+    """Return the prompt of the reply as text; None if it cannot be parsed."""
     prompt, messages = content.get("prompt", ""), content.get("messages", [])
     if not isinstance(prompt, str) or not isinstance(messages, list):
         return None
@@ -72,13 +72,13 @@ def _asked(content: Mapping[str, Any]) -> str | None:
         isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages
     ):
         return None
-    if not prompt and [m["role"] for m in messages] == ["user"]:  # a prompt alone, in a chat template
+    if not prompt and [m["role"] for m in messages] == ["user"]:  # a single user message, as in a chat template
         return str(messages[0]["content"])
     return prompt or "\n\n".join(f"{m['role']}: {m['content']}" for m in messages)
 
 
 def request(recipe: Recipe, question: JudgeQuestion, criteria: Sequence[Criterion]) -> dict[str, Any]:
-    """Return the body of the call that asks for a verdict by these criteria."""
+    """Return the body of a call that requests a verdict on these criteria."""
     system, user = _instructions(recipe, criteria), _material(question)
     body: dict[str, Any] = {
         "model": recipe.model,
@@ -101,7 +101,7 @@ def again(body: Mapping[str, Any], said: str, problem: str) -> dict[str, Any]:
 
 
 def schema(recipe: Recipe, criteria: Sequence[Criterion]) -> dict[str, Any]:
-    """Return the schema of an answer: {"reason": ..., "score": ...}, with a name for each of several criteria."""
+    """Return the JSON schema of an answer: {"reason": ..., "score": ...}, with named scores for several criteria."""
     low, high = recipe.scale
     verdict = (
         {"type": "number", "minimum": low, "maximum": high}
@@ -118,23 +118,23 @@ def _object(properties: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class JudgeAnswer:
-    """A judge's answer to a call."""
+    """The judge's answer to a call."""
 
-    text: str  # of the first choice
+    text: str  # text of the first choice
     prompt_tokens: int
     reply_tokens: int
-    ended: str  # why it was cut off, one of `ENDED`; "": it was not
+    ended: str  # key of `ENDED` if the answer was truncated, else ""
 
 
 def kept(text: str) -> str:
-    """Shorten an answer for the record to its beginning and its end, since verdicts are at the end."""
-    text = text.encode("utf-8", "replace").decode("utf-8")  # half of a surrogate pair cannot be stored
+    """Return the answer, shortened to its beginning and end for the record: verdicts are at the end."""
+    text = text.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair cannot be stored
     left_out, half = len(text) - MOST_SAID, MOST_SAID // 2
     return text if left_out <= 0 else f"{text[:half]}\n[{left_out:,} characters left out]\n{text[-half:]}"
 
 
 def read_completion(message: Any) -> JudgeAnswer | EndpointFailure:
-    """Parse the JSON of a chat completion."""
+    """Parse the JSON response of a chat completion."""
     try:
         [choice, *_] = message["choices"]
         text = choice["message"]["content"]
@@ -154,7 +154,7 @@ def _count(usage: Any, name: str) -> int:
 
 
 def read_verdict(text: str, wanted: Mapping[str, Any]) -> dict[str, Any] | str:
-    """Return the JSON object in an answer if there is exactly one and it follows the schema, else an error message."""
+    """Return the only JSON object in an answer if it satisfies the schema, else an error message."""
     try:
         found = _found_object(text)
     except _Ambiguous as error:
@@ -168,11 +168,11 @@ def read_verdict(text: str, wanted: Mapping[str, Any]) -> dict[str, Any] | str:
 
 
 class _Ambiguous(Exception):
-    """A text with more than one reading."""
+    """A text that can be parsed in more than one way."""
 
 
 def _found_object(text: str) -> dict[str, Any] | None:
-    """Return the JSON object in a text: models put fences and comments around it. Raises _Ambiguous."""
+    """Return the JSON object in a text, possibly within fences and comments. Raises _Ambiguous."""
     decoder = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_once_each)
     found, place = None, text.find("{")
     for _ in range(MOST_TRIES):
@@ -221,7 +221,7 @@ def _instructions(recipe: Recipe, criteria: Sequence[Criterion]) -> str:
 
 
 def _material(question: JudgeQuestion) -> str:
-    """Return the texts, each between marks that occur in none of them but by a chance of 2^-48."""
+    """Return the texts, each between marks that occur in one of them with a probability of 2^-48."""
     mark = hashlib.blake2b(repr(question).encode("utf-8", "replace"), digest_size=6).hexdigest()
     named = [("request", question.asked), ("a good reply, for reference", question.reference)]
     shown = [(name, text) for name, text in named if text]

@@ -1,6 +1,6 @@
 """Recipe of a judge: a TOML file, parsed strictly.
 
-A recipe with an endpoint is of a judge there; one with a template is of a checkpoint of this machine.
+A recipe with an endpoint describes a judge there; one with a template describes a checkpoint of this machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RUBRIC = (
     "How well the reply does what it was asked to do: it is right, complete, clear, and no longer than it has to be."
 )
 OPERATION = ("key_env", "calls", "timeout", "retries", "requests_per_minute", "prompt_price", "reply_price", "cache")
-"""Settings that do not influence answers."""
+"""Settings without influence on the answers."""
 PLACES = ("prompt", "response", "reference")
 """Placeholders of a template."""
 
@@ -87,11 +87,11 @@ class Recipe:
 
     @property
     def all_criteria(self) -> tuple[Criterion, ...]:
-        """The criteria; a single rubric is one."""
+        """All criteria; a single rubric is one criterion."""
         return self.criteria or (Criterion("score", self.rubric),)
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings that influence answers: the same model may have moved to another address."""
+        """Return the settings that influence the answers, without the address, which may change for the same model."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in (*OPERATION, "endpoint")}
 
 
@@ -128,16 +128,16 @@ class Generative:
 
     @property
     def pattern(self) -> Pattern:
-        """Return the template's literal texts and placeholders."""
+        """Return the template as literal texts and placeholders."""
         return parse_template(self.template, "template")
 
     def identity(self) -> dict[str, Any]:
-        """Return the settings that influence answers, besides the weights."""
+        """Return the settings that influence the answers, in addition to the weights."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in ("model", "slots")}
 
 
 def read_recipe(file: str | Path) -> Recipe | Generative:
-    """Read a recipe. Raises UserError, in one line, if the file cannot be read or is invalid."""
+    """Read a recipe. Raises UserError, in one line, if the file is unreadable or invalid."""
     try:
         content = tomllib.loads(user_files.text(file))
     except FileNotFoundError:
@@ -151,7 +151,7 @@ def read_recipe(file: str | Path) -> Recipe | Generative:
 
 
 def generative_of(content: Mapping[str, Any], where: str = "") -> Generative:
-    """Create a generative judge of these settings. Raises UserError, in a line that begins with `where`."""
+    """Create a generative judge with these settings. Raises UserError, in a line that begins with `where`."""
     stop = content.get("stop", [])
     recipe = _filled(Generative, {**content, "stop": [stop] if isinstance(stop, str) else stop}, where)
     places = [place for _, place in parse_template(recipe.template, f"{where}template") if place is not None]
@@ -179,7 +179,7 @@ def generative_of(content: Mapping[str, Any], where: str = "") -> Generative:
 
 
 def recipe_of(content: Mapping[str, Any], where: str = "") -> Recipe:
-    """Create a recipe of these settings. Raises UserError, in a line that begins with `where`."""
+    """Create a recipe with these settings. Raises UserError, in a line that begins with `where`."""
     given = dict(content)
     tables = given.pop("criteria", [])
     if not isinstance(tables, list | tuple) or not all(isinstance(table, Mapping) for table in tables):

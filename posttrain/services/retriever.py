@@ -1,9 +1,8 @@
-"""A retriever as a service: environments ask for passages, `found = yield Ask("retriever", {"query": ..., "k": 3})`.
+"""A retriever as a service: environments request passages, `found = yield Ask("retriever", {"query": ..., "k": 3})`.
 
 The answer is a list of {"id", "contents", "score"}, the best first; it may be empty. It comes from a server with the
-protocol of `posttrain.services.retrieval.search_protocol`, or from an index of this machine, which one process opens
-for all workers. Decided here: a failure of the server is Invalid, never an empty list, which would mean that there is
-nothing to find.
+protocol of `posttrain.services.retrieval.search_protocol`, or from an index of this machine, opened by one process for
+all workers. A failure of the server is Invalid, never an empty list, which would mean that no passage matches.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ from posttrain.system.endpoint import Endpoint, EndpointFailure
 
 CALLS, SECONDS, RETRIES = 64, 30.0, 5
 """Limits of a server: concurrent calls, timeout of each, retries."""
-OPEN_SECONDS = 300.0  # for an index to be opened, which may load an encoder
-MOST_ANSWER = 1 << 30  # bytes
+OPEN_SECONDS = 300.0  # for opening an index, which may load an encoder
+MOST_ANSWER = 1 << 30  # most bytes of an answer
 FORM = '{"query": text, "k": passages}, or the text alone'
-TOKEN = "POSTTRAIN_RETRIEVER_TOKEN"  # environment variable with the token of a server
-TRIED = "water"  # first query to a server, to test it
+TOKEN = "POSTTRAIN_RETRIEVER_TOKEN"  # environment variable with the token for a server
+TRIED = "water"  # query with which a server is tested
 
 
 def retriever(place: str, name: str = "retriever", retries: int = RETRIES) -> Service:
-    """Open the retriever at an address (http://host:8000, or host:8000), or that of an index in a folder. Raises
+    """Open the retriever at an address (http://host:8000, or host:8000), or for the index in a folder. Raises
     UserError.
     """
     if re.match(r"https?://", place):
@@ -61,7 +60,7 @@ def retriever(place: str, name: str = "retriever", retries: int = RETRIES) -> Se
 def _read_question(content: Any) -> tuple[str, int] | str:
     """Parse a request. Return the query and the number of passages, or an error message.
 
-    A query that is too long is cut: a policy could otherwise make its reward invalid.
+    A query that is too long is truncated, as the policy could otherwise make its reward invalid.
     """
     asked = {"query": content} if isinstance(content, str) else content
     if not isinstance(asked, dict) or not isinstance(asked.get("query"), str) or asked.keys() - {"query", "k"}:
@@ -73,10 +72,10 @@ def _read_question(content: Any) -> tuple[str, int] | str:
 
 
 class RemoteRetriever:
-    """Retriever behind a server; implements `posttrain.core.protocols.Service`."""
+    """A retriever behind a server; implements `posttrain.core.protocols.Service`."""
 
     def __init__(self, address: str, name: str, retries: int = RETRIES) -> None:
-        """Create the client. `address`: with or without the path. Raises UserError for an invalid one."""
+        """Create the client. `address`: with or without a path. Raises UserError for an invalid one."""
         base = address.rstrip("/").removesuffix(f"/{PATH}")
         self.name = name
         self.endpoint = Endpoint(base, os.environ.get(TOKEN) or None, CALLS, None, SECONDS, retries)
@@ -85,7 +84,7 @@ class RemoteRetriever:
 
     @property
     def identity(self) -> str:
-        """A constant: servers do not report what they search, so a run assumes that answers stay the same."""
+        """A constant: servers do not identify their index, so a run assumes that answers do not change."""
         return "retriever"
 
     @property
@@ -93,7 +92,7 @@ class RemoteRetriever:
         return f"{self.endpoint.address}/{PATH}, {CALLS} calls at once"
 
     def problem(self) -> str | None:
-        """Return why the server cannot be used, in one line, from a short question; None: it answers."""
+        """Return the reason why the server cannot be used, in one line, after a short query; None if it answers."""
         found = self.endpoint.try_once(self._ask(TRIED, 1, retries=0))
         if isinstance(found, EndpointFailure):
             way = found.way(f"its token is read from {TOKEN}", "--retriever")
@@ -126,8 +125,8 @@ class RemoteRetriever:
         self.endpoint.close()
 
     async def _find(self, query: str, k: int) -> Any:
-        """Ask the server, with one retry after an invalid answer: it may be the page of a proxy whose server had just
-        gone.
+        """Query the server, with one repetition after an invalid answer: it may be a proxy's page about a server that
+        is down.
         """
         found = await self._ask(query, k)
         if isinstance(found, EndpointFailure) and found.rubbish:
@@ -145,10 +144,10 @@ class RemoteRetriever:
 
 
 class LocalRetriever:
-    """Retriever in a process of its own, in which the index is open; implements `posttrain.core.protocols.Service`."""
+    """A retriever in a process of its own, which opens the index; implements `posttrain.core.protocols.Service`."""
 
     def __init__(self, folder: str, name: str) -> None:
-        """Raises UserError if there is no index, or if it cannot be opened."""
+        """Start the process. Raises UserError if there is no index, or if it cannot be opened."""
         self.name, self.folder = name, str(user_files.real(Path(folder).expanduser()))
         self._manifest = Manifest.read(Path(self.folder))
         self._socket, theirs = pair()
@@ -184,7 +183,7 @@ class LocalRetriever:
             self._pending.add(id)
 
     def poll(self) -> list[tuple[int, Any]]:
-        """Return answers. Raises UserError if the process is gone: a restart would fail at the same request."""
+        """Return answers. Raises UserError if the process has ended: a new one would fail at the same request."""
         if self._asked:
             self._unsent += framed(pickle.dumps(list(self._asked)))
             self._asked.clear()
@@ -225,7 +224,7 @@ class LocalRetriever:
             select.select([self._socket], [self._socket] if self._unsent else [], [], 0.1)
 
     def _write(self) -> None:
-        """Send as much as the process takes."""
+        """Send as much as the process accepts now."""
         try:
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
@@ -241,14 +240,14 @@ class LocalRetriever:
             while more := self._socket.recv(1 << 18):
                 messages += map(json.loads, self._frames.add(more))
         except BlockingIOError:
-            more = b"."  # it is still there
+            more = b"."  # the process is still connected
         except OSError:
             more = b""
         except (ValueError, RecursionError):
             raise self._garbled() from None
         if not all(isinstance(message, dict) for message in messages):
             raise self._garbled()
-        if not more and not messages:  # messages before its end come first
+        if not more and not messages:  # messages sent before its end are returned first
             raise self._gone()
         return messages
 

@@ -1,8 +1,8 @@
 """A reward model of this machine as a service: text in, a number out.
 
-It tokenizes text with its own tokenizer, as in its training: the policy's ids mean other tokens. Texts are computed
-together, and yet the bits of a score do not depend on the other texts: products go in blocks of one size, and each text
-attends to itself alone. Where there is no compiled code for that, texts are computed one by one.
+It tokenizes text with its own tokenizer, as in its training, because the policy's ids mean other tokens. Texts are
+computed together, but no bit of a score depends on the other texts: products are computed in blocks of a fixed size,
+and each text attends only to itself. Where there is no compiled code for that, texts are computed one by one.
 
 T    tokens of all texts    S    texts
 """
@@ -40,28 +40,28 @@ FORMS = '{"prompt": ..., "response": ...}, {"messages": [...]}, {"prompt": ..., 
 
 @dataclass(frozen=True)
 class _Text:
-    """A text to be scored."""
+    """A text to score."""
 
     tokens: list[int]
-    at: list[int]  # indices of the tokens whose hidden states are used
-    each: bool = False  # whether each of them has a score of its own; else the text has one, their mean
+    at: list[int]  # indices of the tokens whose hidden states are read
+    each: bool = False  # whether each of these has its own score; otherwise the text has one, their mean
 
 
 class RewardModelService:
     """Service of a reward model; implements `posttrain.core.protocols.Service`.
 
-    Content: {"prompt", "response"}, or {"messages"} whose last is the assistant's, tokenized as in training, with "cut"
-    where the response was cut off; or text, which is scored as it is. The answer is a number. With "steps", texts in place
-    of a response, it is a list: the score of each step at its last token, all computed in one pass; "begun" is text
-    between the messages and the first step. A prompt is put into the chat template where rows
-    were in training, and a single message without one where there is none. Where the model has an offset, which centres
-    its scores, it is added.
+    Content: {"prompt", "response"}, or {"messages"} that end with an assistant message, tokenized as in training, with
+    "cut" if the response was truncated; or text, which is scored unchanged. The answer is a number. With "steps", a
+    list of texts in place of a response, the answer is a list: the score of each step at its last token, all computed
+    in one pass; "begun" is text between the messages and the first step. A prompt is rendered with the chat template if
+    rows were in training, and a single message without one if there is none. The model's offset, which centres its
+    scores, is added if it has one.
     """
 
     def __init__(
         self, folder: str | Path, device: str | torch.device = "cpu", matrices: torch.dtype | None = None
     ) -> None:
-        """Load the reward model. Raises UserError if there is no such folder, if it is of an unsupported family, or has
+        """Load the reward model. Raises UserError if the folder does not exist, has an unsupported model family, or has
         no score head. `matrices`: see `posttrain.models.checkpoint_folder.load_model`.
         """
         self.folder = checkpoint_folder(folder)
@@ -86,7 +86,7 @@ class RewardModelService:
 
     @property
     def identity(self) -> str:
-        """A string that differs for other heads, as a proxy for other weights."""
+        """A string that differs between heads, which represent the weights."""
         head = self.model.score.detach().cpu().numpy().tobytes()
         return f"{hashlib.blake2b(head, digest_size=16).hexdigest()} {self.model.offset!r}"
 
@@ -105,7 +105,7 @@ class RewardModelService:
             self._asked.append((id, text))
 
     def poll(self) -> list[tuple[int, Any]]:
-        """Compute the next few texts. Return their scores."""
+        """Compute the next few texts, and return their scores."""
         some: list[tuple[int, _Text]] = []
         size = 0
         while self._asked and (not some or size + len(self._asked[0][1].tokens) <= TOGETHER):
@@ -131,7 +131,7 @@ class RewardModelService:
 
     @torch.no_grad()
     def _scores(self, texts: Sequence[_Text]) -> list[float | list[float]]:
-        """Return the score of each text, or those of its steps: [S]."""
+        """Return the score of each text, or the scores of its steps: [S]."""
         groups = [texts] if self.model.backbone.apart else [[text] for text in texts]
         hidden = [own for group in groups for own in self._hidden(group)]
         return [
@@ -140,15 +140,15 @@ class RewardModelService:
         ]
 
     def _score(self, hidden: Tensor) -> float:
-        """Return the score of hidden states [n, D]: the mean over them, plus the offset.
+        """Return the score of hidden states [n, D]: their mean score plus the offset.
 
-        Each text by itself: the numbers of another one change no bit of it.
+        Each text is computed separately, so that others do not change a bit of it.
         """
         scores = (self.model.transformed(hidden).float() * self.model.score).sum(-1).double()
         return scores.mean().item() + self.model.offset
 
     def _hidden(self, texts: Sequence[_Text]) -> Sequence[Tensor]:
-        """Return hidden states [n, D] of each text, at its `at`."""
+        """Return the hidden states [n, D] of each text at its tokens `at`."""
         length = [len(text.tokens) for text in texts]
         start = [sum(length[:place]) for place in range(len(length))]
         layout = Layout(
@@ -165,7 +165,7 @@ class RewardModelService:
         return hidden.split([len(text.at) for text in texts])
 
     def _read(self, content: Any) -> _Text | Invalid:
-        """Tokenize a request's text, and choose the tokens whose hidden states are used."""
+        """Tokenize a request's text, and choose the tokens whose hidden states are read."""
         of = content.keys() - {"cut"} if isinstance(content, dict) else set()
         in_steps = "steps" in of
         try:
@@ -199,7 +199,7 @@ class RewardModelService:
         return _Text(tokens, at if in_steps or self.model.shape.pooling == "mean" else at[-1:], in_steps)
 
     def _as_trained(self, content: dict[str, Any]) -> dict[str, Any]:
-        """Return a request in the form that rows with a plain prompt had in training."""
+        """Return a request in the form of training, for rows with a plain prompt."""
         if "prompt" in content and self.chat.on:
             return AsMessages(self.chat.system, answered=True)(content)
         messages = content.get("messages", ())
@@ -236,7 +236,7 @@ def _chat(content: dict[str, Any]) -> bool:
 
 
 def _steps(content: dict[str, Any]) -> bool:
-    """Whether this is a question about steps: of texts that are not blank, after a prompt or messages."""
+    """Return whether the content has steps: nonblank texts after a prompt or messages."""
     steps, before = content["steps"], content.keys() - {"steps", "begun"}
     if not isinstance(steps, list) or not steps or not all(isinstance(step, str) and step.strip() for step in steps):
         return False

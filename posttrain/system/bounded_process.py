@@ -1,7 +1,7 @@
-"""A child process that answers calls, each with limits of time and memory: one that exceeds them is killed.
+"""A child process that answers calls, each limited in time and memory: the process is killed if a call exceeds a limit.
 
-The next call starts another. It is for code that no interrupt reaches and that cannot limit its own memory, such as a
-function of a database. The child stays between calls, with the state of its functions. Its functions are ours, so
+The next call starts another process. It is for code that cannot be interrupted and cannot limit its own memory, such as
+a function of a database. The child stays alive between calls and keeps the state of its module. The module is ours, so
 answers are pickled.
 """
 
@@ -34,22 +34,22 @@ LARGE = "the query takes more than {gib:.1f} GiB of memory: ask for less"
 
 
 class BoundedProcess:
-    """Answers one call at a time. It starts with the first one. May be used from any thread."""
+    """Answers one call at a time. The process starts with the first call. May be used from any thread."""
 
     def __init__(self, module: str, late: str = LATE, large: str = LARGE) -> None:
-        """Create it. `module`: full name of the module whose functions are called. `late`, `large`: messages of
-        exceeded limits.
+        """Create it without starting it. `module`: full name of the module with the functions; `late`, `large`:
+        messages for exceeded limits of time and memory.
         """
         self._module, self._late, self._large = module, late, large
         self._child: Child | None = None
         self._turn = threading.Lock()
 
     def call(self, function: str, *args: Any, seconds: float, gib: float, descriptors: Sequence[int] = ()) -> Any:
-        """Return the result of the function; it gets copies of the descriptors behind its arguments, which it has to
-        close.
+        """Return the result of a function of the module. It gets copies of `descriptors` after its arguments, and
+        closes them.
 
-        Raises the function's UserError, or one for a call that took too long (from when the process is running) or too
-        much memory.
+        Raises the function's UserError, or one for a call that took too long (counted from when the process is running)
+        or too much memory.
         """
         if not self._turn.acquire(timeout=START_SECONDS):
             raise UserError("earlier queries are still running: wait, and try again")
@@ -57,10 +57,10 @@ class BoundedProcess:
             if self._child is None or self._child.ended:
                 self._start()
             kind, answer = self._asked((function, args, gib, len(descriptors)), descriptors, seconds)
-        except (EOFError, OSError):  # the system has killed it
+        except (EOFError, OSError):  # the system has killed the process
             self._kill()
             raise UserError(self._large.format(gib=gib)) from None
-        except BaseException:  # the call goes on there
+        except BaseException:  # such as an interrupt: the call would go on in the child
             self._kill()
             raise
         finally:
@@ -70,7 +70,7 @@ class BoundedProcess:
         raise UserError(self._large.format(gib=gib) if kind == "memory" else answer)
 
     def close(self) -> None:
-        """Kill it, whatever it is doing. Another call starts it again."""
+        """Kill the process, whatever it is doing. The next call starts another one."""
         self._kill()
 
     def _start(self) -> None:
@@ -104,7 +104,7 @@ class BoundedProcess:
 
 
 def serve(descriptor: int) -> None:
-    """Run the child: answer calls until the other side closes."""
+    """Run the child: answer calls until the parent closes the connection."""
     end = socket.socket(fileno=descriptor)
     connection: Connection[Any, Any] = Connection(os.dup(descriptor))
     with without_pandas(), suppress(EOFError, OSError):
@@ -128,7 +128,7 @@ def serve(descriptor: int) -> None:
 
 
 def _data() -> int:
-    """Return the private memory of this process in bytes: without mapped files and shared memory."""
+    """Return the private memory of this process in bytes, without mapped files and shared memory."""
     with suppress(OSError):
         found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
         if found:

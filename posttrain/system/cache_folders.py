@@ -1,4 +1,4 @@
-"""Cache folders of the user, for data that can be made again. Compiled code has a stricter one of its own."""
+"""Cache folders of the user, for data that can be computed again. Compiled code has its own, stricter one."""
 
 from __future__ import annotations
 

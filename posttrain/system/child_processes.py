@@ -1,13 +1,13 @@
-"""Child processes that end with their parent, and with them everything that they started. Plain interpreters.
+"""Child processes that end with their parent, together with all processes that they started. Plain interpreters.
 
-A child is two processes. The *keeper* does nothing but wait, and the one that does the work is its child. The keeper
-holds a life line, a socket to the parent: when the parent closes its end or dies, however it dies, or when the worker
-ends, the keeper kills all that descends from it and ends as the worker did. On Linux every orphan among these becomes
-its own child (PR_SET_CHILD_SUBREAPER), so double forks and sessions of their own hide nothing. Should the keeper itself
-be killed, the kernel kills the worker (PR_SET_PDEATHSIG), and the parent looks for a mark in the environment of all
-processes. Elsewhere only the worker's process group is killed.
+A child is two processes: a *keeper*, which only waits, and its child, the worker. The keeper holds a life line, a
+socket to the parent. When the parent closes its end or dies for any reason, or when the worker ends, the keeper kills
+all descendants of itself and ends as the worker did. On Linux every orphan among them becomes its own child
+(PR_SET_CHILD_SUBREAPER), so double forks and own sessions hide no process. If the keeper itself is killed, the kernel
+kills the worker (PR_SET_PDEATHSIG), and the parent searches the environments of all processes for a mark. On other
+systems only the worker's process group is killed.
 
-The children are not `multiprocessing`'s: those import the user's script again, which starts a second training where it
+`multiprocessing` is not used: its children import the user's script again, which starts a second training if the script
 has no `__main__` guard. POSIX only.
 """
 
@@ -32,7 +32,7 @@ from typing import IO, Any, NoReturn
 
 from posttrain.core.messages import safe
 
-LAST_WORDS_SECONDS = 1.0  # for the output of children to be passed on, at our end
+LAST_WORDS_SECONDS = 1.0  # at our end, for passing on the children's last output
 END_SECONDS = 10.0  # for a keeper to kill its descendants
 MARK = "POSTTRAIN_CHILD"  # the environment variable that all descendants of a child have, unless they drop it
 MEETING = "POSTTRAIN_MEETING_SOCKET"  # the file descriptor of the socket at which the processes of a run meet
@@ -44,10 +44,10 @@ _LINUX = sys.platform == "linux"
 
 
 class Child:
-    """Our end of a child process, which calls a function with file descriptors.
+    """The parent's end of a child process, which calls a function with file descriptors.
 
-    `target`: "package.module:function". `descriptors`: those of ours that the function gets, under the same numbers. It
-    runs in a session of its own, out of reach of Ctrl-C.
+    `target`: "package.module:function". `descriptors`: descriptors of this process that the function gets, under the
+    same numbers. The child runs in its own session, so Ctrl-C does not reach it.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Child:
         output: int | IO[Any] | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Start it. `output`: destination of its output; None: our standard error, on a terminal by way of
-        `sys.stderr`.
+        """Start the child. `output`: where its output goes; None: to our standard error, through `sys.stderr` if that
+        is a terminal.
         """
         self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._life, theirs = pair()
@@ -85,28 +85,28 @@ class Child:
         return self.process.poll() is not None
 
     def wait(self, seconds: float) -> bool:
-        """Wait for its end; return whether it has ended."""
+        """Wait for the child; return whether it has ended."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, seconds))
         return self.ended
 
     @property
     def code(self) -> int:
-        """Return its exit code, below 0 for a signal, once it has ended."""
+        """Return the exit code of an ended child; a negative number is a signal."""
         code = self.process.poll()
         assert code is not None, "it is still there"
         return code
 
     def exit(self) -> str:
-        """Return how it ended, in words."""
+        """Return how the child ended, in words."""
         code = self.code
         known = code < 0 and -code in signal.valid_signals()
         return f"exit code {code}" + (f", {signal.Signals(-code).name}" if known else "")
 
     def kill(self) -> None:
-        """Kill it and all its descendants, if it has not ended yet. May be called twice."""
+        """Kill the child and all its descendants if it has not ended yet. May be called twice."""
         with suppress(OSError):
-            self._life.shutdown(socket.SHUT_WR)  # a copy of our end in a process that we forked changes nothing
+            self._life.shutdown(socket.SHUT_WR)  # works even if a process that we forked has a copy of our end
         if not self.wait(END_SECONDS):
             self.process.kill()
             self.process.wait()
@@ -121,7 +121,7 @@ class Child:
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Return two connected sockets, none of which has the number of a standard stream that is closed."""
+    """Return two connected sockets whose descriptors are not those of closed standard streams."""
     import fcntl
 
     ends = []
@@ -143,7 +143,7 @@ def _is_open(descriptor: int) -> bool:
 
 
 def _our_error() -> int:
-    """Return the descriptor for children's output by default."""
+    """Return the default descriptor for the output of children."""
     if not _is_open(2):
         return subprocess.DEVNULL
     return _passed_on() if os.isatty(2) else 2
@@ -151,9 +151,9 @@ def _our_error() -> int:
 
 @cache
 def _passed_on() -> int:
-    """Return a descriptor for children's output while standard error is a terminal.
+    """Return a descriptor for the output of children while standard error is a terminal.
 
-    A thread copies it to `sys.stderr`: otherwise children would write into what is drawn on that terminal.
+    A thread copies the output to `sys.stderr`: otherwise it would overwrite a display on that terminal.
     """
     reading, writing = os.pipe()
 
@@ -196,8 +196,8 @@ def main() -> None:
 
 
 def keep(life: int) -> None:
-    """Fork. Return in the child alone; this process waits for its end, or that of the parent, and ends in the
-    same way.
+    """Fork, and return in the child alone. This process waits for the end of the child or of the parent, and ends in
+    the same way.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -208,9 +208,9 @@ def keep(life: int) -> None:
         try:
             _wait(life, worker)
         finally:
-            os._exit(70)  # reached only by an error of our own
+            os._exit(70)  # only reached after an error of our own
     os.close(life)
-    os.setsid()  # a group of its own: it may kill that and spare the keeper
+    os.setsid()  # its own process group, which it may kill without the keeper
     _prctl(_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != keeper:
         os._exit(70)
@@ -243,7 +243,7 @@ def _wait(life: int, worker: int) -> NoReturn:
 
 
 def _reap(worker: int) -> int | None:
-    """Reap all children that have ended; return the worker's status, if it is among them."""
+    """Reap all children that have ended; return the worker's status if it is among them, else None."""
     found = None
     with suppress(ChildProcessError):
         while True:
@@ -256,13 +256,13 @@ def _reap(worker: int) -> int | None:
 
 
 def _kill_descendants(worker: int, status: int | None) -> int:
-    """Kill until no descendant is left. Return the worker's status, if it was not known before."""
+    """Kill processes until no descendant is left. Return the worker's status, also if it was known before."""
     end = time.monotonic() + END_SECONDS
     while True:
         pids = _descendants(os.getpid()) if _LINUX else []
         if not _LINUX and status is None:
             pids = [-worker, worker]
-        for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first: so that none starts others meanwhile
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # stopped first, so that none starts another meanwhile
             _signal(pids, number)
         ended = _reap(worker)
         status = status if ended is None else ended
@@ -285,7 +285,7 @@ def _descendants(root: int) -> list[int]:
     while line:
         for pid in children.get(abs(line.pop()), []):
             line.append(pid)
-            if pid > 0:  # not dead, and not a zombie
+            if pid > 0:  # neither dead nor a zombie
                 found.append(pid)
     return found
 
@@ -313,7 +313,7 @@ def _signal(pids: Iterable[int], number: signal.Signals) -> None:
 
 
 def _close_all_but(kept: Iterable[int]) -> None:
-    """Close other descriptors: the worker's sockets must close when the worker ends."""
+    """Close all other descriptors: the worker's sockets must close when the worker ends."""
     first = 0
     for descriptor in sorted(kept):
         os.closerange(first, descriptor)

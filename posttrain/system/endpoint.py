@@ -1,9 +1,9 @@
-"""Calls of an OpenAI-compatible endpoint: one event loop in a thread of its own, many concurrent calls.
+"""Calls of an OpenAI-compatible endpoint: one event loop in its own thread, with many concurrent calls.
 
-Decides, for judges and teachers alike, which failures are retried, when, and how they are reported. Connection errors,
-408, 429 and 5xx are retried: after a time that doubles with each, or after the time that the endpoint asks for, which
-then holds for all calls. The timeout is of a whole call: HTTP libraries have timeouts for single reads, which an answer
-that trickles in never reaches. Answers are parsed by the caller.
+Decides for judges and teachers which failures are retried, when, and how they are reported. Connection errors, 408, 429
+and 5xx are retried: after a wait that doubles each time, or after the wait that the endpoint asks for, which then
+applies to all calls. The timeout covers a whole call: HTTP libraries limit single reads only, which an answer that
+arrives in small pieces never exceeds. The caller parses the answers.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from posttrain.core.seeds import seed_of
 from posttrain.core.types import UserError
 from posttrain.system.http_connection import Connection, encryption, proxy_for
 
-FIRST_WAIT = 0.5  # seconds before a call is made again; doubles each time
-PATIENCE_SECONDS = 2.0  # of silence, while an endpoint is tested
+FIRST_WAIT = 0.5  # seconds before the first retry; doubles each time
+PATIENCE_SECONDS = 2.0  # of waiting before a message, while an endpoint is tested
 TELL_SECONDS = 60.0  # between messages about waiting
-LONGEST_WAIT = 120.0  # longest wait in seconds that an endpoint may ask for: beyond it the call has failed
-MOST_BYTES = 64 << 20  # of an answer: the log-probabilities of a long prompt take a few
+LONGEST_WAIT = 120.0  # longest wait in seconds that an endpoint may ask for: a longer one fails the call
+MOST_BYTES = 64 << 20  # size limit of an answer: the log-probabilities of a long prompt take a few MiB
 CLOSE_SECONDS = 5.0
 PASSING = (
     httpcore2.NetworkError,
@@ -41,24 +41,24 @@ PASSING = (
     httpcore2.RemoteProtocolError,
     httpcore2.ProxyError,
 )
-"""Failures of a connection after which a retry may succeed."""
+"""Connection failures after which a retry may succeed."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class EndpointFailure:
-    """Reason of a failed call."""
+    """The reason of a failed call."""
 
     reason: str
     again: bool = False  # whether a retry may succeed
-    rubbish: bool = False  # whether a response came that is not an answer
+    rubbish: bool = False  # whether the response was not a valid answer
     wait: float = 0.0  # seconds that the endpoint asks to wait
     status: int | None = None  # of the HTTP response, where that is the reason
 
     def way(self, key: str, place: str) -> str:
-        """Return a hint for the user. `key`: hint about the key; `place`: settings that name the endpoint and its
-        model.
+        """Return a hint for the user. `key`: the hint if the key was refused; `place`: the settings with the endpoint
+        and its model.
         """
         if self.status in (401, 403):
             return key
@@ -68,7 +68,7 @@ class EndpointFailure:
 
 
 def key_in(variable: str) -> str | None:
-    """Return the key in an environment variable, None where it is not set. Raises UserError if it is invalid."""
+    """Return the key in an environment variable; None if it is not set. Raises UserError if the key is invalid."""
     key = os.environ.get(variable)
     if key and not (key.isascii() and key.isprintable()):
         raise UserError(f"the environment variable {variable} holds no key: set it to one line of plain ASCII")
@@ -76,15 +76,15 @@ def key_in(variable: str) -> str | None:
 
 
 class Endpoint:
-    """A client: `start` begins work on the event loop, `finished` returns what has been done. It counts what depends on
-    the clock.
+    """A client: `start` runs work on the event loop, `finished` returns its results. It counts requests, retries and
+    failures.
     """
 
     def __init__(
         self, address: str, key: str | None, calls: int, per_minute: float | None, seconds: float, retries: int
     ) -> None:
-        """Create the client. `address`: up to /v1; `calls`: concurrent; `per_minute`: limit of their number; `seconds`:
-        timeout of one.
+        """Create the client. `address`: up to /v1; `calls`: most concurrent calls; `per_minute`: most calls a minute;
+        `seconds`: timeout of a call.
 
         Raises UserError for an invalid address, and for a proxy that cannot be used.
         """
@@ -105,7 +105,7 @@ class Endpoint:
         self._ready.wait()
 
     def start(self, id: int, work: Coroutine[Any, Any, Any]) -> None:
-        """Run a coroutine, which may `call`; its result is among the `finished`."""
+        """Run a coroutine, which may await `call`; `finished` returns its result."""
         asyncio.run_coroutine_threadsafe(self._work(id, work), self._loop)
 
     def finished(self) -> list[tuple[int, Any]]:
@@ -115,13 +115,13 @@ class Endpoint:
         return done
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine to its end, from another thread."""
+        """Run a coroutine to its end, called from another thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def try_once(self, work: Coroutine[Any, Any, T | EndpointFailure]) -> T | EndpointFailure:
-        """Run the first call to an endpoint that may hang, with a message where it takes long.
+        """Run the first call to an endpoint that may not answer, with a message if it takes long.
 
-        All of it, retries included, takes no longer than one call may.
+        With all retries it takes no longer than the timeout of one call.
         """
         running = asyncio.run_coroutine_threadsafe(self._in_time(work), self._loop)
         try:
@@ -142,7 +142,7 @@ class Endpoint:
         return EndpointFailure(f"no answer within {self.seconds:g} s", again=True)
 
     def wait_for_all(self, works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-        """Run coroutines to their ends, from another thread. An error of one of them cancels all."""
+        """Run coroutines to their ends, called from another thread. An error in one of them cancels all."""
 
         async def all_of_them() -> list[T]:
             async with asyncio.TaskGroup() as group:
@@ -157,10 +157,10 @@ class Endpoint:
     async def call(
         self, path: str, body: bytes | None, read: Callable[[Any], T | EndpointFailure], retries: int | None = None
     ) -> T | EndpointFailure:
-        """Send a request, with retries as far as they may help, and return the result of `read` of the JSON answer.
+        """Send a request, with retries where these may help, and return `read` of the JSON answer.
 
-        `path`: below the address; `body`: what is posted there, or None for a GET; `retries`: replaces the endpoint's.
-        What `read` refuses is not retried: only the caller knows what an answer lacks.
+        `path`: below the address; `body`: the content to post, or None for a GET; `retries`: replaces the endpoint's
+        setting. Failures that `read` returns are not retried: only the caller knows the fault of an answer.
         """
         most = self.retries if retries is None else retries
         for attempt in range(most + 1):
@@ -177,12 +177,12 @@ class Endpoint:
                 break
             self.counts["retries"] += 1
             self._next = max(self._next, time.monotonic() + outcome.wait)
-            if attempt:  # a single failure is not reported
+            if attempt:  # the first failure is not reported
                 waits = max(outcome.wait, FIRST_WAIT * 2**attempt) + sum(
                     FIRST_WAIT * 2**n for n in range(attempt + 1, most)
                 )
                 self._tell_waiting(outcome.reason, waits + (most - attempt) * self.seconds)
-            shaken = 0.75 + seed_of(0, "retry", len(body or b""), attempt) / 2**64  # with jitter
+            shaken = 0.75 + seed_of(0, "retry", len(body or b""), attempt) / 2**64  # jitter
             await asyncio.sleep(max(outcome.wait, FIRST_WAIT * 2**attempt * shaken))
         self.counts["failures"] += 1
         return outcome
@@ -194,7 +194,7 @@ class Endpoint:
             self._thread.join(CLOSE_SECONDS)
 
     def _tell_waiting(self, reason: str, seconds: float) -> None:
-        """Report what is waited for, and for how long at most; not at every call."""
+        """Report the reason for waiting and the longest wait, but at most every `TELL_SECONDS`."""
         now = time.monotonic()
         if now - self._error_text > TELL_SECONDS:
             self._error_text = now
@@ -227,7 +227,7 @@ class Endpoint:
 
     @asynccontextmanager
     async def _connection(self) -> AsyncIterator[Connection]:
-        """Return an idle connection: a pool of many would look at each of them for every call."""
+        """Yield an idle connection. A pool of many connections would check each of them for every call."""
         connection = self._idle.pop() if self._idle else Connection(self._encryption, self._proxy)
         try:
             yield connection
@@ -268,7 +268,7 @@ class Endpoint:
 
 
 def _message(status: int, headers: Mapping[str, str], content: bytes) -> Any:
-    """Return the JSON of an HTTP response, or Failed."""
+    """Return the JSON of an HTTP response, or the failure."""
     html = "html" in headers.get("content-type", "") or content.lstrip()[:1] == b"<"
     try:
         message, readable = json.loads(content), True
@@ -298,7 +298,7 @@ def _named(error: Exception) -> str:
 
 
 def _error_text(message: Any) -> str:
-    """Return an endpoint's error message, as part of ours."""
+    """Return an endpoint's error message, shortened for use in ours."""
     for name in ("error", "message", "detail"):
         if isinstance(message, dict):
             message = message.get(name, message)
@@ -306,7 +306,7 @@ def _error_text(message: Any) -> str:
 
 
 def _retry_after(value: str | None) -> float:
-    """Return the seconds of a Retry-After header, which holds a number or a date; 0 where it holds neither."""
+    """Return the seconds of a Retry-After header, which is a number or a date; 0 if it is neither."""
     if not value:
         return 0.0
     try:

@@ -1,8 +1,8 @@
 """One HTTP connection at a time, over asyncio's own streams.
 
-httpcore2 implements HTTP, with our network backend. Its own backend below and httpx2 above would make a dozen system
-calls for a request: after each of them the thread waits for the interpreter's lock, which sampling holds. Here head and
-body are sent in one, and the whole takes a third of the processor's time.
+httpcore2 implements HTTP, with our network backend. Its own backend, with httpx2 on top, would make a dozen system
+calls per request, and after each the thread waits for the interpreter's lock, which sampling holds. Here head and body
+are sent in one call, and a request takes a third of the processor time.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import httpcore2
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 
-CONNECT_SECONDS = 10.0  # for a connection, and for its encryption
-IDLE_SECONDS = 5.0  # after which an idle connection is not used again: servers close those
-ADDRESS_SECONDS = 0.25  # before another address of the same name is tried beside the first
+CONNECT_SECONDS = 10.0  # for a connection, with its TLS handshake
+IDLE_SECONDS = 5.0  # after which an idle connection is not reused: servers close such connections
+ADDRESS_SECONDS = 0.25  # before another address of the same name is tried in parallel
 
 
 class _Stream(httpcore2.AsyncNetworkStream):
-    """A stream whose writes are sent with the next read, together. Timeouts are those of the whole call."""
+    """A stream that sends its writes together, at the next read. The timeout is that of the whole call."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -36,7 +36,7 @@ class _Stream(httpcore2.AsyncNetworkStream):
         if self._unsent:
             self._writer.write(b"".join(self._unsent))
             self._unsent.clear()
-            with suppress(ConnectionError):  # a server may refuse before it has read all: its answer is what counts
+            with suppress(ConnectionError):  # a server may refuse before it has read everything: its answer counts
                 await self._writer.drain()
         try:
             return await self._reader.read(max_bytes)
@@ -63,7 +63,7 @@ class _Stream(httpcore2.AsyncNetworkStream):
         return self
 
     def get_extra_info(self, info: str) -> Any:
-        if info == "is_readable":  # an idle one: the server has closed it
+        if info == "is_readable":  # asked of an idle connection: readable means that the server closed it
             return self._reader.at_eof() or self._reader.exception() is not None
         return self._writer.get_extra_info(info)
 
@@ -88,7 +88,7 @@ class _Streams(httpcore2.AsyncNetworkBackend):
 
 
 class Connection:
-    """A connection to one server, perhaps through a proxy; opened, and reopened, as needed."""
+    """A connection to one server, perhaps through a proxy; opened and reopened when needed."""
 
     def __init__(self, encryption: ssl.SSLContext, proxy: str | None) -> None:
         how: dict[str, Any] = {
@@ -99,10 +99,9 @@ class Connection:
     async def ask(
         self, address: str, headers: list[tuple[bytes, bytes]], body: bytes | None, most: int
     ) -> tuple[int, dict[str, str], bytes] | None:
-        """Return (status, headers by their names in lower case, content) of the response; None if it has more than
-        `most` bytes.
+        """Return (status, headers by lower-case names, content) of the response; None if it has more than `most` bytes.
 
-        `body`: what is posted; None: a GET. Raises httpcore2's exceptions.
+        `body`: the content to post; None: a GET. Raises httpcore2's exceptions.
         """
         method, sized = ("GET", []) if body is None else ("POST", [(b"Content-Length", b"%d" % len(body))])
         url = httpcore2.URL(address)
@@ -122,17 +121,17 @@ class Connection:
 
 
 def encryption() -> ssl.SSLContext:
-    """Return a context with the system's certificates, or those that SSL_CERT_FILE or SSL_CERT_DIR names. Reads many
-    files: do it once.
+    """Return a TLS context with the system's certificates, or with those in SSL_CERT_FILE or SSL_CERT_DIR. It reads
+    many files: call it once.
     """
     context: ssl.SSLContext = httpcore2.default_ssl_context()
     return context
 
 
 def proxy_for(address: str) -> str | None:
-    """Return the proxy that HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY name for an address.
+    """Return the proxy that HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY define for an address; None for none.
 
-    Raises UserError for one that does not speak HTTP, and for an invalid address.
+    Raises UserError for a proxy that does not speak HTTP, and for an invalid address.
     """
     try:
         parts, proxies = urlsplit(address), getproxies()

@@ -1,9 +1,9 @@
-"""Access control of every HTTP server here: tokens, origins, and connections per peer.
+"""Access control of every HTTP server of this package: tokens, origins, and connections per peer.
 
-A web page must not read what is served on this machine. Its requests name another host if they come by a name that was
-rebound to our address, carry the page's origin (Origin), and have no JSON content type unless the browser was allowed
-to. A program that sends no content type, or curl's default one, is accepted. A token, where one was given, is required
-of everyone.
+A web page must not read the data served on this machine. Requests of a page have another Host header if a name was
+rebound to our address, have the page's origin in Origin, and have no JSON content type unless the browser was permitted
+to send it. A program that sends no content type, or curl's default one, is accepted. A token, where one is set, is
+required of everyone.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ LEAST_TOKEN = 16  # characters
 def refused(
     method: str, headers: Iterable[tuple[str, str]], served: str = HOST, token: str | None = None
 ) -> tuple[int, str] | None:
-    """Return the HTTP status and the reason for which a request is refused; None: it is accepted.
+    """Return the HTTP status and the reason for refusing a request; None if it is accepted.
 
-    `headers`: as they came; one that comes twice has both values. `served`: the host that the server was told to be
-    bound to. `token`: what every request has to carry as "Authorization: Bearer ...", or as "x-api-key: ..." as
-    Anthropic's clients do.
+    `headers`: as received; a repeated one has both values. `served`: the host to which the server is bound. `token`:
+    the value that every request must send as "Authorization: Bearer ...", or as "x-api-key: ..." as Anthropic's clients
+    do.
     """
     said: dict[str, str] = {}
     for header, value in headers:
@@ -62,7 +62,7 @@ def _equal(given: str, token: str) -> bool:
 
 
 def read_token(file: str | None, option: str = "--token") -> str | None:
-    """Read the token in a file, without the white space around it; None without a file. Raises UserError."""
+    """Return the token in a file, without surrounding white space; None without a file. Raises UserError."""
     if file is None:
         return None
     try:
@@ -77,9 +77,7 @@ def read_token(file: str | None, option: str = "--token") -> str | None:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """Return a socket bound to an address of this machine (port 0: any that is free). Raises UserError if that
-    fails.
-    """
+    """Return a socket bound to an address of this machine (port 0: any free one). Raises UserError if binding fails."""
     try:
         [(family, kind, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         listening = _Listening(family, kind)
@@ -97,8 +95,8 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 class _Listening(socket.socket):
-    """Accepts a limited number of connections of each peer; further ones are closed at once, so that others keep their
-    places.
+    """A socket that accepts a limited number of connections per peer. Further ones are closed at once, so that one peer
+    cannot exclude others.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -110,7 +108,7 @@ class _Listening(socket.socket):
         held = self._open[address[0]]
         if sum(other.fileno() >= 0 for other in held) >= CONNECTIONS:
             end.close()
-            raise ConnectionAbortedError  # which servers take for a peer that has gone
+            raise ConnectionAbortedError  # servers treat it like a peer that disconnected
         for other in [other for other in held if other.fileno() < 0]:
             held.discard(other)
         held.add(end)
@@ -118,13 +116,13 @@ class _Listening(socket.socket):
 
 
 def _name(host: str) -> str:
-    """The name in a Host header, without the port; "" where it is more than a name and a port."""
+    """Return the name in a Host header, without the port; "" if the header has more than a name and a port."""
     found = re.fullmatch(r"(?:\[([^]]*)\]|([^][:,\s]*))(?::\d*)?", host.strip().lower())
     return (found[1] or found[2]) if found else ""
 
 
 def _is_address(name: str) -> bool:
-    """Return whether it is a number: no name that somebody else resolves to this machine."""
+    """Return whether the name is an IP address: no domain name that others could resolve to this machine."""
     try:
         ipaddress.ip_address(name)
     except ValueError:

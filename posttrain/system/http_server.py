@@ -1,4 +1,6 @@
-"""Serve an application of aiohttp on a bound socket, as all HTTP servers here do. `http_front` decides who may ask."""
+"""Serves aiohttp applications on bound sockets, for all HTTP servers here. `http_front` decides which requests it
+accepts.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,21 @@ from typing import Any
 from aiohttp import web
 
 QUIET = logging.getLogger("posttrain.system.http_server")
-"""Log of aiohttp about malformed requests. It is discarded: the clients get an error."""
+"""Log for aiohttp's messages about malformed requests. It is discarded: the clients get an error."""
 QUIET.addHandler(logging.NullHandler())
 QUIET.propagate = False
 
 
 @asynccontextmanager
 async def serving(application: web.Application, listening: socket.socket, **how: Any) -> AsyncIterator[int]:
-    """Serve it on a bound socket, whose port is given and which is closed at the end. `how`: of `web.AppRunner`."""
+    """Serve the application on a bound socket, and yield its port. Closes the socket at the end. `how`: for
+    `web.AppRunner`.
+    """
     runner = web.AppRunner(
         application,
         access_log=None,
         logger=QUIET,
-        handler_cancellation=True,  # a client that goes away waits for nothing
+        handler_cancellation=True,  # stops the work for a client that disconnects
         auto_decompress=False,  # a few kilobytes may become gigabytes, which would be read even after a refusal
         **how,
     )
@@ -41,10 +45,10 @@ async def serving(application: web.Application, listening: socket.socket, **how:
 def stop_signal() -> asyncio.Future[None]:
     """Return a future that is done at the first Ctrl-C, SIGTERM or SIGHUP that is not ignored (nohup, scripts' &).
 
-    Only the main thread hears them.
+    It works in the main thread only.
 
-    A handler that raises KeyboardInterrupt would not do: raised within a finalizer or the callback of a weak reference
-    (a connection that closes runs both), Python prints the exception and goes on.
+    A handler that raises KeyboardInterrupt does not suffice: if raised within a finalizer or the callback of a weak
+    reference (closing a connection runs both), Python prints the exception and continues.
     """
     loop = asyncio.get_running_loop()
     heard: asyncio.Future[None] = loop.create_future()

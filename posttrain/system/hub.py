@@ -1,7 +1,7 @@
-"""The Hugging Face hub: names of its repositories, whether it can be reached, and its errors in one line.
+"""The Hugging Face hub: names of its repositories, a test whether it can be reached, and its errors in one line.
 
-Reachability is tested before its client tries for half a minute. Where the hub cannot be reached, the client is set to
-offline: models that were downloaded before are still found in its cache.
+The test comes first, because the hub's client retries for half a minute. If the hub cannot be reached, the client is
+set to offline, and still finds downloaded models in its cache.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from urllib.parse import urlsplit
 
 from posttrain.core.messages import one_line
 
-SECONDS = 1.5  # for a name to be looked up and a connection to be made
-MOST = 5  # names of the cache in a message
+SECONDS = 1.5  # for looking up a name and making a connection
+MOST = 5  # names of cached models or datasets in a message
 
 
 class HubName(NamedTuple):
-    """A repository of the hub, at a branch, a tag or a commit (None: the newest state of its main branch)."""
+    """A repository of the hub, at a branch, tag or commit (None: the latest state of its main branch)."""
 
     name: str
     revision: str | None = None
@@ -35,16 +35,16 @@ class HubName(NamedTuple):
 
 
 def hub_name(text: str) -> HubName | None:
-    """Return the repository that "org/name" or "org/name@revision" names; None for other texts."""
+    """Return the repository of a text "org/name" or "org/name@revision"; None for other texts."""
     found = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", text)
     return HubName(found[1], found[2]) if found else None
 
 
 @contextmanager
 def as_far_as_reached(*others: Any) -> Iterator[str]:
-    """Set the hub's client to offline within it, if necessary. Yields why: "" where the hub is asked.
+    """Context manager that sets the hub's client to offline if necessary. Yields the reason, or "" if the hub is used.
 
-    `others`: modules that have such a flag of their own.
+    `others`: modules with an own flag HF_HUB_OFFLINE.
     """
     from huggingface_hub import constants
 
@@ -65,7 +65,7 @@ def as_far_as_reached(*others: Any) -> Iterator[str]:
 
 @cache
 def reached(address: str, seconds: float = SECONDS) -> bool:
-    """Return whether a connection can be made to an address, or to the proxy before it, within so many seconds."""
+    """Return whether a connection to an address, or to the proxy before it, can be made within `seconds`."""
     place = urlsplit(address)
     proxies = {} if urllib.request.proxy_bypass(place.hostname or "") else urllib.request.getproxies()
     proxy = proxies.get(place.scheme) or proxies.get("all")
@@ -79,21 +79,21 @@ def reached(address: str, seconds: float = SECONDS) -> bool:
             socket.create_connection((place.hostname or "", port), seconds).close()
             found.set()
 
-    trial = threading.Thread(target=connect, daemon=True)  # a lookup of a name has no timeout
+    trial = threading.Thread(target=connect, daemon=True)  # in a thread, as looking up a name has no timeout
     trial.start()
     trial.join(seconds)
     return found.is_set()
 
 
 def problem(error: BaseException, of: HubName, kind: str = "model") -> str:
-    """Return the reason why the hub gave no model or dataset, with the fix, as one line."""
+    """Return the reason why the hub returned no model or dataset, with the fix, in one line."""
     return meaning(error, of, kind) or f"the hub gave no {kind} {of}: {one_line(error.__cause__ or error)}"
 
 
 def meaning(error: BaseException, of: HubName, kind: str = "model") -> str | None:
-    """Return what an error of the hub's client means for a repository, with the fix; None for an unknown one.
+    """Return the meaning of an error of the hub's client for a repository, with the fix; None if the error is unknown.
 
-    `kind`: model or dataset. Errors are read along their causes: the client wraps some of them.
+    `kind`: model or dataset. The error's causes are searched too: the client wraps some errors.
     """
     chain = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
@@ -106,7 +106,7 @@ def _meaning(error: BaseException, of: HubName, kind: str) -> str | None:
 
     page, token = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{of.name}", get_token()
     status = getattr(getattr(error, "response", None), "status_code", None)
-    # that of the library datasets has a cause for revisions alone
+    # the library datasets gives this error a cause only for a missing revision
     missing = type(error).__name__ == "DatasetNotFoundError" and not str(error).startswith("Revision")
     if isinstance(error, errors.GatedRepoError) or (missing and "gated" in str(error)):
         whose = "with the account of your token" if token else "and set HF_TOKEN to a token of that account"
@@ -131,7 +131,7 @@ def _meaning(error: BaseException, of: HubName, kind: str) -> str | None:
 
 
 def cached_names(kind: str = "model") -> list[str]:
-    """Return the names of the models or datasets that the hub's cache has, at least in part."""
+    """Return the names of the models or datasets in the hub's cache, complete or not."""
     from huggingface_hub import constants
 
     with suppress(OSError):

@@ -1,7 +1,7 @@
-"""Temporary folders and files; those of a killed process are removed by the next one.
+"""Temporary folders and files; those of a killed process are removed by the next process that creates one.
 
-Each folder holds a file that its owner has locked (flock), and a log is locked itself; the system releases both however
-a process ends. Creating a new one deletes those without an owner.
+Each folder contains a file locked by its owner (flock), and a log file is itself locked. The system releases these
+locks however a process ends. Creating a folder or file first deletes those without an owner.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 
 PREFIX = "posttrain-"
 OWNER = ".owner"  # the locked file of a folder
-YOUNG_SECONDS = 60.0  # seconds: a younger one may be about to be locked
+YOUNG_SECONDS = 60.0  # seconds: a younger one may not be locked yet
 
 
 class TempFolder(tempfile.TemporaryDirectory[str]):
-    """A new folder, posttrain-KIND-...: deleted by `cleanup` or at the end of a `with` statement, or later if this
-    process is killed.
+    """A new folder, posttrain-KIND-...: deleted by `cleanup` or at the end of a `with` statement, or later by another
+    process if this one is killed.
     """
 
     def __init__(self, kind: str) -> None:
@@ -32,7 +32,7 @@ class TempFolder(tempfile.TemporaryDirectory[str]):
         _lock(self._owner)
 
     def cleanup(self) -> None:
-        """Delete it. May be called twice."""
+        """Delete the folder. May be called twice."""
         super().cleanup()
         owner, self._owner = self._owner, -1
         if owner >= 0:
@@ -43,9 +43,7 @@ class TempFolder(tempfile.TemporaryDirectory[str]):
 
 
 def temp_log(kind: str) -> tuple[int, str]:
-    """Create a file, posttrain-KIND-....log, that is locked while any process has it open. Return (descriptor,
-    path).
-    """
+    """Create a file, posttrain-KIND-....log, locked while any process has it open. Return (descriptor, path)."""
     sweep()
     descriptor, name = tempfile.mkstemp(prefix=f"{PREFIX}{kind}-", suffix=".log")
     _lock(descriptor)
@@ -53,7 +51,7 @@ def temp_log(kind: str) -> tuple[int, str]:
 
 
 def sweep() -> None:
-    """Delete files and folders of this user whose processes are gone."""
+    """Delete this user's temporary files and folders whose processes have ended."""
     with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
         for entry in entries:
             if entry.name.startswith(PREFIX):
@@ -82,6 +80,6 @@ def _sweep(entry: os.DirEntry[str]) -> None:
 def _lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # it is another process's, or this file system has no locks
+    except OSError:  # another process owns it, or this file system has no locks
         return False
     return True

@@ -1,4 +1,4 @@
-"""Loads the user's code, "my.py:name" or "package.module:name", and reports where it failed."""
+"""Loads the user's code, "my.py:name" or "package.module:name", and locates errors in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from posttrain.core import user_files
 from posttrain.core.messages import inline, message_of, near_or_all
 from posttrain.core.types import UserError
 
-PRIVATE = "_posttrain_user_"  # prefix of the names under which the user's files are imported: they shadow nothing
+PRIVATE = "_posttrain_user_"  # prefix of the module names of the user's files, which therefore shadow no other module
 
 
 def load_named(spec: str) -> Any:
@@ -33,7 +33,7 @@ def load_named(spec: str) -> Any:
 
 
 def named_in(module: ModuleType, name: str, target: str, known: list[str]) -> Any:
-    """Return a module's object of that name. Raises UserError with similar names among `known`."""
+    """Return the object with that name in a module. Raises UserError with similar names from `known`."""
     try:
         return getattr(module, name)
     except AttributeError:
@@ -43,8 +43,8 @@ def named_in(module: ModuleType, name: str, target: str, known: list[str]) -> An
 
 
 def describe_error(error: BaseException, file: str | None) -> str:
-    """Describe an error in one line: type, message, and the innermost line in `file` (any file if it is not on the
-    stack).
+    """Describe an error in one line: type, message, and the innermost line in `file` (in any file if `file` is not on
+    the stack).
 
     Example: "ValueError: bad thing (my.py:12)".
     """
@@ -59,7 +59,7 @@ def describe_error(error: BaseException, file: str | None) -> str:
 
 
 def unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Remove decorators and bound arguments; return the function itself where decorators form a circle."""
+    """Return the function without decorators and bound arguments; the function itself if decorators form a circle."""
     try:
         while isinstance(function, functools.partial) or hasattr(function, "__wrapped__"):
             function = function.func if isinstance(function, functools.partial) else inspect.unwrap(function)
@@ -69,7 +69,7 @@ def unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def source_file(function: Callable[..., Any]) -> str | None:
-    """Return the file of a function, as in tracebacks."""
+    """Return the file of a function, as tracebacks show it."""
     inner = unwrapped(getattr(function, "stands_for", function))
     code = getattr(inner, "__code__", None) or getattr(type(inner).__call__, "__code__", None)
     return getattr(code, "co_filename", None)
@@ -90,7 +90,7 @@ def split_name(spec: str) -> tuple[str, str]:
 
 
 def _defined(file: Path) -> list[str]:
-    """Functions and classes that a file defines, read without running it; [] of one that cannot be read."""
+    """Return the functions and classes that a file defines, without running it; [] if it cannot be read."""
     try:
         found = ast.parse(user_files.content(file)).body
     except (OSError, ValueError, SyntaxError, RecursionError):
@@ -118,8 +118,8 @@ def _import_module(target: str) -> ModuleType:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """The module of a file, imported once for each content (its name is made of place and time of change)."""
-    if not os.path.isfile(path):  # nor is there one whose name is too long for the system
+    """Return the module of a file, imported once per version (its name is a hash of path and modification time)."""
+    if not os.path.isfile(path):  # also for a name that is too long for the system
         near = sorted(p.name for p in path.parent.glob("*.py")) if os.path.isdir(path.parent) else []
         raise UserError(f"there is no file {path}{near_or_all(path.name, near)}")
     path = path.resolve()
@@ -141,19 +141,19 @@ def _import_file(path: Path) -> ModuleType:
     except UserError as error:
         del sys.modules[name]
         raise UserError(f"{path.name}: {error}") from error
-    except BaseException as error:  # a script may well call exit(), or raise what is not an Exception
+    except BaseException as error:  # a script may call exit(), or raise an object that is not an Exception
         del sys.modules[name]
         raise UserError(f"{path.name} does not import: {describe_error(error, str(path))}") from error
     return module
 
 
 def _put_on_path(folder: Path) -> None:
-    """Put a folder first on the path, as when Python runs a script in it, so that its neighbours are found."""
+    """Put a folder first on the module path, as Python does for a script in it, so that its other modules are found."""
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
 
 
 def importable(name: str) -> bool:
-    """Return whether another process finds the module: being in `sys.modules` here proves nothing."""
+    """Return whether another process can import the module: its presence in `sys.modules` does not show that."""
     top = name.partition(".")[0]
     return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)

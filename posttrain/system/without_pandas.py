@@ -1,4 +1,4 @@
-"""Keeps pyarrow from loading pandas in processes that need none of it."""
+"""Keeps pyarrow from importing pandas in processes that do not need it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib.machinery import ModuleSpec
 
 
 class _NoPandas:
-    """Finds pandas, and refuses to load it."""
+    """An import finder that refuses to import pandas."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         return ModuleSpec(name, self) if name == "pandas" else None  # type: ignore[arg-type]
@@ -23,12 +23,13 @@ class _NoPandas:
 
 @contextmanager
 def without_pandas() -> Iterator[None]:
-    """Refuse to import pandas meanwhile, unless it is loaded already.
+    """Context manager that refuses imports of pandas, unless pandas is already loaded.
 
-    pyarrow imports it before the first numbers go to or from an array, to recognise pandas' own: 0.3 s and 43 MB.
+    pyarrow imports it before the first conversion of numbers from or to an array, to recognise pandas objects: 0.3 s
+    and 43 MB.
     """
     refusing = _NoPandas()
-    if "pandas" not in sys.modules:  # code that looks for it, as DuckDB does, finds that it is not loaded
+    if "pandas" not in sys.modules:  # code that looks for pandas, as DuckDB does, finds that it is not loaded
         sys.meta_path.insert(0, refusing)
     try:
         yield

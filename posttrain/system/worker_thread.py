@@ -1,4 +1,4 @@
-"""A thread beside the main one: it runs tasks one after the other, each with a result or an error for the caller."""
+"""A thread that runs tasks one after the other and returns each result or error to the caller."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ T = TypeVar("T")
 
 
 class WorkerThread:
-    """A thread that is not of `concurrent.futures`: the interpreter would wait for these at its end."""
+    """A daemon thread: unlike those of `concurrent.futures`, the interpreter does not wait for it at its end."""
 
     def __init__(self, name: str, begin: Callable[[], None] = lambda: None) -> None:
-        """Start the thread. `begin` is called first in it."""
+        """Start the thread, which first calls `begin`."""
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._work, args=(begin,), name=name, daemon=True)
         self._thread.start()
 
     def left(self) -> bool:
-        """Whether no caller waits any more."""
+        """Return whether callers have stopped waiting."""
         return self._closed.is_set()
 
     def call(self, function: Callable[[], T]) -> Future[T]:

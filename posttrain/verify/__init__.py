@@ -1,9 +1,9 @@
-"""Verifiers: functions that score a reply. A verdict is a number, or `Invalid` where it could not be computed.
+"""Verifiers: functions that score a reply. A verdict is a number, or `Invalid` if it could not be computed.
 
     from posttrain.verify import Weighted, exact_match, tags
 
-No torch here, and no heavy library at import time. Whatever a reply holds, a call ends soon and takes bounded memory; a
-verdict is Invalid for the fault of a task or of the machine, never for what a policy wrote.
+No torch here, and no heavy library at import time. Every call takes bounded time and memory, whatever the reply
+contains. A verdict is Invalid because of a fault of the task or the machine, never because of the policy's text.
 """
 
 from posttrain.verify.answer import final_answer, last_boxed

@@ -1,14 +1,14 @@
 r"""Decides whether two mathematical answers are equal. Runs in the limited process, where math-verify is imported.
 
-Formulas are read by math-verify's parser with a name in place of every number, so that it can neither round numbers,
-nor add up what stands side by side ("2(3)" is 5 to it), nor drop the base of "10_2". They are then compared by their
-values (`posttrain.verify.formula_values`), at random points where they have variables: two formulas that agree there
-are equal but for a set of points of measure zero. Sets, and relations in other words, are compared by math-verify itself.
+Formulas are parsed by math-verify's parser with a name in place of every number, so that it cannot round numbers, add
+adjacent ones ("2(3)" is 5 to it), or drop the base of "10_2". They are then compared by their values
+(`posttrain.verify.formula_values`), with variables at random points: two formulas that agree there are equal except on
+a set of points of measure zero. Sets, and relations with words, are compared by math-verify itself.
 
-Decided here: lists may be in any order and count every part; sets neither; tuples and intervals need the same
-brackets; a chain of inequalities is the interval it describes; a set or list of one is its part; a named value
-("x = 3") equals the bare one, and the names of two must be the same; an equation stands for its right side, with which
-its other sides must agree where they are numbers; i is the imaginary unit and e Euler's number.
+The rules: lists may have any order and count repeated parts; sets do neither; tuples and intervals need the same
+brackets; a chain of inequalities is the interval that it describes; a set or list of one part is that part; a named
+value ("x = 3") equals the bare one, but two names must be equal; an equation has the value of its right side, with
+which its other sides must agree if they are numbers; i is the imaginary unit and e Euler's number.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ _MIXED = re.compile(r"(?<![\^_0-9.])([0-9]+) ?(\\frac\{ ?[0-9]+ ?\}\{ ?[0-9]+ ?\
 _FACTOR = re.compile(
     rf"\\[a-zA-Z]+|(?![fghFGHPQpq])[a-zA-Z](?:{_SUBSCRIPT.pattern})?(?:\^ ?(?:[0-9]+|[a-zA-Z]|\{{[^{{}}]*\}}))? ?(?=\()"
 )
-_TRANSPOSED = re.compile(r"\^T|\^\{T\}")  # the parser drops it
-# What the parser reads as something else: numbers side by side, a time, a double factorial, a power of a power.
+_TRANSPOSED = re.compile(r"\^T|\^\{T\}")  # the parser drops the transposition
+# Text that the parser misreads: numbers side by side, a time, a double factorial, a power of a power.
 _MISREAD = re.compile(
     r"\.[0-9]*\.|[0-9.] +[0-9.]|: ?0[0-9]|(?<![_^])[0-9] ?\{|(?:^|[-+*/=(,]) ?\{[^{}]*\} ?[0-9{]|! ?!|['$\"]|"
     r"\^ ?(?:[0-9]+|[a-zA-Z]|\{[^{}]*\}) ?\^"
@@ -65,7 +65,9 @@ _NAME = re.compile(r"(?:\\?[a-zA-Z](?:_(?:[a-zA-Z0-9]|\{[a-zA-Z0-9]+\}))? ?)+(?:
 
 
 def equal(answer: str, gold: str) -> bool:
-    """Return whether two answers, both in one spelling, are the same. Raises if the gold cannot be read."""
+    """Return whether two answers are equal; both have normalised spelling. Raises if the gold answer cannot be
+    parsed.
+    """
     expected = read_form(gold)
     readings = (False, True) if expected.kind == "list" else (False,)  # "100,200,300" may be one number
     for inside in readings:
@@ -76,15 +78,13 @@ def equal(answer: str, gold: str) -> bool:
 
 
 def prepare() -> None:
-    """Fill the parser's tables, which every child of the server then copies: without that, a child takes ten times as
-    long.
-    """
+    """Fill the parser's tables, which every child of the server inherits: otherwise a child takes ten times as long."""
     for text in _EXAMPLES:
         readable(text)
 
 
 def readable(gold: str) -> bool:
-    """Return whether a gold answer equals itself. Raises if it cannot be read."""
+    """Return whether a gold answer equals itself. Raises if it cannot be parsed."""
     form = read_form(gold)
     for formula in form.formulas():
         if not _is_literal(formula.text):
@@ -93,11 +93,11 @@ def readable(gold: str) -> bool:
 
 
 class Formula:
-    """A formula as a tree of sympy's, in which numbers are symbols n0, n1, ...; `numbers` has their exact values."""
+    """A formula as a sympy tree, in which numbers are symbols n0, n1, ...; `numbers` has their exact values."""
 
     def __init__(self, text: str, gold: str) -> None:
-        """Parse a formula. `gold`: its commands are allowed besides the usual ones: an answer may have an integral only
-        if the gold has.
+        """Parse a formula. `gold`: a formula whose commands are permitted in addition to the usual ones, so that an
+        answer may contain an integral only if the gold answer does.
         """
         commands = set(_COMMAND.findall(_NUMBER.sub("", text))) - set(_COMMAND.findall(gold))
         if not all(map(_USUAL.fullmatch, commands)) or _MISREAD.search(_SUBSCRIPT.sub("_", text)):
@@ -111,14 +111,14 @@ class Formula:
             self.tree = latex2sympy(
                 text, is_real=True, convert_degrees=True, normalization_config=None, conversion_config=_CONVERSION
             )
-        except Exception as error:  # the parser raises Exception itself
+        except Exception as error:  # the parser raises plain Exception
             raise Unreadable(f"{text[:80]!r} cannot be parsed") from error
         if not isinstance(self.tree, sympy.Basic | sympy.MatrixBase):
             raise Unreadable(f"{text[:80]!r} is not a formula")
         self.variables = {symbol.name for symbol in getattr(self.tree, "free_symbols", ())} - {*self.numbers, "i"}
 
     def _hide(self, found: re.Match[str]) -> str:
-        """Replace a number by the name of a variable as math-verify's parser writes it."""
+        """Return a variable in place of the number, in the syntax of math-verify's parser."""
         if not found["number"] and not found["period"]:
             return found[0]
         name = f"n{len(self.numbers)}"
@@ -133,7 +133,7 @@ class Formula:
         return written_out(str(self.tree), self.numbers)
 
     def exact(self) -> Any:
-        """Return the tree with its numbers, which may take unboundedly long."""
+        """Return the tree with its numbers inserted, which may take unbounded time."""
         return self.tree.xreplace(
             {
                 sympy.Symbol(name, real=True): sympy.Rational(number.numerator, number.denominator)
@@ -144,12 +144,12 @@ class Formula:
 
 @lru_cache(maxsize=1000)
 def read_formula(text: str, gold: str) -> Formula:
-    """Parse a formula, cached: each formula of a list is compared with several of the other."""
+    """Parse a formula, cached, as each formula of a list is compared with several others."""
     return Formula(text, gold)
 
 
 def coordinate(name: str, point: int) -> Fraction:
-    """Return a random coordinate of a variable, the same in every process: between 0 and 4, or -4 and 4."""
+    """Return a pseudorandom coordinate of a variable, equal in every process: between 0 and 4, or -4 and 4."""
     drawn = int.from_bytes(sha256(f"{name} {point}".encode()).digest()[:8], "big")
     value = Fraction(drawn % 3989 + 1, 997)
     return -value if point >= POINTS // 2 and drawn >> 63 else value
@@ -188,7 +188,7 @@ def same(answer: Form, gold: Form) -> bool:
 
 
 def _exactly(form: Form) -> Form:
-    """Return the exact side of an approximation, or the approximation of a named value."""
+    """Return the exact side of an approximation; the approximation itself if the exact side is a name."""
     if "approx" not in form.marks:
         return form
     first, second = form.parts[:2]
@@ -200,7 +200,7 @@ def _pairwise(answers: tuple[Form, ...], golds: tuple[Form, ...]) -> bool:
 
 
 def _matched(answers: tuple[Form, ...], golds: tuple[Form, ...]) -> bool:
-    """Return whether the parts of both can be matched one to one."""
+    """Return whether the parts of both can be paired one to one."""
     left = list(golds)
     for answer in answers:
         found = next((gold for gold in left if same(answer, gold)), None)
@@ -217,7 +217,7 @@ def _same_collections(answer: Form, gold: Form) -> bool:
             any(same(a, g) for a in answers) for g in golds
         )
     named = [all(_named(part) for part in parts) for parts in (answers, golds)]
-    if named[0] != named[1]:  # "a = 3, b = 4" against "3, 4": the order assigns the names
+    if named[0] != named[1]:  # "a = 3, b = 4" against "3, 4": the order assigns names
         alike = len({part.parts[0].text for part in (answers if named[0] else golds)}) == 1
         if not alike:
             return _pairwise(answers, golds)
@@ -246,9 +246,7 @@ def _is_name(form: Form) -> bool:
 
 
 def _consistent(chain: Form) -> bool:
-    """Return whether the other sides of "a = 2 + 3 = 5" agree with the last where they are numbers, and are not
-    trivial.
-    """
+    """Return whether the other sides of "a = 2 + 3 = 5" equal the last if they are numbers, and are not trivial."""
     *others, last = chain.parts
     for side in others:
         if not _SAYS.search(side.text):
@@ -277,7 +275,7 @@ def _same_formulas(answer: str, gold: str) -> bool:
 
 
 def _is_literal(text: str) -> bool:
-    """Return whether a formula is compared as it is written: a number in another base, infinity, an ellipsis."""
+    """Return whether a formula is compared as text: a number in another base, infinity, an ellipsis."""
     return in_base(text) is not None or tight(text).lstrip("+-") in (r"\infty", r"\ldots", r"\dots", r"\cdots")
 
 
@@ -286,7 +284,7 @@ def _literal(text: str) -> object:
 
 
 def _same_values(answer: Formula, gold: Formula) -> bool:
-    """Return whether two formulas have the same values, at points where that of the gold is real, if there are any."""
+    """Return whether two formulas have equal values, at the points where the gold formula is real if there are any."""
     found: list[tuple[Number, Number | None, Values]] = []
     for point in range(POINTS if answer.variables | gold.variables else 1):
         try:
@@ -303,8 +301,8 @@ def _same_values(answer: Formula, gold: Formula) -> bool:
 
 
 def _same_zeros(answer: Form, gold: Form) -> bool:
-    """Return whether two equations are equivalent: left - right is a multiple, or math-verify finds the same
-    solutions.
+    """Return whether two equations are equivalent: their differences of both sides are proportional, or math-verify
+    finds equal solutions.
     """
     if any(part.kind != "formula" for part in (*answer.parts, *gold.parts)):
         return False
@@ -337,12 +335,12 @@ def _same_trees(answer: Formula, gold: Formula) -> bool:
 
 
 def _same_to_library(answer: Any, gold: Any) -> bool:
-    """Return math-verify's verdict. Its own time limits use alarm signals, and are off."""
+    """Return math-verify's verdict. Its own time limits use alarm signals, so they are off."""
     return bool(
         math_verify.verify(gold, answer, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True)
     )
 
 
 def _repeating(whole: str, start: str, period: str) -> Fraction:
-    """Return 0.1666... from "0", "1", "6"."""
+    """Return 0.1666... for ("0", "1", "6")."""
     return Fraction(int(whole + start or "0") + Fraction(int(period), 10 ** len(period) - 1), 10 ** len(start))

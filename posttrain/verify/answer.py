@@ -1,7 +1,6 @@
 r"""Finds the final answer in a reply: a closed \boxed{}, <answer>, `####`, or a sentence "the answer is ...".
 
-A reply is untrusted text of any length: every search over the whole of it reads each character a bounded number of
-times.
+A reply is untrusted text of any length, so every search over all of it reads each character a bounded number of times.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import re
 from posttrain.verify.format import between
 from posttrain.verify.numeric import gsm8k_answer, read_number
 
-SENTENCE = 10_000  # characters that are read of a sentence with the answer
+SENTENCE = 10_000  # most characters read of a sentence with the answer
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _BARE = re.compile(r"[^\s$.,]+")
@@ -22,7 +21,7 @@ _SENTENCE_END = re.compile(r"[.!?](?=\s|$|\*)|\n|\s(?:because|since|which|so|as)
 
 
 def final_answer(reply: str) -> str | None:
-    """The answer that a reply ends with, as it is written; None if it gives none. Thoughts before </think> are none."""
+    """Return the final answer of a reply, as written; None if there is none. Thoughts before </think> do not count."""
     reply = reply.rpartition("</think>")[2]
     boxed = last_boxed(reply)
     if boxed is not None:
@@ -47,12 +46,12 @@ def last_boxed(text: str) -> str | None:
             close = closing_brace(text, box.end(), end)
             if close is not None:
                 return text[box.end() + 1 : close]
-        end = box.start()  # an unclosed box ends at the next one: no character is read twice
+        end = box.start()  # an unclosed box ends at the next one, so that no character is read twice
     return None
 
 
 def closing_brace(text: str, start: int, end: int) -> int | None:
-    """Return the place of the brace that closes the one at `start`, before `end`."""
+    """Return the index of the brace that closes the one at `start`, before `end`; None without one."""
     depth = 0
     for match in _BRACE.finditer(text, start, end):
         if match[0] == "{":

@@ -1,7 +1,7 @@
-"""Checks the form of citations: that what is cited was shown, that every sentence cites, that quotes stand in a source.
+"""Checks the form of citations: every cited id was shown, every sentence cites, every quote is in a source.
 
-A citation is an id in square brackets: [3], [3, 5], [doc-7]. Whether a source supports what is said is another question
-(ALCE, Gao et al. 2023, arXiv 2305.14627, asks an entailment model for its citation recall and precision).
+A citation is an id in square brackets: [3], [3, 5], [doc-7]. Whether a source supports a statement is not checked
+(ALCE, Gao et al. 2023, arXiv 2305.14627, uses an entailment model for its citation recall and precision).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Collection, Sequence
 
 from posttrain.verify.length import sentences, words
 
-MOST_QUOTES = 200  # lookups in a text; citations beyond that are not found
-LONGEST = 2**20  # characters of a text, and of all sources together, that are searched
+MOST_QUOTES = 200  # most lookups per text; further quotes count as not found
+LONGEST = 2**20  # most characters searched in a text, and in all sources together
 
 _CITATION = re.compile(r"\[([^\[\]\n]{1,80})\](?!\()")
 _QUOTE = re.compile(
@@ -23,7 +23,7 @@ _ALIKE = str.maketrans({"\u2018": "'", "\u2019": "'", "\u201c": '"', "\u201d": '
 
 
 def cited(text: str) -> list[str]:
-    """The ids that a text cites, in order, one for each time. A link, `[text](address)`, cites nothing.
+    """Return the ids cited in a text, in order, with repetitions. A link, `[text](address)`, is not a citation.
 
     >>> cited("Rain [2, 7]. Snow [2].")
     ['2', '7', '2']
@@ -35,7 +35,7 @@ def cited(text: str) -> list[str]:
 
 
 def cites_what_was_shown(text: str, shown: Collection[str | int]) -> float:
-    """The share of the citations whose id is among those `shown`; 0.0 for a text that cites nothing.
+    """The share of citations whose id is in `shown`; 0.0 for a text without citations.
 
     >>> cites_what_was_shown("Rain [1]. Snow [9].", shown=[1, 2, 3])
     0.5
@@ -55,11 +55,11 @@ def cites_every_sentence(text: str) -> float:
 
 
 def quotes_verbatim(text: str, sources: Sequence[str], least_words: int = 3) -> float:
-    """The share of the quotes that stand word for word in a source; 1.0 for a text without quotes.
+    """The share of quotes that are in a source word for word; 1.0 for a text without quotes.
 
-    A quote stands between quotation marks and has at least `least_words` words: shorter ones are names and irony. Case,
-    white space, the kind of apostrophes and dashes, and stops at a quote's end do not matter; "..." and [...] leave
-    something out, and what stands between them is looked up part by part.
+    A quote is text between quotation marks with at least `least_words` words: shorter ones are names and irony. Case,
+    white space, the kind of apostrophes and dashes, and full stops at a quote's end do not matter. "..." and [...] mark
+    omissions, and the parts between them are looked up separately.
 
     >>> quotes_verbatim('He said "the war is over" and "all is well now".', ["In 1945 the war is over, they wrote."])
     0.5

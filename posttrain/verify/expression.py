@@ -1,4 +1,4 @@
-"""Parses arithmetic that a policy wrote, "(12-8)*2", and returns its exact value. Nothing is executed.
+"""Parses and evaluates arithmetic written by a policy, such as "(12-8)*2", exactly. Nothing is executed.
 
 Expressions are trees: a number as its text, "x", or (operator, left, right).
 """
@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator
 from fractions import Fraction
 
-LONGEST = 200  # characters of an expression
-DEEPEST = 20  # levels of brackets and signs
+LONGEST = 200  # most characters of an expression
+DEEPEST = 20  # most levels of brackets and signs
 
 Tree = str | tuple[str, "Tree", "Tree"]
 
@@ -20,7 +20,8 @@ _SPELLINGS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "X": "x
 
 
 def evaluate(text: str) -> Fraction | None:
-    """The exact value of an expression of numbers, + - * / and brackets; None if it is none, or divides by zero.
+    """Return the exact value of an expression of numbers, + - * / and brackets; None if it is invalid, or divides by
+    zero.
 
     >>> evaluate("(12-8)*2"), evaluate("2**9"), evaluate("1/0")
     (Fraction(8, 1), None, None)
@@ -33,7 +34,7 @@ def evaluate(text: str) -> Fraction | None:
 
 
 def leaves(tree: Tree) -> Iterator[str]:
-    """Yield the numbers of an expression, and each x, from left to right. A sign is 0 minus its operand."""
+    """Yield the numbers of an expression, and each x, from left to right. A sign is a subtraction from 0."""
     if isinstance(tree, str):
         yield tree
     else:

@@ -1,4 +1,4 @@
-"""Finds the code or data in a reply: the last fenced block, else the reply as a whole. Thoughts are left out."""
+"""Finds the code or data in a reply: the last fenced block, else the whole reply. Thoughts are left out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _FENCE = re.compile(r"^[ \t]{0,3}(`{3,}+|~{3,}+)[ \t]*+([^\s`]*+)[^\n`]*+$", re.
 
 
 def without_thoughts(reply: str) -> str:
-    """The reply behind its last </think>.
+    """Return the reply after its last </think>.
 
     >>> without_thoughts("<think>hm</think>yes")
     'yes'
@@ -20,7 +20,7 @@ def without_thoughts(reply: str) -> str:
 def fenced(reply: str, languages: Sequence[str] = ()) -> str | None:
     """Return the content of the last closed fenced block (CommonMark 0.31, section 4.5); None if there is none.
 
-    With `languages`, only blocks that name one of these, in any case, or none at all.
+    With `languages`, only blocks in one of these, in any case, or without a language count.
 
     >>> fenced("so:\\n```python\\nx = 1\\n```\\n", ["python"])
     'x = 1\\n'
@@ -39,7 +39,7 @@ def fenced(reply: str, languages: Sequence[str] = ()) -> str | None:
 
 
 def code_in(reply: str, languages: Sequence[str] = ("python", "py", "python3")) -> str:
-    """Return the code of a reply: its last fenced block in one of these languages, else the whole of it behind its
+    """Return the code of a reply: its last fenced block in one of these languages, else the whole reply after its
     thoughts.
     """
     found = fenced(reply, languages)

@@ -1,4 +1,4 @@
-"""Decides whether a reply has the asked form: XML-like tags, each pair once and in order."""
+"""Decides whether a reply has the requested form: XML-like tags or headings, each once and in order."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 def tags(reply: str, names: Sequence[str] = ("think", "answer"), *, only: bool = True) -> float:
-    """1.0 if every tag of `names` is opened once and closed once, one pair after the other, else 0.0.
+    """1.0 if each tag of `names` is opened and closed once, one pair after the other, else 0.0.
 
-    With `only`, nothing but white space may stand outside the tags.
+    With `only`, nothing but white space may be outside the tags.
 
     >>> tags("<think>40 + 2</think> <answer>42</answer>")
     1.0
@@ -42,16 +42,16 @@ def between(text: str, tag: str) -> str | None:
 
 
 def sections(reply: str, headings: Sequence[str], *, filled: bool = True) -> float:
-    """1.0 if each heading stands on a line of its own once, in this order, else 0.0.
+    """1.0 if each heading is once on a line of its own, in this order, else 0.0.
 
-    A heading may be marked as in Markdown ("## Plan", "**Plan**", "Plan:"); case and white space around it do not
-    matter. With `filled`, some text must stand below each.
+    A heading may be marked as in Markdown ("## Plan", "**Plan**", "Plan:"); case and surrounding white space do not
+    matter. With `filled`, each heading must have text below it.
 
     >>> sections("# Plan\\nthink\\n# Answer\\n4", ["Plan", "Answer"])
     1.0
     """
     wanted = [_heading(heading) for heading in headings]
-    below: list[bool] = []  # of each heading found, whether there is text
+    below: list[bool] = []  # for each heading found, whether text follows
     found: list[str] = []
     for line in reply.splitlines():
         if (heading := _heading(line)) in wanted:

@@ -1,8 +1,9 @@
-"""Evaluates formulas that math-verify's parser has read: exactly where it can, else to so many digits that it is proof.
+"""Evaluates formulas parsed by math-verify: exactly where possible, otherwise with so many digits that the result is
+proof.
 
-Floating point decides nothing here. Rational arithmetic is exact. Where a root, a function or a constant makes it
-inexact, every number met on the way, however large or small, is known to many more digits than the comparison asks
-for. A number of more than `MOST_BITS` is `TooLarge`, which is known before it is computed.
+No verdict depends on floating point. Rational arithmetic is exact. Where a root, a function or a constant makes it
+inexact, every intermediate number, however large or small, has many more correct digits than the comparison needs. A
+number of more than `MOST_BITS` raises `TooLarge`, before it is computed.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from sympy.core.function import AppliedUndef
 
 from posttrain.verify.structure import Unreadable
 
-FIRST_BITS = 512  # of working precision, at first
+FIRST_BITS = 512  # of working precision, for the first attempt
 MOST_BITS = 20_000  # of a number: 6,000 digits before or after the decimal point
 LARGEST_ARGUMENT = 3000  # of factorials and binomials
 
-Number = Any  # a Fraction where it is exact, else mpmath's mpf or mpc
+Number = Any  # a Fraction if exact, otherwise mpmath's mpf or mpc
 
 _FUNCTIONS = {
     **{name: getattr(mpmath, name) for name in ("sin", "cos", "tan", "sec", "csc", "cot", "sinh", "cosh", "tanh")},
@@ -35,11 +36,11 @@ _CONSTANTS = {"Pi": mpmath.pi, "Exp1": mpmath.e, "EulerGamma": mpmath.euler}
 
 
 class TooLarge(Unreadable):
-    """The value has too many digits to be compared."""
+    """The value has too many digits for a comparison."""
 
 
 class OutsideDomain(Unreadable):
-    """The formula has no value for these values of its names."""
+    """The formula has no value at these values of its variables."""
 
 
 class Unknown(Unreadable):
@@ -48,7 +49,7 @@ class Unknown(Unreadable):
 
 @dataclass
 class FormulaEvaluation:
-    """One evaluation at a working precision of mpmath. `bits`: of the largest and smallest intermediate numbers."""
+    """One evaluation at a working precision of mpmath. `bits`: size of the largest or smallest intermediate number."""
 
     names: Callable[[str], Number]
     bits: int = 0
@@ -69,7 +70,7 @@ class FormulaEvaluation:
             return self.value(node.args[0])
         if name in _FUNCTIONS:
             return self._met(_defined(_FUNCTIONS[name], *map(_inexact, map(self.value, node.args))))
-        if isinstance(node, AppliedUndef):  # "f(2)" is a name like any other
+        if isinstance(node, AppliedUndef):  # "f(2)" is treated as a name
             return self._met(self.names(str(node)))
         raise Unknown(name)
 
@@ -159,7 +160,7 @@ class FormulaEvaluation:
 
 @dataclass(frozen=True)
 class Values:
-    """Numbers of one precision, at which every intermediate number is known to 3/4 of `bits`."""
+    """Values at one precision: every intermediate number has at least 3/4 of `bits` correct bits."""
 
     numbers: list[Number]
     bits: int
@@ -174,7 +175,7 @@ class Values:
         return isinstance(number, Fraction) or self._zero(mpmath.im(number))
 
     def proportional(self, first: tuple[Number, Number], second: tuple[Number, Number]) -> bool:
-        """Return whether two pairs have the same ratio, and no zero in them."""
+        """Return whether two pairs have the same ratio and contain no zero."""
         with mpmath.workprec(self.bits):
             a, b, c, d = map(_inexact, (*first, *second))
             return not any(map(self._zero, (a, b, c, d))) and self._zero(a * d - b * c)
@@ -184,7 +185,7 @@ class Values:
 
 
 def values(trees: Sequence[Any], names: Sequence[Callable[[str], Number]]) -> Values:
-    """Return the value of each tree, given those of its names."""
+    """Return the value of each tree, with the values of its names from `names`."""
     bits = FIRST_BITS
     while True:
         with mpmath.workprec(bits):
@@ -197,7 +198,7 @@ def values(trees: Sequence[Any], names: Sequence[Callable[[str], Number]]) -> Va
 
 
 def fixed(numbers: Mapping[str, Fraction], variables: Callable[[str], Fraction]) -> Callable[[str], Number]:
-    """Return a function from names to values: the numbers of a formula, the imaginary unit, and the variables."""
+    """Return a function from names to values: of a formula's numbers, the imaginary unit, and variables."""
 
     def value(name: str) -> Number:
         if name in numbers:
@@ -210,7 +211,7 @@ def fixed(numbers: Mapping[str, Fraction], variables: Callable[[str], Fraction])
 
 
 def written_out(text: str, numbers: Mapping[str, Fraction]) -> str:
-    """Return a formula, or a name, with its numbers in place of their names."""
+    """Return a formula, or a name, with numbers in place of their symbols."""
     return re.sub(r"\bn[0-9]+\b", lambda found: str(numbers.get(found[0], found[0])), text)
 
 
@@ -235,7 +236,7 @@ def _divided(value: Number, by: Number) -> Number:
 
 
 def _exact_root(value: Fraction, degree: int) -> Fraction | None:
-    """Return the rational root of a rational, where there is one; an odd root of a negative number is real."""
+    """Return the rational root of a rational if there is one; an odd root of a negative number is real."""
     if degree == 1:
         return value
     if degree > MOST_BITS or (value < 0 and degree % 2 == 0):

@@ -1,9 +1,9 @@
 """Decides whether a reply contains JSON, and whether that JSON satisfies a schema.
 
-The schema is validated in a process with limits: a pattern in it may be catastrophic, and a reference may never end.
-References to anything outside of the schema are refused before anything runs, and nothing is ever fetched.
+Validation runs in a process with limits: a pattern in the schema may be catastrophic, and a reference may never end.
+References to other documents are refused before anything runs, and nothing is ever fetched.
 
-A verdict is Invalid for what is wrong with the schema alone. What a reply makes of a sound schema is right or wrong.
+Only a fault of the schema makes a verdict Invalid. With a valid schema, any reply is right or wrong.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from posttrain.core.types import Invalid
 from posttrain.verify.fenced import fenced, without_thoughts
 from posttrain.verify.limited_process import CheckFailed, limited
 
-LONGEST = 2**20  # characters of a reply that are looked at
-TRIES = 1000  # openings of a reply that begin no JSON
+LONGEST = 2**20  # most characters searched in a reply
+TRIES = 1000  # most opening brackets of a reply that begin no JSON
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 VALUES = ("const", "enum", "default", "examples")  # keywords whose content is data, not schemas
 
@@ -27,10 +27,10 @@ _OPENING = re.compile(r"[\[{]")
 
 
 def find_json(reply: str) -> Any | None:
-    """The JSON value (RFC 8259) that a reply gives; None if there is none. The value null is none either.
+    """Return the JSON value (RFC 8259) in a reply; None if there is none. The value null is None too.
 
     It is the last fenced block that is JSON or names no language, else the whole reply, else the last object or array
-    in it. Thoughts before </think> do not count; NaN and Infinity, which Python would take, are no JSON.
+    in it. Thoughts before </think> do not count; NaN and Infinity, which Python accepts, are not JSON.
 
     >>> find_json('Sure! {"a": [1, 2]} Anything else?')
     {'a': [1, 2]}
@@ -47,9 +47,8 @@ def find_json(reply: str) -> Any | None:
 def matches_schema(reply: str, schema: Mapping[str, Any] | bool, *, timeout: float = 1.0) -> float | Invalid:
     """1.0 if the JSON of the reply (see `find_json`) satisfies the JSON schema, else 0.0.
 
-    The draft is the one that the schema names in "$schema", else 2020-12. `timeout` seconds of processor time bound one
-    validation. Invalid if the schema is none, refers to something outside of itself, or does not come to an end on the
-    value null.
+    The draft is that of the schema's "$schema", else 2020-12. `timeout`: seconds of processor time for one validation.
+    Invalid if the schema is not valid, refers to another document, or cannot validate the value null in time.
 
     >>> matches_schema('{"age": 7}', {"required": ["age"], "properties": {"age": {"type": "integer"}}})
     1.0
@@ -76,12 +75,12 @@ def matches_schema(reply: str, schema: Mapping[str, Any] | bool, *, timeout: flo
 
 
 def prepare() -> None:
-    """Import the library, once in each server, so that no child has to."""
+    """Import the library once per server, so that its children do not have to."""
     import jsonschema  # noqa: F401
 
 
 def validate(schema: Any, value: Any) -> bool | str:
-    """Return whether the value satisfies the schema, or an error of the schema. Runs in a process with limits."""
+    """Return whether the value satisfies the schema, or the schema's error as text. Runs in a process with limits."""
     from jsonschema import SchemaError
     from jsonschema.validators import Draft202012Validator, validator_for
     from referencing import Registry
@@ -91,12 +90,12 @@ def validate(schema: Any, value: Any) -> bool | str:
         validator.check_schema(schema)
     except SchemaError as error:
         return str(error.message)[:200]
-    nothing_is_fetched: Registry[Any] = Registry()  # without it, jsonschema would load remote references
+    nothing_is_fetched: Registry[Any] = Registry()  # without it, jsonschema would fetch remote references
     return bool(validator(schema, registry=nothing_is_fetched).is_valid(value))
 
 
 def _outside(schema: Any) -> Iterator[str]:
-    """Yield the references of a schema that are not to a place in itself."""
+    """Yield the references of a schema that point outside it."""
     if isinstance(schema, Mapping):
         for name, inner in schema.items():
             if name in REFERENCES and isinstance(inner, str):
@@ -126,8 +125,8 @@ def _read(text: str) -> Any:
 def _last_inside(text: str) -> Any | None:
     """Return the last object or array in a text that is not inside another one.
 
-    Bounded, because any opening may be followed by a megabyte that ends in nothing: it gives up behind `TRIES` openings
-    that begin no JSON, or when it has read ten times the text.
+    It is bounded, because any opening bracket may be followed by a megabyte without an end: it gives up after `TRIES`
+    openings that begin no JSON, or after reading ten times the length of the text.
     """
     found, place, tries, spent = None, 0, 0, 0
     while (opening := _OPENING.search(text, place)) is not None and tries < TRIES and spent <= 10 * len(text):

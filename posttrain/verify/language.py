@@ -1,16 +1,16 @@
 """Detects the language of a text.
 
-Scripts that one living language has nearly to itself decide by themselves, so that one word is enough; of the others a
-classifier of character n-grams knows 97 languages (py3langid: langid.py of Lui and Baldwin 2012, pure Python, 4 MB, the
-same answer always). It is loaded when it is first needed, which takes about a second. On a word or two it guesses.
+For scripts used almost only by one living language, one word in the script is enough. For all others a classifier of
+character n-grams distinguishes 97 languages (py3langid: langid.py of Lui and Baldwin 2012, pure Python, 4 MB,
+deterministic). Loading it at its first use takes about a second. On a word or two it guesses.
 """
 
 from __future__ import annotations
 
 import re
 
-LONGEST = 100_000  # characters of a text that are looked at
-MOST = 2000  # sentences of a text that are looked at
+LONGEST = 100_000  # most characters read of a text
+MOST = 2000  # most sentences read of a text
 
 SCRIPTS = {
     "ja": "\u3040-\u30ff\u31f0-\u31ff\uff66-\uff9f",
@@ -31,7 +31,7 @@ SCRIPTS = {
     "pa": "\u0a00-\u0a7f",
     "si": "\u0d80-\u0dff",
 }
-"""Language -> the letters of its script, as a class of a regular expression."""
+"""Language -> the letters of its script, as a character class of a regular expression."""
 
 _OF_SCRIPT = {language: re.compile(f"[{letters}]") for language, letters in SCRIPTS.items()}
 _CODE = re.compile(r"```.*?(?:```|\Z)|`[^`\n]*`|\$\$.*?(?:\$\$|\Z)|https?://\S+", re.DOTALL)
@@ -39,9 +39,9 @@ _PIECE = re.compile(r"[^.!?\n\u3002\uff01\uff1f\u2026]+")
 
 
 def language(text: str) -> str | None:
-    """The ISO 639-1 code of the language that a text is mostly written in; None if it has too few letters to tell.
+    """Return the ISO 639-1 code of the main language of a text; None if it has too few letters to decide.
 
-    Fenced and inline code, formulas between $$ and addresses are left out.
+    Fenced and inline code, formulas between $$ and addresses are ignored.
 
     >>> language("Die Antwort ist zweiundvierzig.")
     'de'
@@ -63,7 +63,7 @@ def language(text: str) -> str | None:
 
 
 def in_language(text: str, code: str) -> float:
-    """1.0 if the text is mostly written in the language of this ISO 639-1 code, else 0.0.
+    """1.0 if the main language of the text has this ISO 639-1 code, else 0.0.
 
     >>> in_language("Les chats dorment toute la journée.", "fr")
     1.0
@@ -72,10 +72,11 @@ def in_language(text: str, code: str) -> float:
 
 
 def language_share(text: str, code: str) -> float:
-    """The share of a text's letters that stand in sentences of this language; 0.0 for a text without any.
+    """The share of a text's letters that are in sentences of this language; 0.0 for a text without letters.
 
     DeepSeek-R1 rewards the share of words in the target language, so that thoughts do not mix languages (arXiv
-    2501.12948, section 2.3.2). Sentences of fewer than 12 letters, which are too short to tell, go with the one before.
+    2501.12948, section 2.3.2). Sentences of fewer than 12 letters, too short to classify, count with the previous
+    sentence.
 
     >>> language_share("The cat sleeps all day long. Die Katze schläft den ganzen Tag.", "en") < 0.6
     True

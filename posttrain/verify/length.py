@@ -1,9 +1,9 @@
-"""Counts characters, words, sentences and the like of a reply, and compares the number with bounds.
+"""Counts characters, words, sentences and similar units of a reply, and compares the number with bounds.
 
-Words are runs of letters, digits and underscores, as in IFEval (Zhou et al. 2023, arXiv 2311.07911, whose counter is the
-tokeniser r"\\w+"); of scripts that put no spaces between words, each character is one. Sentences end with . ! ? or one of
-their relatives, before white space; not after an initial, an abbreviation or within a number. Tokens are whatever a
-function says: pass `unit=lambda text: len(tokenizer.encode(text))`.
+Words are runs of letters, digits and underscores, as in IFEval (Zhou et al. 2023, arXiv 2311.07911, whose counter is
+the tokeniser r"\\w+"); in scripts without spaces between words, each character is a word. Sentences end with . ! ? or a
+similar mark, before white space, but not after an initial, an abbreviation or within a number. To count tokens, pass a
+function: `unit=lambda text: len(tokenizer.encode(text))`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WORD = re.compile(
     "(?:(?![\u2e80-\u2fdf\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
     "\u0e00-\u0e7f\U00020000-\U0003ffff])\\w)+"
 )
-_END = re.compile(  # possessive, and begun once in a run of stops: linear in any text
+_END = re.compile(  # possessive, and started once per run of marks: linear time for any text
     "(?<![.!?\u2026])([.!?\u2026]++)[\"'\u201d\u2019)\\]*_]*+(?:\\[[^\\[\\]\n]{1,80}\\])*+(?=\\s|\\Z)"
     "|[\u3002\uff01\uff1f\u0964]++[\u300d\u300f\u201d]?|\n[ \t]*+\n"
 )
@@ -34,7 +34,7 @@ _ABBREVIATIONS = frozenset(
 
 
 def words(text: str) -> list[str]:
-    """The words of a text, in order.
+    """Return the words of a text, in order.
 
     >>> words("It's 3.5 km.")
     ['It', 's', '3', '5', 'km']
@@ -43,7 +43,7 @@ def words(text: str) -> list[str]:
 
 
 def sentences(text: str) -> list[str]:
-    """The sentences of a text, stripped, in order; what has no letter or digit is none.
+    """Return the sentences of a text, stripped, in order; pieces without a letter or digit do not count.
 
     >>> sentences("Dr. Who came at 3.15 p.m. today! Why?")
     ['Dr. Who came at 3.15 p.m. today!', 'Why?']
@@ -59,8 +59,8 @@ def sentences(text: str) -> list[str]:
 
 
 def _goes_on(text: str, start: int, end: re.Match[str]) -> bool:
-    """Return whether a full stop does not end a sentence: after an initial or abbreviation, a list's number, before a
-    small letter.
+    """Return whether a full stop does not end a sentence: after an initial, an abbreviation or a list's number, or
+    before a small letter.
     """
     before = _BEFORE.search(text[max(start, end.start() - 30) : end.start()])
     word = before[1].lstrip("(\"'[\u201c").lower() if before else ""
@@ -74,7 +74,7 @@ def _goes_on(text: str, start: int, end: re.Match[str]) -> bool:
 
 
 def count(text: str, unit: Unit = "words") -> int:
-    """How many characters (code points), words, sentences, non-empty lines or paragraphs, or what a function counts.
+    """The number of characters (code points), words, sentences, nonempty lines or paragraphs, or units of a function.
 
     >>> count("One two. Three!", "sentences")
     2
@@ -95,7 +95,7 @@ def count(text: str, unit: Unit = "words") -> int:
 
 
 def within(text: str, least: int = 0, most: int | None = None, unit: Unit = "words") -> float:
-    """1.0 if the text has at least `least` and at most `most` of the unit, both included, else 0.0.
+    """1.0 if the text has at least `least` and at most `most` of the unit, both inclusive, else 0.0.
 
     `within(text, 3, unit="sentences")` is IFEval's "at least 3 sentences" (arXiv 2311.07911, table 4).
     """
@@ -104,7 +104,7 @@ def within(text: str, least: int = 0, most: int | None = None, unit: Unit = "wor
 
 
 def length_penalty(text: str, most: int, soft: int, unit: Unit = "words") -> float:
-    """0.0 up to `most - soft`, falling linearly to -1.0 at `most`, -1.0 beyond (DAPO, arXiv 2503.14476, eq. 13).
+    """0.0 up to `most - soft`, then falling linearly to -1.0 at `most` and beyond (DAPO, arXiv 2503.14476, eq. 13).
 
     `soft` is above 0 and at most `most`.
 
@@ -118,7 +118,7 @@ def length_penalty(text: str, most: int, soft: int, unit: Unit = "words") -> flo
 
 
 def length_error(text: str, target: int, unit: Unit = "words") -> float:
-    """|n - target| / target, at most 1: 0 is the asked length. To be weighed below 0 (LCPO, arXiv 2503.04697, eq. 1).
+    """|n - target| / target, at most 1: 0 at the target length. Use a negative weight (LCPO, arXiv 2503.04697, eq. 1).
 
     >>> length_error("one two three", target=4)
     0.25

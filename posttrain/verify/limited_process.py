@@ -1,13 +1,13 @@
-"""Runs a check with limits of time and memory: in a process of its own that is killed when it is over.
+"""Runs checks with limits of time and memory: each in a process of its own, which is killed at the end.
 
-Alarm signals do not work outside the main thread and do not interrupt a long computation in C, so the limit is a kill.
-A server process, a plain interpreter that has imported the function's module, forks a child for every call. The child
-starts warm, leaves nothing behind, and no side effect of a call reaches the next one. The server measures the time,
-reads the child's result up to a size, and kills the child with all its descendants in any case. Arguments and results
-are plain data (JSON): data from a child is never unpickled.
+Alarm signals work only in the main thread and do not interrupt a long computation in C, so the limit is a kill. A
+server process, a plain interpreter that has imported the function's module, forks a child for every call. The child
+needs no imports, and no side effect of a call reaches the next one. The server measures the time, reads the child's
+result up to a size limit, and always kills the child with all its descendants. Arguments and results are plain data
+(JSON): data from a child is never unpickled.
 
-Servers are not `multiprocessing` children: those import the user's script again (which starts a second training when it
-has no `__main__` guard) and cannot be started from a daemonic process. POSIX only.
+`multiprocessing` is not used: its children import the user's script again (which starts a second training if it has no
+`__main__` guard) and cannot be started from a daemonic process. POSIX only.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from typing import Any, NoReturn
 
 from posttrain.core.types import Invalid
 
-SERVERS = 2  # of each calling process; further callers wait for a free one
-MEMORY = 2**30  # bytes of address space of a server and of a child
-LARGEST = 2**20  # bytes of a result
-CLOCK = 2.0  # seconds by the clock for each second of processor time: other processes may keep it waiting
+SERVERS = 2  # servers of each calling process; further callers wait for a free one
+MEMORY = 2**30  # bytes of address space, for a server and for a child
+LARGEST = 2**20  # most bytes of a result
+CLOCK = 2.0  # seconds of wall time per second of processor time: other processes may delay a call
 START_SECONDS = 120.0  # for an interpreter and its imports, on a busy machine with a slow file system
 
 _BOOT = (
@@ -48,19 +48,19 @@ _SUBREAPER, _PARENT_DEATH = 36, 1  # options of Linux's prctl
 
 @dataclass(frozen=True)
 class CheckFailed:
-    """The call itself failed: it took too long or too much memory, raised, or its process died."""
+    """A call that failed: it took too long or too much memory, raised, or its process died."""
 
     reason: str
 
 
 def limited(function: str, *args: Any, seconds: float) -> Any | CheckFailed | Invalid:
-    """Return the result of the function named "module:name", called with `args` in another process.
+    """Return the result of the function "module:name", called with `args` in another process.
 
-    `CheckFailed` when the call takes more than `seconds` of processor time (or `CLOCK` times as long by the clock) or
-    more than `MEMORY`, raises, or its process dies; `Invalid` when no process can be started or the module does not
-    import, which is no fault of the call. Imports, starting a server and waiting for a free one are not counted.
-    Arguments and result are JSON data (a tuple comes back as a list). If the module has a function `prepare`, it is
-    called once in each server. May be called from any thread and process.
+    `CheckFailed` if the call takes more than `seconds` of processor time (or `CLOCK` times as much wall time) or more
+    than `MEMORY`, raises, or its process dies; `Invalid` if no process can be started or the module cannot be imported,
+    which is not a fault of the call. Imports, the start of a server and waiting for a free one do not count. Arguments
+    and result are JSON data (a tuple is returned as a list). If the module has a function `prepare`, it is called once
+    per server. May be called from any thread and process.
     """
     servers = _servers
     with servers.free:
@@ -82,7 +82,7 @@ def limited(function: str, *args: Any, seconds: float) -> Any | CheckFailed | In
 
 
 class CheckServer:
-    """Our end of one server process."""
+    """The caller's end of one server process."""
 
     def __init__(self) -> None:
         self.connection, theirs = Pipe()
@@ -91,7 +91,7 @@ class CheckServer:
                 [sys.executable, "-c", _BOOT, str(theirs.fileno()), *sys.path],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONHASHSEED": "0"},  # sympy goes through sets
+                env={**os.environ, "PYTHONHASHSEED": "0"},  # sympy iterates over sets
                 stdout=subprocess.DEVNULL,
             )
 
@@ -112,7 +112,9 @@ class CheckServer:
 
 
 class Servers:
-    """Servers of this process: started when first needed, at most `SERVERS`, lent to one caller at a time."""
+    """The servers of this process: at most `SERVERS`, each started when first needed and used by one caller at a
+    time.
+    """
 
     def __init__(self) -> None:
         self.free = threading.BoundedSemaphore(SERVERS)
@@ -126,7 +128,7 @@ class Servers:
         if server is not None:
             if server.process.poll() is None:
                 return server
-            self.drop(server)  # the system has killed it meanwhile
+            self.drop(server)  # the system has killed it in the meantime
         server = CheckServer()
         with self.lock:
             self.alive.add(server)
@@ -152,8 +154,8 @@ _servers = Servers()
 
 
 def _forget() -> None:
-    """Drop the servers in a forked child: they are the parent's, and locks may be held by threads that do not exist
-    here.
+    """Drop the servers in a forked child: they belong to the parent, and threads that do not exist here may hold their
+    locks.
     """
     global _servers
     for server in list(_servers.alive):
@@ -166,19 +168,19 @@ atexit.register(lambda: _servers.close())
 
 
 def serve(descriptor: int) -> None:
-    """Run the server: answer requests until the other side closes."""
+    """Run the server: answer requests until the caller closes the connection."""
     _confine()
     connection = Connection(descriptor)
     while True:
         try:
             name, args, seconds = json.loads(connection.recv_bytes())
             connection.send_bytes(json.dumps(_answer(name, args, seconds, descriptor)).encode())
-        except (EOFError, OSError):  # the caller is gone
+        except (EOFError, OSError):  # the caller has ended
             return
 
 
 def _confine() -> None:
-    """Set limits of the server, which its children inherit."""
+    """Set the limits of the server, which its children inherit."""
     import resource
 
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -190,7 +192,7 @@ def _confine() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the caller
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     silence = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silence, 2)  # from here on: some parsers print messages
+    os.dup2(silence, 2)  # from here on, as some parsers print messages
 
 
 def _prctl(option: int, value: int) -> None:
@@ -235,19 +237,19 @@ def _load(module: str, name: str) -> Callable[..., Any]:
     loaded = import_module(module)
     getattr(loaded, "prepare", lambda: None)()
     gc.collect()
-    gc.freeze()  # a collection in a child would touch, and so copy, all of the server's memory
+    gc.freeze()  # a garbage collection in a child would touch, and so copy, all of the server's memory
     function: Callable[..., Any] = getattr(loaded, name)
     return function
 
 
 def _read(descriptor: int, caller: int, deadline: float) -> tuple[bytes, str | None]:
-    """Return the output of a child until it closes its end, or why reading stopped early."""
+    """Return a child's output until it closes its end, and None or the reason why reading stopped early."""
     written = bytearray()
     while len(written) <= LARGEST:
         ready = select.select([descriptor, caller], [], [], max(0.0, deadline - time.monotonic()))[0]
         if not ready:
             return b"", "time limit by the clock"
-        if caller in ready:  # it sends nothing while it waits: it is gone
+        if caller in ready:  # it sends nothing while it waits, so it has ended
             return b"", "its caller is gone"
         part = os.read(descriptor, 2**16)
         if not part:
@@ -257,14 +259,14 @@ def _read(descriptor: int, caller: int, deadline: float) -> tuple[bytes, str | N
 
 
 def _end(child: int) -> int:
-    """Kill a child and everything it started; return its exit status, negative for a signal."""
-    for kill in (os.killpg, os.kill):  # it may not have had the time to become a group of its own
+    """Kill a child and all processes that it started; return its exit status, negative for a signal."""
+    for kill in (os.killpg, os.kill):  # it may not be the leader of a group yet
         with suppress(ProcessLookupError, PermissionError):
             kill(child, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     children = Path(f"/proc/self/task/{threading.get_native_id()}/children")
     with suppress(OSError):
-        while orphans := children.read_text().split():  # they are ours, whatever session they have made
+        while orphans := children.read_text().split():  # orphans become our children, whatever session they created
             for orphan in map(int, orphans):
                 os.kill(orphan, signal.SIGKILL)
                 os.waitpid(orphan, 0)
@@ -272,7 +274,7 @@ def _end(child: int) -> int:
 
 
 def _run(function: Callable[..., Any], args: Sequence[Any], seconds: float, descriptor: int) -> NoReturn:
-    """Run one call in the child, and write [whether it returned, the result or the exception]."""
+    """Run one call in the child, and write [whether the call returned, its result or exception]."""
     try:
         os.setsid()
         _prctl(_PARENT_DEATH, signal.SIGKILL)

@@ -1,17 +1,17 @@
-r"""Decides whether the final answer of a reply is the gold answer of a mathematical problem.
+r"""Decides whether the final answer of a reply equals the gold answer of a mathematical problem.
 
-The answer is read from the reply alone: after a closing </think>, the last closed \boxed{}, else <answer>, `####`, a
-sentence "the answer is ...", or a reply that is nothing but an answer. Words, exact rationals and numbers in another
-base are compared here; all other LaTeX in a process with limits (`posttrain.verify.algebra` says what is equal there).
+The answer is found in the reply alone: after a closing </think>, the last closed \boxed{}, else <answer>, `####`, a
+sentence "the answer is ...", or a reply that consists of an answer. Words, exact rationals and numbers in another base
+are compared here; all other LaTeX in a process with limits (`posttrain.verify.algebra` defines equality there).
 
-Units are not compared: "5\text{ cm}" is 5. Words that change the value are not units: "5\text{ million}",
-"3\text{ tenths}", "7\text{ squared}", "101\text{ base two}" and "9\text{ a.m.}" equal only the same words, as
-does a number with a base ("10_2" is neither 10 nor 2). A percentage equals its number with and without the sign. A
-rounded decimal is not equal to the exact value, unless the gold itself is such a decimal (`written_tolerance`). A ratio is
-its fraction: "8:17" is 8/17 unless `ratios` is False.
+Units are not compared: "5\text{ cm}" is 5. Words that change the value are not units: "5\text{ million}", "3\text{
+tenths}", "7\text{ squared}", "101\text{ base two}" and "9\text{ a.m.}" equal only the same words, as does a number with
+a base ("10_2" is neither 10 nor 2). A percentage equals its number with and without the sign. A rounded decimal is not
+equal to the exact value, unless the gold itself is such a decimal (`written_tolerance`). A ratio is its fraction:
+"8:17" is 8/17 unless `ratios` is False.
 
-Whether a verdict is Invalid is up to the gold answer alone, which is compared with itself first. Where that works, an
-answer that takes too long, breaks the process or raises is wrong: a policy cannot leave its group by what it writes.
+Whether a verdict is Invalid depends on the gold answer alone, which is first compared with itself. If that works, an
+answer that takes too long, crashes the process or raises is wrong: a policy cannot leave its group by any reply.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from posttrain.verify.limited_process import CheckFailed, limited
 from posttrain.verify.numeric import equal_numbers, read_number, written_tolerance
 from posttrain.verify.spelling import balanced, clean, depth, in_base, tight, words
 
-LONGEST = 1000  # characters of an answer; a longer one is wrong, unless the gold is long itself
-DEEPEST = 20  # levels of brackets of an answer; the parser's time grows exponentially with them
-REMEMBERED = 10_000  # gold answers whose comparability is cached
+LONGEST = 1000  # most characters of an answer; a longer one is wrong, unless the gold is as long
+DEEPEST = 20  # most levels of brackets in an answer; the parser's time is exponential in them
+REMEMBERED = 10_000  # number of gold answers whose check is cached
 
 _MIXED = re.compile(r"(-?) ?([0-9]{1,400})? ?(-?) ?\\frac ?\{ ?(-?[0-9]{1,400}) ?\}\{ ?(-?[0-9]{1,400}) ?\} ?(?:%|$)")
 _NAME = re.compile(r"^([A-Za-z]) ?= ?")
@@ -40,11 +40,11 @@ _unreadable: dict[str, str | None] = {}  # gold -> reason why it cannot be compa
 
 
 def verify(reply: str, gold: str, *, timeout: float = 2.0, ratios: bool = True) -> float | Invalid:
-    r"""1.0 if the final answer of `reply` is `gold`, 0.0 if it is another or there is none.
+    r"""1.0 if the final answer of the reply equals `gold`, else 0.0, also for a reply without an answer.
 
-    Invalid if the gold cannot be read, or cannot be compared with itself, within `timeout` seconds of processor time.
-    `gold` is an answer ("\frac{1}{2}") or a text with a \boxed{} one. `ratios`: False if "8:17" is to be wrong unless the
-    gold is a ratio as well: beside a probability it may mean odds.
+    Invalid if the gold cannot be parsed, or compared with itself, within `timeout` seconds of processor time. `gold` is
+    an answer ("\frac{1}{2}") or a text with a \boxed{} one. `ratios`: if False, "8:17" is wrong unless the gold is a
+    ratio as well: beside a probability it may mean odds.
 
     >>> verify(r"so we get $\boxed{\frac{2}{4}}$", "0.5")
     1.0
@@ -61,7 +61,7 @@ def verify(reply: str, gold: str, *, timeout: float = 2.0, ratios: bool = True) 
         if not ratios and ":" in answer and ":" not in gold:
             return 0.0
         verdict = _compare_exactly(answer, gold)
-    except Exception:  # the gold works without the answer: the answer causes the failure
+    except Exception:  # the gold alone works, so the answer causes the failure
         return 0.0
     if verdict is not None:
         return verdict
@@ -72,7 +72,7 @@ def verify(reply: str, gold: str, *, timeout: float = 2.0, ratios: bool = True) 
 
 
 def _check(gold: str, timeout: float) -> Invalid | None:
-    """Return why no answer can be compared with a gold one; cached, unless the machine was the reason."""
+    """Return the reason why a gold answer cannot be compared; cached, unless the machine was the reason."""
     if not gold or not balanced(gold):
         return Invalid(f"gold answer {gold[:80]!r} cannot be read")
     if _in_words(gold) or _rational(gold) is not None or in_base(gold):
@@ -94,15 +94,15 @@ def _in_words(gold: str) -> bool:
 
 
 def _compare_exactly(answer: str, gold: str) -> float | None:
-    """Return the verdict on words, rationals and unequal answers; None if algebra is needed."""
+    """Return the verdict for words, rationals and obvious cases; None if algebra is needed."""
     if tight(answer) == tight(gold):
         return 1.0
     if not answer or not balanced(answer) or depth(answer) > max(DEEPEST, depth(gold)):
         return 0.0
     if _in_words(gold):
-        fold = r"\text" in gold or len(gold) > 3  # else one letter, which may be a variable
+        fold = r"\text" in gold or len(gold) > 3  # otherwise one letter, which may be a variable
         same = words(answer, fold) == words(gold, fold)
-        if same or len(gold) not in (2, 3) or not gold.isalpha():  # else it may be a product: "abc"
+        if same or len(gold) not in (2, 3) or not gold.isalpha():  # otherwise it may be a product: "abc"
             return float(same)
     if r"\text" in answer and "=" not in answer:
         return 0.0
@@ -115,7 +115,7 @@ def _compare_exactly(answer: str, gold: str) -> float | None:
 
 
 def _equal_percentages(answer: str, answer_number: Fraction, gold: str, gold_number: Fraction) -> bool:
-    """Return whether two rationals are equal, or would be with a percent sign that one of them lacks."""
+    """Return whether two rationals are equal, also after adding the percent sign that only one of them has."""
     factors = [Fraction(1)]
     if ("%" in gold) != ("%" in answer):
         factors.append(Fraction(100) if "%" in gold else Fraction(1, 100))
@@ -124,8 +124,8 @@ def _equal_percentages(answer: str, answer_number: Fraction, gold: str, gold_num
 
 
 def _rational(text: str) -> Fraction | None:
-    """Return the value of a whole number, decimal, fraction or mixed number, with or without a name and a
-    percent sign.
+    """Return the value of an integer, decimal, fraction or mixed number, with or without a name and a percent sign;
+    else None.
     """
     text = _NAME.sub("", text)
     mixed = _MIXED.fullmatch(text)

@@ -1,7 +1,7 @@
 """Verifiers by name, as in `--env verify:exact_match`: one table for the command line, `check` and the documents.
 
-Decided here: which columns of a row a verifier reads, and which part of a reply. Everything else is a setting behind
-its name, of the type that its parameter has: verify:within,least=3,unit=sentences.
+The table defines which columns of a row a verifier reads, and which part of a reply. All other parameters are settings
+after the name, parsed as the parameter's type: verify:within,least=3,unit=sentences.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ _EMPTY = inspect.Parameter.empty
 
 @dataclass(frozen=True)
 class NamedVerifier:
-    """A verifier, with the columns of a row that it reads.
+    """A verifier and the columns of a row that it reads.
 
-    Its function takes the reply, or the answer in it, and then the parameters in `columns` (parameter -> column) and
+    Its function gets the reply, or the answer in it, then the parameters in `columns` (parameter -> column) and
     settings.
     """
 
     name: str
     function: Callable[..., Any]
     columns: Mapping[str, str] = field(default_factory=dict)
-    answers: bool = False  # whether it scores the answer in a reply, and not all of it
-    success: float | None = 1.0  # its best verdict; None: it has none, as a count or a penalty
+    answers: bool = False  # whether the function gets the answer in a reply instead of the reply
+    success: float | None = 1.0  # its best verdict; None: there is none, as for a count or a penalty
 
     @property
     def idea(self) -> str:
-        """Its description in a sentence: the first one of the function's docstring."""
+        """The verifier's description: the first line of the function's docstring."""
         return (inspect.getdoc(self.function) or "").partition("\n")[0]
 
     @cached_property
     def hints(self) -> dict[str, Any]:
-        """Types of its function's parameters."""
+        """The types of the function's parameters."""
         return get_type_hints(self.function)
 
     def needs(self, parameter: str) -> bool:
@@ -77,7 +77,7 @@ class NamedVerifier:
 
     @cached_property
     def settings(self) -> dict[str, tuple[Any, Any]]:
-        """Return its settings: setting -> (type, default); no default where a column has the value."""
+        """The verifier's settings -> (type, default); there is no default where a column has the value."""
         parameters = inspect.signature(self.function).parameters
         found: dict[str, tuple[Any, Any]] = {"answer": (Literal[tuple(ANSWERS)], "final")} if self.answers else {}
         for name in list(parameters)[1:]:
@@ -86,15 +86,13 @@ class NamedVerifier:
         return found
 
     def columns_of(self, chosen: Collection[str] = ()) -> list[str]:
-        """Return the columns that it reads with these settings; optional ones in brackets."""
+        """Return the columns that the verifier reads with these settings; optional ones in brackets."""
         return [
             column if self.needs(name) else f"[{column}]" for name, column in self.columns.items() if name not in chosen
         ]
 
     def reward(self, options: Mapping[str, str | None] = MappingProxyType({})) -> NamedReward:
-        """Return the reward function, with settings as text. Raises UserError for a setting that is unknown or
-        invalid.
-        """
+        """Return the reward function for settings given as text. Raises UserError for an unknown or invalid setting."""
         label = f"--env {PREFIX}{self.name}"
         chosen = {}
         for name, text in options.items():
@@ -204,11 +202,11 @@ OTHERS = {
     "same_number": "is called verify:numeric",
     "without_thoughts": "finds a text: a reward of your own may judge it",
 }
-"""Other functions of `posttrain.verify`, and what to use instead."""
+"""Other functions of `posttrain.verify`, and their alternatives."""
 
 
 def find_verifier(name: str) -> NamedVerifier:
-    """Return the verifier of this name. Raises UserError, with similar names, if there is none."""
+    """Return the verifier with this name. Raises UserError with similar names if there is none."""
     if name in VERIFIERS:
         return VERIFIERS[name]
     if name in OTHERS:
@@ -219,7 +217,7 @@ def find_verifier(name: str) -> NamedVerifier:
 
 
 def described(verifier: NamedVerifier, chosen: Collection[str] = ()) -> tuple[str, str, str]:
-    """Return the columns that it reads with these settings, its settings with their defaults, and its description."""
+    """Return the columns that a verifier reads with these settings, its settings with defaults, and its description."""
     settings = [
         name if default is _EMPTY or default is None else f"{name}={_shown(default)}"
         for name, (_, default) in verifier.settings.items()
@@ -229,7 +227,7 @@ def described(verifier: NamedVerifier, chosen: Collection[str] = ()) -> tuple[st
 
 
 def sentence(verifier: NamedVerifier, chosen: Collection[str] = ()) -> str:
-    """Return a verifier's description, columns and settings in a line."""
+    """Return a verifier's description, columns and settings in one line."""
     columns, settings, idea = described(verifier, chosen)
     return f"{idea} Reads {columns or 'no column'}{'; settings: ' * bool(settings)}{settings}."
 
@@ -240,7 +238,9 @@ def _shown(default: Any) -> str:
 
 
 def _as_text(hint: Any) -> Any:
-    """Return the type that a setting's text is parsed as; None for what cannot be text: a function, a mapping."""
+    """Return the type as which a setting's text is parsed; None for types without a text form: a function, a
+    mapping.
+    """
     if get_origin(hint) in (Union, UnionType):
         kinds = [read for one in get_args(hint) if one is not type(None) and (read := _as_text(one)) is not None]
         return (kinds[0] | None if type(None) in get_args(hint) else kinds[0]) if kinds else None
@@ -250,9 +250,9 @@ def _as_text(hint: Any) -> Any:
 
 
 def _as_column(value: Any, hint: Any) -> Any:
-    """Convert a value of a row for a parameter. Numbers become text, such as an answer of 42 in JSON.
+    """Convert a row's value to a parameter's type. Numbers become text, such as an answer of 42 in JSON.
 
-    Raises TypeError for a value of another form.
+    Raises TypeError for a value of another type.
     """
     if hint in (bool, int, float) or any(get_origin(one) is Mapping for one in get_args(hint)):
         return value

@@ -1,7 +1,7 @@
-"""Parses numbers in text, exactly: numbers are rationals, so 0.5 is 1/2.
+"""Parses numbers in text exactly: numbers are rationals, so 0.5 is 1/2.
 
 A percent sign, a currency sign and words after the number are units and are dropped: "50%", "$50" and "50 apples" are
-50. Words that change the value ("5 million", "5 or 6") make it no number.
+50. A text with words that change the value ("5 million", "5 or 6") is not a number.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from posttrain.core.types import Invalid
 
-LONGEST = 400  # characters of a number: a longer one is junk, and slow to convert
+LONGEST = 400  # most characters of a number: longer ones are meaningless, and slow to convert
 
 _MINUS = str.maketrans(dict.fromkeys("\u2212\u2010\u2011\u2012\u2013\u2014\uff0d\ufe63", "-"))
 _DIGITS = str.maketrans({chr(0xFF10 + i): str(i) for i in range(10)} | {"\u2044": "/"})
@@ -35,7 +35,7 @@ _NUMBER = re.compile(
 )
 _UNIT_WORD = re.compile(r"[A-Za-z\u00b0\u00b5][A-Za-z\u00b0\u00b5.]*(?:/[A-Za-z]+)?(?:\^?[23]|[\u00b2\u00b3])?,?")
 _LETTER_UNITS = frozenset("mgshlLCFJNWV\u00b0")  # not K and k, which may be thousands
-# Words that are not a unit: they change the value, join several, or belong to a sentence.
+# Words that are not units: they change the value, join several values, or belong to a sentence.
 _NOT_UNITS = re.compile(
     r"(hundred|thousand|million|billion|trillion)(s|ths?)?|tens|lakhs?|crores?|bn|mil|mn|mio|dozens?|score|gross|grand|"
     r"hal(f|ves)|(third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth|eleventh|twelfth|[a-z]+teenth|"
@@ -46,14 +46,14 @@ _NOT_UNITS = re.compile(
     r"september|october|november|december",
     re.IGNORECASE,
 )
-_POWERS = frozenset({"square", "squared", "cubic", "cube", "cubed"})  # beside a unit they belong to it: "5 cm squared"
+_POWERS = frozenset({"square", "squared", "cubic", "cube", "cubed"})  # after a unit these belong to it: "5 cm squared"
 _IN_TEXT = re.compile(
     rf"(?<![\w.])(?:(?<![0-9)\]] )(?P<sign>[+-]))?(?:{_CURRENCY})?(?P<top>{_DECIMAL})(?:/(?P<bottom>{_DECIMAL}))?"
 )
 
 
 def read_number(text: str) -> Fraction | None:
-    """The number that `text` is, as a whole; None if it is not one number.
+    """Return the number that the whole of `text` denotes; None if it is not a single number.
 
     Reads thousands separators, currency, percent, units, fractions, mixed numbers, scientific notation, Unicode minus.
 
@@ -70,7 +70,7 @@ def read_number(text: str) -> Fraction | None:
 
 
 def is_unit(text: str) -> bool:
-    """Return whether words after a number are a unit, so that the number alone is the value. No words are one."""
+    """Return whether words after a number are a unit, which does not change its value. An empty text is a unit."""
     words = text.split()
     if len(words) > 5 or not all(_UNIT_WORD.fullmatch(word) for word in words):
         return False
@@ -81,14 +81,14 @@ def is_unit(text: str) -> bool:
 
 
 def gsm8k_answer(text: str) -> str | None:
-    """Return the text after the last `####` up to the end of its line, the form of GSM8K; None if there is nothing."""
+    """Return the text from the last `####` to the end of its line, as in GSM8K; None if there is none."""
     _, marker, after = text.rpartition("####")
     answer = after.split("\n", 1)[0].strip()
     return answer if marker and answer else None
 
 
 def last_number(text: str) -> Fraction | None:
-    """Return the last number in a text, None if there is none. "10 - 3" ends with 3, "(-3)" and "= -3" with -3."""
+    """Return the last number in a text; None without one. It is 3 in "10 - 3", and -3 in "(-3)" and "= -3"."""
     last = None
     for match in _IN_TEXT.finditer(_plain(text)):
         last = match
@@ -100,9 +100,9 @@ def last_number(text: str) -> Fraction | None:
 
 
 def written_tolerance(gold: str) -> Fraction:
-    """The relative tolerance that a written gold asks for: 1e-9 for a decimal of 10 or more digits, else 0.
+    """Return the relative tolerance for a written gold answer: 1e-9 for a decimal of 10 or more digits, else 0.
 
-    Such a decimal (0.6666666666666666) is a rational that a computer rounded; a shorter one (0.67) is meant.
+    Such a decimal (0.6666666666666666) is a rational rounded by a computer; a shorter one (0.67) is exact.
     """
     digits = gold.replace(",", "").strip().lstrip("+-").lstrip("0.")
     significant = sum(character.isdigit() for character in digits)
@@ -110,15 +110,15 @@ def written_tolerance(gold: str) -> Fraction:
 
 
 def equal_numbers(value: Fraction, gold: Fraction, tolerance: Fraction | float = Fraction(0)) -> bool:
-    """Return whether numbers are equal, exactly or up to `tolerance` relative to the gold."""
+    """Return whether two numbers are equal, exactly or within `tolerance` relative to the gold."""
     return abs(value - gold) <= Fraction(tolerance) * abs(gold)
 
 
 def same_number(answer: str | None, gold: str, *, tolerance: float | None = None) -> float | Invalid:
     """1.0 if the answer is the gold number, exactly or within a relative tolerance, else 0.0.
 
-    Words around the number are allowed: the last one counts. Invalid if the gold is no number. A gold of ten digits or
-    more has a tolerance of 1e-9 by default.
+    Words around the number are allowed: the last number counts. Invalid if the gold is not a number. For a gold of ten
+    digits or more the default tolerance is 1e-9.
 
     >>> same_number("about $1,250", "1250"), same_number("3.14", "3.14159", tolerance=0.01)
     (1.0, 1.0)

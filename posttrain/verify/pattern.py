@@ -1,4 +1,4 @@
-"""Decides whether a reply matches a regular expression, in a process with limits: one match may take for ever."""
+"""Decides whether a reply matches a regular expression, in a process with limits: a match may take unbounded time."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import re
 from posttrain.core.types import Invalid
 from posttrain.verify.limited_process import CheckFailed, limited
 
-LONGEST = 2**20  # characters of a reply that are looked at
+LONGEST = 2**20  # most characters searched in a reply
 
 
 def matches(
     reply: str, pattern: str, *, whole: bool = False, wanted: bool = True, flags: int = 0, timeout: float = 0.5
 ) -> float | Invalid:
-    r"""1.0 if the pattern (of Python's `re`) is found in the reply, else 0.0. With `wanted=False` the other way round.
+    r"""1.0 if the pattern (of Python's `re`) is found in the reply, else 0.0. `wanted=False` inverts the verdict.
 
-    `whole`: the pattern must cover the whole reply. `timeout`: seconds of processor time. A reply that takes
-    longer earns 0.0 either way: a policy must not win, nor leave its group, by a text that is slow to search. Invalid if
-    the pattern itself cannot be read.
+    `whole`: the pattern must match the whole reply. `timeout`: seconds of processor time. A reply that takes longer
+    gets 0.0 in both cases: a policy must neither win nor leave its group by a text that is slow to search. Invalid if
+    the pattern itself cannot be compiled.
 
     >>> matches("call me on 555-1234", r"\d{3}-\d{4}")
     1.0
@@ -33,6 +33,6 @@ def matches(
 
 
 def search(pattern: str, text: str, flags: int, whole: bool) -> bool:
-    """Search in a process with limits."""
+    """Search, in a process with limits."""
     compiled = re.compile(pattern, flags)
     return (compiled.fullmatch(text) if whole else compiled.search(text)) is not None

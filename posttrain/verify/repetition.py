@@ -1,4 +1,4 @@
-"""Measures how much a text repeats itself: n-grams, the longest repeated substring, a loop at its end."""
+"""Measures the repetition in a text: n-grams, the longest repeated substring, a loop at the end."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:  # numpy is imported where an array is made
     import numpy as np
     from numpy.typing import NDArray
 
-LONGEST = 100_000  # characters of a text that are looked at where time grows faster than length
-TIMES = 4  # repeats from which on an end is a loop
+LONGEST = 100_000  # most characters read of a text where time grows faster than length
+TIMES = 4  # repeats from which on the end of a text is a loop
 
 
 def distinct(text: str | Sequence[Hashable], n: int = 2) -> float:
-    """Different n-grams over all n-grams: distinct-n (Li et al. 2016, arXiv 1510.03055, section 5.1). 1.0 if there are none.
+    """Distinct n-grams / all n-grams, 1.0 if there are none: distinct-n (Li et al. 2016, arXiv 1510.03055, sec. 5.1).
 
-    Of a text the n-grams are of words in lower case; of a list (of tokens, say) of its items.
+    The n-grams of a text are of lower-case words; those of a list (of tokens, for example) are of its elements.
 
     >>> distinct("a b a b a", 2)
     0.5
@@ -35,10 +35,10 @@ def distinct(text: str | Sequence[Hashable], n: int = 2) -> float:
 
 
 def repetition_penalty(text: str | Sequence[Hashable], n: int = 3, most: float = 1.0) -> float:
-    """-most (1 - distinct-n): from 0.0, where no n-gram comes twice, towards -most (Yeo et al. 2025, arXiv 2502.03373).
+    """-most (1 - distinct-n): from 0.0, if no n-gram is repeated, towards -most (Yeo et al. 2025, arXiv 2502.03373).
 
-    The share of repeated n-grams alone: a long text repeats more than a short one whatever it says, so compare like
-    lengths.
+    It depends on the share of repeated n-grams alone. Any long text repeats more than a short one, so compare texts of
+    similar length.
 
     >>> repetition_penalty("yes yes yes yes", n=1)
     -0.75
@@ -47,9 +47,10 @@ def repetition_penalty(text: str | Sequence[Hashable], n: int = 3, most: float =
 
 
 def longest_repeat(text: str) -> int:
-    """The length in characters of the longest substring that stands at two places, which may overlap.
+    """The length in characters of the longest substring that occurs at least twice; occurrences may overlap.
 
-    Ranks of substrings are doubled as in a suffix array (Manber and Myers 1993), so that nothing depends on a hash.
+    Ranks of substrings are doubled as in a suffix array (Manber and Myers 1993), so the result does not depend on a
+    hash.
 
     >>> longest_repeat("banana")
     3
@@ -62,11 +63,11 @@ def longest_repeat(text: str) -> int:
     letters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     ranks = [
         np.unique(letters, return_inverse=True)[1].astype(np.int64)
-    ]  # ranks[k][i]: of the 2^k characters from i on
+    ]  # ranks[k][i]: of the 2^k characters from index i on
     while (size := 2 ** (len(ranks) - 1)) * 2 <= len(text):
         joined = _paired(ranks[-1][:-size], ranks[-1][size:])
         ranks.append(joined)
-        if int(joined.max()) + 1 == len(joined):  # all of this length are different
+        if int(joined.max()) + 1 == len(joined):  # all substrings of this length are different
             break
     best = np.zeros(len(text), dtype=np.int64)  # ranks of the substrings of the length found so far
     length = 0
@@ -82,7 +83,7 @@ def longest_repeat(text: str) -> int:
 
 
 def _paired(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Number pairs from 0 on, equal pairs equally."""
+    """Number pairs from 0 on; equal pairs get equal numbers."""
     import numpy as np
 
     both = first * (int(second.max()) + 1) + second
@@ -90,10 +91,10 @@ def _paired(first: NDArray[np.int64], second: NDArray[np.int64]) -> NDArray[np.i
 
 
 def looping(text: str, times: int = TIMES) -> float:
-    """The share of a text that its end repeats: one block of any length, `times` times or more; 0.0 if it does not.
+    """The share of a text that is a loop at its end: one block of any length, `times` times or more; else 0.0.
 
-    A model that is stuck writes the same line until its budget ends; the last repeat may be cut off. Looks at the last
-    100,000 characters.
+    A model that is stuck writes the same line until its budget ends; the last repeat may be truncated. Only the last
+    100,000 characters are read.
 
     >>> looping("Wait, " * 6)
     1.0
@@ -109,7 +110,9 @@ def looping(text: str, times: int = TIMES) -> float:
 
 
 def _prefix_matches(text: str) -> list[int]:
-    """Return for each place how many characters from there on equal the beginning: the Z function (Gusfield 1997)."""
+    """Return for each index the number of characters from there that equal the text's beginning: the Z function
+    (Gusfield 1997).
+    """
     found = [0] * len(text)
     left = right = 0
     for i in range(1, len(text)):

@@ -1,10 +1,10 @@
-"""Compares short answers as question answering does: exact match, F1 and containment, after SQuAD's normalisation.
+"""Compares short answers as in question answering: exact match, F1 and containment, after SQuAD's normalisation.
 
-Rajpurkar et al. 2016 (SQuAD, arXiv 1606.05250, section 6.1), as the official script of version 2.0 has it. With several
-gold answers the best one counts. Golds of which the normalisation leaves nothing are left out; if all are, the question
-has no answer and the right one is an empty one.
+Rajpurkar et al. 2016 (SQuAD, arXiv 1606.05250, section 6.1), as in the official script of version 2.0. Of several gold
+answers the best match counts. Golds that normalisation makes empty are left out; if all are empty, the question has no
+answer, and an empty answer is right.
 
-An answer of None, which is what finding one in a reply may give, is wrong.
+An answer of None, the result if no answer was found in a reply, is wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalised(text: str) -> str:
-    """Lower case, without ASCII punctuation, without a, an and the, words one space apart.
+    """Return the text in lower case, without ASCII punctuation and a, an, the, words one space apart.
 
     >>> normalised("The  U.S.A., an example!")
     'usa example'
@@ -42,7 +42,7 @@ def exact_match(answer: str | None, golds: str | Sequence[str]) -> float | Inval
 
 
 def f1(answer: str | None, golds: str | Sequence[str]) -> float | Invalid:
-    """The harmonic mean of precision and recall of the answer's words, at its best gold. Invalid if there is no gold.
+    """The harmonic mean of precision and recall of the answer's words, for the best gold. Invalid if there is no gold.
 
     >>> f1("in the city of Paris", "Paris")
     0.4
@@ -55,10 +55,11 @@ def f1(answer: str | None, golds: str | Sequence[str]) -> float | Invalid:
 
 
 def contains_answer(answer: str | None, golds: str | Sequence[str], *, words: bool = False) -> float | Invalid:
-    """1.0 if a gold stands in the answer after normalisation: sub-EM of Search-R1 (arXiv 2503.09516), its `subem_check`.
+    """1.0 if the answer contains a gold answer after normalisation, else 0.0.
 
-    That compares characters, so that "3" stands in "13": with `words`, a gold must be whole words. Both are earned by
-    naming every candidate, so bound the length of what is compared. Invalid if there is no gold.
+    It is the sub-EM of Search-R1 (arXiv 2503.09516), its `subem_check`. Characters are compared, so "13" contains "3";
+    with `words`, a gold must match whole words. An answer that lists every candidate is right in both cases, so limit
+    the length of the answer. Invalid if there is no gold.
 
     >>> contains_answer("It was Marie Curie.", "Marie Curie")
     1.0

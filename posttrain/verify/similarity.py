@@ -1,8 +1,7 @@
 """Similarity of two texts: edit similarity, ROUGE-L, BLEU and chrF, each from 0.0 to 1.0.
 
-What is compared is bounded, so that no reply is slow: the first 20,000 characters of a reply count. A reference that is
-longer than that, or empty, is Invalid. With several references the best one counts, except in BLEU, which has a way of
-its own.
+Lengths are bounded, so that no reply is slow: the first 20,000 characters of a reply count. A reference that is longer,
+or empty, is Invalid. Of several references the best match counts, except in BLEU, which defines its own use of several.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from collections.abc import Callable, Sequence
 
 from posttrain.core.types import Invalid, UserError
 
-LONGEST = 20_000  # characters of a text
+LONGEST = 20_000  # most characters of a text
 
 References = str | Sequence[str]
 
 
 def edit_similarity(reply: str, references: References) -> float | Invalid:
-    """2 LCS / (n + m) over characters, LCS their longest common subsequence (rapidfuzz: `fuzz.ratio` / 100).
+    """2 LCS / (n + m) over characters, LCS: length of the longest common subsequence (rapidfuzz: `fuzz.ratio` / 100).
 
     >>> edit_similarity("abcd", "abxd")
     0.75
@@ -33,8 +32,8 @@ def edit_similarity(reply: str, references: References) -> float | Invalid:
 def rouge_l(reply: str, references: References, beta: float = 1.0) -> float | Invalid:
     """ROUGE-L, the F measure of the longest common subsequence of words (Lin 2004, section 3, eq. 2 to 4).
 
-    (1 + beta^2) P R / (R + beta^2 P), P and R its share of the reply's and of the reference's words. Words are runs of
-    letters and digits in lower case, without stemming; beta 1 is what Google's rouge-score reports.
+    (1 + beta^2) P R / (R + beta^2 P), where P and R are its shares of the reply's and of the reference's words. Words
+    are runs of letters and digits in lower case, without stemming; Google's rouge-score uses beta 1.
 
     >>> round(rouge_l("police kill the gunman", "police killed the gunman"), 3)
     0.75
@@ -55,9 +54,10 @@ def rouge_l(reply: str, references: References, beta: float = 1.0) -> float | In
 def bleu(reply: str, references: References, order: int = 4) -> float | Invalid:
     """BLEU of one sentence (Papineni et al. 2002, section 2), as sacrebleu's `sentence_bleu` computes it, over 100.
 
-    brevity penalty x exp(mean of log p_n) with clipped n-gram precisions p_n. Of one sentence a high order often has no
-    match: that precision counts as 1 / (2^k n-grams), k the number of such orders so far, and orders for which the
-    reply is too short are left out (Post 2018, arXiv 1804.08771: smoothing "exp", effective order, tokeniser 13a).
+    brevity penalty x exp(mean of log p_n) with clipped n-gram precisions p_n. High orders often have no match in a
+    single sentence: such a precision counts as 1 / (2^k n-grams), with k the number of such orders so far. Orders for
+    which the reply is too short are left out (Post 2018, arXiv 1804.08771: smoothing "exp", effective order, tokeniser
+    13a).
 
     >>> round(bleu("the cat sat on the mat", "the cat sat on a mat"), 4)
     0.5373
@@ -87,10 +87,11 @@ def bleu(reply: str, references: References, order: int = 4) -> float | Invalid:
 
 
 def chrf(reply: str, references: References, order: int = 6, beta: float = 2.0) -> float | Invalid:
-    """chrF: the F measure of character n-grams (Popovic 2015, eq. 1), as sacrebleu's `sentence_chrf` computes it, over 100.
+    """chrF: the F measure of character n-grams (Popovic 2015, eq. 1), as in sacrebleu's `sentence_chrf`, over 100.
 
-    (1 + beta^2) P R / (beta^2 P + R), P and R the means over n = 1 .. order of the shares of n-grams, without white space,
-    that reply and reference have in common. Orders for which either is too short are left out. It needs no words.
+    (1 + beta^2) P R / (beta^2 P + R), where P and R are the means over n = 1 .. order of the shares of n-grams, without
+    white space, that reply and reference have in common. Orders for which either is too short are left out. It does not
+    need words.
 
     >>> round(chrf("the cat", "the cats"), 4)
     0.7757
@@ -134,7 +135,7 @@ def _ngrams(tokens: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
 
 
 def _tokens_13a(text: str) -> list[str]:
-    """Tokenize as mteval-v13a, which keeps the case and knows the punctuation of English."""
+    """Tokenize as mteval-v13a: case is kept, and English punctuation is separated."""
     text = f" {text.replace('<skipped>', '').replace('-' + chr(10), '').replace(chr(10), ' ')} "
     for name, sign in (("&quot;", '"'), ("&amp;", "&"), ("&lt;", "<"), ("&gt;", ">")):
         text = text.replace(name, sign)

@@ -1,7 +1,7 @@
-r"""Normalises the spellings of LaTeX, Unicode and English: "\dfrac12\text{ cm}" becomes "\frac{1}{2}".
+r"""Normalises the spelling of LaTeX, Unicode and English: "\dfrac12\text{ cm}" becomes "\frac{1}{2}".
 
-Units are dropped where a number ends with them: known abbreviations, and words in \text{} or after a space. Words that
-change the value are not units and stay ("5\text{ million}", "3\text{ tenths}", "7 squared", "101 base two"), so do
+Units at the end of a number are dropped: known abbreviations, and words in \text{} or after a space. Words that change
+the value are not units and are kept ("5\text{ million}", "3\text{ tenths}", "7 squared", "101 base two"), and so are
 single letters outside \text{}, which are variables ("3s", "5 m").
 """
 
@@ -58,7 +58,7 @@ _SPELLINGS = [
         (r"\\%", "%"),
         (r"\*\*", "^"),
         (r"(?<![0-9])\\\$|\\\$(?! ?[0-9])", ""),
-        (r"(?<=[0-9])_ ?(?:10(?![0-9])|\{ ?10 ?\})", ""),  # a number in base ten is the number
+        (r"(?<=[0-9])_ ?(?:10(?![0-9])|\{ ?10 ?\})", ""),  # a number in base ten is a plain number
         # braces that group a single element: 2{\pi}; braces behind \frac1 are an argument
         (r"(?<=[0-9)])(?<!\\frac[0-9])(?<!\\binom[0-9]) ?\{ ?(\\[a-zA-Z]+(?:\{[^{}]*\})*|[a-zA-Z]) ?\}", r"\1 "),
         (r" +", " "),
@@ -115,7 +115,7 @@ def clean(text: str) -> str:
 
 
 def tight(text: str) -> str:
-    """Remove the spaces that LaTeX ignores. "1 5" is not "15", and "5, 678" is not "5,678"."""
+    """Remove the spaces that LaTeX ignores. "1 5" does not become "15", nor "5, 678" "5,678"."""
     return re.sub(r"(?<![a-zA-Z0-9,]) | (?![a-zA-Z0-9])|(?<=[0-9]) (?=[a-zA-Z])", "", text)
 
 
@@ -139,9 +139,9 @@ def depth(text: str) -> int:
 
 
 def words(text: str, fold: bool) -> list[str]:
-    r"""The parts of an answer in words, in any order: "\text{(B), C}" gives ["b", "c"].
+    r"""Return the parts of an answer in words, for comparison in any order: "\text{(B), C}" gives ["b", "c"].
 
-    Spaces, and dots that end abbreviations, do not count; between digits both do. `fold`: capitals do not count.
+    Spaces, and dots of abbreviations, are ignored, except between digits. `fold`: case is ignored.
     """
     text = re.sub(r"\\text ?\{([^{}]*)\}", r"\1", text)
     parts = []
@@ -153,13 +153,13 @@ def words(text: str, fold: bool) -> list[str]:
 
 
 def in_base(text: str) -> tuple[str, str, str] | None:
-    """Return (sign, digits, base) of a number with a subscript, such as "-221_3"."""
+    """Return (sign, digits, base) of a number with a subscript, such as "-221_3"; else None."""
     found = _BASE.fullmatch(text)
     return (found[1], (found[2] or found[3]).lower(), found[4] or found[5]) if found else None
 
 
 def brace_arguments(text: str) -> str:
-    r"""Put braces around arguments without: "\frac\pi4" becomes "\frac{\pi}{4}"."""
+    r"""Put braces around arguments that have none: "\frac\pi4" becomes "\frac{\pi}{4}"."""
     for command in reversed(list(_TAKES_ARGUMENTS.finditer(text))):
         at, written = command.end(), command[0]
         for _ in range(_ARGUMENTS[command[1]]):
@@ -182,11 +182,11 @@ def brace_arguments(text: str) -> str:
 
 
 def without_groups(text: str) -> str:
-    r"""Without the braces that only group, which nobody sees: "2{\pi}" is "2\pi", and "{1 \over 2}" is "\frac{1}{2}".
+    r"""Remove the invisible braces that only group: "2{\pi}" becomes "2\pi", and "{1 \over 2}" becomes "\frac{1}{2}".
 
-    Those around arguments, powers and indices stay, and those that a power is of, as in "{x+1}^2".
+    Braces around arguments, powers and indices are kept, and those around the base of a power, as in "{x+1}^2".
     """
-    written, at, due = "", 0, 0  # due: arguments that are still to come
+    written, at, due = "", 0, 0  # due: number of arguments that must still follow
     while at < len(text):
         piece = _PIECE.match(text, at)
         assert piece is not None
@@ -208,7 +208,7 @@ def without_groups(text: str) -> str:
 
 
 def _without_unit(found: re.Match[str]) -> str:
-    """In place of \text{...} behind a number."""
+    """Return the text for a \\text{...} after a number."""
     unit = found[1].strip()
     first = re.split(r"[^a-zA-Z\u00b0]", unit)[0]
     behind_number = re.search(r"[0-9]|\\pi", found.string[: found.start()])
@@ -219,7 +219,7 @@ def _without_unit(found: re.Match[str]) -> str:
 
 
 def _without_words(text: str) -> str:
-    """Remove plain words behind a number if they are units: known, or long and separate, for letters may be
+    """Remove plain words after a number if they are units: known ones, or long and separate ones, as letters may be
     variables.
     """
     power = _POWER.search(text)

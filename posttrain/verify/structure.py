@@ -1,7 +1,7 @@
-r"""Parses the form of an answer: lists, sets, tuples and intervals, matrices, unions, chains of relations.
+r"""Parses the structure of an answer: lists, sets, tuples and intervals, matrices, unions, chains of relations.
 
-The leaves are formulas, which `posttrain.verify.algebra` compares. The form is read from the text: a library for
-algebra takes (1,2) for an interval, a tuple and a set at once, and [2,1] for (2,1).
+The leaves are formulas, which `posttrain.verify.algebra` compares. The structure is parsed from the text: an algebra
+library reads (1,2) as an interval, a tuple and a set at once, and [2,1] as (2,1).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-PLUS_MINUS = 3  # signs that may be either in one formula
+PLUS_MINUS = 3  # most plus-minus signs in one formula
 
 _TOKEN = re.compile(r"\\begin\{[a-z]+\}|\\end\{[a-z]+\}|\\[a-zA-Z]+|\\.|.", re.DOTALL)
 _OPENING = frozenset({"(", "[", "{", r"\{", r"\begin{pmatrix}"})
@@ -25,7 +25,7 @@ _VARIABLE = re.compile(r"[a-zA-Z]|\\[a-z]+")
 
 
 class Unreadable(ValueError):
-    """The text has none of the supported forms."""
+    """The text has no supported structure."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,9 @@ class Form:
 
 
 def read_form(text: str, *, inside: bool = False) -> Form:
-    """Parse a text in one spelling (`spelling.clean`). `inside` brackets a comma is never part of a number."""
+    """Parse a text with normalised spelling (`spelling.clean`). `inside` brackets, a comma is never part of a
+    number.
+    """
     text = text.strip()
     if not text:
         raise Unreadable("a part is empty")
@@ -68,7 +70,7 @@ def read_form(text: str, *, inside: bool = False) -> Form:
 
 
 def interval(form: Form) -> tuple[str, Form] | None:
-    """The variable and the interval of a chain such as "-3 < x \\le 2" or "x > 1"; None if it is no such chain."""
+    """Return the variable and interval of a chain such as "-3 < x \\le 2" or "x > 1"; None for any other chain."""
     if form.kind != "chain" or not set(form.marks) <= _MIRRORED.keys() or len(form.marks) > 2:
         return None
     parts, marks = form.parts, form.marks
@@ -93,14 +95,14 @@ def interval(form: Form) -> tuple[str, Form] | None:
 
 
 def mirrored(form: Form) -> Form:
-    """Return the same chain from right to left; itself if a relation of it has no mirror image."""
+    """Return the same chain from right to left; unchanged if one of its relations cannot be reversed."""
     if not set(form.marks) <= _MIRRORED.keys():
         return form
     return Form("chain", form.text, form.parts[::-1], tuple(_MIRRORED[mark] for mark in reversed(form.marks)))
 
 
 def _split(text: str, marks: object) -> tuple[list[str], tuple[str, ...]]:
-    """Split the text at those marks that are outside all brackets; return the pieces, and the marks in their common
+    """Split the text at the marks that are outside all brackets; return the pieces, and the marks in normalised
     spelling.
     """
     parts, found, start, depth = [], [], 0, 0
@@ -121,7 +123,7 @@ def _split(text: str, marks: object) -> tuple[list[str], tuple[str, ...]]:
 
 
 def _join_thousands(text: str) -> str:
-    """Remove the commas within numbers, which are those outside all brackets: "(2,100)" has two parts."""
+    """Remove commas within numbers if they are outside all brackets: "(2,100)" has two parts."""
     depth, runs = 0, [""]
     for token in _TOKEN.finditer(text):
         depth += token[0] in _OPENING and token[0] != "{"
@@ -134,7 +136,7 @@ def _join_thousands(text: str) -> str:
 
 
 def _read_brackets(text: str) -> Form | None:
-    """Parse a text that is one pair of brackets with parts in it."""
+    """Parse a text that is one pair of brackets with parts in it; else return None."""
     tokens = list(_TOKEN.finditer(text))
     opening, closing = tokens[0][0], tokens[-1][0]
     depth = 0
@@ -162,7 +164,7 @@ def _read_brackets(text: str) -> Form | None:
 
 
 def _read_signs(text: str) -> Form:
-    """Parse a formula; with plus-minus signs, the list of its values."""
+    """Parse a formula; with plus-minus signs, as the list of its values."""
     signs = list(_SIGNS.finditer(text))
     if not signs:
         return Form("formula", text)

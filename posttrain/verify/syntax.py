@@ -1,7 +1,7 @@
-"""Looks at Python code without running it: whether it parses, what it defines, how alike two programs are.
+"""Checks Python code without running it: whether it parses, which names it defines, how similar two programs are.
 
 Parsing runs in a process with limits, because deep nesting can exhaust the parser's stack. The code of a reply is its
-last fenced block, else all of it (`posttrain.verify.fenced.code_in`).
+last fenced block, else the whole reply (`posttrain.verify.fenced.code_in`).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from posttrain.core.types import Invalid, UserError
 from posttrain.verify.fenced import code_in
 from posttrain.verify.limited_process import CheckFailed, limited
 
-LONGEST = 200_000  # characters of code; longer code is wrong
-SECONDS = 2.0  # of processor time for one call
+LONGEST = 200_000  # most characters of code; longer code is wrong
+SECONDS = 2.0  # of processor time per call
 
 _LEFT_OUT = ("annotation", "returns", "type_comment", "type_ignores", "ctx", "kind")
 _BOUND = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def parses(reply: str) -> float | Invalid:
-    """1.0 if the code of a reply is Python that has a statement, else 0.0.
+    """1.0 if the code of a reply is valid Python with a statement, else 0.0.
 
     >>> parses("x = (1,")
     0.0
@@ -31,11 +31,11 @@ def parses(reply: str) -> float | Invalid:
 
 
 def defines(reply: str, signature: str) -> float | Invalid:
-    """1.0 if the code of a reply defines, at its top, a function or class as asked, else 0.0.
+    """1.0 if the code of a reply defines the requested function or class at its top level, else 0.0.
 
-    `signature` is a name ("solve", also of a class), or a name with parameters ("solve(text, limit=10)"). Parameters are
-    compared by name, order and kind; of defaults only whether there is one, and annotations not at all. Raises UserError
-    if the signature cannot be read.
+    `signature` is a name ("solve", also of a class), or a name with parameters ("solve(text, limit=10)"). Parameters
+    are compared by name, order and kind, and by whether they have a default; annotations are ignored. Raises UserError
+    if the signature cannot be parsed.
 
     >>> defines("def solve(a: int, b: int) -> int:\\n    return a + b", "solve(a, b)")
     1.0
@@ -50,12 +50,12 @@ def defines(reply: str, signature: str) -> float | Invalid:
 
 
 def tree_similarity(reply: str, reference: str) -> float | Invalid:
-    """How alike the syntax trees of two programs are, from 0.0 to 1.0: 1.0 for the same code with other names.
+    """The similarity of two programs' syntax trees, from 0.0 to 1.0: 1.0 for the same code with other names.
 
-    2 |A and B| / (|A| + |B|) over their subtrees, each counted as often as it occurs: the syntactic match of CodeBLEU
-    (Ren et al. 2020, arXiv 2009.10297, section 3.2), made symmetric, so that more code is not better. Names that the
-    code itself binds are all alike; attributes, constants and names from elsewhere are compared. Docstrings, comments
-    and annotations are left out. 0.0 for a reply that does not parse, Invalid if the reference does not.
+    2 |A and B| / (|A| + |B|) over their subtrees, counted with repetitions: the syntactic match of CodeBLEU (Ren et al.
+    2020, arXiv 2009.10297, section 3.2), made symmetric, so that more code is not better. All names that the code
+    itself binds are equal; attributes, constants and other names are compared. Docstrings, comments and annotations are
+    ignored. 0.0 for a reply that does not parse, Invalid if the reference does not.
 
     >>> tree_similarity("def f(x): return x + 1", "def add(n): return n + 1")
     1.0
@@ -93,7 +93,7 @@ def has(code: str, name: str, parameters: list[list[Any]] | None) -> bool:
     found = [node for node in tree.body if isinstance(node, _BOUND) and node.name == name] if tree else []
     if not found:
         return False
-    last = found[-1]  # the one that a caller would get
+    last = found[-1]  # the definition that a caller would get
     if parameters is None:
         return True
     return not isinstance(last, ast.ClassDef) and _described(last.args) == parameters
@@ -106,7 +106,7 @@ def similarity(code: str, reference: str) -> float | None:
         return None
     if said is None or not said.body:
         return 0.0
-    known: dict[Any, int] = {}  # one numbering for both: equal subtrees have equal numbers
+    known: dict[Any, int] = {}  # shared by both programs: equal subtrees have equal numbers
     one, other = _subtrees(said, known), _subtrees(gold, known)
     return 2 * (one & other).total() / (one.total() + other.total())
 
@@ -114,7 +114,7 @@ def similarity(code: str, reference: str) -> float | None:
 def _tree(code: str) -> ast.Module | None:
     try:
         return ast.parse(code)
-    except (SyntaxError, ValueError):  # ValueError: a null character, half a surrogate pair
+    except (SyntaxError, ValueError):  # ValueError: a null character or half a surrogate pair
         return None
 
 
@@ -125,7 +125,7 @@ def _parameters(signature: str) -> list[list[Any]] | None:
 
 
 def _described(arguments: ast.arguments) -> list[list[Any]]:
-    """Return [kind, name, whether it has a default] of each parameter, in order."""
+    """Return (kind, name, whether there is a default) for each parameter, in order."""
     found: list[list[Any]] = []
     plain = [("positional", a.arg) for a in arguments.posonlyargs] + [("plain", a.arg) for a in arguments.args]
     first_default = len(plain) - len(arguments.defaults)
@@ -141,7 +141,7 @@ def _described(arguments: ast.arguments) -> list[list[Any]]:
 
 
 def _subtrees(tree: ast.Module, known: dict[Any, int]) -> Counter[int]:
-    """Count subtrees by their number, of every statement and expression."""
+    """Count the subtrees of every statement and expression, by number."""
     bound = _bound_names(tree)
     found: Counter[int] = Counter()
 
@@ -163,7 +163,7 @@ def _subtrees(tree: ast.Module, known: dict[Any, int]) -> Counter[int]:
 
 
 class _Name(str):
-    """A name of the program's, distinct from text in it."""
+    """A name that the program binds, distinct from equal text in it."""
 
 
 def _marked(tree: ast.Module) -> ast.Module:

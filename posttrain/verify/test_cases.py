@@ -1,9 +1,9 @@
-"""Parses tests: a call with an expected value, or code that has to be run.
+"""Parses tests: each is a call with an expected value, or code to be run.
 
-A test in MBPP's form, `assert f(1, [2]) == 3`, is split. The program is asked for `f(1, [2])`, and its answer is
-compared with 3 outside. Any other test, such as `assert math.isclose(f(1), 0.1)` or HumanEval's `check(f)`, is run in a
-jail of its own (`posttrain.sandbox.examiner`), with the program in another. Either way the expected value never reaches
-the program, and the comparison never runs beside it.
+A test in MBPP's form, `assert f(1, [2]) == 3`, is split: the program evaluates `f(1, [2])`, and the result is compared
+with 3 in this process. Any other test, such as `assert math.isclose(f(1), 0.1)` or HumanEval's `check(f)`, runs in a
+jail of its own (`posttrain.sandbox.examiner`), and the program in another. In both cases the expected value never
+reaches the program, and the comparison never runs in its process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LITERALS = (bool, int, float, complex, str, bytes, list, tuple, set, dict, type(
 
 @dataclass(frozen=True)
 class ComparedCase:
-    """A test whose `call` the program evaluates; the answer has to be `expected`."""
+    """A test with a `call` that the program evaluates; the result must equal `expected`."""
 
     call: str
     expected: Any
@@ -32,23 +32,23 @@ class ComparedCase:
 
 @dataclass(frozen=True)
 class PlayedCase:
-    """A test as code that raises unless the program is right."""
+    """A test that is code: it raises unless the program is right."""
 
     source: str
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Tests of a program, in order."""
+    """The tests of a program, in order."""
 
     cases: tuple[ComparedCase | PlayedCase, ...]
-    setup: str = ""  # code before the first test that is run
+    setup: str = ""  # code to run before the first test
     names: tuple[str, ...] = ()  # names of the program that the tests use
 
 
 def read_tests(tests: Sequence[str], setup: str = "", entry: Sequence[str] = ()) -> Suite | Invalid:
-    """Parse the tests of a task. `setup`: code before them; `entry`: builtins that the program redefines, such as
-    "sum", and that tests refer to. Invalid where there are none, or they are not Python.
+    """Parse the tests of a task. `setup`: code before them; `entry`: builtins, such as "sum", that the program
+    redefines and the tests use. Invalid if there are no tests, or if they are not Python.
     """
     return _read(tuple(tests), setup, tuple(entry))
 
@@ -70,7 +70,7 @@ def _read(tests: tuple[str, ...], setup: str, entry: tuple[str, ...]) -> Suite |
 
 
 def _compared(tree: ast.Module, bound: frozenset[str]) -> ComparedCase | None:
-    """Split a test, where that is possible."""
+    """Split a test if possible, else return None."""
     if len(tree.body) != 1 or not isinstance(tree.body[0], ast.Assert):
         return None
     test = tree.body[0].test
@@ -83,9 +83,7 @@ def _compared(tree: ast.Module, bound: frozenset[str]) -> ComparedCase | None:
 
 
 def _is_programs(node: ast.expr, bound: frozenset[str]) -> bool:
-    """Return whether everything in this expression is the program's: calls and attributes of its names, with
-    literals.
-    """
+    """Return whether an expression consists of calls and attributes of the program's names, with literal arguments."""
     if isinstance(node, ast.Call):
         values = [*node.args, *(keyword.value for keyword in node.keywords)]
         named = all(keyword.arg is not None for keyword in node.keywords)
@@ -141,9 +139,9 @@ def _free(code: str) -> set[str]:
 
 
 def _with_modules(setup: str, played: str) -> str:
-    """Return the setup behind imports of the standard library's modules that tests use without importing them.
+    """Return the setup after imports of those modules of the standard library that tests use without importing them.
 
-    A program may have imported them for itself, or replaced them.
+    The program may have imported these modules for itself, or replaced them.
     """
     modules = sorted(_free(played) & sys.stdlib_module_names)
     return "\n".join([*(f"import {name}" for name in modules), setup])

@@ -1,7 +1,7 @@
-"""Toxicity of a text: by default the share of its words that are on a list, else a classifier's verdict.
+"""Toxicity of a text: by default the share of its words that are on a list, otherwise a classifier's verdict.
 
-The list is short, English and coarse: insults, profanity and threats. It misses what is said politely and strikes
-quotations. It is here so that a run works offline; give a list or a classifier of your own where it matters.
+The list is short, English and coarse: insults, profanity and threats. It misses polite insults and counts quotations.
+It exists so that a run works offline; provide a list or a classifier of your own where precision matters.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def toxicity(
 ) -> float | Invalid:
     """0.0 for a clean text. By default the share of its words that are listed, else the classifier's verdict.
 
-    Words are compared in lower case and whole: "classic" is clean. A classifier gives 0.0 to 1.0, or Invalid where its
-    service does not answer; another number is Invalid too.
+    Whole words in lower case are compared: "classic" is clean. A classifier returns 0.0 to 1.0, or Invalid if its
+    service does not answer; any other number is Invalid too.
 
     >>> toxicity("you stupid idiot")
     0.6666666666666666
@@ -51,7 +51,7 @@ def toxicity(
     if not said:
         return 0.0
     hits = sum(word in listed for word in said)
-    whole = f" {'  '.join(said)} "  # two spaces: the end of a phrase and the beginning of the next do not share one
+    whole = f" {'  '.join(said)} "  # two spaces, so that successive phrases do not share one
     for phrase in map(str.split, phrases):
         hits += whole.count(f" {'  '.join(phrase)} ") * len(phrase)
     return min(1.0, hits / len(said))

@@ -1,11 +1,10 @@
 """Runs the code of a reply against unit tests, in the sandbox. The comparison never shares an interpreter with the
 program.
 
-A program can influence its verdict only by the values that it returns. `sys.exit(0)`, an equality that is always true,
-a patched assert, a forged line of output, another harness in memory: none of that is where the comparison is. A program
-that ends, hangs or takes too much has failed all tests from there on; it is never Invalid, so nothing is gained by
-making the check fail. Invalid is what is not the program's fault: tests that are not Python, a sandbox that does not
-start.
+A program can influence its verdict only by the values that it returns: `sys.exit(0)`, an equality that is always true,
+a patched assert, a forged line of output or a search of memory does not reach the comparison. A program that ends,
+hangs or takes too much memory fails all further tests; it is never Invalid, so breaking the check gains nothing. A
+verdict is Invalid for reasons beyond the program: tests that are not Python, a sandbox that does not start.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from posttrain.sandbox.shared_sandbox import shared, usual_limits
 from posttrain.verify.fenced import code_in
 from posttrain.verify.test_cases import ComparedCase, Suite, read_tests
 
-LONGEST = 200_000  # characters of a program; a longer one is wrong
-MOST_ASKS = 100_000  # questions of one test to the program
+LONGEST = 200_000  # most characters of a program; a longer one is wrong
+MOST_ASKS = 100_000  # most calls of one test to the program
 
 
 @dataclass(frozen=True)
 class Grade:
-    """Grade of a program: the tests that it passed, in their order, and its first error."""
+    """The result of a program: which tests it passed, in order, and its first error."""
 
     passed: tuple[bool, ...]
     why: str = ""
@@ -44,9 +43,9 @@ class Grade:
 def share_of_tests(reply: str, tests: Sequence[str], setup: str = "", entry: Sequence[str] = ()) -> float | Invalid:
     """The share of the tests that the code of a reply passes, from 0.0 to 1.0.
 
-    `tests`: Python code that raises unless the program is right, such as "assert double(2) == 4"; the names in it that
-    nothing defines are the program's. `setup`: code before them. `entry`: names such as "sum" that the program defines
-    although Python has them.
+    `tests`: Python code that raises unless the program is right, such as "assert double(2) == 4"; undefined names in it
+    refer to the program. `setup`: code before the tests. `entry`: names such as "sum" that the program defines although
+    they are builtins.
 
     >>> share_of_tests("def double(x): return 2 + x", ["assert double(2) == 4", "assert double(3) == 6"])
     0.5
@@ -56,7 +55,7 @@ def share_of_tests(reply: str, tests: Sequence[str], setup: str = "", entry: Seq
 
 
 def passes_tests(reply: str, tests: Sequence[str], setup: str = "", entry: Sequence[str] = ()) -> float | Invalid:
-    """1.0 if the code of a reply passes all tests, else 0.0. Arguments as of `share_of_tests`."""
+    """1.0 if the code of a reply passes all tests, else 0.0. Arguments as in `share_of_tests`."""
     grade = graded(code_in(reply), tests, setup, entry)
     return grade if isinstance(grade, Invalid) else float(all(grade.passed))
 
@@ -64,7 +63,7 @@ def passes_tests(reply: str, tests: Sequence[str], setup: str = "", entry: Seque
 def graded(
     code: str, tests: Sequence[str], setup: str = "", entry: Sequence[str] = (), limits: ProgramLimits | None = None
 ) -> Grade | Invalid:
-    """Grade a program. It runs once, and the tests follow in the same interpreter, in their order."""
+    """Grade a program. It runs once, and the tests then run in the same interpreter, in order."""
     read = read_tests(tests, setup, entry)
     if isinstance(read, Invalid):
         return read
@@ -79,10 +78,10 @@ def graded(
 def behaviour(
     code: str, calls: Sequence[str], setup: str = "", limits: ProgramLimits | None = None
 ) -> tuple[str, ...] | Invalid:
-    """Return the result of each of these calls, such as "f(2)": programs with equal results behave the same.
+    """Return the result of each call, such as "f(2)": programs with equal results behave the same.
 
-    An exception counts by its type, and once the program has ended, results are empty. `setup`: code that runs before
-    it.
+    The result of an exception is its type; after the end of the program, results are "nothing". `setup`: code before
+    the program.
     """
     found: list[str] = []
     if len(code) > LONGEST:
@@ -95,7 +94,7 @@ def behaviour(
                     answer = program.asked({"do": "value", "source": call})
                     found.append(answer["raised"][0] if "raised" in answer else json.dumps(answer["value"]))
             except Ended:
-                pass  # its answers so far count
+                pass  # its results so far count
     except (SandboxError, UserError) as error:
         return Invalid(str(error))
     return (*found, *["nothing"] * (len(calls) - len(found)))
@@ -107,7 +106,7 @@ def _graded(code: str, tests: Suite, limits: ProgramLimits | None) -> Grade | In
     with ExitStack() as opened:
         try:
             began, sandbox, most = time.monotonic(), shared(), limits or usual_limits()
-            waited = time.monotonic() - began  # of the sandbox, if this is its first program
+            waited = time.monotonic() - began  # for the sandbox, if this is its first program
             program = opened.enter_context(sandbox.start(replace(most, life=max(0.0, most.life - waited))))
             if raised := program.run(code):
                 raise Ended(_error_line(raised))
@@ -129,7 +128,7 @@ def _graded(code: str, tests: Suite, limits: ProgramLimits | None) -> Grade | In
 
 
 def _compare(program: Program, case: ComparedCase) -> str:
-    """Return an error message about the program's value; "" if it is right."""
+    """Return an error message about the program's result; "" if it is right."""
     answer = program.asked({"do": "value", "source": case.call})
     if "raised" in answer:
         return f"{case.call} raised {_error_line(answer['raised'])}"
@@ -137,16 +136,16 @@ def _compare(program: Program, case: ComparedCase) -> str:
 
 
 class Examination:
-    """Tests that run in a jail beside the program's."""
+    """Tests that run in one jail, with the program in another."""
 
     def __init__(self, program: Program, tests: Suite) -> None:
         self._program = program
         self._examiner = shared().start(program.limits)
-        self._asked = False  # whether the program has had any influence
+        self._asked = False  # whether the program has been called
         self._broken: str | Invalid = self._verdict({"do": "examine", "setup": tests.setup, "names": tests.names})
 
     def play(self, source: str) -> str | Invalid:
-        """Run a test. Return an error message; "" if it passed, Invalid if the test is at fault."""
+        """Run a test. Return an error message; "" if it passed, Invalid if the test itself fails."""
         return self._broken or self._verdict({"do": "test", "source": source})
 
     def __enter__(self) -> Examination:
@@ -156,11 +155,11 @@ class Examination:
         self._examiner.close()
 
     def _verdict(self, request: dict[str, Any]) -> str | Invalid:
-        """Carry questions to the program and answers back, until there is a verdict."""
+        """Pass the test's calls to the program and the results back, until there is a verdict."""
         for _ in range(MOST_ASKS):
             try:
                 message = self._examiner.ask(request, self._program.left)
-            except Ended as error:  # caused by the program's values, or by the time that it used
+            except Ended as error:  # caused by the program's values or its use of time
                 if self._asked or not self._program.left:
                     raise
                 return Invalid(f"the tests alone {error}")
@@ -176,5 +175,5 @@ class Examination:
 
 
 def _error_line(raised: Sequence[str]) -> str:
-    """Return [type, text, ...] of an exception on one line."""
+    """Return an exception, as [type, text, ...], on one line."""
     return " ".join(f"{raised[0]}: {raised[1]}"[:300].split())

@@ -1,6 +1,6 @@
-"""Parses the verdict at the end of a judge's reply: yes or no behind a marker, or a score.
+"""Parses the verdict at the end of a judge's reply: yes or no after a marker, or a score.
 
-Decided here: the last marker counts, and the verdict is all of its line that follows. "verdict: yes or no" is none.
+The last marker counts, and the verdict is all of the following text in its line. "verdict: yes or no" is no verdict.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-FRAME = " \t*_`\"'()[]{}$"  # marks around a verdict that models add
+FRAME = " \t*_`\"'()[]{}$"  # characters that models put around a verdict
 ENDS = FRAME + ".,;!"
 MOST_DIGITS = 20
 
@@ -16,16 +16,16 @@ _NUMBER = re.compile(r"[+-]?[0-9]+(?:\.[0-9]+)?")
 
 
 class Behind(NamedTuple):
-    """The text behind a marker, in its line."""
+    """The text after a marker, in its line."""
 
-    text: str  # without surrounding marks
-    start: int  # its place in the reply
+    text: str  # without surrounding characters of `FRAME`
+    start: int  # its index in the reply
 
 
 def final_verdict(reply: str, marker: str = "verdict:", words: tuple[str, str] = ("yes", "no")) -> float | None:
-    """1.0 if the first of `words` stands behind the last marker, 0.0 if the second does, None if neither does.
+    """Return 1.0 if the first of `words` follows the last marker, 0.0 if the second does, otherwise None.
 
-    Upper and lower case are the same, in the marker too.
+    Case is ignored, in the marker too.
 
     >>> final_verdict("2+2=4, not 5. verdict: yes? No: verdict: **no**.")
     0.0
@@ -38,7 +38,7 @@ def final_verdict(reply: str, marker: str = "verdict:", words: tuple[str, str] =
 
 
 def final_score(reply: str, marker: str = "score:", scale: tuple[float, float] = (1.0, 10.0)) -> float | None:
-    """The number behind the last marker; None if there is none, or one beyond the scale.
+    """Return the number after the last marker; None if there is none, or if it is outside the scale.
 
     >>> final_score("Right, but long. Score: 7.5")
     7.5
@@ -51,7 +51,7 @@ def final_score(reply: str, marker: str = "score:", scale: tuple[float, float] =
 
 
 def behind(reply: str, marker: str) -> Behind | None:
-    """Return the text behind the last marker, to the end of its line; None if there is no marker."""
+    """Return the text from the last marker to the end of its line; None without a marker."""
     ends = [found.end() for found in re.finditer(re.escape(marker), reply, re.IGNORECASE)]
     if not ends:
         return None

@@ -22,12 +22,12 @@ class Weighted:
             gates={"short": "correct"},
         )
 
-    `parts`: name -> (weight, function of task and reply). `gates`: part -> the part that it waits for, or (part,
-    threshold): a part counts, and is called, only where that one reaches the threshold (1.0 unless given); else it is
-    0.0 (the conditioned reward of GDPO, arXiv 2601.05242). A gate that is itself closed is 0.0.
+    `parts`: name -> (weight, function of task and reply). `gates`: part -> its gate, another part, or (gate,
+    threshold). A part is called and counts only if its gate reaches the threshold (by default 1.0); otherwise it is 0.0
+    (the conditioned reward of GDPO, arXiv 2601.05242). A gate that was not called is 0.0 too.
 
-    Invalid as soon as one part is, with the name of that part before its reason. Raises UserError, when it is made, for
-    weights, names and gates that cannot be.
+    Invalid as soon as a part is, with that part's name before the reason. The constructor raises UserError for invalid
+    weights, names and gates.
     """
 
     parts: Mapping[str, tuple[float, Judge]]
@@ -78,7 +78,7 @@ class Weighted:
         return (gate, 1.0) if isinstance(gate, str) else gate
 
     def _order(self) -> list[str]:
-        """Return the components, each behind its gate."""
+        """Return the components, each after its gate."""
         order: dict[str, None] = {}
 
         def add(name: str) -> None:
@@ -100,11 +100,11 @@ class Weighted:
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite number, also from numpy and torch types; None for anything else."""
+    """Return a finite number as float, also from numpy and torch types; None for other values."""
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         return None
     try:
         number = float(value)
-    except Exception:  # whatever methods a user's type has
+    except Exception:  # a user's type may have any methods
         return None
     return number if math.isfinite(number) else None

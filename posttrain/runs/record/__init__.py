@@ -1,1 +1,1 @@
-"""The record of every rollout of a run: tables of Parquet, with their writers, readers and queries."""
+"""The record of a run's rollouts: Parquet tables, with their writers, readers and queries."""

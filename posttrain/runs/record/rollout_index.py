@@ -1,7 +1,7 @@
-"""The index of a run: the short columns of all its rollouts, a file for each 50 steps, so that millions are read at once.
+"""The index of a run: the short columns of all rollouts, a file per 50 steps, so that millions can be read at once.
 
-It is a cache. A piece lists the files that it was made of, by their names and sizes; where these have changed, or it is
-missing, the reader makes it again.
+It is a cache. A file of the index, a piece, lists the names and sizes of the files that it was made from. If these have
+changed, or the piece is missing, the reader makes it again.
 """
 
 from __future__ import annotations
@@ -30,43 +30,43 @@ from posttrain.runs.run_reading import rollout_steps
 from posttrain.system.temp_folders import TempFolder
 
 _MADE_OF = b"posttrain.made_of"
-_PICTURE = r"\[sha256:[0-9a-f]{64}\]"  # as prompts name one: nearly as long as all that is kept of a text
+_PICTURE = r"\[sha256:[0-9a-f]{64}\]"  # a picture in a prompt: nearly as long as the part of a text that is kept
 _READ = [
     name for name in (*INDEX.names, "prompt", "asked", "text") if name not in ("prompt_start", "text_start", "held_out")
 ]
 
 
 Source = tuple[bool, Path]
-"""Whether rollouts are of held-out tasks, and their file."""
+"""(whether rollouts are of held-out tasks, their file)."""
 
 
 class RolloutIndex:
-    """The index in the process that writes the run: a piece is made when its steps are all there, or the run ends."""
+    """The index in the process that writes the run: a piece is written when its steps are complete, or the run ends."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._held: dict[Path, pa.Table] = {}  # of the piece that is not whole
+        self._held: dict[Path, pa.Table] = {}  # tables of the incomplete piece
         self._piece = -1
 
     def written(self, path: Path, table: pa.Table, step: int, held_out: bool) -> None:
-        """Note that the rollouts of a step are in a file."""
+        """Record that the rollouts of a step have been written to a file."""
         if self._held and self._piece != step // PIECE:
             self.close()
         self._piece = step // PIECE
         self._held[path] = short(table, held_out)
 
     def forget(self, step: int) -> None:
-        """Delete what holds later steps than this."""
+        """Delete pieces with later steps than this."""
         for path in (self._folder / run_files.INDEX).glob("*.parquet*"):
             _, _, last = path.name.partition(".")[0].partition("-")
             if not last.isdecimal() or int(last) > step:
                 path.unlink()
 
     def close(self) -> None:
-        """Make the piece of the last steps."""
+        """Write the piece of the last steps."""
         sources = _sources(self._folder).get(self._piece) if self._held else None
         if sources:
-            with suppress(OSError):  # no room: its reader makes it
+            with suppress(OSError):  # no room: its reader makes it again
                 _write(piece_file(self._folder, self._piece), sources, self._held)
         self._held = {}
 
@@ -76,9 +76,9 @@ def piece_file(folder: Path, piece: int) -> Path:
 
 
 def open_index(folder: Folder) -> list[Path]:
-    """Return the files of a whole index, made now as far as they are missing or older than the rollouts.
+    """Return the files of the complete index. Pieces that are missing or older than the rollouts are made now.
 
-    Where the folder cannot be written, they are made elsewhere, for this process.
+    If the folder is not writable, they are made in another one, for this process.
     """
     path, found = Path(folder), []
     for piece, sources in sorted(_sources(path).items()):
@@ -94,7 +94,7 @@ def open_index(folder: Folder) -> list[Path]:
 
 
 def left_out(folder: Folder, index: Sequence[Path]) -> list[Path]:
-    """Return the files of rollouts that an index which was just opened does not hold, because they are damaged."""
+    """Return the damaged rollout files that a newly opened index had to leave out."""
     held = {name for piece in index for name in json.loads(_made_of(piece) or b"{}")}
     sources = [path for _, sources in sorted(_sources(Path(folder)).items()) for _, path in sources]
     return [path for path in sources if f"{path.parent.name}/{path.name}" not in held]
@@ -102,16 +102,16 @@ def left_out(folder: Folder, index: Sequence[Path]) -> list[Path]:
 
 @cache
 def _elsewhere(run: Path) -> Path:
-    """Return a folder of this process for a run that it cannot write to; it is deleted at the end."""
+    """Return a folder of this process for a run that it cannot write to. It is deleted at the end."""
     made = TempFolder("index")
     atexit.register(made.cleanup)
     return Path(made.name)
 
 
 def _write(path: Path, sources: list[Source], known: Mapping[Path, pa.Table] = MappingProxyType({})) -> None:
-    """Write a piece. `known`: tables that need not be read.
+    """Write a piece. `known`: tables that are already in memory.
 
-    Damaged rollouts are left out, which `left_out` reports, and the piece is made again the next time.
+    Damaged rollout files are left out (see `left_out`), and the piece is made again the next time.
     """
     tables, read = [], []
     for held_out, source in sources:
@@ -121,11 +121,11 @@ def _write(path: Path, sources: list[Source], known: Mapping[Path, pa.Table] = M
     table = pa.concat_tables(tables) if tables else pa.schema(list(INDEX)).empty_table()
     table = table.combine_chunks().replace_schema_metadata({**(INDEX.metadata or {}), _MADE_OF: _mark(read)})
     path.parent.mkdir(exist_ok=True)
-    write_table(path, table, f".{os.getpid()}.tmp")  # others may write it too
+    write_table(path, table, f".{os.getpid()}.tmp")  # other processes may write it too
 
 
 def short(table: pa.Table, held_out: bool) -> pa.Table:
-    """Return the columns of the index from a table of rollouts."""
+    """Return the index's columns of a table of rollouts."""
     found = {name: table[name] for name in table.column_names if name in INDEX.names}
     shown = {"prompt": pc.coalesce(table["asked"], table["prompt"]), "text": table["text"]}
     for name, texts in shown.items():
@@ -143,7 +143,7 @@ def _made_of(path: Path) -> bytes | None:
 
 
 def _sources(folder: Path) -> dict[int, list[Source]]:
-    """Return the sources of each piece: whether it is held out, and the file."""
+    """Return the sources of each piece."""
     found: dict[int, list[Source]] = {}
     for held_out, kind in ((False, run_files.ROLLOUTS), (True, run_files.EVALS)):
         for step in rollout_steps(folder, held_out):
@@ -154,5 +154,5 @@ def _sources(folder: Path) -> dict[int, list[Source]]:
 
 
 def _mark(sources: list[Source]) -> bytes:
-    """Return the list, in a piece, of the files that it was made of."""
+    """Return the list of a piece's source files, which is stored in the piece."""
     return json.dumps({f"{path.parent.name}/{path.name}": os.stat(path).st_size for _, path in sources}).encode()

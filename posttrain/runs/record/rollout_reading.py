@@ -1,4 +1,4 @@
-"""Reads rollouts, in tables or as rows, from the files of a run or of an evaluation. Needs no lock."""
+"""Reads rollouts, as tables or as rows, from the files of a run or of an evaluation. Needs no lock."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from posttrain.runs.run_files import Folder, kept_file
 from posttrain.runs.run_reading import rollout_steps
 
 READ = (*SCALARS.names, *TOKENS.names)
-"""Columns of a row by default: all but the numbers of tokens."""
+"""Default columns of a row: all except numbers per token."""
 EVERY = tuple(ROLLOUTS.names)
 
 _JSON = ("columns", "notes", "answers", "label")
 SUFFIX = ".parquet"
 MOST = 1 << 22
-"""Rows of a file: a few bytes may claim billions."""
+"""Most rows of a file: a few bytes may claim billions."""
 
 
 def read_table(
@@ -39,7 +39,8 @@ def read_table(
     held_out: bool = False,
     places: Sequence[int] | None = None,
 ) -> pa.Table:
-    """The rollouts of a step, with these columns or all, all of them or those in these places. UserError if there are none.
+    """Return the rollouts of a step, in these columns and at these indices (None: all). Raises UserError if there are
+    none.
 
     `held_out`: those of the evaluation after that step.
     """
@@ -59,7 +60,7 @@ def read_table(
 
 
 def _listed(steps: Sequence[int]) -> str:
-    """ "1 to 20", "0, 5, 10", or of many with gaps their ends."""
+    """Return "1 to 20", "0, 5, 10", or the ends of many steps with gaps."""
     if steps[-1] - steps[0] == len(steps) - 1 and len(steps) > 1:
         return f"{steps[0]} to {steps[-1]}"
     few = [*map(str, steps)] if len(steps) <= 8 else [*map(str, steps[:3]), "...", *map(str, steps[-3:])]
@@ -69,7 +70,7 @@ def _listed(steps: Sequence[int]) -> str:
 def read_file(
     file: str | os.PathLike[str], names: Iterable[str] | None = None, places: Sequence[int] | None = None
 ) -> pa.Table:
-    """Return the rollouts in a file, such as an evaluation leaves; UserError if there are none."""
+    """Return the rollouts in a file, such as an evaluation writes. Raises UserError if there are none."""
     path = Path(file)
     if not os.path.isfile(path):
         raise UserError(f"{file}: no such file; a run is given by its folder")
@@ -79,7 +80,7 @@ def read_file(
 
 
 def rows_of(table: pa.Table) -> list[Row]:
-    """Return a dict for each row: JSON of the table as data, `parts` by their names, and "id": "12/3".
+    """Return a dict per row: JSON columns parsed, `parts` by name, and "id": "12/3".
 
     Raises UserError for rows that no run has written.
     """
@@ -107,18 +108,17 @@ def _rows_of(table: pa.Table) -> list[Row]:
 
 
 def _data(text: str | None) -> Any:
-    """Return the data of JSON text; text that is not JSON unchanged."""
+    """Return the data of JSON text; other text unchanged."""
     try:
         return None if text is None else json.loads(text)
-    except (ValueError, RecursionError):  # none, a number of thousands of digits, too deep
+    except (ValueError, RecursionError):  # not JSON, a number of thousands of digits, or too deep
         return text
 
 
 def read_rollouts(folder: Folder, step: int, names: Iterable[str] | None = READ, held_out: bool = False) -> list[Row]:
-    """Return the rollouts that a step sampled in the form of `rows_of`, without the numbers of tokens unless these are
-    named.
+    """Return the rollouts that a step sampled, as rows (see `rows_of`); by default without numbers per token.
 
-    Those of earlier steps that it learned from again are in its table alone.
+    Rollouts of earlier steps that it trained on again are only in its table.
     """
     wanted = EVERY if names is None else tuple(names)
     table = read_table(folder, step, {*wanted, "replayed"}, held_out)
@@ -127,7 +127,7 @@ def read_rollouts(folder: Folder, step: int, names: Iterable[str] | None = READ,
 
 
 def timed_rollouts(folder: Folder, step: int, names: Iterable[str] | None = READ) -> list[Row]:
-    """Return the same, each turn with its "seconds" where they are known, and each rollout with those of its reward."""
+    """Return the same, with the "seconds" of each turn and of each rollout's reward where they are known."""
     rows = read_rollouts(folder, step, names)
     for row, times in zip(rows, read_seconds(folder, step), strict=False):
         for turn, seconds in zip(row["turns"] or (), times["turns"] or (), strict=False):
@@ -137,7 +137,7 @@ def timed_rollouts(folder: Folder, step: int, names: Iterable[str] | None = READ
 
 
 def read_seconds(folder: Folder, step: int) -> list[Row]:
-    """Return the seconds of the rollouts of a step; [] where they are unknown."""
+    """Return the seconds of a step's rollouts; [] if they are unknown."""
     path = kept_file(Path(folder), run_files.SECONDS, step)
     if path is None:
         return []
@@ -146,7 +146,7 @@ def read_seconds(folder: Folder, step: int) -> list[Row]:
 
 
 def open_file(path: Path) -> None:
-    """Raises UserError if a table is damaged where it begins or ends."""
+    """Raise UserError if a table is damaged at its beginning or end."""
     try:
         parquet.read_metadata(user_files.readable(path))
     except (pa.ArrowException, OSError) as error:
@@ -154,10 +154,10 @@ def open_file(path: Path) -> None:
 
 
 def checked_schema(path: Path, file: parquet.ParquetFile) -> pa.Schema:
-    """Return the schema of a table. Raises UserError for another version, and for more rows than a step can have."""
+    """Return the schema of a table. Raises UserError for another version, or for more rows than a step can have."""
     if file.metadata.num_rows > MOST:
         raise UserError(f"{path} claims to have {file.metadata.num_rows:,} rollouts: no step has as many")
-    schema = file.schema_arrow  # which is made anew each time
+    schema = file.schema_arrow  # a property that creates it anew
     if (schema.metadata or {}).get(KEY) != VERSION.encode():
         raise another_version(path)
     return schema
@@ -174,7 +174,7 @@ def _damaged(path: Path, error: Exception) -> UserError:
 
 
 def _read(path: Path, wanted: pa.Schema, places: Sequence[int] | None = None) -> pa.Table:
-    """These columns of a file. Raises UserError if it is damaged, or of another version."""
+    """Return these columns of a file. Raises UserError if it is damaged, or has another version."""
     try:
         with user_files.opened(path) as source:
             file = parquet.ParquetFile(source, page_checksum_verification=True)
@@ -194,7 +194,7 @@ def _read(path: Path, wanted: pa.Schema, places: Sequence[int] | None = None) ->
 
 
 def _rows(file: parquet.ParquetFile, names: list[str], places: Sequence[int]) -> pa.Table:
-    """Return the rows in these places, of whose groups of rows no other is read."""
+    """Return the rows at these indices; only row groups that contain them are read."""
     ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)], dtype=np.int64)
     wanted = np.array(places, dtype=np.int64)
     if len(wanted) and not 0 <= wanted.min() <= wanted.max() < (ends[-1] if len(ends) else 0):
@@ -211,7 +211,7 @@ def _rows(file: parquet.ParquetFile, names: list[str], places: Sequence[int]) ->
 
 
 def _values(column: pa.ChunkedArray) -> list[Any]:
-    """Return a column as Python has it; lists of numbers by way of numpy, which is many times faster."""
+    """Return a column as Python values; lists of numbers by way of numpy, which is many times faster."""
     if column.type.id == pa.list_(pa.int32()).id and column.type.value_type in (pa.int32(), pa.float32()):
         array = column.combine_chunks()
         array = array if isinstance(array, pa.Array) else pa.concat_arrays(array.chunks)
@@ -227,7 +227,7 @@ def _values(column: pa.ChunkedArray) -> list[Any]:
 
 
 def plainly(value: Any) -> Any:
-    """Return the same as JSON can hold it: neither infinity nor NaN has a form there."""
+    """Return the value as JSON data: without infinity and NaN."""
     if isinstance(value, float):
         return value if np.isfinite(value) else None
     if isinstance(value, dict):

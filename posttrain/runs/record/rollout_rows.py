@@ -1,4 +1,4 @@
-"""The content of a row: its names as the table has them, and the rollout that it was made of."""
+"""The content of a recorded row: names in it, and its conversion back to transcripts."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ Row = dict[str, Any]
 
 
 def visit_of(group: str) -> tuple[str, int]:
-    """Return the task and the visit that a group is named after: "17#2"."""
+    """Return the task and the visit in the name of a group: "17#2"."""
     task, _, visit = group.rpartition("#")
     return (task, int(visit)) if task and visit.isdecimal() and visit.isascii() else (group, 0)
 
 
 def said_by(turn: Mapping[str, Any], prompt: str, text: str) -> str:
-    """Return the text of a turn of a row: a turn that is all of the row's prompt, or of its text, is stored without one."""
+    """Return the text of a turn. It is stored once if it is the row's whole prompt or text."""
     said: str | None = turn["text"]
     return (prompt if turn["role"] == SpanKind.PROMPT else text) if said is None else said
 
 
 def transcripts_of(row: Mapping[str, Any]) -> list[Transcript]:
-    """Return the transcripts of a row that was read; unrecorded data, such as routed experts, are missing.
+    """Return the transcripts of a row. Unrecorded data, such as routed experts, are missing.
 
-    Raises ValueError, LookupError or TypeError if the row is none.
+    Raises ValueError, LookupError or TypeError for other rows.
     """
     if sum(row["transcripts"]) != len(row["tokens"]):
         raise ValueError(f"transcripts of {sum(row['transcripts'])} tokens, and there are {len(row['tokens'])}")

@@ -1,10 +1,10 @@
-"""Makes the tables of a step from what became of its rollouts, a column at a time.
+"""Converts the outcomes of a step's rollouts to tables, one column at a time.
 
-A row at a time would be easier to read, and was tried: its some fifty objects a rollout cost the training beside it, which
-shares the interpreter and its garbage collection, three times the time of making them.
+One row at a time would be easier to read, and was tried: with some fifty objects per rollout, it delayed the training
+in parallel, through the interpreter and its garbage collection, by three times the time of its own work.
 
-Only the table of seconds depends on the clock. Values without a form in a table get one: infinite rewards are null, a
-half of a surrogate pair becomes its escape.
+Only the table of seconds depends on the clock. Values without a form in a table are replaced: infinite rewards by null,
+half a surrogate pair by its escape.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from posttrain.runs.record.rollout_rows import visit_of
 from posttrain.runs.record.schema import ASKED, COMPARED, NUMBERS, ROLLOUTS, SECONDS
 from posttrain.runs.record.table_writer import array, numbers
 
-_PROMPT, _SAMPLED = SpanKind.PROMPT, SpanKind.SAMPLED  # to look them up takes longer than what is done with them
+_PROMPT, _SAMPLED = SpanKind.PROMPT, SpanKind.SAMPLED  # looking them up takes longer than using them
 Columns = dict[str, Any]
-"""By name: an array, or a list of the rows' values."""
+"""Column name -> array, or list of the rows' values."""
 
 
 def rollouts_table(step: int, outcomes: Sequence[Outcome], kind: str) -> pa.Table:
-    """Return the table of `schema.ROLLOUTS`, a row for each, in their order."""
+    """Return the table of `schema.ROLLOUTS`, with a row per outcome, in order."""
     rollouts = [outcome.rollout for outcome in outcomes]
     columns = {
         **_placed(step, outcomes, kind),
@@ -42,7 +42,9 @@ def rollouts_table(step: int, outcomes: Sequence[Outcome], kind: str) -> pa.Tabl
 
 
 def seconds_table(outcomes: Iterable[Outcome]) -> pa.Table:
-    """Return the table of `schema.SECONDS`: what turns and rewards took. Replayed ones took another step's time."""
+    """Return the table of `schema.SECONDS`: durations of turns and rewards. Replayed rollouts took their time in
+    another step.
+    """
     played = [(index, o.rollout) for index, o in enumerate(outcomes) if not o.replayed]
     took = np.array([turn.seconds for _, rollout in played for turn in rollout.turns], dtype=np.float64)
     columns = {
@@ -54,7 +56,7 @@ def seconds_table(outcomes: Iterable[Outcome]) -> pa.Table:
 
 
 def _numbers(outcomes: Sequence[Outcome]) -> Columns:
-    """Return the columns of scored tokens; most columns are of few rollouts, or of none."""
+    """Return the columns of numbers per scored token; most are empty for all or nearly all rollouts."""
     known = {name for outcome in outcomes for name in outcome.numbers}
     found: Columns = {name: pa.nulls(len(outcomes), ROLLOUTS.field(name).type) for name in (*NUMBERS, "kept")}
     compared = [o.numbers.get("after") is not None for o in outcomes]
@@ -74,7 +76,7 @@ def _table(columns: Columns, schema: pa.Schema) -> pa.Table:
 
 def _placed(step: int, outcomes: Sequence[Outcome], kind: str) -> Columns:
     members: dict[tuple[str, str], int] = {}
-    columns: dict[int, str] = {}  # by the identity of a task: a group shares its own
+    columns: dict[int, str] = {}  # by the identity of a task, which the rollouts of a group share
     member, own = [], []
     for outcome in outcomes:
         task, compared = outcome.rollout.task, outcome.rollout.compared
@@ -95,7 +97,7 @@ def _placed(step: int, outcomes: Sequence[Outcome], kind: str) -> Columns:
 
 
 def _size(value: bytes) -> str:
-    """Return the text that replaces bytes in a task: a picture's would be repeated in every rollout."""
+    """Return a text in place of bytes in a task, as a picture's would be repeated in every rollout."""
     return f"{len(value)} bytes"
 
 
@@ -154,7 +156,7 @@ def _rewarded(outcomes: Sequence[Outcome]) -> Columns:
 
 
 def _turns(rollouts: Sequence[Rollout]) -> pa.Array:
-    """Without their seconds: they depend on the clock, and rollouts do not."""
+    """Return the turns without their seconds, which depend on the clock."""
     turns = [turn for rollout in rollouts for turn in rollout.turns]
     columns = {
         "role": [t.kind for t in turns],
@@ -170,7 +172,7 @@ def _turns(rollouts: Sequence[Rollout]) -> pa.Array:
 
 
 def _own_text(turn: PlayedTurn, rollout: Rollout) -> str | None:
-    """Return the text of a turn, or None where the row has it elsewhere: see `rollout_rows.said_by`."""
+    """Return the text of a turn, or None if the row stores it already: see `rollout_rows.said_by`."""
     whole = rollout.prompt if turn.kind is _PROMPT else rollout.text if turn.kind is _SAMPLED else None
     return None if turn.text == whole else turn.text
 
@@ -180,7 +182,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def _transcripts(rollouts: Sequence[Rollout]) -> Columns:
-    """Their tokens end to end, and what counts them."""
+    """Return the concatenated tokens of the transcripts, and the length of each."""
     every = [t for rollout in rollouts for t in rollout.transcripts]
     begins = [begin for rollout in rollouts for begin, _ in _laid(rollout)]
     spans = [span for t in every for span in t.spans]
@@ -217,7 +219,7 @@ def _transcripts(rollouts: Sequence[Rollout]) -> Columns:
 
 
 def _laid(rollout: Rollout) -> Iterator[tuple[int, Transcript]]:
-    """Its transcripts, each with the number of tokens before it."""
+    """Yield the transcripts, each with the number of tokens before it."""
     return zip(accumulate([len(t.tokens) for t in rollout.transcripts], initial=0), rollout.transcripts)  # noqa: B905
 
 
@@ -230,7 +232,7 @@ def _pictures(rollout: Rollout) -> list[Columns]:
 
 
 def _lists(kind: pa.ListType, counts: Sequence[int], values: pa.Array | Columns) -> pa.Array:
-    """Return lists of so many values each, which follow each other; of structures, by the names of their fields."""
+    """Return lists with these numbers of values, taken in order; for structures, `values` has a column per field."""
     if isinstance(values, dict):
         fields = list(kind.value_type)
         made = [v if isinstance(v := values[f.name], pa.Array) else array(v, f.type) for f in fields]
@@ -239,10 +241,10 @@ def _lists(kind: pa.ListType, counts: Sequence[int], values: pa.Array | Columns)
 
 
 def _floats(values: Iterable[float | None]) -> np.ndarray:
-    """None is no number."""
+    """Replace None by NaN."""
     return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
 
 
 def _finite(values: np.ndarray) -> pa.Array:
-    """Null where there is no finite number."""
+    """Replace NaN and infinity by null."""
     return pa.array(values, pa.float64(), mask=~np.isfinite(values))

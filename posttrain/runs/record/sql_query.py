@@ -1,7 +1,7 @@
-"""Questions in SQL about a run: one SELECT, over the run's own files, within a time and a memory.
+"""SQL queries over a run: one SELECT over the run's own files, with limits of time and memory.
 
-The database reads no file but these, which are named before the question is looked at, and whose list cannot be changed
-any more. A statement that is no SELECT is not begun: COPY would write even where nothing else may be read.
+The database can read only these files: they are listed before the query is parsed, and the list is locked. Statements
+other than SELECT are not started, since COPY could write even if nothing else may be read.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from posttrain.runs.run_reading import (
 
 THREADS = 2
 LONGEST, DEEPEST = 100_000, 300
-"""Characters of a question, and brackets within each other."""
+"""Most characters of a query, and most nested brackets."""
 TABLES = ("rollouts", "evals", "tokens", "seconds", "rollout_index", "metrics", "timing", "health")
 _TOKENS = re.compile(r"\b(?:from|join|describe)\s+(?:[\w\".]+(?:\s+\w+)?\s*,\s*)*\"?tokens\b", re.IGNORECASE)
 _TEXT = re.compile(r"\btext\b", re.IGNORECASE)
 _PART = "create macro part(among, wanted) as list_filter(among, lambda p: p.name = wanted)[1].value"
-"""A part of the reward by its name: part(parts, 'form')."""
+"""SQL macro for a part of the reward by name: part(parts, 'form')."""
 _JSON = ("columns", "notes", "answers", "label")
 
 
 class Questions:
-    """A database over one run, or over a file of rollouts as an evaluation leaves it.
+    """A database over one run, or over a file of rollouts of an evaluation.
 
-    `seconds`, `gib`: the limits of a question. `vocabulary`: the texts of the tokens, by their ids; [] if unknown.
-    `only`: the files to look at, by step and whether they are held out; default: all.
+    `seconds`, `gib`: limits of a query. `vocabulary`: returns the texts of token ids; [] if unknown. `only`: the files
+    to read, as (step, whether they are held out); default: all.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class Questions:
         vocabulary: Callable[[], Sequence[str]] = list,
         only: Container[tuple[int, bool]] | None = None,
     ) -> None:
-        """Raises UserError if there is neither."""
-        self.left_out: list[str] = []  # the missing parts of the answer, with the reasons
+        """Raises UserError if neither of the two exists."""
+        self.left_out: list[str] = []  # parts that are missing in the result, with reasons
         self._folder, self._seconds, self._vocabulary, self._only = Path(folder), seconds, vocabulary, only
         self._alone = self._folder.suffix == SUFFIX and self._folder.is_file()
         self._sampler = False if self._alone else divides_by_sampler(read_run(folder))
@@ -80,9 +80,9 @@ class Questions:
         )
 
     def ask(self, sql: str, most: int | None = None) -> tuple[list[str], list[tuple[Any, ...]]]:
-        """Names of the columns, and the rows: all of them, or the first `most`. A database is asked once.
+        """Return the column names, and all rows or the first `most`. Only one query per database is possible.
 
-        Raises UserError for anything but a single SELECT, for a mistake in it, and where it takes too long or too much.
+        Raises UserError for anything but a single SELECT, for an error in it, and if it exceeds a limit.
         """
         duckdb = _library()
         bounded(sql)
@@ -130,7 +130,7 @@ class Questions:
         return ("rollouts", "tokens") if self._alone else TABLES
 
     def _open(self, wanted: set[str]) -> None:
-        """Make the tables, and close everything else."""
+        """Create the tables, and forbid all other access."""
         wanted &= set(self._tables)
         tables: dict[str, list[Path]] = {}
         if self._alone:
@@ -165,10 +165,10 @@ class Questions:
         self._base.execute(_PART)
 
     def _lacking(self, wanted: set[str], index: list[Path] | None) -> list[str]:
-        """Return the parts of the run that these tables do not hold."""
+        """Return the parts of the run that are missing in these tables."""
         found = []
         if wanted & {"rollouts", "tokens", "rollout_index"}:
-            with suppress(UserError):  # of damaged metrics, which need no message here
+            with suppress(UserError):  # damaged metrics need no message here
                 gone = missing_rollouts(self._folder)
                 found += [] if gone is None else [f"{gone}: put copies of them back"]
         damaged = [] if index is None else left_out(self._folder, index)
@@ -179,11 +179,11 @@ class Questions:
             self._base.execute(f"create view {name} as select * from {read_files}")
         except _library().Error as error:
             for path in files:
-                open_file(path)  # reports which of them is damaged
+                open_file(path)  # raises for the damaged file
             raise UserError(f"the table {name} cannot be read: {one_line(error)}") from error
 
     def _lay_tokens(self, texts: bool) -> None:
-        """Make the table of single tokens, with their texts if these are asked for."""
+        """Create the table of single tokens, with their texts if the query reads them."""
         words = list(self._vocabulary()) if texts else []
         if texts and not words:
             raise UserError("the tokenizer is not here, so tokens have no text: ask by their ids, token = 5")
@@ -205,13 +205,14 @@ class Questions:
 
 
 def names_text(sql: str) -> bool:
-    """Whether it may need the texts of tokens."""
+    """Return whether a query may read the texts of tokens."""
     return _TEXT.search(sql) is not None
 
 
 def bounded(sql: str) -> None:
-    """Raises UserError for a query too deep for DuckDB's parser: it reads nested brackets in cubic time, and cannot be
-    interrupted while it does."""
+    """Raise UserError for a query too deep for DuckDB's parser, whose time for nested brackets is cubic and which
+    cannot be interrupted.
+    """
     try:
         sql.encode()
     except UnicodeEncodeError:
@@ -222,13 +223,13 @@ def bounded(sql: str) -> None:
 
 
 def _table(rows: list[dict[str, Any]]) -> pa.Table:
-    """Rows that need not name the same columns."""
+    """Return a table of rows with any columns."""
     names = dict.fromkeys(name for row in rows for name in row)
     return pa.table({name: [row.get(name) for row in rows] for name in names or ("step",)})
 
 
 def explained(error: Exception, sql: str, tables: Sequence[str]) -> str:
-    """Return DuckDB's message on a query, with help for the commonest mistakes."""
+    """Return DuckDB's message about a query, with help for the most common mistakes."""
     said = one_line(error).partition(" LINE 1:")[0]
     column = re.search(r'Referenced column "(.*?)" not found', said)
     field = re.search(r"Cannot extract field '(.*?)' from expression \"(?:\w+\.)?(\w+)\"", said)

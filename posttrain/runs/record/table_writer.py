@@ -1,8 +1,8 @@
 """Writes tables of rollouts: the layout of columns in a file, and the precision of numbers.
 
-The bytes follow from the rows and from the version of pyarrow alone. Bytes that are the same in most rows, such as the
-signs and exponents of log-probabilities and the lower half of a rounded number, are put side by side (BYTE_STREAM_SPLIT),
-where zstd finds them.
+The bytes depend only on the rows and the version of pyarrow. Bytes that are equal in most rows, such as the signs and
+exponents of log-probabilities and the lower half of a rounded number, are grouped (BYTE_STREAM_SPLIT), so that zstd
+finds them.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ from posttrain.core import user_files
 from posttrain.runs.record.schema import NUMBERS
 from posttrain.runs.run_files import naming
 
-KEPT_BITS = 11  # of a number's mantissa, the one that is not written included: those of half precision
+KEPT_BITS = 11  # precision of a number's mantissa with its implicit bit: that of half precision
 _DROPPED = 24 - KEPT_BITS
-LEVEL = 9  # of zstd
+LEVEL = 9  # compression level of zstd
 GROUP_TOKENS, LEAST_ROWS = 1 << 17, 64
-"""About the number of tokens in a group of rows, which is read as a whole where one rollout is opened; and the least
-number of rows, for a group costs bytes and time of its own."""
+"""Approximate number of tokens in a row group, which is read as a whole to open one rollout; and the smallest number of
+rows, because each group costs bytes and time.
+"""
 _ELEMENT = ".list.element"
 _SPLIT = [f"{name}{_ELEMENT}" for name in ("tokens", "engine", *NUMBERS)]
 
 
 def half(values: Any) -> np.ndarray:
-    """float32 with the mantissa of half precision, rounded to the nearest, and its own exponent."""
+    """Return float32 values with the mantissa of half precision, rounded to nearest, and the exponent of float32."""
     bits = np.array(values, dtype=np.float32).view(np.uint32)
-    special = (bits & 0x7F800000) == 0x7F800000  # infinite, or none
+    special = (bits & 0x7F800000) == 0x7F800000  # infinite or NaN
     up = (1 << (_DROPPED - 1)) - 1 + ((bits >> np.uint32(_DROPPED)) & 1)
     rounded = (bits + up.astype(np.uint32)) & np.uint32(0xFFFFFFFF << _DROPPED & 0xFFFFFFFF)
     return np.where(special, bits, rounded).astype(np.uint32).view(np.float32)
 
 
 def write_table(path: Path, table: pa.Table, ending: str = ".tmp") -> None:
-    """The file appears whole or not at all; `ending`: of its name until then."""
+    """Write a file completely or not at all. `ending`: added to its name until it is complete."""
     unfinished = path.with_name(path.name + ending)
     split = [name for name in _SPLIT if name.removesuffix(_ELEMENT) in table.schema.names]
     leaves = [leaf for field in table.schema for leaf in _leaves(field.name, field.type) if leaf not in split]
@@ -60,14 +61,14 @@ def write_table(path: Path, table: pa.Table, ending: str = ".tmp") -> None:
                 write_page_checksum=True,
             )
         unfinished.replace(path)
-    except OSError:  # no room: a part of a file is of no use
+    except OSError:  # no room: an incomplete file is useless
         with suppress(OSError):
             unfinished.unlink()
         raise
 
 
 def _rows_together(table: pa.Table) -> int:
-    """Return the number of rows of a group."""
+    """Return the number of rows in a row group."""
     rows = max(1, table.num_rows)
     if "tokens" not in table.column_names:
         return rows
@@ -76,7 +77,9 @@ def _rows_together(table: pa.Table) -> int:
 
 
 def numbers(values: list[Any], whole: Sequence[bool] = ()) -> pa.Array:
-    """Lists of numbers, rounded; all at once, since there may be thousands of short ones. `whole`: which are not rounded."""
+    """Return lists of numbers, rounded, all at once: there may be thousands of short ones. `whole`: lists not to be
+    rounded.
+    """
     there = [value for value in values if value is not None]
     exact = np.concatenate(there).astype(np.float32) if there else np.zeros(0, dtype=np.float32)
     flat = half(exact)
@@ -96,8 +99,7 @@ def array(values: list[Any], kind: pa.DataType) -> pa.Array:
 
 
 def _whole(value: Any) -> Any:
-    """Return the value with each half of a surrogate pair as its escape: it is no character, and UTF-8 has no form for
-    it."""
+    """Return the value with each half of a surrogate pair as its escape, because UTF-8 cannot encode it."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode("utf-8")
     if isinstance(value, dict):
@@ -106,7 +108,7 @@ def _whole(value: Any) -> Any:
 
 
 def _leaves(name: str, kind: pa.DataType) -> Iterable[str]:
-    """Return the columns of a file that hold the values of a column."""
+    """Return the columns of the file that hold the values of a table's column."""
     if pa.types.is_list(kind):
         yield from _leaves(name + _ELEMENT, kind.value_type)
     elif pa.types.is_struct(kind):

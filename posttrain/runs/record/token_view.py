@@ -1,9 +1,9 @@
-"""A row for each token of some rollouts, as one view in SQL: nothing is laid out before a question needs it.
+"""A SQL view with a row for each token of some rollouts. Lists are expanded only where a query needs them.
 
-The lists of a rollout hold values of its sampled or its scored tokens alone. Here each value is at its token. A
-condition on `step` reaches the files, so of a run of many steps only those are read that it names.
+The lists of a rollout hold values of its sampled or its scored tokens only; the view joins each value with its token. A
+condition on `step` selects the files, so that a query reads only the steps that it names.
 
-S      spans of a rollout, in order; together they are all of its tokens
+S      spans of a rollout, in order; together they cover all of its tokens
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ COLUMNS = (
     "step", "held_out", "index", "group", "member", "task", "reward", "fate", "place", "token", "text", "origin", "learned",
     "version", "engine", *(name for name in NUMBERS if name != "token_advantage"), "advantage", "kept", "ratio",
 )  # fmt: skip
-"""The columns of the view. `text` is null where no vocabulary is given."""
+"""The columns of the view. `text` is null without a vocabulary."""
 
 _LISTS = (*NUMBERS, "kept")
 _LATER = (
     "coalesce(starts_with(why, 'in update') and not starts_with(why, 'in update 1 of'), false)"
-    # of a rollout that not the first update of its step learned from, or not it alone
+    # trained by an update other than the first of its step
 )
 
 
 def tokens_of(rollouts: str, vocabulary: str | None = None, sampler: bool = False) -> str:
-    """The SELECT. `rollouts`: a table of rollouts with `held_out`; `vocabulary`: one of ids and their texts; `sampler`:
-    whether the ratio divides by the sampler's probabilities.
+    """Return the SELECT. `rollouts`: a table of rollouts with `held_out`; `vocabulary`: a table of ids and texts;
+    `sampler`: whether the ratio divides by the sampler's probabilities.
     """
     old = "engine" if sampler else f"coalesce(before, if({_LATER}, engine, learner))"
     lists = ", ".join(f"unnest({_at_scored(name)}) as {name}" for name in _LISTS)
@@ -49,18 +49,18 @@ def tokens_of(rollouts: str, vocabulary: str | None = None, sampler: bool = Fals
 
 
 def _before(condition: str) -> str:
-    """Return the expression for tokens of earlier spans p of a span s, by a condition."""
+    """Return the SQL expression for the tokens of spans p before span s that satisfy a condition."""
     earlier = f"list_filter(spans, lambda p: p.start < s.start and {condition})"
     return f"coalesce(list_sum(list_transform({earlier}, lambda p: p.length)), 0)"
 
 
 def _each(value: str) -> str:
-    """[tokens]: a value of its span at each token."""
+    """[tokens]: SQL for a span's value at each of its tokens."""
     return f"flatten(list_transform(marks, lambda m: list_resize([{value}], m.length, {value})))"
 
 
 def _placed(name: str, condition: str, earlier: str) -> str:
-    """[tokens]: a list that has values at some spans alone, null elsewhere."""
+    """[tokens]: SQL for a list with values at some spans only, null elsewhere."""
     own = f"list_slice({name}, m.{earlier} + 1, m.{earlier} + m.length)"
     return f"flatten(list_transform(marks, lambda m: list_resize(if({condition}, {own}, []), m.length)))"
 

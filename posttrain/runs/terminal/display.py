@@ -1,7 +1,6 @@
-"""The display while a run goes on: a small live panel on a terminal, plain lines anywhere else.
+"""The display of an active run: a small live panel on a terminal, plain lines elsewhere.
 
-It decides how often a line is printed, and which events are printed at once. Nothing that happens to the stream ends
-the run.
+It decides how often a line is printed, and which events are printed at once. No failure of the stream ends the run.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ SECONDS_BETWEEN_LINES = 2.0
 
 
 class Display:
-    """The progress of one run. `quiet` shows nothing at all."""
+    """The progress display of one run. With `quiet` it shows nothing."""
 
     def __init__(
         self, quiet: bool = False, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
@@ -32,20 +31,20 @@ class Display:
         self._stream = Output(stream or sys.stdout)
         self._clock = clock
         self._region: Region | None = None
-        self._lock = threading.Lock()  # a note may come from another thread
+        self._lock = threading.Lock()  # `note` may be called from another thread
         self._title, self._steps = "", 0
-        self._began = self._stepped = self._printed = 0.0  # when, in seconds of the clock
+        self._began = self._stepped = self._printed = 0.0  # times, in seconds of the clock
         self._first = self._number = 0
-        self._values: dict[str, float] = {}  # of the last step, and the last held-out ones
-        self._history: list[float] = []  # reward, or loss where there is none
-        self._waiting: str | None = None  # the last line, as long as it was not printed
+        self._values: dict[str, float] = {}  # values of the last step, and the latest held-out ones
+        self._history: list[float] = []  # the reward, or the loss if there is none
+        self._waiting: str | None = None  # the last line while it has not been printed
 
     def start(self, title: str, steps: int, lines: Sequence[str], done: int = 0) -> None:
-        """Begin: what runs, the number of its last step, and some lines of description, printed once.
+        """Begin the display. `title`: the run; `steps`: number of its last step; `lines`: description, printed once.
 
-        Messages that were held back (`notices`) follow, where they are seen.
+        Messages that were held back (`notices`) follow at the end, where users see them.
 
-        `done`: steps of a resumed run that are done.
+        `done`: number of finished steps of a resumed run.
         """
         self._title, self._steps, self._number = title, steps, done
         self._began = self._clock()
@@ -62,7 +61,7 @@ class Display:
             self._region.start()
 
     def step(self, number: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
-        """One step is done. A resumed run begins with a number above 1."""
+        """Show a finished step. The first number of a resumed run is above 1."""
         if not self._first:
             self._first = number
         self._number, self._stepped = number, self._clock()
@@ -80,7 +79,7 @@ class Display:
                 self._print_waiting()
 
     def note(self, text: str) -> None:
-        """Lines that stay, such as findings of the health check: broken between words where they are too long."""
+        """Print permanent lines, such as findings of the health check, wrapped between words."""
         if self._region:
             width = size(self._stream)[0] - 1
             self._region.print("\n".join(wrapped(line, width) for line in safe(text).split("\n")))
@@ -113,7 +112,7 @@ class Display:
         return "  ".join([place, *shown, self._left()])
 
     def _left(self) -> str:
-        """Time left, at the pace of this process: the steps before a resume took it no time."""
+        """Return the remaining time, at the pace of this process; it does not count the steps before a resume."""
         if not self._first:
             return f"{_duration(self._clock() - self._began)} elapsed"
         taken = self._stepped - self._began
@@ -124,7 +123,7 @@ class Display:
         return f"{_duration(max(left, 0.0))} left"
 
     def _panel(self, columns: int, rows: int) -> list[Line]:
-        """Return the live panel. Drawn twice a second by another thread, so it reads and changes nothing."""
+        """Return the live panel. Another thread draws it twice a second, so this changes nothing."""
         view = View(self._title, self._number, self._steps, self._left(), self._values, list(self._history))
         return compose(view, columns, rows)
 

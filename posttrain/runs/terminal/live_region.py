@@ -1,8 +1,8 @@
-"""Lines of a terminal that pass: one with the current activity, and a few at the bottom that are drawn anew while other
-text scrolls away above them.
+"""Temporary lines of a terminal: one with the current activity, and a few at the bottom that are redrawn while other
+text scrolls above them.
 
-Knows nothing of runs: lines come from a function of the terminal's size, which is asked for at every drawing, so that
-they fit a window that is made larger or smaller.
+The module is independent of runs: a function of the terminal's size returns the lines. It is called at every drawing,
+so that the lines fit a window that was resized.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from posttrain.runs.terminal.output import Output
 SECONDS_BETWEEN_DRAWINGS = 0.5
 
 Line = Sequence[tuple[str, str]]
-"""Pieces of a line: text, and a name of STYLES or ""."""
+"""Pieces of a line: (text, name in STYLES or "")."""
 
 STYLES = {"dim": "\x1b[2m", "bold": "\x1b[1m", "accent": "\x1b[36m"}
 PLAIN, ERASE_LINE, ERASE_BELOW, HIDE_CURSOR, SHOW_CURSOR = "\x1b[0m", "\x1b[K", "\x1b[J", "\x1b[?25l", "\x1b[?25h"
 
 
 class Passing:
-    """One line with the current activity, which is gone as soon as anything else is written to the streams."""
+    """One line with the current activity, which is erased before anything else is written to the streams."""
 
     def __init__(
         self, stream: Output, others: Sequence[Output] = (), clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`stream`: where the line is; `others`: what shares its terminal."""
+        """`stream`: where the line is drawn; `others`: streams on the same terminal."""
         self._stream, self._clock = stream, clock
         self._shown = False
         self._when = -SECONDS_BETWEEN_DRAWINGS
-        self._lock = threading.RLock()  # a thread may write meanwhile
+        self._lock = threading.RLock()  # another thread may write
         for each in (stream, *others):
             each.before = self.erase
 
     def show(self, text: str, progress: bool = False) -> None:
-        """Show this instead. `progress`: only if the last line is not of just now."""
+        """Replace the line. `progress`: skip this text if the line was just drawn."""
         now = self._clock()
         if progress and now - self._when < SECONDS_BETWEEN_DRAWINGS:
             return
@@ -60,19 +60,21 @@ class Passing:
                 self._shown = False
                 self._stream.write(
                     "\r" + ERASE_LINE
-                )  # below it is nothing; and some keep a whole screen that is erased
+                )  # nothing is below it; and some terminals save a whole screen that is erased
                 self._stream.flush()
 
 
 class Region:
-    """The lines, from `start` to `stop`. Text printed meanwhile, with `print` or to sys.stdout, goes above them."""
+    """The bottom lines, drawn from `start` to `stop`. Text printed meanwhile, by `print` or to sys.stdout, goes above
+    them.
+    """
 
     def __init__(self, stream: Output, compose: Callable[[int, int], Sequence[Line]]) -> None:
-        """`compose`: (columns, rows of the terminal) -> lines, none of which may fill a row to its end."""
+        """`compose`: (columns, rows of the terminal) -> lines, all shorter than a row."""
         self._stream, self._compose = stream, compose
         self._colours = not os.environ.get("NO_COLOR")
         self._lock = threading.RLock()
-        self._drawn: list[int] = []  # cells of each line on the screen
+        self._drawn: list[int] = []  # width of each line on the screen, in cells
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._draw_often, name="display", daemon=True)
         self._instead: dict[str, _Above] = {}
@@ -87,7 +89,7 @@ class Region:
         self._thread.start()
 
     def print(self, text: str) -> None:
-        """Print lines above the region (none, if there is no text) and draw it anew."""
+        """Print text above the region, if there is any, and redraw the region."""
         with self._lock:
             lines = self._compose(*size(self._stream))
             painted = "\n".join("".join(self._paint(*piece) for piece in line) for line in lines)
@@ -96,7 +98,7 @@ class Region:
             self._drawn = [sum(cells(text) for text, _ in line) for line in lines]
 
     def stop(self) -> None:
-        """Leave the lines on the screen as they are now."""
+        """Leave the lines on the screen unchanged."""
         self._ended.set()
         self._thread.join()
         for name, above in self._instead.items():
@@ -106,8 +108,9 @@ class Region:
         self._stream.flush()
 
     def _erase(self) -> str:
-        """Go to the first row of the region, and delete it from there on. A window that was made narrower has wrapped
-        it."""
+        """Move to the first row of the region and erase from there on, also rows wrapped by a window that became
+        narrower.
+        """
         columns = max(1, size(self._stream)[0])
         above = sum(max(1, -(-width // columns)) for width in self._drawn) - 1
         return "\r" + (f"\x1b[{above}A" if above > 0 else "") + ERASE_BELOW
@@ -121,7 +124,7 @@ class Region:
 
 
 class _Above(io.TextIOBase):
-    """A stream for the output of others while the region is drawn: whole lines, above it."""
+    """A stream for other output while the region is drawn: it writes complete lines above the region."""
 
     def __init__(self, region: Region, instead_of: TextIO) -> None:
         self._region, self.instead_of, self.unended = region, instead_of, ""
@@ -147,14 +150,14 @@ class _Above(io.TextIOBase):
 
 
 def cells(text: str) -> int:
-    """Columns that the text takes: Chinese letters take two."""
+    """Return the columns that a text occupies: Chinese characters occupy two."""
     from rich.cells import cell_len
 
     return cell_len(text)
 
 
 def fitted(text: str, width: int) -> str:
-    """Return the text, cut where it takes more than so many columns."""
+    """Return the text, cut to this number of columns."""
     from rich.cells import set_cell_size
 
     if cells(text) <= width:
@@ -163,7 +166,7 @@ def fitted(text: str, width: int) -> str:
 
 
 def size(stream: Output) -> tuple[int, int]:
-    """Columns and rows."""
+    """Return (columns, rows)."""
     try:
         found = os.get_terminal_size(stream.fileno())
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""Warnings before a run begins: held back until the run has been described, so that they come last.
+"""Warnings before a run begins: held back until after the description of the run.
 
-A description of twenty lines would push a warning above it off a small terminal. Nothing is lost: a warning that has
-not been shown when the block ends that holds it back is shown then, however the block ends. Outside of such a block it
-is shown at once.
+The twenty lines of a description would scroll an earlier warning off a small terminal. No warning is lost: those not
+shown by the end of the block that holds them back are shown then, also after an exception. Outside of such a block,
+warnings are shown at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from posttrain.core.messages import safe
 from posttrain.runs.terminal.output import Output, columns, wrapped
 
-_held: list[list[str]] = []  # of each block, the innermost last
+_held: list[list[str]] = []  # one list per block, the innermost last
 
 
 def warn(text: str) -> None:
@@ -23,7 +23,7 @@ def warn(text: str) -> None:
 
 
 def tell(text: str) -> None:
-    """Print to standard error, as soon as it is time."""
+    """Print to standard error, or hold back in a `held` block."""
     if _held:
         _held[-1].append(text)
     else:
@@ -31,7 +31,7 @@ def tell(text: str) -> None:
 
 
 def show() -> None:
-    """Show the messages that were held back."""
+    """Show the messages held back so far."""
     if _held:
         told, _held[-1] = _held[-1], []
         for text in told:
@@ -40,7 +40,7 @@ def show() -> None:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Hold messages back until `show`, or the end of this block."""
+    """Context manager that holds messages back until `show` or its end."""
     _held.append([])
     try:
         yield

@@ -1,6 +1,6 @@
-"""Streams of text for people, and their failures: nothing that fails here ends a run.
+"""Text streams whose failures never end a run.
 
-Decides the treatment of a stream that is closed, full, or whose terminal has gone.
+Decides the treatment of a stream that is closed or full, or whose terminal has gone.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from typing import TextIO
 
 
 class Output(io.TextIOBase):
-    """A text stream that never fails: what cannot be written is dropped, what cannot be encoded is escaped.
+    """A text stream that never fails: text that cannot be written is dropped, and characters that cannot be encoded are
+    escaped.
 
-    `stream` None is a stream that was closed before the process began.
+    `stream` is None if it was closed before the process began.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
         self.stream = stream
-        self.lost: Exception | None = None  # why nothing is written any more
-        self.before: Callable[[], None] | None = None  # called before anything is written
+        self.lost: Exception | None = None  # the reason why writing has stopped
+        self.before: Callable[[], None] | None = None  # called before each write
 
     def write(self, text: str) -> int:
         if self.before is not None:
@@ -32,7 +33,7 @@ class Output(io.TextIOBase):
         if self.stream is not None and self.lost is None:
             try:
                 self.stream.write(encodable(text, self.stream))
-            except (OSError, ValueError) as error:  # ValueError: it was closed
+            except (OSError, ValueError) as error:  # ValueError: the stream was closed
                 self._lose(error)
         return len(text)
 
@@ -66,7 +67,7 @@ class Output(io.TextIOBase):
         return True
 
     def _lose(self, error: Exception) -> None:
-        """Write nothing from now on. Python would try once more at its end to write the stream's buffer."""
+        """Stop writing for good. Python would otherwise try to flush the stream's buffer at its end."""
         self.lost = error
         if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO):
             with suppress(OSError, ValueError):
@@ -76,18 +77,18 @@ class Output(io.TextIOBase):
 
 
 def fancy(stream: TextIO | Output) -> bool:
-    """Whether the stream is a terminal that can draw over itself."""
+    """Return whether the stream is a terminal that can redraw lines."""
     utf = (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
     return stream.isatty() and os.environ.get("TERM") != "dumb" and utf
 
 
 def columns(stream: TextIO | Output) -> int:
-    """Return the most columns of a line: of a terminal, one less than it has; 0: no limit."""
+    """Return the largest width of a line: a terminal's columns less one; 0: no limit."""
     return shutil.get_terminal_size().columns - 1 if stream.isatty() else 0
 
 
 def wrapped(line: str, width: int, hanging: int = 4) -> str:
-    """The line, broken between words only to this width (0: none); what follows the first part is indented further."""
+    """Return the line wrapped between words to `width` (0: unlimited); further lines are indented by `hanging` more."""
     if not width or len(line) <= width:
         return line
     indent = len(line) - len(line.lstrip())

@@ -1,7 +1,7 @@
-"""The layout of the live display of a run for a terminal of any size. Pure: no stream, no clock.
+"""The layout of a run's live display for a terminal of any size. Pure functions: no stream, no clock.
 
-Decides the order in which lines are dropped where there is little room: the bar, the time left and the first figures,
-which are reward, accuracy and entropy where these are logged, always stay.
+Decides the order in which lines are dropped if there is little room. The bar, the remaining time and the first figures
+(reward, accuracy and entropy, if logged) are always kept.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from posttrain.runs.metrics_table import BY_NAME, METRICS
 from posttrain.runs.metrics_table import HELD_OUT as EVALUATED
 from posttrain.runs.terminal.live_region import Line, cells, fitted
 
-ESSENTIAL = 3  # figures, the first ones, are shown at any size: reward, accuracy, entropy
+ESSENTIAL = 3  # number of figures shown at any size: reward, accuracy, entropy
 GAP = "   "
 HELD_OUT = "held-out"
 BARS = "▁▂▃▄▅▆▇█"
 LONGEST_CURVE = 48
-NARROWEST = 20  # columns, for more than the steps and the time left
+NARROWEST = 20  # columns needed for more than the steps and the remaining time
 
 
 @dataclass(frozen=True)
@@ -28,22 +28,22 @@ class View:
     """The content of the display."""
 
     title: str
-    number: int  # the last step that is done
+    number: int  # number of the last finished step
     steps: int
-    left: str  # the time that is left, in words
-    values: Mapping[str, float] = field(default_factory=dict)  # of the last step, and the last held-out ones
-    history: Sequence[float] = ()  # reward, or loss where there is none, of each step
+    left: str  # the remaining time, in words
+    values: Mapping[str, float] = field(default_factory=dict)  # values of the last step, and the latest held-out ones
+    history: Sequence[float] = ()  # of each step, the reward, or the loss if there is none
 
 
 def compose(view: View, columns: int, rows: int) -> list[Line]:
-    """Return the lines of the panel: fewer than `rows`, each of fewer than `columns` cells, as far as there is any room."""
+    """Return the lines of the panel: fewer than `rows`, each narrower than `columns` cells, if there is any room."""
     width = max(1, columns - 1)
     if columns < NARROWEST or rows < 3:
         return [_progress(view, width)]
     held_out = {name: value for name, value in view.values.items() if name.startswith(EVALUATED)}
     own = figures({name: value for name, value in view.values.items() if name not in held_out})
     essential, others = _rows(own[:ESSENTIAL], own[ESSENTIAL:], width)
-    parts: list[tuple[int, list[Line]]] = [  # (rank, lines), in the order in which they are drawn
+    parts: list[tuple[int, list[Line]]] = [  # (rank, lines), in the order of drawing
         (5, [_rule(view.title, width)]),
         (0, [_progress(view, width)]),
         (1, essential),
@@ -70,7 +70,7 @@ def figures(values: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def _of_held_out(values: Mapping[str, float]) -> list[tuple[str, str]]:
-    """(label without "held-out", value), in the order of the table."""
+    """Return (label without "held-out", value) pairs, in the order of the table."""
     own = [name for name in (*BY_NAME, *values) if name.startswith(EVALUATED) and name in values]
     labels = {name: name.removeprefix(EVALUATED) for name in own}
     return [
@@ -79,7 +79,7 @@ def _of_held_out(values: Mapping[str, float]) -> list[tuple[str, str]]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return the whole history in at most `width` bars, each the mean of its share of the steps."""
+    """Return the whole history in at most `width` bars, each a mean over equal numbers of steps."""
     count = min(width, len(values))
     edges = [len(values) * i // count for i in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
@@ -94,14 +94,14 @@ def _figure(value: float, form: str) -> str:
 
 
 def _rows(first: list[tuple[str, str]], others: list[tuple[str, str]], width: int) -> tuple[list[Line], list[Line]]:
-    """Return the figures in rows: those that hold some of the `first`, and the rest."""
+    """Return the rows of figures that contain some of the `first`, and all other rows."""
     needed = len(_flowed(first, width))
     lines = _flowed([*first, *others], width)
     return lines[:needed], lines[needed:]
 
 
 def _flowed(shown: Sequence[tuple[str, str]], width: int) -> list[Line]:
-    """Figures side by side, as many to a row as fit."""
+    """Return rows of figures, as many per row as fit."""
     lines: list[list[tuple[str, str]]] = []
     used = 0
     for label, value in shown:
@@ -117,7 +117,7 @@ def _flowed(shown: Sequence[tuple[str, str]], width: int) -> list[Line]:
 
 
 def _held_out(values: Mapping[str, float], width: int) -> list[Line]:
-    """Return rows of the held-out figures, with their names to the left."""
+    """Return rows of the held-out figures, with a label at the left."""
     rows = _flowed(_of_held_out(values), width - len(HELD_OUT) - 1)
     return [[((HELD_OUT if i == 0 else " " * len(HELD_OUT)) + " ", "dim"), *row] for i, row in enumerate(rows)]
 

@@ -13,8 +13,8 @@ from posttrain.core.types import Outcome, Rollout, SpanKind
 from posttrain.runs.terminal.output import Output, fancy, wrapped
 from posttrain.runs.terminal.output import columns as columns_of
 
-SLOW = 0.05  # seconds of a turn from which on they are printed
-LINES_OF_PROMPT, LINES_OF_REPLY = 2, 3  # of an example, on a screen that is to hold three and some figures
+SLOW = 0.05  # seconds: durations of slower turns are printed
+LINES_OF_PROMPT, LINES_OF_REPLY = 2, 3  # lines of an example: three examples and some figures should fit the screen
 SPEAKERS = {
     SpanKind.PROMPT: "prompt",
     SpanKind.SAMPLED: "reply",
@@ -26,7 +26,9 @@ SPEAKERS = {
 
 
 def say(*lines: str) -> None:
-    """Print lines, on a terminal broken between words; text after the first part is aligned beside the label."""
+    """Print lines, wrapped between words on a terminal; text after the first part is aligned with the end of its
+    label.
+    """
     width = columns_of(Output(sys.stdout))
     for line in "\n".join(lines).split("\n") if lines else ():
         print(wrapped(line, width, 12))
@@ -39,10 +41,10 @@ def table(
     stream: TextIO | None = None,
     upright: bool = False,
 ) -> None:
-    """Print a table: numbers to the right with four digits, None as a dash.
+    """Print a table: numbers right-aligned with four digits, None as a dash.
 
-    `upright`: long values are cut, unless a terminal has no room for the table: then it is printed row by row, a line for
-    each column.
+    `upright`: long values are cut. If a terminal is too narrow for the table, rows are printed one by one, with a line
+    per column.
     """
     out = Output(stream or sys.stdout)
     cells, columns = [[_cell(value) for value in row] for row in rows], [safe(name) for name in columns]
@@ -78,7 +80,7 @@ def table(
 
 
 def _too_wide(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> bool:
-    """Whether columns of a terminal would have to be narrower than their names, or than a few words."""
+    """Return whether columns would have to be narrower than their names, or than a few words."""
     if not width:
         return False
     least = [max(len(name), min(20, max(len(row[i]) for row in cells))) for i, name in enumerate(columns)]
@@ -95,9 +97,9 @@ def _upright(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int)
 
 
 def sample(rollouts: Sequence[Rollout | Mapping[str, Any]], count: int, stream: TextIO | None = None) -> None:
-    """Print the first `count` rollouts: the turns, one by one, and the reward.
+    """Print the first `count` rollouts: their turns, one by one, and the reward.
 
-    Takes them as objects or as `posttrain.runs.record.rollout_reading` has them.
+    They are objects, or rows of `posttrain.runs.record.rollout_reading`.
     """
     out = Output(stream or sys.stdout)
     width = columns_of(out)
@@ -109,7 +111,9 @@ def sample(rollouts: Sequence[Rollout | Mapping[str, Any]], count: int, stream: 
 
 
 def examples(title: str, rollouts: Mapping[str, Rollout], stream: TextIO | None = None) -> None:
-    """Print some rollouts by what each is an example of, in a few lines each: how the prompt ends, how the reply begins."""
+    """Print rollouts by their label, such as best, in a few lines: the end of the prompt and the beginning of the
+    reply.
+    """
     out = Output(stream or sys.stdout)
     width = columns_of(out) or 80
     lines = [title]
@@ -133,13 +137,13 @@ def examples(title: str, rollouts: Mapping[str, Rollout], stream: TextIO | None 
 
 
 def _prompt_subject(rollout: Rollout) -> str:
-    """Return the subject of the prompt: of messages the last of the user's, for a template ends with its own marks."""
+    """Return the subject of the prompt: of messages, the user's last one, since a template ends with its own marks."""
     said = [m["content"] for m in rollout.task.get("messages") or () if m["role"] == "user"]
     return said[-1] if said and isinstance(said[-1], str) else rollout.prompt
 
 
 def _parts_of(text: str, width: int) -> list[str]:
-    """Return the lines of a text that are not empty, in pieces of that width; one at least."""
+    """Return the nonempty lines of a text in pieces of this width, at least one."""
     lines = [line for line in safe(text).split("\n") if line.strip()] or [""]
     return [part for line in lines for part in _parts(line, width)]
 
@@ -149,7 +153,7 @@ def _shortened(text: str, width: int) -> str:
 
 
 def _head(row: Mapping[str, Any], width: int) -> list[str]:
-    """Return its name, reward and fate; in as many lines as that takes."""
+    """Return the name, reward and fate of a rollout, in as many lines as necessary."""
     earned = _judged(row)
     numbered = row.get("member") is not None and not earned.startswith("response ")
     which = f"{row['group']} [{row['member']}]" if numbered else row["group"]
@@ -169,7 +173,7 @@ def _head(row: Mapping[str, Any], width: int) -> list[str]:
 
 
 def _judged(row: Mapping[str, Any]) -> str:
-    """Return the reward; of a given row, its labels."""
+    """Return the reward; for a given row, its labels."""
     if row.get("invalid") is not None:
         return f"invalid: {row['invalid']}"
     label = row.get("label")
@@ -188,7 +192,7 @@ def _judged(row: Mapping[str, Any]) -> str:
 
 
 def shown(rollout: Rollout) -> Mapping[str, Any]:
-    """Return a rollout that has just been sampled in the form in which it is read."""
+    """Return a newly sampled rollout in the form of a row that was read."""
     from posttrain.runs.record.rollout_reading import rows_of
     from posttrain.runs.record.rollout_tables import rollouts_table
 
@@ -227,13 +231,15 @@ def _note(value: Any) -> str:
 
 
 def _beside(name: str, text: str, width: int) -> str:
-    """The text with its name to the left of the first line and a bar to the left of all, in so many columns (0: any)."""
+    """Return the text with its name left of the first line and a bar left of all, in this number of columns (0:
+    any).
+    """
     lines = [part for line in safe(text).split("\n") for part in _parts(line, max(width - 9, 20) if width else 0)]
     return "\n".join(f"{name if i == 0 else '':<7}│ {line}".rstrip() for i, line in enumerate(lines))
 
 
 def _parts(line: str, width: int) -> list[str]:
-    """Return a line in pieces of that width, broken between words where there are any. Nothing of it is lost."""
+    """Return a line in pieces of this width, broken between words if possible. No text is lost."""
     if not width or len(line) <= width:
         return [line]
     return textwrap.wrap(line, width, drop_whitespace=False, replace_whitespace=False, expand_tabs=False)

@@ -1,1 +1,1 @@
-"""Experiment trackers: each runs in a process of its own, which follows the record of the run in its folder."""
+"""Experiment trackers: each runs in its own process, which follows the record in the run's folder."""

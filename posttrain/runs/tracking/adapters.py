@@ -1,6 +1,6 @@
-"""Trackers over the libraries of wandb, trackio, MLflow and SwanLab.
+"""Trackers that use the libraries of wandb, trackio, MLflow and SwanLab.
 
-Servers, keys, offline modes and folders are set by the variables of these libraries, such as WANDB_MODE=offline.
+Servers, keys, offline modes and folders are set by these libraries' environment variables, such as WANDB_MODE=offline.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 from posttrain.core.json_text import json_text
 from posttrain.runs.tracking.tracker import Status, TrackedRun, Tracker
 
-TITLE = 60  # characters of an alert's title: wandb allows 64
-PARAMETER = 500  # characters of a parameter's value in MLflow, whose older servers allow no more
-PARAMETERS = 100  # of one request to MLflow
+TITLE = 60  # most characters of an alert's title: wandb allows 64
+PARAMETER = 500  # most characters of a parameter's value: the limit of older MLflow servers
+PARAMETERS = 100  # parameters per request to MLflow
 
 
 def title(step: int, name: str) -> str:
@@ -63,7 +63,7 @@ class WandbTracker(Tracker):
 
 
 class TrackioTracker(Tracker):
-    """trackio. It resumes runs by their names, so these end with a random part."""
+    """trackio. It resumes runs by name, so names end with a random part."""
 
     project_variable = "TRACKIO_PROJECT"
 
@@ -107,7 +107,7 @@ class MLflowTracker(Tracker):
         mlflow.set_experiment(run.project)
         tags = {"group": run.group, "verb": run.verb}
         begun = mlflow.start_run(run_id=run.id, run_name=None if run.id else run.name, tags=tags)
-        if run.id is None:  # a parameter cannot be changed later
+        if run.id is None:  # parameters cannot be changed later
             values = {self.named(name): str(value)[:PARAMETER] for name, value in flat(run.config).items()}
             names = list(values)
             for first in range(0, len(names), PARAMETERS):
@@ -116,7 +116,7 @@ class MLflowTracker(Tracker):
 
     @staticmethod
     def named(name: str) -> str:
-        """Return a name of those characters that MLflow allows."""
+        """Return the name in characters that MLflow allows."""
         return re.sub(r"[^\w\-. :/]", "_", name)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -141,7 +141,7 @@ class MLflowTracker(Tracker):
 
 
 class SwanLabTracker(Tracker):
-    """SwanLab. Its alerts belong to plugins of the user's: findings are texts."""
+    """SwanLab. Its alerts belong to plugins of the user, so findings are texts."""
 
     project_variable = "SWANLAB_PROJ_NAME"
 
@@ -183,7 +183,7 @@ class SwanLabTracker(Tracker):
 
 
 def flat(config: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings by their paths: {"settings.kl": 0.1}; lists as JSON."""
+    """Return the values of nested mappings by path: {"settings.kl": 0.1}; lists as JSON."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""The process of a tracker: it follows the record of a run, and hands it on.
+"""The process of a tracker: it follows the record of a run and passes it to the tracker.
 
-The record is the queue between both. So a tracker that is slow loses nothing, and one that hangs holds nothing up. The
-last step that was handed on is stored beside the record: a resumed run hands on what comes after it.
+The record is the queue between run and tracker. So a slow tracker loses nothing, and one that hangs does not delay the
+run. The last step passed on is stored beside the record: after a resume, the tracker continues from there.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from posttrain.runs.run_files import EVALS, HEALTH, METRICS, ROLLOUTS, TIMING, T
 from posttrain.runs.tracking.tracker import TrackedRun, Tracker
 from posttrain.system.user_code import describe_error
 
-LOOK_SECONDS = 0.5  # between two looks at the record
-SAMPLE = 8  # rollouts of a step that are handed on
+LOOK_SECONDS = 0.5  # between two checks of the record
+SAMPLE = 8  # rollouts of a step that are passed on
 
 
 def label(spec: str) -> str:
-    """Return the name of a tracker's files."""
+    """Return the name for a tracker's files."""
     known = spec.partition(":")[0]
     return known if known in TRACKERS else re.sub(r"\W+", "-", spec)
 
 
 def state_file(folder: Path, spec: str) -> Path:
-    """Return the file with the id of a tracker's run and its last step."""
+    """Return the file with a tracker's run id and its last step."""
     return folder / TRACKING / f"{label(spec)}.json"
 
 
 def read_state(folder: Path, spec: str) -> dict[str, Any]:
-    """Return what is stored of a tracker: "id", "url", "step" (the last one), "findings" (how many). {}: nothing is."""
+    """Return the stored state of a tracker: "id", "url", "step" (the last one), "findings" (their number); {} without
+    one.
+    """
     try:
         found = json.loads(user_files.text(state_file(folder, spec)))
     except (OSError, ValueError):
@@ -49,17 +51,17 @@ def read_state(folder: Path, spec: str) -> dict[str, Any]:
 
 
 class Follower:
-    """Hands on the record of a run to a tracker."""
+    """Passes the record of a run to a tracker."""
 
     def __init__(self, tracker: Tracker, spec: str, folder: Path, save_every: int, say: Callable[[str], None]) -> None:
         self.tracker, self.spec, self.folder, self.save_every, self.say = tracker, spec, folder, save_every, say
         self.state = {"step": -1, "findings": 0, **read_state(folder, spec)}
         self.failed: Counter[str] = Counter()
         self._metrics, self._timing, self._health = (_Tail(folder / name) for name in (METRICS, TIMING, HEALTH))
-        self._waiting: list[dict[str, Any]] = []  # steps whose timing is not written yet
+        self._waiting: list[dict[str, Any]] = []  # steps whose timing is not recorded yet
         self._timed: dict[int, dict[str, Any]] = {}
-        self._sampled: int | None = None  # step whose rollouts are handed on once they are written
-        self._found = 0  # findings that were read
+        self._sampled: int | None = None  # step whose rollouts are passed on when they are recorded
+        self._found = 0  # number of findings read
 
     def start(self, run: TrackedRun) -> None:
         """Start the tracker, and store the id of its run."""
@@ -72,7 +74,7 @@ class Follower:
             self.say(f"{self.spec}: {self.state['url']}")
 
     def look(self, last: bool = False) -> None:
-        """Hand on what came since the last look. `last`: nothing will follow."""
+        """Pass on everything recorded since the last call. `last`: nothing will follow."""
         self._timed |= {row["step"]: row for row in self._timing.rows()}
         self._waiting += self._metrics.rows()
         while self._waiting and (last or self._waiting[0]["step"] in {0, *self._timed}):
@@ -94,7 +96,7 @@ class Follower:
         self._store()
 
     def finish(self, status: str) -> None:
-        """Hand on the rest, and end the tracker."""
+        """Pass on all remaining records, and end the tracker."""
         self.look(last=True)
         self._call("finish", status)
         if self.failed:
@@ -104,7 +106,7 @@ class Follower:
             )
 
     def _sample(self, last: bool) -> None:
-        """Hand on rollouts of the step before, whose table is written by now."""
+        """Pass on rollouts of the previous step, whose table is written by now."""
         from posttrain.runs.record.rollout_reading import read_table
 
         step, self._sampled = self._sampled, None
@@ -137,7 +139,7 @@ class Follower:
 
 
 class _Tail:
-    """The lines that are added to a file of JSON lines."""
+    """Reads the lines that are appended to a file of JSON lines."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._place = path, 0
@@ -155,9 +157,9 @@ class _Tail:
 
 
 def serve(descriptor: int) -> None:
-    """Run the process: the first line that comes is what to track, the second one how the run has ended."""
+    """Run the process. The first line received defines the run to track, the second how it ended."""
     end = socket.socket(fileno=descriptor)
-    lines = end.makefile("rb", buffering=0)  # else the second line may wait in a buffer, where select sees nothing
+    lines = end.makefile("rb", buffering=0)  # else the second line may be in a buffer, invisible to select
     told = json.loads(lines.readline())
     spec, folder = told["tracker"], Path(told["run"]["folder"])
 

@@ -1,4 +1,4 @@
-"""An endpoint /metrics for Prometheus: the values of the last step, in its text format."""
+"""An endpoint /metrics for Prometheus, with the values of the last step in its text format."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from posttrain.runs.tracking.tracker import Status, TrackedRun, Tracker
 from posttrain.system.http_front import HOST, bound, refused
 from posttrain.system.http_server import serving
 
-PORT = 9464  # by convention that of exporters of OpenTelemetry
+PORT = 9464  # the usual port of OpenTelemetry's exporters
 
 
 class PrometheusTracker(Tracker):
-    """--track prometheus:PORT answers on this machine, prometheus:0.0.0.0:PORT on all of its addresses."""
+    """Serves on this machine for --track prometheus:PORT, on all of its addresses for prometheus:0.0.0.0:PORT."""
 
     def start(self, run: TrackedRun) -> Mapping[str, str]:
         host, _, port = run.address.rpartition(":")
@@ -54,7 +54,9 @@ class PrometheusTracker(Tracker):
         self.findings = {**self.findings, name: self.findings.get(name, 0) + 1}
 
     def page(self) -> str:
-        """Return the page: gauges of metrics, a counter of findings, and an option of the run in each posttrain_option."""
+        """Return the page: a gauge per metric, a counter of findings, and a posttrain_option for each option of the
+        run.
+        """
         lines = []
         for name, value in self.values.items():
             lines += [f"# TYPE {name} gauge", f"{name}{self._labels()} {float(value)!r}"]

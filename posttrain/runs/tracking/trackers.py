@@ -1,6 +1,6 @@
-"""The trackers of a run, from its own side: it starts their processes, shows their messages, and ends them in time.
+"""The trackers of a run, in the run's process: it starts their processes, shows their messages, and ends them in time.
 
-Nothing that a tracker does can hold up a step: between start and end the run only looks whether messages have come.
+A tracker cannot delay a step: between start and end, the run only checks whether messages have arrived.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from posttrain.runs.tracking.follower import read_state, state_file
 from posttrain.runs.tracking.tracker import Status
 from posttrain.system.child_processes import Child, pair
 
-FINISH_SECONDS = 60.0  # for trackers to deliver the rest at the end of a run
-PATIENCE_SECONDS = 2.0  # of it before the wait is worth a message
+FINISH_SECONDS = 60.0  # for trackers to deliver remaining records at the end of a run
+PATIENCE_SECONDS = 2.0  # of these seconds, before a message about the wait
 
 
 SECRETS = re.compile(r"(?P<before>://|(?<![A-Za-z])(?:[A-Za-z_-]*[_-])?(?:api_?key|token|secret|password)=)"
                      r"(?P<hidden>(?<=//)[^/@\s]+(?=@)|(?<==)[^,\s]+)", re.IGNORECASE)  # fmt: skip
-"""A password in an address, and a setting of an environment whose name is that of a secret: my.py:reward,api_key=..."""
+"""Matches a password in an address, and an environment's setting whose name suggests a secret:
+my.py:reward,api_key=...
+"""
 
 
 def without_secrets(value: Any) -> Any:
-    """Return options, with the secrets in their texts as "***": trackers send them to servers of others."""
+    """Return options with secrets in their texts replaced by "***": trackers send options to external servers."""
     if isinstance(value, str):
         return SECRETS.sub(r"\g<before>***", value)
     if isinstance(value, dict):
@@ -46,14 +48,14 @@ class Trackers:
     """The trackers of a run."""
 
     def __init__(self, config: Training, folder: Path, say: Callable[[str], None]) -> None:
-        """Start them. The record of the run has begun. `say` shows a message to the user."""
+        """Start the trackers, after the record of the run has begun. `say` shows a message to the user."""
         self.folder, self._say = folder, say
         self._ended = False
         specs = trackers_of(config.track)
         self._open = [_TrackerProcess(spec, config, folder) for spec in specs]
 
     def look(self) -> None:
-        """Show messages that have come, and leave trackers alone that have ended. Waits for nothing."""
+        """Show messages that have arrived, and drop trackers that have ended. Never waits."""
         for process in list(self._open):
             ended = process.child.ended
             said = process.messages()
@@ -66,7 +68,9 @@ class Trackers:
                 process.close()
 
     def finish(self, status: Status, seconds: float | None = None) -> None:
-        """Let them deliver the rest. One that takes longer than `seconds` (default: FINISH_SECONDS) is killed."""
+        """Wait until trackers have delivered all. Those that take longer than `seconds` (default: FINISH_SECONDS) are
+        killed.
+        """
         self._ended, seconds = True, FINISH_SECONDS if seconds is None else seconds
         for process in self._open:
             process.send(status)
@@ -90,7 +94,7 @@ class Trackers:
 
 
 class _TrackerProcess:
-    """Our end of a tracker's process."""
+    """The run's end of a tracker's process."""
 
     def __init__(self, spec: str, config: Training, folder: Path) -> None:
         self.spec = spec
@@ -109,13 +113,13 @@ class _TrackerProcess:
         self.send({"tracker": spec, "run": told, "save_every": config.save_every})
 
     def send(self, message: Any) -> None:
-        """Send a line. A process that reads none holds nothing up: it gets two, and the first one at its start."""
-        with suppress(OSError):  # it has ended
+        """Send a line. The process gets only two, one at its start, so one that does not read cannot delay the run."""
+        with suppress(OSError):  # the process has ended
             self._socket.sendall(json_line(message))
 
     def messages(self) -> list[str]:
-        """Return the messages that have come."""
-        with suppress(OSError):  # there are no more, or it has ended
+        """Return the messages that have arrived."""
+        with suppress(OSError):  # there are no more, or the process has ended
             while part := self._socket.recv(1 << 16, socket.MSG_DONTWAIT):
                 self._unread += part
         *whole, self._unread = self._unread.split(b"\n")

@@ -1,14 +1,14 @@
 """Search over passages: `build(rows, folder, ...)` makes an index once, `open_index(folder).search(queries, k)` uses it.
 
-passages  rows in, one file of passages out, mapped into memory
-words     what of a text is searched for
-bm25      by words; the default
-dense     by vectors of any encoder: FAISS, or plain products
-folder    an index on disk: whole or not at all, and known by what it was made from
-index     builds and opens them
-batching  many askers, one search at a time
-server    the HTTP server, which speaks the protocol of Search-R1;   protocol: what is said there
-worker    the process that searches for all workers of a run
+passages       converts rows to one memory-mapped file of passages
+words          the words of a text for search
+bm25           search by words; the default
+dense          search by vectors of any encoder: FAISS, or plain products
+index_folder   an index on disk: written atomically, and checked against its sources
+passage_index  builds and opens indices
+batcher        combines concurrent requests, one search at a time
+search_server  the HTTP server, with the protocol of Search-R1 (search_protocol)
+search_worker  the process that searches for all workers of a run
 
-No torch here but in encoders.
+torch is used in encoders only.
 """

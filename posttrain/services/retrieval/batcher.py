@@ -1,7 +1,8 @@
 """Batches the queries of concurrent requests, one search at a time, and limits the queue.
 
-While a search runs in its thread, requests gather; the next one takes some queries of each, so that a request of
-thousands does not block the others. Encoders of dense indices take little more time for a batch than for a query.
+While a search runs in its thread, requests queue up. The next search takes some queries of each request, so that a
+request of thousands does not block the others. Encoders of dense indices take little more time for a batch than for a
+query.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from itertools import islice
 
 from posttrain.services.retrieval.passage_index import Hit
 
-TOGETHER = 64  # queries of a search
-SHARE = 16  # of them that one request may have, where others wait
-MOST_WAITING = 16_384  # queries
+TOGETHER = 64  # most queries of one search
+SHARE = 16  # most queries of one request in a search, if others wait
+MOST_WAITING = 16_384  # most queued queries
 
 Search = Callable[[Sequence[str], int], list[list[Hit]]]
 
 
 class Busy(Exception):
-    """The queue of queries is full."""
+    """The queue is full."""
 
 
 @dataclass(eq=False)
@@ -31,20 +32,20 @@ class _Job:
     k: int
     answered: asyncio.Future[list[list[Hit]]]
     found: list[list[Hit]] = field(default_factory=list)
-    begun: int = 0  # queries of it whose search has begun
+    begun: int = 0  # number of its queries whose search has begun
 
 
 class Batcher:
-    """`search` may be called concurrently, while `run` is running."""
+    """Combines the queries of concurrent calls of `search`, while `run` is running."""
 
     def __init__(self, search: Search, most_waiting: int = MOST_WAITING) -> None:
         self._search, self._most = search, most_waiting
         self._jobs: deque[_Job] = deque()
         self._there = asyncio.Event()
-        self.waiting = 0  # queries
+        self.waiting = 0  # number of queued queries
 
     async def search(self, queries: Sequence[str], k: int) -> list[list[Hit]]:
-        """Search. Raises Busy, and the errors of the search."""
+        """Search for passages. Raises Busy, and the errors of the search."""
         if not queries:
             return []
         if self.waiting + len(queries) > self._most:
@@ -55,11 +56,11 @@ class Batcher:
         self._there.set()
         try:
             return await job.answered
-        finally:  # the client may be gone
+        finally:  # also if the client has disconnected
             self.waiting -= len(queries)
 
     async def run(self) -> None:
-        """Search for queued queries, without end."""
+        """Search for queued queries, in an endless loop."""
         while True:
             await self._there.wait()
             self._there.clear()
@@ -80,8 +81,8 @@ class Batcher:
                         job.answered.set_result(job.found)
 
     def _next_batch(self) -> list[tuple[_Job, int, int]]:
-        """Return (job, first query, behind the last) of the next search: of requests for as many passages as the first
-        one.
+        """Return (job, first query, end of queries) for the next search: of jobs with the same number of passages as
+        the first.
         """
         taken: list[tuple[_Job, int, int]] = []
         room, later = TOGETHER, deque[_Job]()
@@ -89,7 +90,7 @@ class Batcher:
         share = TOGETHER if len(jobs) == 1 else SHARE
         while jobs:
             job = jobs.popleft()
-            if job.answered.done():  # cancelled, or failed
+            if job.answered.done():  # cancelled or failed
                 continue
             if not room or (taken and job.k != taken[0][0].k):
                 self._jobs.append(job)

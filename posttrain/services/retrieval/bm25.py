@@ -1,10 +1,9 @@
-"""BM25: search by the words that query and passage share. bm25s builds and scores; this module stores and maps its
-files.
+"""BM25: search by the words that query and passage have in common. bm25s builds and scores; this module stores and maps
+its files.
 
-bm25s maps its scores into memory, one for each word of each passage, but keeps its vocabulary as a dict: 190 MB beside
-an index of 1 GB, in every process. Here the words are sorted in one file, mapped like the rest, and are found by
-bisection, in some 20 steps for a million words. So a process that opens an index takes a few MB for itself, whatever
-the index's size.
+bm25s memory-maps its scores, one for each word of each passage, but keeps its vocabulary as a dict: 190 MB for an index
+of 1 GB, in every process. Here the sorted words are in one memory-mapped file and are found by bisection, in some 20
+steps for a million words. So a process that opens an index needs only a few MB of its own, whatever the index's size.
 """
 
 from __future__ import annotations
@@ -25,29 +24,29 @@ from posttrain.services.retrieval.top_k import best
 from posttrain.services.retrieval.words import query_words, words_of
 
 K1, B = 0.9, 0.4
-"""Of Anserini and Pyserini, whose BM25 Search-R1 uses; bm25s has 1.5 and 0.75. docs/results/retrieval.md compares them."""
+"""Values of Anserini and Pyserini, whose BM25 Search-R1 uses; bm25s has 1.5 and 0.75. See docs/results/retrieval.md."""
 
 SCORES, PASSAGES, STARTS = "bm25.scores.npy", "bm25.passages.npy", "bm25.starts.npy"
 WORDS, ENDS, NUMBERS = "words.txt", "words.ends.npy", "words.numbers.npy"
 
 Found = list[tuple[int, float]]
-"""Indices of passages with their scores, the best first."""
+"""(index of a passage, its score), the best first."""
 
 
 class Writer:
-    """Collects passages, one after the other; `write` writes the files."""
+    """Collects passages one by one; `write` writes the files."""
 
     def __init__(self, k1: float = K1, b: float = B) -> None:
         self._k1, self._b = k1, b
         self._numbers: defaultdict[str, int] = defaultdict()
-        self._numbers.default_factory = self._numbers.__len__  # a new word has the next number
+        self._numbers.default_factory = self._numbers.__len__  # a new word gets the next number
         self._passages: list[list[int]] = []
 
     def add(self, passage: Passage) -> None:
         self._passages.append(list(map(self._numbers.__getitem__, words_of(passage.contents))))
 
     def write(self, folder: Path) -> dict[str, Any]:
-        """Write the files. Return their metadata. Raises UserError if no passage has a word."""
+        """Write the files and return their metadata. Raises UserError if no passage has a word."""
         if not self._numbers:
             raise UserError("no passage has a word that can be searched for")
         model = _library().BM25(k1=self._k1, b=self._b, method="lucene")
@@ -66,7 +65,7 @@ def _library() -> Any:
 
 
 def _write_words(numbers: Mapping[str, int], folder: Path) -> None:
-    """Write the words in the order of their bytes, with their numbers."""
+    """Write the words in byte order, with their numbers."""
     known = sorted((word.encode(), number) for word, number in numbers.items())
     (folder / WORDS).write_bytes(b"".join(word for word, _ in known))
     np.save(folder / ENDS, np.cumsum([0, *(len(word) for word, _ in known)], dtype=np.int64))
@@ -74,7 +73,7 @@ def _write_words(numbers: Mapping[str, int], folder: Path) -> None:
 
 
 class Vocabulary:
-    """Map from words to numbers, in memory-mapped files."""
+    """A memory-mapped map from words to numbers."""
 
     def __init__(self, folder: Path) -> None:
         with user_files.opened(folder / WORDS) as file:
@@ -84,7 +83,7 @@ class Vocabulary:
         fits = ends.dtype == np.int64 and numbers.dtype == np.int32 and ends.shape == (len(numbers) + 1,)
         if not fits or ends[-1] != len(self._bytes):
             raise ValueError("the vocabulary's files do not fit each other")
-        self._ends, self._numbers = memoryview(ends), memoryview(numbers)  # whose elements are Python's own numbers
+        self._ends, self._numbers = memoryview(ends), memoryview(numbers)  # their elements are plain Python numbers
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -99,12 +98,12 @@ class Vocabulary:
 
 
 class BM25:
-    """BM25 search in the files of a `Writer`, mapped into memory."""
+    """BM25 search in the memory-mapped files of a `Writer`."""
 
     def __init__(self, folder: Path, count: int) -> None:
-        """Map the files. `count`: passages. Raises ValueError or OSError for damaged files."""
+        """Map the files. `count`: number of passages. Raises ValueError or OSError for damaged files."""
         self.vocabulary = Vocabulary(folder)
-        # views of the plain class: numpy's class of mapped arrays takes a microsecond for every slice
+        # views as plain arrays: a slice of a numpy.memmap takes a microsecond more
         scores, passages, starts = (
             np.asarray(np.load(user_files.readable(folder / name), mmap_mode="r", allow_pickle=False))
             for name in (SCORES, PASSAGES, STARTS)
@@ -119,7 +118,7 @@ class BM25:
         self._model.nonoccurrence_array = None
 
     def search(self, queries: Sequence[str], k: int) -> list[Found]:
-        """Return for each query up to `k` passages that share a word with it. Raises IndexError for damaged files."""
+        """Return for each query up to `k` passages that have one of its words. Raises IndexError for damaged files."""
         return [self._search(words, k) for words in map(query_words, queries)]
 
     def _search(self, words: Iterable[str], k: int) -> Found:

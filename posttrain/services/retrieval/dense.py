@@ -1,7 +1,7 @@
-"""Dense search: the passages whose vectors have the largest products with a query's.
+"""Dense search: returns the passages whose vectors have the largest inner products with a query's.
 
-Vectors are in one file, float32, mapped into memory. Plain products go through it a block at a time; with FAISS, an
-index of any of its kinds is stored beside it ("Flat", "HNSW32", "IVF256,PQ32" ...).
+Vectors are in one memory-mapped float32 file. Plain products read it block by block; with FAISS, an index of any of its
+kinds is stored as well ("Flat", "HNSW32", "IVF256,PQ32" ...).
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from posttrain.services.retrieval.passages import Passages
 from posttrain.services.retrieval.top_k import best
 
 VECTORS, FAISS = "vectors.npy", "vectors.faiss"
-BLOCK = 65_536  # vectors that are multiplied at once
-TOGETHER = 256  # passages that are encoded at once; encoders may take fewer
+BLOCK = 65_536  # vectors per multiplication
+TOGETHER = 256  # passages per call of the encoder, which may use smaller batches
 
 Kind = Literal["query", "passage"]
 Vectors = NDArray[np.float32]
 
 
 class Encoder(Protocol):
-    """Makes vectors of texts. Asymmetric encoders treat queries and passages differently."""
+    """Computes vectors of texts. Asymmetric encoders distinguish queries and passages."""
 
     @property
-    def identity(self) -> dict[str, Any]: ...  # JSON data that identifies the encoder: other data, other vectors
+    def identity(self) -> dict[str, Any]: ...  # JSON data that identifies the encoder: equal data, equal vectors
 
     def encode(self, texts: Sequence[str], kind: Kind) -> Vectors: ...  # [texts, dimensions]
 
 
 def encoded(encoder: Encoder, texts: Sequence[str], kind: Kind, dimensions: int | None = None) -> Vectors:
-    """Encode texts, and check the result: the encoder may be the user's. Raises UserError."""
+    """Encode texts and check the result, as the encoder may be the user's. Raises UserError."""
     vectors = np.asarray(encoder.encode(texts, kind))
     if vectors.ndim != 2 or len(vectors) != len(texts) or not vectors.shape[1] or vectors.dtype.kind not in "fiu":
         raise UserError(
@@ -57,9 +57,9 @@ def encoded(encoder: Encoder, texts: Sequence[str], kind: Kind, dimensions: int 
 
 
 def write_vectors(passages: Passages, encoder: Encoder, faiss: str | None, folder: Path) -> dict[str, Any]:
-    """Encode passages into a folder; return metadata of the files. `faiss`: a kind of its indices, or None.
+    """Encode passages into a folder; return metadata of the files. `faiss`: a kind of FAISS index, or None.
 
-    Raises UserError for an encoder that fails, and for a kind that FAISS does not know.
+    Raises UserError for an encoder that fails, and for a kind that FAISS does not support.
     """
     vectors: Any = None
     for first in range(0, len(passages), TOGETHER):
@@ -84,7 +84,7 @@ def _write_faiss(vectors: Vectors, kind: str, folder: Path) -> None:
         for first in range(0, len(vectors), BLOCK):
             index.add(np.asarray(vectors[first : first + BLOCK]))
         library.write_index(index, str(folder / FAISS))
-    except RuntimeError as error:  # any error of FAISS; it begins with the place in its source
+    except RuntimeError as error:  # any error of FAISS; its text begins with a place in the source code
         said = one_line(error).rpartition("Error: ")[2]
         raise UserError(f"--faiss {kind} does not work for these {len(vectors)} vectors: {said}") from error
 
@@ -98,11 +98,11 @@ def _library() -> Any:
 
 
 class Dense:
-    """Dense search in the files of `write_vectors`, mapped into memory, with the encoder of queries."""
+    """Dense search in the memory-mapped files of `write_vectors`, with the encoder for queries."""
 
     def __init__(self, folder: Path, count: int, settings: dict[str, Any], encoder: Encoder) -> None:
-        """Map the files. `count`: passages. Raises ValueError or OSError for damaged files, UserError where FAISS is
-        missing.
+        """Map the files. `count`: number of passages. Raises ValueError or OSError for damaged files, UserError if
+        FAISS is missing.
         """
         self._encoder, self._dimensions = encoder, int(settings["dimensions"])
         self._vectors: Vectors = np.load(user_files.readable(folder / VECTORS), mmap_mode="r", allow_pickle=False)
@@ -121,7 +121,7 @@ class Dense:
                 raise ValueError(f"{FAISS} does not fit {VECTORS}")
 
     def search(self, queries: Sequence[str], k: int) -> list[Found]:
-        """Return the `k` passages with the largest products, for each query. The last bits may depend on the other
+        """Return for each query the `k` passages with the largest products. The last bits of scores may depend on other
         queries.
         """
         if not queries:
@@ -132,7 +132,7 @@ class Dense:
 
     def _by_faiss(self, asked: Vectors, k: int) -> list[Found]:
         scores, places = self._faiss.search(asked, k)
-        found = zip(places.tolist(), scores.tolist(), strict=True)  # where it finds fewer, indices are -1
+        found = zip(places.tolist(), scores.tolist(), strict=True)  # FAISS fills missing results with index -1
         return [[(p, s) for p, s in zip(*one, strict=True) if p >= 0] for one in found]
 
     def _by_products(self, asked: Vectors, k: int) -> list[Found]:

@@ -1,7 +1,7 @@
-"""Loads encoders of texts: a folder of a transformers encoder, or a function of the user's, my.py:encode.
+"""Loads encoders of texts: a folder of a transformers encoder, or a function of the user, my.py:encode.
 
 Decides how an index recognises its encoder: a folder by a fingerprint of configuration, tokenizer and weights, a
-function by one of its file. Queries of another encoder would return unrelated passages, so that is refused.
+function by one of its file. Another encoder is refused, because its queries would return unrelated passages.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ OF_WEIGHTS = ("*.json", "*.safetensors", "*.bin", "*.model", "*.txt")
 
 
 class Function:
-    """An encoder from a function (texts, kind) -> an array [texts, dimensions]; `kind` is "query" or "passage"."""
+    """An encoder made of a function (texts, kind) -> array [texts, dimensions]; `kind` is "query" or "passage"."""
 
     def __init__(self, name: str) -> None:
-        """Load the function. `name`: as in "my.py:encode". Raises UserError if there is no such function."""
+        """Load the function. `name`: such as "my.py:encode". Raises UserError if there is no such function."""
         self._name = name
         function = load_named(name)
         if not callable(function):
@@ -69,8 +69,7 @@ def load_encoder(name: str, **encoding: Any) -> Encoder:
 
 
 def encoder_of(identity: dict[str, Any], folder: Path, given: Encoder | str | None) -> Encoder:
-    """Load the encoder of an index, as its manifest names it. `given`: replaces it, where it has moved, or was an
-    object.
+    """Load the encoder of an index, as the manifest names it. `given`: replaces it, if it has moved or was an object.
 
     Raises UserError if it is a different encoder.
     """
@@ -92,7 +91,7 @@ def encoder_of(identity: dict[str, Any], folder: Path, given: Encoder | str | No
 
 
 def _made_of(identity: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that determine vectors, without the path: the same encoder may have moved."""
+    """Return the fields that determine vectors, without the path, which may change."""
     return {name: value for name, value in identity.items() if name not in ("folder", "function")}
 
 

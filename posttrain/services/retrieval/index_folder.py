@@ -1,8 +1,8 @@
-"""An index on disk, written atomically. One that does not fit its sources is refused.
+"""An index on disk, written atomically. An index that does not match its sources is refused.
 
-An index is written to a draft beside its place, and renamed once all of it has reached the disk. `index.json` records
-its sources and the size of each file, with a checksum. Drafts of killed builds are removed by the next one: a live one
-holds a lock.
+An index is written to a draft next to its place, and renamed when all of it is on disk. `index.json` records its
+sources and the size and checksum of each file. A draft in use is locked; the next build removes drafts of killed
+builds.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 from posttrain.runs.run_files import sync
 
-FORM = 1  # version of the files: an index of another version has to be rebuilt
+FORM = 1  # version of the files: an index with another version must be rebuilt
 MANIFEST, LOCK = "index.json", "lock"
-LEFT = "passages.jsonl"  # files of every index
+LEFT = "passages.jsonl"  # file that every index has
 _MADE = re.compile(r"(passages|bm25|words|vectors)\.[\w.]+|index\.json|lock")
-"""Names of files in an index."""
-CHECKED = 1 << 30  # bytes of an index whose files are all compared with their checksums; of a larger one, their sizes
-SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # bytes of a large file's content that are sampled for a fingerprint
+"""Names of the files in an index."""
+CHECKED = 1 << 30  # bytes: smaller indices are compared with all checksums, larger ones only with the sizes
+SAMPLES, SAMPLE_BYTES = 64, 1 << 16  # number and size of the samples in the fingerprint of a large file
 AGAIN = "build it again: posttrain retriever build --passages {} --out {} --overwrite"
 
 
@@ -41,9 +41,9 @@ class Manifest:
 
     kind: str  # bm25 or dense
     count: int  # passages
-    passages: str  # digest of all of them
+    passages: str  # digest of all passages
     settings: dict[str, Any]
-    source: dict[str, Any] = field(default_factory=dict)  # of the passages' file: path, size, time, content
+    source: dict[str, Any] = field(default_factory=dict)  # of the passages' file: path, size, time of change, content
     encoder: dict[str, Any] = field(default_factory=dict)  # of the encoder: name, fingerprint, settings
     files: dict[str, list[int]] = field(default_factory=dict)  # name -> [bytes, CRC-32]
     made_by: dict[str, str] = field(default_factory=dict)  # library -> version
@@ -51,15 +51,13 @@ class Manifest:
 
     @property
     def fingerprint(self) -> str:
-        """A hash that differs for other passages, vectors or settings, so that searches may differ."""
+        """A hash that differs if passages, vectors or settings differ, and so searches may."""
         told = [self.form, self.kind, self.passages, self.settings, self.encoder]
         return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the manifest. Raises UserError if there is no index in the folder, or a damaged one, or one of another
-        version.
-        """
+        """Read the manifest. Raises UserError if the folder has no index, a damaged one, or one of another version."""
         try:
             content = json.loads(user_files.content(folder / MANIFEST))
         except (FileNotFoundError, NotADirectoryError):
@@ -106,7 +104,7 @@ def _damaged(folder: Path, what: str) -> UserError:
 
 
 def again(folder: Path) -> str:
-    """Return the command that rebuilds it from its source, if its manifest is still readable."""
+    """Return the command that rebuilds the index from its source, if its manifest is still readable."""
     made_of = "FILE"
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
         made_of = str(json.loads(user_files.content(folder / MANIFEST))["source"]["path"])
@@ -118,9 +116,9 @@ def again(folder: Path) -> str:
 
 @contextmanager
 def drafted(place: Path, overwrite: bool) -> Iterator[Path]:
-    """Yield a folder to be filled; the index is at its place when the block ends, and not at all when it raises.
+    """Yield a draft folder to fill; the index is at its place after the block, and does not exist if the block raises.
 
-    Raises UserError if something else is there that may not be replaced, or if nothing can be written.
+    Raises UserError if the place has other content that may not be replaced, or if nothing can be written.
     """
     if not place.name:
         raise UserError(f"{place} cannot hold an index: name a folder, such as runs/index")
@@ -130,7 +128,7 @@ def drafted(place: Path, overwrite: bool) -> Iterator[Path]:
             _clear(place)
         may_be_at(place, overwrite)
         draft, lock = _new_draft(place)
-    except UserError:  # a ValueError, as for an invalid name
+    except UserError:  # a subclass of ValueError
         raise
     except (OSError, ValueError) as error:
         raise UserError(f"cannot write to {str(place.parent)!r:.100}: {one_line(error)}") from error
@@ -145,8 +143,8 @@ def drafted(place: Path, overwrite: bool) -> Iterator[Path]:
 
 
 def _new_draft(place: Path) -> tuple[Path, int]:
-    """Create a folder, and return the descriptor of its lock. It gets its name once it is locked: so it is never taken
-    for an abandoned one.
+    """Create a folder, and return it with the descriptor of its lock. It is renamed to a draft only when locked, so
+    that it is never deleted as abandoned.
     """
     unlocked = place.with_name(f".{place.name}.{os.getpid()}-{os.urandom(4).hex()}.new")
     unlocked.mkdir()
@@ -156,7 +154,7 @@ def _new_draft(place: Path) -> tuple[Path, int]:
 
 
 def finish(draft: Path, manifest: Mapping[str, Any]) -> None:
-    """Write the manifest of the files, once these have reached the disk."""
+    """Write the manifest, after the files are on disk."""
     files = {path.name: list(_sized(path)) for path in sorted(draft.iterdir()) if path.name != LOCK}
     whole = asdict(Manifest(**manifest, files=files))
     with (draft / MANIFEST).open("wb") as file:
@@ -166,7 +164,7 @@ def finish(draft: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def may_be_at(place: Path, overwrite: bool) -> None:
-    """Raise UserError if an index may not be written there."""
+    """Raise UserError if no index may be written there."""
     if not os.path.lexists(place) or (place.is_dir() and not place.is_symlink() and not any(place.iterdir())):
         return
     if not (place / MANIFEST).is_file() or place.is_symlink():
@@ -178,7 +176,7 @@ def may_be_at(place: Path, overwrite: bool) -> None:
 
 
 def _sized(path: Path) -> tuple[int, int]:
-    """Return the size of a file and the checksum of its content, after syncing it to disk."""
+    """Sync a file to disk, and return its size and the checksum of its content."""
     size, checksum = 0, 0
     with user_files.opened(path) as file:
         while block := file.read(1 << 20):
@@ -188,11 +186,11 @@ def _sized(path: Path) -> tuple[int, int]:
 
 
 def _move(draft: Path, place: Path, overwrite: bool) -> None:
-    """Replace the folder: the old one is moved aside before it is deleted, so that no half of it is ever there."""
+    """Replace the folder: the old one is first moved aside, then deleted, so that it never exists in part."""
     sync(draft)
     old = draft.with_suffix(".old")
     with _alone(place.parent):
-        may_be_at(place, overwrite)  # another build may have been faster
+        may_be_at(place, overwrite)  # another build may have finished first
         if place.exists():
             place.rename(old)
         draft.rename(place)
@@ -203,8 +201,8 @@ def _move(draft: Path, place: Path, overwrite: bool) -> None:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Lock the parent folder against other builds; where the file system has no such locks, one of two builds that end
-    in the same moment may fail.
+    """Lock the parent folder against other builds. On a file system without locks, one of two builds that end at the
+    same moment may fail.
     """
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -216,7 +214,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _clear(place: Path) -> None:
-    """Delete the drafts of killed builds, and restore an index that one of them had moved aside."""
+    """Delete the drafts of killed builds, and restore an index that one of them moved aside."""
     name = re.compile(rf"\.{re.escape(place.name)}\.\d+-[0-9a-f]{{8}}\.(draft|old)")
     left = [(path, match[1]) for path in sorted(place.parent.iterdir()) if (match := name.fullmatch(path.name))]
     for path in (path for path, kind in left if kind == "old"):
@@ -238,7 +236,7 @@ def _clear(place: Path) -> None:
 
 
 def check(folder: Path, manifest: Manifest) -> None:
-    """Raise UserError if a file of an index is missing or damaged, or if its passages have changed since."""
+    """Raise UserError if a file of an index is missing or damaged, or its passages have changed since."""
     small = sum(size for size, _ in manifest.files.values()) <= CHECKED
     for name, (size, checksum) in manifest.files.items():
         try:
@@ -256,10 +254,10 @@ def check(folder: Path, manifest: Manifest) -> None:
 
 @contextmanager
 def consistent_files(folder: Path) -> Iterator[None]:
-    """Turn errors about inconsistent files of an index into a UserError."""
+    """Context manager that turns errors about inconsistent files of an index into a UserError."""
     try:
         yield
-    except UserError:  # a ValueError, too
+    except UserError:  # a subclass of ValueError
         raise
     except (OSError, ValueError, KeyError, IndexError, EOFError, TypeError) as error:
         raise _damaged(folder, one_line(error)) from error
@@ -273,11 +271,11 @@ def _checksum(path: Path) -> int:
     return checksum
 
 
-# -- what things are made from -----------------------------------------------------------------------------------------
+# -- sources and their fingerprints ------------------------------------------------------------------------------------
 
 
 def described(path: Path) -> dict[str, Any]:
-    """Describe a file, so that a change of it is noticed."""
+    """Describe a file, so that changes can be detected."""
     known = path.stat()
     return {
         "path": str(path.resolve()), "size": known.st_size, "time": known.st_mtime_ns, "content": _digest(path)
@@ -285,9 +283,7 @@ def described(path: Path) -> dict[str, Any]:
 
 
 def is_fresh(source: Mapping[str, Any]) -> bool:
-    """Return whether a file that was `described` is still the same. A missing one counts as unchanged: indices may be
-    moved.
-    """
+    """Return whether a `described` file is unchanged. A missing one counts as unchanged, as indices may be moved."""
     path = Path(source["path"])
     try:
         known = path.stat()
@@ -307,7 +303,7 @@ def _digest(path: Path) -> str:
 
 
 def sampled(path: Path) -> str:
-    """Return a fingerprint of a file's size and of samples from all over its content: weights may be gigabytes."""
+    """Return a fingerprint of a file's size and of samples from its whole content, as weights may be gigabytes."""
     size = path.stat().st_size
     content = hashlib.blake2b(str(size).encode(), digest_size=16)
     with user_files.opened(path) as file:

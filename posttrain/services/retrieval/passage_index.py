@@ -1,8 +1,8 @@
-"""Builds and opens indices of either kind: queries in, passages with scores out.
+"""Builds and opens indices of both kinds: queries in, passages with scores out.
 
-In use:
+Example:
 
-build("passages.jsonl", "runs/index")
+    build("passages.jsonl", "runs/index")
     [[first, *others]] = open_index("runs/index").search(["who wrote The Hobbit?"], k=3)
     first.title, first.text, first.score
 """
@@ -29,11 +29,11 @@ from posttrain.services.retrieval.index_folder import (
 )
 from posttrain.services.retrieval.passages import Passage, Passages, PassageSource, write_passages
 
-MOST = 1000  # passages per query
+MOST = 1000  # most passages per query
 
 
 class Hit(NamedTuple):
-    """A passage that was found."""
+    """A passage found by a search."""
 
     passage: Passage
     score: float
@@ -48,10 +48,10 @@ class Hit(NamedTuple):
 
 
 class PassageIndex:
-    """An open index. It takes a few MB of memory for itself: everything large is mapped from its files."""
+    """An open index. It needs only a few MB of memory of its own: everything large is memory-mapped."""
 
     def __init__(self, folder: Path, manifest: Manifest, encoder: Encoder | None) -> None:
-        """Open the files. Raises UserError for damaged files."""
+        """Open the index's files. Raises UserError for damaged files."""
         self.folder, self.manifest = folder, manifest
         self._searcher: BM25 | Dense
         with consistent_files(folder):
@@ -69,7 +69,7 @@ class PassageIndex:
         return f"{self.folder}, {len(self):,} passages, {self.manifest.kind}"
 
     def search(self, queries: Sequence[str], k: int = 3) -> list[list[Hit]]:
-        """Return for each query the best `k` passages, the best first; fewer where fewer match.
+        """Return for each query the best `k` passages, the best first; fewer if fewer match.
 
         Raises UserError for damaged files, or an encoder that fails.
         """
@@ -94,11 +94,12 @@ def build(
     overwrite: bool = False,
     **encoding: Any,
 ) -> Manifest:
-    """Make an index of passages: rows {"title", "text"} or {"contents"}, perhaps with "id", as `load_rows` reads them.
+    """Build an index of passages: rows {"title", "text"} or {"contents"}, perhaps with "id", as `load_rows` reads them.
 
-    With `encoder` it is a dense one: a folder of a transformers encoder (`encoding`: see `encoders.load_encoder`),
-    "my.py:encode", or an object; `faiss`: the kind of FAISS index, such as "HNSW32"; None: plain products. Otherwise it is
-    one of BM25, with `k1` and `b`. Raises UserError, in one line, for whatever is wrong, with nothing left in the folder.
+    With `encoder` the index is dense: a folder of a transformers encoder (`encoding`: see `encoders.load_encoder`),
+    "my.py:encode", or an object; `faiss`: the kind of FAISS index, such as "HNSW32"; None: plain products. Otherwise it
+    is an index of BM25, with `k1` and `b`. Raises UserError, in one line, for any error, and then leaves the folder
+    unchanged.
     """
     source, place = PassageSource(passages, split, limit, fields or {}), Path(folder).expanduser()
     loaded = load_encoder(encoder, **encoding) if isinstance(encoder, str) else encoder
@@ -126,9 +127,9 @@ def build(
 
 
 def open_index(folder: str | Path, encoder: Encoder | str | None = None) -> PassageIndex:
-    """Open the index in a folder. `encoder`: that of a dense one, where it has moved since, or was given as an object.
+    """Open the index in a folder. `encoder`: that of a dense index, if it has moved or was given as an object.
 
-    Raises UserError if there is none, if it is damaged, or if its sources have changed.
+    Raises UserError if there is no index, if it is damaged, or if its sources have changed.
     """
     place = Path(folder).expanduser()
     manifest = Manifest.read(place)

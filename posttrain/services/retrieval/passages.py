@@ -1,7 +1,7 @@
-"""Passages: rows are parsed strictly, and written to one file, which is mapped into memory.
+"""Passages: rows are parsed strictly, and written to one file, which is memory-mapped.
 
-A passage is an id, and its contents in the form of Search-R1's corpora: the title in quotes on a line of its own, then
-the text.
+A passage is an id and its contents, in the form of Search-R1's corpora: the title in quotes on its own line, then the
+text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from posttrain.data.row_files import TEXTS, Row, kind_of, parse_row, read_texts
 from posttrain.data.rows import load_rows, no_column
 
 FILE, OFFSETS = "passages.jsonl", "passages.offsets.npy"
-LONGEST_CONTENTS = 100_000  # characters of a passage: longer ones could not be shown completely
+LONGEST_CONTENTS = 100_000  # most characters of a passage: longer ones could not be shown completely
 NAMES = ("id", "title", "text", "contents")
 """Columns that are read."""
 
@@ -35,7 +35,7 @@ class Passage(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The title, without its quotes."""
+        """The title without its quotes."""
         return self.contents.partition("\n")[0].removeprefix('"').removesuffix('"')
 
     @property
@@ -44,12 +44,12 @@ class Passage(NamedTuple):
 
 
 class PassageSource(NamedTuple):
-    """Source of rows: see `posttrain.data.rows.load_rows`."""
+    """The source of rows: see `posttrain.data.rows.load_rows`."""
 
     rows: str | Path | Iterable[Mapping[str, Any]]
     split: str | None = None
     limit: int | None = None
-    fields: Mapping[str, str] = {}  # our name of a column -> theirs
+    fields: Mapping[str, str] = {}  # name of a column here -> its name in the rows
 
     @property
     def file(self) -> Path | None:
@@ -70,7 +70,7 @@ def read_passages(source: PassageSource) -> Iterator[Passage]:
 
 
 def taken(source: PassageSource) -> str:
-    """Describe the columns in use, by the example of the first row; and those that are not."""
+    """Describe the columns in use, for the first row, and the unused ones."""
     row, _ = next(_rows(source), ({}, ""))
     named = {name: source.fields.get(name, name) for name in NAMES}
     whole = named["contents"] in row and "text" not in source.fields
@@ -131,7 +131,7 @@ def _text(row: Row, column: str, where: str, needed: bool = True) -> str:
 
 
 def _whole(text: str, column: str, where: str) -> str:
-    """Return the text, if it can be stored."""
+    """Return the text, or raise UserError."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -144,9 +144,9 @@ def _whole(text: str, column: str, where: str) -> str:
 
 
 def write_passages(source: PassageSource, folder: Path, see: Callable[[Passage], None]) -> tuple[int, str]:
-    """Write passages into a folder, each passed to `see` as well; return their number and a digest of all.
+    """Write passages into a folder and pass each to `see`; return their number and a digest of all.
 
-    Raises UserError for an invalid row, for two with the same id, and if there are no rows.
+    Raises UserError for an invalid row, for two passages with the same id, and if there are no rows.
     """
     content = hashlib.blake2b(digest_size=16)
     ends, marks = [0], []
@@ -168,7 +168,7 @@ def write_passages(source: PassageSource, folder: Path, see: Callable[[Passage],
 
 
 def _refuse_twice(source: PassageSource, marks: set[int]) -> None:
-    """Raise UserError with two rows of the same id, if there are such among those with these hashes."""
+    """Raise UserError with two rows of the same id, if rows whose ids have these hashes include such."""
     first: dict[str, str] = {}
     for number, (row, where) in enumerate(_rows(source)):
         id = _passage(row, where, number, source.fields).id
@@ -183,7 +183,7 @@ def _name(source: PassageSource) -> str:
 
 
 class Passages:
-    """The passages of a folder, mapped into memory."""
+    """The memory-mapped passages of a folder."""
 
     def __init__(self, folder: Path, count: int) -> None:
         """Map the files. Raises ValueError or OSError for damaged files."""

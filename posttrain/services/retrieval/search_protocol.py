@@ -3,11 +3,11 @@
     POST /retrieve    {"queries": ["who wrote The Hobbit?"], "topk": 3, "return_scores": true}
     200               {"result": [[{"document": {"id": "p17", "contents": "\\"The Hobbit\\"\\n..."}, "score": 11.2}, ...]]}
 
-A list for each query, in their order. Without `return_scores` the documents stand there by themselves. `topk` may be left
-out, null or 0: the server's own. Errors are {"detail": a line}.
+The result has a list for each query, in order. Without `return_scores` its entries are documents. If `topk` is missing,
+null or 0, the server's default applies. Errors are {"detail": a line}.
 
-What a server answers is read strictly, as it may be anybody's; but servers of that protocol differ, so a document may lack
-its id, a score may be missing, and more than was asked for may come.
+Answers are untrusted and parsed strictly. Servers of that protocol differ, however, so ids and scores may be missing, and
+there may be more passages than requested.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ MOST_BYTES = 16 << 20  # of a request
 MOST_QUERIES = 4096  # of a request: Search-R1's trainer sends those of a whole batch at once
 LONGEST_QUERY = 32_768  # characters
 MOST_TOPK = 100
-MOST_PASSAGES = 50_000  # of an answer
-MOST_SCORE = 1e30  # in size
+MOST_PASSAGES = 50_000  # most passages of an answer
+MOST_SCORE = 1e30  # largest absolute score
 
 
 class SearchRefused(Exception):
-    """A request that is refused, and the reason."""
+    """A request that is refused, with status and reason."""
 
     def __init__(self, status: int, detail: str) -> None:
         super().__init__(detail)
@@ -44,14 +44,14 @@ class SearchRefused(Exception):
 class SearchRequest:
     queries: tuple[str, ...]
     topk: int
-    scores: bool  # whether they are returned
+    scores: bool  # whether scores are returned
 
 
 # -- the server's side -------------------------------------------------------------------------------------------------
 
 
 def read_request(body: bytes, topk: int) -> SearchRequest:
-    """Parse a request. `topk`: the server's default. Raises Refused."""
+    """Parse a request. `topk`: the server's default. Raises SearchRefused."""
     try:
         asked = json.loads(body)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, numbers of thousands of digits, too deep
@@ -107,9 +107,7 @@ def written_request(queries: Sequence[str], topk: int) -> bytes:
 
 
 def read_answer(message: Any, queries: int, topk: int) -> list[list[dict[str, Any]]] | EndpointFailure:
-    """Return for each query its passages {"id", "contents", "score"}, at most `topk`; fields that a server leaves out
-    are None.
-    """
+    """Return for each query its passages {"id", "contents", "score"}, at most `topk`. Missing fields are None."""
     result = message.get("result") if isinstance(message, dict) else None
     if not isinstance(result, list):
         return _rubbish("JSON without a list as its result")
@@ -141,12 +139,12 @@ def _read_passage(one: Any) -> dict[str, Any] | EndpointFailure:
 
 
 def _whole(text: str) -> str:
-    """Remove halves of surrogate pairs, which JSON can hold and no file can."""
+    """Remove halves of surrogate pairs, which JSON can contain and a file cannot."""
     return text.encode("utf-8", "replace").decode()
 
 
 def is_score(value: Any) -> bool:
-    """Return whether it is a number that a float can hold."""
+    """Return whether the value is a number that fits a float."""
     return type(value) in (int, float) and -MOST_SCORE <= value <= MOST_SCORE
 
 

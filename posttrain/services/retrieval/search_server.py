@@ -1,10 +1,10 @@
-"""HTTP server of an index, or of anything that searches; protocol: `search_protocol`.
+"""HTTP server of an index, or of any object that searches; protocol: `search_protocol`.
 
-POST /retrieve    queries in, passages out
-    GET  /health      what is served, and the length of the queue
+    POST /retrieve    queries in, passages out
+    GET  /health      the index, and the length of the queue
 
-Decided here: no client can block the others. A request has to arrive, and its answer to be read, within a time; bodies,
-queries and answers have limits. Access: `posttrain.system.http_front`.
+No client can block others: a request must arrive, and its answer must be read, within a time limit, and bodies, queries
+and answers have size limits. Access control: `posttrain.system.http_front`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from posttrain.services.retrieval.search_protocol import MOST_BYTES, PATH, Searc
 from posttrain.system import http_server
 from posttrain.system.http_front import HOST, bound, refused
 
-ARRIVE_SECONDS = 15.0  # for the head of a request, and for its body
-TAKE_SECONDS = 30.0  # for an answer to be read by the client
-LINGER_SECONDS = 2.0  # for the rest of a request that was refused before all of it had come
-GOODBYE_SECONDS = 2.0  # for requests to be answered at shutdown
+ARRIVE_SECONDS = 15.0  # for the head of a request to arrive, and for its body
+TAKE_SECONDS = 30.0  # for the client to read an answer
+LINGER_SECONDS = 2.0  # for the rest of a request that was refused before all of it arrived
+GOODBYE_SECONDS = 2.0  # for answers to open requests at shutdown
 
 
 class SearchHandlers:
-    """The handlers of an index."""
+    """The HTTP handlers of an index."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class SearchHandlers:
         host: str = HOST,
         token: str | None = None,
     ) -> None:
-        """Create the handlers. `topk`: passages per query by default. `host`: address that it is bound to; `token`:
+        """Create the handlers. `topk`: passages per query by default; `host`: the address of the server; `token`:
         required of every client.
         """
         self._host, self._token = host, token
@@ -101,14 +101,14 @@ class SearchHandlers:
 async def _answer_errors(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Turn an exception into JSON."""
+    """Return errors as JSON."""
     try:
         return await handler(request)
     except SearchRefused as refused:
         status, said = refused.status, str(refused)
-    except web.HTTPException as error:  # of aiohttp: no such path, another method, too large a body
+    except web.HTTPException as error:  # of aiohttp: unknown path, wrong method, body too large
         status, said = error.status, _plain(error, request)
-    except UserError as error:  # a damaged file, an encoder that fails
+    except UserError as error:  # a damaged file, or an encoder that fails
         print(f"posttrain: {error}", file=sys.stderr, flush=True)
         status, said = 500, one_line(error)
     except Exception:
@@ -141,11 +141,13 @@ async def _answered(request: web.Request, status: int, body: bytes) -> web.Strea
 
 
 def serving(application: web.Application, host: str = HOST, port: int = 0) -> AbstractAsyncContextManager[int]:
-    """Serve it on a port (0: any free one), which is given. Raises UserError if it cannot be used."""
+    """Serve the application on a port (0: any free one), and yield its number. Raises UserError if the port cannot be
+    used.
+    """
     return http_server.serving(
         application,
         bound(host, port),
-        keepalive_timeout=ARRIVE_SECONDS,  # from the opening of a connection, or from its last answer, to a whole head
+        keepalive_timeout=ARRIVE_SECONDS,  # from the connection's start, or its last answer, to a whole head
         lingering_time=LINGER_SECONDS,
         shutdown_timeout=GOODBYE_SECONDS,
     )
@@ -159,7 +161,7 @@ def serve(
     say: Callable[[str], Any] = print,
     token: str | None = None,
 ) -> None:
-    """Serve an index until the process is interrupted: raises KeyboardInterrupt."""
+    """Serve an index until the process is interrupted, which raises KeyboardInterrupt."""
 
     async def run() -> None:
         stopped = http_server.stop_signal()

@@ -1,11 +1,10 @@
 """The process that searches for all workers of a run. Its client is `posttrain.services.retriever`.
 
-run    -> process    a `SearchSetup`, pickled; then lists of [number, query, k]
-    process -> run       {"ready": identity} or {"failed": a line}; then {"number": n, "found": [[id, contents, score],
-...]}
-                         or {"number": n, "failed": a line} for each question
+    run -> process    a `SearchSetup`, pickled; then lists of [number, query, k]
+    process -> run    {"ready": identity} or {"failed": a line}; then for each question
+                      {"number": n, "found": [[id, contents, score], ...]} or {"number": n, "failed": a line}
 
-Queries are searched for one by one: the last bits of a vector may depend on the other texts of a batch.
+Each query is searched by itself: the last bits of a vector may depend on the other texts of a batch.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from posttrain.envs.play.worker_protocol import Frames, framed
 
 @dataclass(frozen=True)
 class SearchSetup:
-    folder: str  # of the index
+    folder: str  # folder of the index
 
 
 def main(descriptor: int) -> None:
-    """Answer the requests of this socket until it is closed."""
+    """Answer the requests on this socket until it is closed."""
     connection = socket.socket(fileno=descriptor)
     frames = Frames(most=1 << 62)  # the run is trusted
 
@@ -48,7 +47,7 @@ def main(descriptor: int) -> None:
                 index = open_index(asked.folder)
             except UserError as error:
                 return send({"failed": str(error)})
-            except Exception as error:  # the user's code, imported with an encoder
+            except Exception as error:  # an error of the user's code, imported with an encoder
                 return send({"failed": f"the index in {asked.folder} cannot be opened: {one_line(error)}"})
             send({"ready": index.manifest.fingerprint})
 

@@ -1,4 +1,4 @@
-"""Top k of many scores. Equal scores are ordered by index."""
+"""The k highest of many scores. Equal scores are ordered by index."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Integers = NDArray[np.int64]
 
 
 def best(scores: Floats, k: int, places: Integers | None = None) -> Integers:
-    """Return the indices of the `k` highest scores, the highest first, equal ones by index: so the best three begin the
-    best ten.
+    """Return the indices of the `k` highest scores, the highest first, equal ones by index. So the best three are the
+    first three of the best ten.
 
     `places`: candidates, ascending; None: all.
     """

@@ -160,6 +160,23 @@ def test_a_teacher_that_moves_every_two_steps_disagrees_only_between(place: Path
     assert abs(found[2]) < 1e-9 and found[1] > 1e-6 and found[3] > 1e-6
 
 
+def test_the_reference_of_rl_moves_by_its_rate(place: Path) -> None:
+    """Its KL is 0 where it becomes the policy after each step, and the slower it follows the larger."""
+
+    def measured(out: str, **settings: Any) -> list[float]:
+        run = posttrain.rl(
+            ROWS, digits, "start", algorithm="grpo", out=out, steps=4, prompts=3, group=4, max_tokens=6, env_workers=0,
+            kl=0.05, settings=settings, **QUICK,
+        )  # fmt: skip
+        return [m["kl"] for m in read_metrics(run.path) if "kl" in m]
+
+    fixed = measured("fixed")
+    slow = measured("slow", reference_every=1, reference_update_rate=0.5)
+    current = measured("current", reference_every=1)
+    assert all(abs(kl) < 1e-7 for kl in current)
+    assert all(1e-6 < a < b for a, b in zip(slow[2:], fixed[2:], strict=True))
+
+
 # -- state -------------------------------------------------------------------------------------------------------------
 
 

@@ -209,21 +209,19 @@ def report(common: CommonTask, results: Results, docs: Path) -> Path:
 
 def table(common: CommonTask, results: Results) -> list[str]:
     """A Markdown table, one line per algorithm. Gains over GRPO are of the same seeds, whose starts differ."""
-    lines = [
-        "| row | before | after, each seed | after, mean and 95% interval | above grpo, seed by seed | steps | seconds | settings "
-        "of its own |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    columns = ["row", "before", "after, each seed", "after, mean and 95% interval", "above grpo, seed by seed", "steps",
+               "seconds", "settings of its own"]  # fmt: skip
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row, seeds in results.items():
         found = list(seeds.values())
         before, after = ([r[name] for r in found] for name in ("before", "after"))
         own = ", ".join(f"{name} {_word(value)}" for name, value in common.own.get(row, {}).items())
         beside = {} if row == "grpo" else results.get("grpo", {})
         gains = [r["after"] - beside[seed]["after"] for seed, r in seeds.items() if seed in beside]
-        lines.append(
-            f"| [{row}](../algorithms/{row}.md) | {_figures(before)} | {_figures(after)} | {over_seeds(after)} "
-            f"| {over_seeds(gains, '+.3f') if gains else ''} | {found[0]['steps']} | {np.mean([r['seconds'] for r in found]):.0f} | {own} |"
-        )
+        gained = over_seeds(gains, "+.3f") if gains else ""
+        seconds = f"{np.mean([r['seconds'] for r in found]):.0f}"
+        cells = [f"[{row}](../algorithms/{row}.md)", _figures(before), _figures(after), over_seeds(after), gained]
+        lines.append(f"| {' | '.join([*cells, str(found[0]['steps']), seconds, own])} |")
     return lines
 
 

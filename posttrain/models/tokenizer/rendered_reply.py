@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from posttrain.core.thoughts import CLOSES, OPENS, reasoning_of, taken_apart, without_reasoning
 from posttrain.core.types import UserError
+from posttrain.models.tokenizer.tool_parser import check_shown
 
 if TYPE_CHECKING:
     from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -49,8 +50,22 @@ def rendered_reply(
     """Return the text of the assistant's `message` behind the messages `before`.
 
     `learned`: whether it is trained, and not context. `cut`: whether the reply was cut off, perhaps within its thoughts.
-    Raises UserError where the text that a policy would sample is not known.
+    Raises UserError where the text that a policy would sample is not known, or lacks a call of the message.
     """
+    found = _rendered_reply(tokenizer, before, message, tools, learned=learned, cut=cut)
+    check_shown([message], found.text)
+    return found
+
+
+def _rendered_reply(
+    tokenizer: Tokenizer,
+    before: Sequence[Message],
+    message: Message,
+    tools: Sequence[Message] | None,
+    *,
+    learned: bool,
+    cut: bool,
+) -> RenderedReply:
     shown = tokenizer.render(before, True, tools)
     opened = _OPENED.search(shown)
     thoughts, content = reasoning_of(message), str(message["content"])

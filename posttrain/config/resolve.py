@@ -135,7 +135,7 @@ def _validate_sample(config: Sample) -> None:
             raise UserError(f"--{name.replace('_', '-')} is empty: give at least one value, or leave it out")
         if twice := next((value for value in values if values.count(value) > 1), None):
             raise UserError(f"--{name.replace('_', '-')} has {twice!r} twice: the same replies would be sampled again")
-    check_search(config, config.temperature)
+    check_search(config, config.env, config.temperature, config.top_k)
     if config.adaptive is not None and config.adaptive <= config.samples:
         raise UserError(
             f"--adaptive {config.adaptive} must be more than --samples {config.samples}, with which it begins"

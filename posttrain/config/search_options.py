@@ -1,5 +1,6 @@
 """Options of the search for replies at inference."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -50,7 +51,7 @@ class SearchedGroup(SearchGroup, ServiceGroup, group="search"):
             play_the_only_service(self)
 
 
-def check_search(config: SearchedGroup, temperatures: tuple[float, ...]) -> None:
+def check_search(config: SearchedGroup, env: str | None, temperatures: Sequence[float], top_k: int) -> None:
     """Raise UserError, in one line, for options of a search that contradict each other or have no effect."""
     for f in fields(SearchGroup)[1:]:
         wanted = OF_SOME.get(f.name, ())
@@ -66,12 +67,26 @@ def check_search(config: SearchedGroup, temperatures: tuple[float, ...]) -> None
         process_model(config)
     elif config.search != ("best-of-n",) or config.choose != "majority":
         raise UserError("--search needs the model that scores steps: --reward-model FOLDER")
-    if 0 in temperatures and config.search_width * config.search_proposals > 1:
+    elif given := [name for name in ("step_delimiter", "step_aggregate") if getattr(config, name) != _DEFAULTS[name]]:
+        raise UserError(f"--{given[0].replace('_', '-')} has no effect without --reward-model: leave it out")
+    if not env and (config.judge or len(config.reward_model) > 1):
+        other = "--judge" if config.judge else "a second --reward-model"
         raise UserError(
-            "--temperature 0 proposes the same step again and again: give a higher one, or --search-width 1 and "
+            f"{other} has no effect beside --search without --env: leave it out, or add the --env that asks it"
+        )
+    check_proposals(config, "--", temperatures, top_k)
+
+
+def check_proposals(config: SearchGroup, where: str, temperatures: Sequence[float], top_k: int) -> None:
+    """Raise UserError for a search among steps that are all the same. `where`: "--", or "--kinds.NAME."."""
+    same = f"{where}temperature 0" if 0 in temperatures else f"{where}top-k 1" if top_k == 1 else ""
+    if same and config.search and config.search_width * config.search_proposals > 1:
+        raise UserError(
+            f"{same} proposes the same step again and again: give a higher one, or --search-width 1 and "
             "--search-proposals 1"
         )
 
 
+_DEFAULTS = {f.name: f.default for f in fields(SearchGroup)}
 OF_SOME = {"search_lookahead": ("lookahead",), "search_exploration": ("mcts",)}
 """Options of one search alone -> the search."""

@@ -89,7 +89,7 @@ def _show_table(title: str, algorithms: Iterable[Algorithm | PreferenceAlgorithm
 def reproduce(
     name: str | None = None,
     *,
-    seeds: Annotated[tuple[int, ...], Parameter(consume_multiple=True, negative_iterable=())] = (0, 1, 2),
+    seeds: Annotated[tuple[int, ...], Parameter(consume_multiple=1, negative_iterable=())] = (0, 1, 2),
     out: str = "runs/reproduce",
     settings: dict[str, str] | None = None,
 ) -> int:

@@ -18,7 +18,7 @@ def push(
     revision: str | None = None,
     checkpoint: str | None = None,
     base: str | None = None,
-    eval: Annotated[tuple[str, ...], Parameter(consume_multiple=True, negative_iterable=())] = (),
+    eval: Annotated[tuple[str, ...], Parameter(consume_multiple=1, negative_iterable=())] = (),
     replace: bool = False,
     dry_run: bool = False,
     out: str | None = None,

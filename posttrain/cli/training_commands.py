@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Options = Parameter(
     name="*",
-    consume_multiple=True,
+    consume_multiple=1,  # an option without a value is no option
     negative_iterable=(),
     show_default=lambda value: None if value in (None, "", (), {}) else str(value),
 )

@@ -71,7 +71,7 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
             "or --judge"
         )
     if isinstance(config, Evaluation):
-        check_search(config, (config.temperature,))
+        check_search(config, config.env, (config.temperature,), config.top_k)
     if isinstance(config, Prefer | RewardModelling | RL | Evaluation | Sample) and not config.model:
         raise UserError("--model is missing: the folder of a checkpoint, or of a run of posttrain sft")
     if isinstance(config, Distill) and not (config.teacher or config.teachers):
@@ -137,7 +137,7 @@ def _validate_sample(config: Sample) -> None:
             raise UserError(f"--{name.replace('_', '-')} is empty: give at least one value, or leave it out")
         if twice := next((value for value in values if values.count(value) > 1), None):
             raise UserError(f"--{name.replace('_', '-')} has {twice!r} twice: the same replies would be sampled again")
-    check_search(config, config.temperature)
+    check_search(config, config.env, config.temperature, config.top_k)
     if config.adaptive is not None and config.adaptive <= config.samples:
         raise UserError(
             f"--adaptive {config.adaptive} must be more than --samples {config.samples}, with which it begins"

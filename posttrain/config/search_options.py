@@ -1,5 +1,6 @@
 """Options of the search for replies at inference."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -53,7 +54,7 @@ def steps_of_search(config: Any) -> tuple[str, Aggregate]:
     return config.step_delimiter or LINE, "last" if aggregate == "none" else aggregate
 
 
-def check_search(config: Any, temperatures: tuple[float, ...]) -> None:
+def check_search(config: Any, env: str | None, temperatures: Sequence[float], top_k: int) -> None:
     """Raise UserError, in one line, for options of a search that contradict each other or have no effect."""
     for f in fields(SearchedGroup if isinstance(config, SearchedGroup) else SearchGroup):
         if f.name == "search" or f.name not in OF_SEARCH:
@@ -71,14 +72,28 @@ def check_search(config: Any, temperatures: tuple[float, ...]) -> None:
         process_model(config)
     elif config.search != ("best-of-n",) or config.choose != "majority":
         raise UserError("--search needs the model that scores steps: --reward-model FOLDER")
-    if 0 in temperatures and config.search_width * config.search_proposals > 1:
+    elif given := [f.name for f in fields(config) if f.name in OF_STEPS and getattr(config, f.name) != f.default]:
+        raise UserError(f"--{given[0].replace('_', '-')} has no effect without --reward-model: leave it out")
+    if not env and (config.judge or len(config.reward_model) > 1):
+        other = "--judge" if config.judge else "a second --reward-model"
         raise UserError(
-            "--temperature 0 proposes the same step again and again: give a higher one, or --search-width 1 and "
+            f"{other} has no effect beside --search without --env: leave it out, or add the --env that asks it"
+        )
+    check_proposals(config, "--", temperatures, top_k)
+
+
+def check_proposals(config: SearchGroup, where: str, temperatures: Sequence[float], top_k: int) -> None:
+    """Raise UserError for a search among steps that are all the same. `where`: "--", or "--kinds.NAME."."""
+    same = f"{where}temperature 0" if 0 in temperatures else f"{where}top-k 1" if top_k == 1 else ""
+    if same and config.search and config.search_width * config.search_proposals > 1:
+        raise UserError(
+            f"{same} proposes the same step again and again: give a higher one, or --search-width 1 and "
             "--search-proposals 1"
         )
 
 
-OF_SEARCH = {*(f.name for f in fields(SearchGroup)), "step_delimiter", "step_aggregate"}
+OF_STEPS = ("step_delimiter", "step_aggregate")
+OF_SEARCH = {*(f.name for f in fields(SearchGroup)), *OF_STEPS}
 """Options that need --search."""
 OF_SOME = {"search_lookahead": ("lookahead",), "search_exploration": ("mcts",)}
 """Options of one search alone -> the search."""

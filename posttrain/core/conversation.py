@@ -28,7 +28,6 @@ class ToolCallFormat(Protocol):
 
     def read(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[ToolCall]: ...
     def start(self, text: str) -> int: ...
-    def message(self, calls: Sequence[ToolCall]) -> dict[str, Any]: ...
 
 
 class TextEncoder(Protocol):
@@ -83,12 +82,12 @@ class Conversation:
         if turn.messages is None:
             return self.tokenizer.encode(turn.text or "", start=first)
         if first:
-            self.messages, self.chat = self._taken(turn.messages), True
+            self.messages, self.chat = list(turn.messages), True
             self.tools = None if turn.tools is None else list(turn.tools)
             return self._encoded(self.tokenizer.render(self.messages, True, self.tools), self.messages, start=True)
         if turn.tools is not None and list(turn.tools) != self.tools:
             raise UserError("a chat template shows tools where a context begins: give its first turn all of them")
-        new = self._taken(turn.messages)
+        new = list(turn.messages)
         after = self.tokenizer.render_after(self.messages, new, self.last_calls, self.tools)
         self.messages = [*self.messages, after.reply, *new]
         tokens = self._encoded(after.text, new)
@@ -116,11 +115,6 @@ class Conversation:
             self.last_calls = tuple(replace(call, id=self._id(call.id)) for call in found)
         return self.last_calls
 
-    def _taken(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Return the messages in the form that the template expects."""
-        calling = any(message.get("tool_calls") for message in messages)
-        return with_calls(messages, self.tokenizer.tool_format) if calling else list(messages)
-
     def before_calls(self, text: str) -> int | None:
         """Return the number of characters of the last reply before its first tool call; None if it has none."""
         form = self.tokenizer.tool_format if self.last_calls else None
@@ -133,17 +127,3 @@ class Conversation:
         id = own if fits else next(id for id in numbered if id not in self._ids)
         self._ids.add(id)
         return id
-
-
-def with_calls(messages: Sequence[Mapping[str, Any]], form: ToolCallFormat | None) -> list[Mapping[str, Any]]:
-    """Return the messages with tool calls in the template's format, `form`; unchanged if `form` is None."""
-    if form is None:
-        return list(messages)
-    found: list[Mapping[str, Any]] = []
-    for message in messages:
-        if listed := message.get("tool_calls"):
-            calls = [ToolCall(c["function"]["name"], c["function"]["arguments"], id=c.get("id", "")) for c in listed]
-            made = form.message(calls)
-            message = {**made, "content": message.get("content") or made["content"]}
-        found.append(message)
-    return found

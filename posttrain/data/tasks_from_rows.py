@@ -22,6 +22,7 @@ from posttrain.core import user_files
 from posttrain.core.json_text import known
 from posttrain.core.messages import one_line, short
 from posttrain.core.pictures import PictureError, parts
+from posttrain.core.tool_calls import CALLS, read_calls
 from posttrain.core.types import ROLES, Task, UserError
 from posttrain.data.arrow_store import digest
 from posttrain.data.chat_prompts import unlearned, without_marks
@@ -339,8 +340,11 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
                 f"message {number}: train is {short(train)}; give assistant turns true or false, others false or none"
             )
         calls = message.get("tool_calls")
-        if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-            raise UserError(f"message {number}: tool_calls must be a list of objects, as OpenAI's API has them")
+        if calls is not None:
+            try:
+                message = {**message, "tool_calls": read_calls(calls)}
+            except ValueError as error:
+                raise UserError(f"message {number}: tool_calls must be a list of {CALLS}: {error}") from None
         content = "" if message["content"] is None and calls else message["content"]
         message = {**message, "content": _content(content, message["role"], f"message {number}: content")}
         # Table formats give every message all keys; templates test whether a key exists, so null values are removed.

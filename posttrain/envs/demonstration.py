@@ -59,8 +59,17 @@ def demonstrate(
             whole = [m for m in piece.media if m.start + m.length <= len(kept)]
             transcript.observe(kept, media=[replace(m, start=m.start + before) for m in whole])
     if not transcript.n_scored or transcript.spans[0].learned:
-        raise UserError("nothing to learn: no reply after a prompt of at least one token")
+        raise UserError(f"nothing to learn: {_reason(task, mask)}")
     return transcript
+
+
+def _reason(task: Task, mask: Mask) -> str:
+    """Return why nothing of a task is imitated."""
+    if "messages" in task and not any(learned_of(task["messages"], mask)):
+        return (
+            'each reply of the assistant is context ("train": false, or "weight": 0): train one, or leave the row out'
+        )
+    return "no reply after a prompt of at least one token"
 
 
 def demonstrate_steps(task: Task, steps: Sequence[str], tokenizer: Tokenizer, begun: str = "") -> Transcript:

@@ -450,6 +450,16 @@ def test_common_options_of_trl_and_verl_have_an_answer_that_names_options_which_
     assert {flag.replace("-", "_") for flag in flags} <= known
 
 
+@pytest.mark.parametrize(
+    "words", ["sample --search --model start", "sample --model start --stop", "push run org/x --eval"]
+)
+def test_an_option_of_several_values_without_one_is_refused(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It would count as not given: a search would be none."""
+    assert main(words.split()) == 2
+    option = next(word for word in ("--search", "--stop", "--eval") if word in words)
+    assert f"{option} needs a value: " in capsys.readouterr().err
+
+
 def test_an_option_as_hydra_has_it_is_answered_with_ours(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rl", "actor_rollout_ref.rollout.n=8"]) == 2
     told = " ".join(capsys.readouterr().err.split())

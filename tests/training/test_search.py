@@ -229,6 +229,21 @@ def test_contradicting_options_are_refused(place: Path) -> None:
         ("--search has 'beam' twice", {"search": ("beam", "beam")}),
         ("search is one of", {"search": ("dfs",)}),
         ("several", {"search": ("beam",), "env": "my.py:twice"}),
+        ("--top-k 1 proposes the same step", {"search": ("beam",), "top_k": 1}),
+        (
+            "--kinds.a.temperature 0 proposes",
+            {"search": ("beam",), "kind": "prompt", "kinds": {"a": {"temperature": 0}}},
+        ),
+        ("--kinds.a.top-k 1 proposes", {"search": ("beam",), "kind": "prompt", "kinds": {"a": {"top_k": 1}}}),
+        ("--judge has no effect beside --search", {"search": ("beam",), "judge": ("judge.toml",)}),
+        (
+            "a second --reward-model has no effect beside --search",
+            {"search": ("beam",), "reward_model": ("process=reward", "other=reward")},
+        ),
+        (
+            "--step-aggregate has no effect without --reward-model",
+            {"search": ("best-of-n",), "choose": "majority", "reward_model": (), "step_aggregate": "min"},
+        ),
     ]
     for message, options in cases:
         refused(partial(sample, "a.jsonl", **options), message)

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from posttrain.core.conversation import with_calls
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Completion, Sampling, StopReason, ToolCall
 from posttrain.engines.serving.engine_thread import EngineThread
@@ -117,9 +116,7 @@ class EnginePolicy:
                 return prompt, ends
             text = prompt
             if not isinstance(text, str):
-                tokenizer = self.tokenizer.with_kwargs(asked.chat_template_kwargs)
-                messages = with_calls(text, self.tokenizer.tool_format)
-                text = tokenizer.render(messages, True, asked.tools)
+                text = self.tokenizer.with_kwargs(asked.chat_template_kwargs).render(text, True, asked.tools)
             if len(text) > self._most_characters:
                 raise self._too_long(f"{len(text):,} characters")
             return self.tokenizer.encode(text, start=True), ends

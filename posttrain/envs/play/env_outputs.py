@@ -6,7 +6,6 @@ expected value, never a silent 0.
 
 from __future__ import annotations
 
-import json
 import math
 import numbers
 import re
@@ -16,6 +15,7 @@ from typing import Any
 
 from posttrain.core.messages import short
 from posttrain.core.pictures import PictureError, has_parts, parts
+from posttrain.core.tool_calls import CALLS, read_calls
 from posttrain.core.types import (
     ROLES,
     Ask,
@@ -287,34 +287,14 @@ def _read_messages(given: Any) -> list[dict[str, Any]] | Invalid | None:
                 f"yielded a Turn with a message whose content is {short(plain['content'])}; expected text"
             )
         try:
-            messages.append(
-                {**plain, "tool_calls": _read_calls(plain["tool_calls"])} if plain.get("tool_calls") else plain
-            )
+            called = plain.get("tool_calls") and [plain_data(call, [0], 0) for call in read_calls(plain["tool_calls"])]
+            messages.append({**plain, "tool_calls": called} if called else plain)
         except ValueError:
             return unreadable(
                 f"yielded a Turn with a message whose tool_calls are {short(plain['tool_calls'])}; expected a list of "
-                '{"id": ..., "type": "function", "function": {"name": ..., "arguments": {...}}}'
+                f"{CALLS}"
             )
     return messages
-
-
-def _read_calls(given: Any) -> list[dict[str, Any]]:
-    """Return tool calls in OpenAI's form; their arguments may be given as JSON text. Raises ValueError."""
-    found = []
-    for call in given if isinstance(given, list) else [None]:
-        function = call.get("function") if isinstance(call, dict) else None
-        if call is None or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError("it names no tool")
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            try:
-                arguments = plain_data(json.loads(arguments), [0], 0)
-            except RecursionError:
-                raise ValueError("its arguments are nested too deeply") from None
-        if not isinstance(arguments, dict) or not isinstance(call.get("id", ""), str):
-            raise ValueError("its arguments are no object, or its id is no text")
-        found.append({**call, "function": {**function, "arguments": arguments}})
-    return found
 
 
 def _read_tools(given: Any) -> list[dict[str, Any]] | Invalid | None:

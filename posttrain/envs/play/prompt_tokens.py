@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from posttrain.core.conversation import TextEncoder, with_calls
+from posttrain.core.conversation import TextEncoder
 from posttrain.core.messages import one_line
 from posttrain.core.types import Invalid, InvalidKind, UserError
 
@@ -23,7 +23,7 @@ def count_prompt(tokenizer: TextEncoder, content: Any) -> int | Invalid:
     refuses them.
     """
     try:
-        messages = with_calls(content["messages"], tokenizer.tool_format)
-        return len(tokenizer.encode(tokenizer.render(messages, True, content["tools"] or None), start=True))
+        text = tokenizer.render(content["messages"], True, content["tools"] or None)
+        return len(tokenizer.encode(text, start=True))
     except UserError as error:
         return Invalid(one_line(error), InvalidKind.UNANSWERED)

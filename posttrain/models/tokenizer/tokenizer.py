@@ -42,7 +42,7 @@ from posttrain.models.tokenizer.tokenizer_files import (
 )
 from posttrain.models.tokenizer.tokenizer_training import EOS, PAD, UNKNOWN, train_bpe, train_characters
 from posttrain.models.tokenizer.tool_format import format_of
-from posttrain.models.tokenizer.tool_parser import ToolFormat
+from posttrain.models.tokenizer.tool_parser import ToolFormat, check_shown, with_calls
 
 BLIND = "this model is text-only, and a message has a picture: use a vision-language model, or leave it out"
 _MARK = "\u2063reply\u2063"  # placeholder of a sampled reply, to render the text around it
@@ -301,21 +301,33 @@ class Tokenizer:
         """Render chat messages with the chat template; generation=True adds the opening of the model's reply.
 
         `tools`: JSON schemas of functions that the model may call. Raises UserError if there is no template, or if the
-        template refuses the messages or does not show the tools.
+        template refuses the messages or does not show the tools or a call.
         """
         if self.chat_template is None:
             raise UserError(
                 "this model has no chat template, which messages and tools need: give one with --chat-template FILE, or "
                 "--chat-template chatml, or prompt with text"
             )
-        text = self._rendered(self._with_reasoning(messages), generation, self._takes_parts, tools)
+        if any(message.get("tool_calls") for message in messages):
+            messages = with_calls(messages, self.tool_format)
+        text = self._shown(messages, generation, tools)
         for tool in tools or ():
             if tool["function"]["name"] not in text:
                 raise UserError(
                     f"this chat template does not show the tool {tool['function']['name']!r}: take one that does "
                     "(--chat-template chatml), or describe it in a message and leave it out of tools"
                 )
+        check_shown(messages, text)
         return text
+
+    def _shown(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        generation: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """Return messages as the template shows them, calls of tools as they are."""
+        return self._rendered(self._with_reasoning(messages), generation, self._takes_parts, tools)
 
     @property
     def tool_format(self) -> ToolFormat | None:
@@ -323,7 +335,7 @@ class Tokenizer:
         if self.chat_template is None:
             return None
         if self.chat_template not in self._formats:
-            self._formats[self.chat_template] = format_of(lambda messages: self.render(messages, generation=False))
+            self._formats[self.chat_template] = format_of(self._shown)
         return self._formats[self.chat_template]
 
     def closes_with(self, ends: Collection[int]) -> bool:

@@ -15,7 +15,8 @@ from itertools import islice
 from typing import Any, Literal
 
 from posttrain.core.messages import short
-from posttrain.core.types import ToolCall
+from posttrain.core.tool_calls import CALLS, read_calls
+from posttrain.core.types import ToolCall, UserError
 from posttrain.models.tokenizer.tool_parts import (
     DECODER,
     DEEPEST,
@@ -103,6 +104,39 @@ def calling(calls: Sequence[ToolCall], as_text: bool, content: str | None) -> di
         arguments: Any = json.dumps(call.arguments, ensure_ascii=False) if as_text else dict(call.arguments)
         listed.append({"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}})
     return {"role": "assistant", "content": content, "tool_calls": listed}
+
+
+def with_calls(messages: Sequence[Mapping[str, Any]], form: ToolFormat | None) -> list[Mapping[str, Any]]:
+    """Return messages whose calls of tools are as the template takes them. `form`: of its calls; None: not known.
+
+    Raises UserError for calls that are none.
+    """
+    found: list[Mapping[str, Any]] = []
+    for message in messages:
+        if given := message.get("tool_calls"):
+            try:
+                listed = read_calls(given)
+            except ValueError as error:
+                raise UserError(f"tool_calls of a message must be a list of {CALLS}: {error}") from None
+            message = {**message, "tool_calls": listed}
+            if form is not None:
+                calls = [
+                    ToolCall(c["function"]["name"], c["function"]["arguments"], id=c.get("id") or "") for c in listed
+                ]
+                made = form.message(calls)
+                message = {**message, **made, "content": message.get("content") or made["content"]}
+        found.append(message)
+    return found
+
+
+def check_shown(messages: Sequence[Mapping[str, Any]], text: str) -> None:
+    """Raise UserError where a rendered text lacks the name of a tool that its messages call."""
+    for call in (call for message in messages for call in message.get("tool_calls") or ()):
+        if (name := call.get("function", call)["name"]) not in text:
+            raise UserError(
+                f"this chat template does not show the call of {name!r}: take one that does (--chat-template chatml), or "
+                "write it into the message's content and leave tool_calls out"
+            )
 
 
 def _read_objects(form: ToolFormat, text: str, begin: int) -> Iterator[ToolCall]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from posttrain.config.inference import Sample
 from posttrain.config.resolve import own_judge, validate
+from posttrain.config.search_options import check_proposals
 from posttrain.config.service_options import named_services
 from posttrain.core import run_date, user_files
 from posttrain.core.coerce import convert
@@ -162,7 +163,10 @@ class _Grids:
         self.config = config
         self._of: dict[str | None, list[_Cell]] = {None: self._cells({})}
         for kind, given in config.kinds.items():
-            self._of[kind] = self._cells(_read_kind(kind, given))
+            own = _read_kind(kind, given)
+            heats = own.get("temperature", config.temperature)
+            check_proposals(config, f"--kinds.{kind}.", heats, own.get("top_k", config.top_k))
+            self._of[kind] = self._cells(own)
 
     def of(self, task: Task) -> list[_Cell]:
         kind = task.get(self.config.kind) if self.config.kind else None

@@ -57,7 +57,9 @@ BY_POSITION = {
     "runs": "the folder of a run, or several",
     "sql": "a question in SQL",
 }
-"""The meaning of positional arguments."""
+"""Meaning of each positional argument."""
+_BEFORE_DASHES = {"launch": "launch --slurm", "memory": "memory"}
+"""Commands that another one follows, as it is typed."""
 _FRACTION = re.compile(r"[+-]?\d*\.\d+(e[+-]?\d+)?|[+-]?\d+\.\d*", re.IGNORECASE)
 _ESCAPE = re.compile(r"\\([ntr\\{}])")
 
@@ -148,8 +150,12 @@ def _unknown(option: str, words: list[str]) -> str:
     from posttrain.core.option_aliases import is_foreign
 
     verb, *rest = words
-    if verb == "launch" and "--" not in rest and (command := next((word for word in rest if word in VERBS), None)):
-        return f"a training command follows two dashes: posttrain launch --slurm -- {command} ..."
+    if (
+        verb in _BEFORE_DASHES
+        and "--" not in rest
+        and (command := next((word for word in rest if word in VERBS), None))
+    ):
+        return f"a training command follows two dashes: posttrain {_BEFORE_DASHES[verb]} -- {command} ..."
     if verb == "engine" and option == "--engines":
         return "--engines belongs to the run that samples here: an engine listens at --listen HOST:PORT"
     others = [word.partition("=")[0] for word in rest if word.startswith("--")]

@@ -25,7 +25,10 @@ def read_run(folder: Folder) -> Row:
     if not os.path.lexists(path):
         raise UserError(f"{folder} holds no run: {_where_runs_are(Path(folder))}")
     run = parsed(content_of(path), str(path), FILE)
-    kinds: dict[str, type] = {"verb": str, "config": dict, "resumes": list, "final": dict, "inputs": dict}
+    kinds: dict[str, type] = {
+        **{"verb": str, "config": dict, "resumes": list, "final": dict, "inputs": dict},
+        **{"objective": list, "sizes": list, "versions": dict},
+    }
     for name, kind in kinds.items():
         if not isinstance(run.get(name, kind()), kind) or (name in ("verb", "config") and name not in run):
             raise damaged(str(path), f"no valid {name!r}", FILE)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from posttrain.core.messages import one_line
+from posttrain.core.messages import inline, one_line
 
 SECONDS = 1.5  # for looking up a name and making a connection
 MOST = 5  # names of cached models or datasets in a message
@@ -122,6 +122,11 @@ def _meaning(error: BaseException, of: HubName, kind: str) -> str | None:
         return f"your token (HF_TOKEN) gives no access to {of.name}: give it this right, or use another one"
     if status is not None and (status == 429 or status >= 500):
         return f"the hub answers with an error ({status}) for {of.name}: repeat the command later"
+    if status is not None and status >= 400:
+        told = getattr(error, "server_message", None) or one_line(error).partition(" for url ")[0]
+        return f"the hub refuses this for {of.name} ({status}): {inline(told)}"
+    if type(error).__name__ in ("ReadTimeout", "WriteTimeout", "ConnectTimeout", "PoolTimeout"):
+        return "the hub does not answer: repeat the command later, finished files are kept"
     if type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "requests"):
         return f"the connection to the hub broke off ({one_line(error)}): repeat the command, finished files are kept"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from posttrain.algorithms.all_algorithms import find
+from posttrain.config.resolve import check_bounds
 from posttrain.config.training import RL, Distill, Prefer, Training
 from posttrain.core.component import Need
 from posttrain.core.types import UserError
@@ -28,7 +29,7 @@ from posttrain.models.native.decoder_config import read_config
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.runs.checkpoint import resolve
 from posttrain.training.adjust import adjust
-from posttrain.training.frozen_weights import frozen_type
+from posttrain.training.frozen_weights import frozen_type, refuse_useless
 from posttrain.training.memory_estimate import (
     TIGHT,
     MemoryEstimate,
@@ -36,6 +37,7 @@ from posttrain.training.memory_estimate import (
     estimate_memory,
     sampling_size,
 )
+from posttrain.training.open_learner import refuse_without_lora
 from posttrain.training.setup import ACTIVATION_SHARE, tokens_of_activations
 from posttrain.training.verbs.prefer import chosen
 
@@ -72,6 +74,7 @@ def plan_memory(config: Training, room: float) -> MemoryPlan:
     Raises UserError for what the estimate does not know: models that transformers backs, shards, quantized weights,
     critics of actions.
     """
+    check_bounds(config)
     _refuse(config)
     shape = shape_of(config.model or "")
     learner = shapes_of(config, shape)
@@ -112,6 +115,8 @@ def shapes_of(config: Training, shape: DecoderConfig) -> LocalLearner:
         with torch.device("meta"):
             attach(model, lora, lambda name: name.rpartition(".")[2] in targets)
         _held(model, frozen)
+    else:
+        refuse_without_lora(config)
     others: dict[str, Decoder] = {}
     critic: Critic | None = None
     moves = isinstance(config, Prefer) and chosen(config).moving is not None
@@ -134,6 +139,7 @@ def shapes_of(config: Training, shape: DecoderConfig) -> LocalLearner:
         for name, folder in teachers.items():
             if folder != shared:
                 others[name] = _held(_decoder(shape_of(folder)).requires_grad_(False), frozen)
+    refuse_useless(config, model, others)
     return LocalLearner(model, Optimization(), others=others, critic=critic, precision=config.precision)
 
 

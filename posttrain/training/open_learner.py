@@ -57,7 +57,7 @@ def policy(config: Training, folder: Path, device: torch.device, world: World) -
     """
     matrices = frozen_type(config)
     if config.lora is None and not is_adapter(folder):
-        _refuse_without_lora(config)
+        refuse_without_lora(config)
         model = held_model(config, folder, device, world)
     else:
         _refuse_shards(config)  # before anything is read
@@ -71,7 +71,7 @@ def policy(config: Training, folder: Path, device: torch.device, world: World) -
 def adapt(config: Training, decoder: Backbone, folder: Path) -> None:
     """Freeze the weights of a decoder read from a folder, and make its adapters trainable: existing or new ones."""
     if config.lora is None and decoder.lora is None:
-        return _refuse_without_lora(config)
+        return refuse_without_lora(config)
     _refuse_shards(config)
     if decoder.lora is not None:
         frozen_type(config, decoder.lora.quantize)
@@ -118,7 +118,8 @@ def _beside_adapters(config: Training, model: Backbone, start: Path, moves: bool
     return other.requires_grad_(False)
 
 
-def _refuse_without_lora(config: Training) -> None:
+def refuse_without_lora(config: Training) -> None:
+    """Raise UserError for options of adapters where there are none."""
     for name, value, default in _adapter_options(config)[1:]:
         if value != default:
             raise UserError(f"{name} has no effect without --lora RANK: give it, or leave it out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from conftest import tiny
 from model_hub import READS, TOKEN, ModelHub, Repository, model_hub, use
 
 import posttrain
-from posttrain.apps.publishing import hub_folder, run_command
+from posttrain.apps.publishing import hub_folder, private_text, run_command, upload
 from posttrain.apps.publishing.published_run import find
 from posttrain.apps.publishing.push import carry_out, prepared
 from posttrain.cli.main import app, main
@@ -180,7 +181,7 @@ def test_the_command_of_a_card_gives_the_options_of_the_run(run: str, hub: Model
     kind = VERBS[about["verb"]].options
     given = bound.arguments["config"]
     config = read(kind, given, bound.arguments.get("set", ())) if kind.flags() else given
-    expected = {n: run_command.without_folders(v) for n, v in about["config"].items() if n not in run_command.LEFT}
+    expected = {n: private_text.without_folders(v) for n, v in about["config"].items() if n not in run_command.LEFT}
     found = {n: v for n, v in as_dict(config).items() if n not in run_command.LEFT}
     found["settings"] = {n: str(v) for n, v in (found.get("settings") or {}).items()}
     expected["settings"] = {n: str(v) for n, v in (expected.get("settings") or {}).items()}
@@ -188,14 +189,14 @@ def test_the_command_of_a_card_gives_the_options_of_the_run(run: str, hub: Model
 
 
 def test_folders_of_the_machine_are_cut_off_and_names_and_addresses_are_not() -> None:
-    assert run_command.without_folders("/home/me/x/rows.jsonl") == "rows.jsonl"
+    assert private_text.without_folders("/home/me/x/rows.jsonl") == "rows.jsonl"
     assert (
-        run_command.without_folders("~/mine.py:reward + 0.5 ../other/your.py:form")
+        private_text.without_folders("~/mine.py:reward + 0.5 ../other/your.py:form")
         == "mine.py:reward + 0.5 your.py:form"
     )
-    assert run_command.without_folders("a=/srv/rm") == "a=rm"
+    assert private_text.without_folders("a=/srv/rm") == "a=rm"
     for kept in ("org/name@v1", "http://host:8000/v1", "data/rows.jsonl", "sqrt(a)/b"):
-        assert run_command.without_folders(kept) == kept
+        assert private_text.without_folders(kept) == kept
 
 
 def test_figures_have_the_intervals_of_the_evaluation(hub: ModelHub, tmp_path: Path) -> None:
@@ -326,3 +327,130 @@ def test_a_folder_without_a_run_is_pushed_without_other_files(
     assert not {"optimizer.safetensors", "rows.jsonl", "trainer_state.json", "notes.txt"} & set(files)
     assert front(files["README.md"])["base_model"] == "org/base"  # type: ignore[arg-type]
     assert "holds no checkpoint" in refused(str(tmp_path), "org/x") and "no such folder" in refused("nowhere", "org/x")
+
+
+@pytest.fixture
+def checkpoint(place: SimpleNamespace, tmp_path: Path) -> Path:
+    """A folder of a checkpoint without a run."""
+    shutil.copytree(place.path / "model", tmp_path / "checkpoint")
+    return tmp_path / "checkpoint"
+
+
+def test_a_link_to_another_place_is_refused_and_one_into_the_cache_of_the_hub_is_not(
+    hub: ModelHub, checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "id_rsa").write_text("private")
+    (checkpoint / "vocab.txt").symlink_to(tmp_path / "id_rsa")
+    assert "vocab.txt is a link to " in refused(str(checkpoint), "org/x")
+    (checkpoint / "vocab.txt").unlink()
+    snapshot, blobs = tmp_path / "models--org--m" / "snapshots" / "0a", tmp_path / "models--org--m" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, file in enumerate(sorted(checkpoint.iterdir())):
+        shutil.copy(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(Path("../../blobs") / str(number))
+    assert {"config.json", "model.safetensors"} <= set(prepared(str(snapshot), "org/x").files)
+
+
+def test_damaged_weights_are_refused_and_stray_ones_stay(hub: ModelHub, checkpoint: Path) -> None:
+    (checkpoint / "model-00001-of-00002.safetensors").write_bytes(b"of another time")
+    assert "model-00001-of-00002.safetensors" not in prepared(str(checkpoint), "org/x").files
+    whole = (checkpoint / "model.safetensors").read_bytes()
+    for damaged in (b"junk", whole[:-100]):
+        (checkpoint / "model.safetensors").write_bytes(damaged)
+        assert "model.safetensors is damaged" in refused(str(checkpoint), "org/x")
+
+
+def test_places_of_this_machine_leave_the_configuration(hub: ModelHub, checkpoint: Path) -> None:
+    told = json.loads((checkpoint / "config.json").read_text())
+    inner = {"name_or_path": "~/x/y", "vocab": 3}
+    (checkpoint / "config.json").write_text(json.dumps({**told, "_name_or_path": "/home/me/m", "vision_config": inner}))
+    content = prepared(str(checkpoint), "org/x").files["config.json"]
+    assert isinstance(content, bytes) and json.loads(content) == {**told, "vision_config": {"vocab": 3}}
+    (checkpoint / "config.json").write_text(json.dumps({**told, "_name_or_path": "org/m"}))
+    assert prepared(str(checkpoint), "org/x").files["config.json"] == checkpoint / "config.json"
+
+
+def changed(run: str, out: Path, config: dict[str, Any], **about: Any) -> str:
+    """A copy of a run whose run.json has other entries."""
+    shutil.copytree(run, out)
+    told = json.loads((out / "run.json").read_text())
+    (out / "run.json").write_text(json.dumps({**told, **about, "config": {**told["config"], **config}}))
+    return str(out)
+
+
+def test_no_secret_of_the_options_is_published(hub: ModelHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "word-of-the-environment")
+    secrets = {
+        "env": "mine.py:right,api_key=abc1,url=http://someone:pa=55@host/v1",
+        "system": "use sk-abcdefghijklmnop1 and word-of-the-environment",
+        "teacher": "https://user:pa55@host:8000/v1",
+        "vllm_kwargs": {"api_key": "abc2", "max_tokens": 512},
+        "note": "hf_" + "a1" * 17,
+    }
+    card = text_of(changed("rl", tmp_path / "run", secrets, objective=["secret=abc3 eps=1e-6"]))
+    for secret in ("abc1", "abc2", "abc3", "pa=55", "pa55", "sk-abc", "word-of", "a1a1", "someone", "user:"):
+        assert secret not in card, secret
+    assert "http://***@host/v1" in card and "max-tokens 512" in card and "eps=1e-6" in card
+
+
+def test_texts_of_a_run_are_no_markup_of_its_card(hub: ModelHub, tmp_path: Path) -> None:
+    evil = "</details><script>alert(1)</script>\n```\n# Owned\n[x](javascript:y)"
+    about = {"objective": ["a\n```\n<img src=x>"], "sizes": ["rows of '<b>|[x](y)`' in /home/me/a"]}
+    figures = tmp_path / "a|b<i>.json"
+    figures.write_text(json.dumps({"figures": {"acc|`x`": {"mean": 0.5}}}))
+    run = changed("rl", tmp_path / "run", {"system": evil, "algorithm": "/home/me/my.py:`own`"}, **about)
+    card = text_of(run, str(figures))
+    lines, fence = [], ""
+    for line in card.splitlines():
+        if not fence and (opening := re.match("`{3,}", line)):
+            fence = opening[0]
+        elif fence and line == fence:
+            fence = ""
+        elif not fence:
+            lines.append(re.sub(r"(?<!`)(`+)(?!`).+?(?<!`)\1(?!`)", "", line))  # without code
+    outside = "\n".join(lines)
+    assert not fence and "script" not in outside and "# Owned" not in outside and "<img" not in outside
+    assert r"rows of '\<b\>\|\[x\](y)\`' in a" in outside
+    row = next(line for line in lines if line.startswith(r"| a\|b\<i\> |"))
+    assert len(re.findall(r"(?<!\\)\|", row)) == 6
+    assert "/home/me" not in card and str(front(card.encode())["tags"][2]) == "my.py:`own`"
+
+
+def test_folders_with_spaces_are_cut_off() -> None:
+    assert private_text.without_folders("/home/a person/my rows/a b.jsonl") == "a b.jsonl"
+    assert private_text.without_folders("file:///home/me/rows.jsonl") == "rows.jsonl"
+    assert private_text.without_folders("/a b/x.py:f + /c/y.py:g") == "x.py:f + y.py:g"
+
+
+@pytest.mark.parametrize("figure", [{"mean": "0.5"}, {"mean": float("nan")}, {"mean": 1, "low": "a", "high": 2}, {}])
+def test_figures_that_are_no_numbers_are_one_line(figure: Any, hub: ModelHub, tmp_path: Path) -> None:
+    (tmp_path / "f.json").write_text(json.dumps({"figures": {"accuracy": figure}}))
+    assert "holds no figures" in refused("rl", "org/rl", None, None, None, [str(tmp_path / "f.json")])
+
+
+@pytest.mark.parametrize("entry", [{"objective": 5}, {"sizes": 5}, {"versions": []}])
+def test_a_damaged_record_of_a_run_is_one_line(entry: dict[str, Any], hub: ModelHub, tmp_path: Path) -> None:
+    [name] = entry
+    assert f"run.json is damaged (no valid '{name}')" in refused(changed("sft", tmp_path / "r", {}, **entry), "org/x")
+
+
+@pytest.mark.parametrize("name", ["org/a--b", "org/x.git", "órg/x", "o" * 100 + "/x"])
+def test_a_name_that_the_hub_does_not_take_is_refused_before_anything_is_written(name: str, hub: ModelHub) -> None:
+    assert "is no name of the hub" in refused("sft", name)
+    assert "is no name of a branch" in refused("sft", "org/x", "a b") and "no name of a branch" in refused(
+        "sft", "org/x", ".."
+    )
+
+
+def test_a_hub_that_refuses_or_is_silent_is_one_line(hub: ModelHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    for status, said in (
+        (404, "(404)"),
+        (409, "answers as no hub does"),
+        (412, "refuses this for org/x (412): refused"),
+    ):
+        hub.refuse["/api/repos/create"] = status
+        assert said in refused("sft", "org/x")
+    monkeypatch.setattr(upload, "SILENCE", 0.2)
+    hub.refuse["/api/repos/create"] = 0
+    assert "the hub does not answer: repeat the command later" in refused("sft", "org/x")

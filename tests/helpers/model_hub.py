@@ -64,7 +64,9 @@ class ModelHub:
     stored: Files = field(default_factory=dict)  # large files by their hash
     seen: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, range
     cut: dict[str, int] = field(default_factory=dict)  # ending of a file -> bytes after which its sending breaks off
-    refuse: dict[str, int] = field(default_factory=dict)  # beginning of a path -> status of every answer to it
+    refuse: dict[str, int] = field(
+        default_factory=dict
+    )  # beginning of a path -> status of every answer to it; 0: it comes late
     address: str = ""
 
     def asked(self, part: str) -> list[str]:
@@ -105,9 +107,10 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         self.hub.seen.append((self.command, path, self.headers.get("Range") or ""))
         try:
-            for start, status in self.hub.refuse.items():
+            for start, status in list(self.hub.refuse.items()):
                 if path.startswith(start):
-                    raise _Problem(status, "refused")
+                    threading.Event().wait(0 if status else 2.0)
+                    raise _Problem(status or 503, "refused")
             self._route(path, body)
         except _Problem as problem:
             headers = {"X-Error-Code": problem.code, "X-Error-Message": problem.text}

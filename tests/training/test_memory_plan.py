@@ -98,6 +98,11 @@ def test_the_command_prints_parts_advice_and_whether_it_fits(models: Path, capsy
         ("", "a training command follows two dashes: posttrain memory -- sft"),
         ("-- eval --model 7b", "a training command follows two dashes"),
         ("--gpu-memory 0 -- sft --model 7b", "--gpu-memory"),
+        ("-- sft --model 7b --lora 0", "--lora must be above 0"),
+        ("-- sft --model 7b --lora 1000000", "--lora must be above 0 and at most 65536"),
+        ("-- sft --model 7b --dora", "--dora has no effect without --lora"),
+        ("-- sft --model 7b --frozen-weights bfloat16", "--frozen-weights bfloat16 has no effect"),
+        ("sft --model 7b", "a training command follows two dashes: posttrain memory -- sft"),
     ],
 )
 def test_mistakes_are_one_line(models: Path, capsys: pytest.CaptureFixture[str], words: str, told: str) -> None:

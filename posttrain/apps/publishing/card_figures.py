@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +37,11 @@ def rows(published: Published, files: Sequence[str]) -> list[FigureRow]:
 
 
 def _row(of: str, name: str, figure: Figures, units: int | None = None) -> FigureRow:
-    return FigureRow(of, name, figure["mean"], figure.get("low"), figure.get("high"), figure.get("tasks", units))
+    found = FigureRow(of, name, figure["mean"], figure.get("low"), figure.get("high"), figure.get("tasks", units))
+    for value in (found.mean, *(value for value in found[3:] if value is not None)):
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise TypeError(f"{name} is no number")
+    return found
 
 
 def _of_run(published: Published) -> list[FigureRow]:
@@ -53,8 +58,11 @@ def _reported(published: Published) -> list[FigureRow]:
     if run is None or not (run / REPORT).is_file() or published.step != published.about.get("final", {}).get("step"):
         return []
     report = _data(run / REPORT)
-    found = {name.replace(" ", "_"): figure for name, figure in report.get("figures", {}).items()}
-    return [_row("held out", name, figure, report.get("prompts")) for name, figure in found.items()]
+    try:
+        found = {name.replace(" ", "_"): figure for name, figure in report.get("figures", {}).items()}
+        return [_row("held out", name, figure, report.get("prompts")) for name, figure in found.items()]
+    except (AttributeError, LookupError, TypeError):
+        raise UserError(f"{run / REPORT} is damaged: put a copy of it back, or delete it") from None
 
 
 def _recorded(published: Published, known: Mapping[str, FigureRow]) -> list[FigureRow]:

@@ -10,12 +10,15 @@ from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path
 
+from posttrain.apps.publishing.private_text import without_places
 from posttrain.apps.publishing.published_run import Published
 from posttrain.core import user_files
 from posttrain.core.messages import clip, one_line
 from posttrain.core.types import UserError
 from posttrain.models.adapters.adapter_config import ADAPTER, ADAPTER_CONFIG, NOTE
 from posttrain.models.json_files import read_json
+from posttrain.models.tensor_files import open_tensors
+from posttrain.models.weight_files import weight_files
 from posttrain.runs.run_files import CURVES
 
 CARD = "README.md"
@@ -28,6 +31,9 @@ PUBLISHED = (
 )  # fmt: skip
 """Files of a checkpoint that are published: neither optimizer state, nor rollouts, nor rows are among them."""
 
+JSON = ("config.json", "generation_config.json", "tokenizer_config.json")
+"""Those in which libraries leave places of this machine."""
+
 Files = dict[str, Path | bytes]
 """Name in the repository -> the file, or its content."""
 
@@ -35,14 +41,48 @@ Files = dict[str, Path | bytes]
 def files_of(published: Published) -> Files:
     """Return the files of a checkpoint, without the card. Raises UserError for adapters of a base that others lack."""
     there = sorted(path for path in published.folder.iterdir() if path.is_file())
-    found: Files = {path.name: path for path in there if any(fnmatch(path.name, name) for name in PUBLISHED)}
+    named = [path for path in there if any(fnmatch(path.name, name) for name in PUBLISHED)]
+    weights = _weights(published)
+    found: Files = {path.name: _own(path) for path in named if path.suffix != ".safetensors" or path in weights}
+    for name in JSON:
+        if name in found and (content := _without_places(published.folder / name)) is not None:
+            found[name] = content
     if published.adapter:
         found[ADAPTER_CONFIG] = _adapter_config(published)
-    if not any(name.endswith(".safetensors") for name in found):
-        raise UserError(f"{published.folder} holds no model.safetensors and no {ADAPTER}: nothing to publish")
     if published.run is not None and (published.run / CURVES).is_file():
-        found[CURVES] = published.run / CURVES
+        found[CURVES] = _own(published.run / CURVES)
     return found
+
+
+def _weights(published: Published) -> list[Path]:
+    """Return the files of weights. Raises UserError where there are none, or one is damaged."""
+    files = [published.folder / ADAPTER] if published.adapter else weight_files(published.folder)
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"{published.folder} holds no {file.name}: nothing to publish")
+        with open_tensors(file):
+            pass
+    return files
+
+
+def _own(path: Path) -> Path:
+    """Return a file that is stored in its folder, or in the hub's cache behind it. Raises UserError for a link to another
+    place: what it names is nobody's to publish.
+    """
+    folder, real = path.parent.resolve(), path.resolve()
+    cached = folder.parent.name == "snapshots" and real.parent == folder.parents[1] / "blobs"
+    if real.parent != folder and not cached:
+        raise UserError(
+            f"{path} is a link to {real}, outside of its folder: put a copy of the file there, or remove it"
+        )
+    return path
+
+
+def _without_places(path: Path) -> bytes | None:
+    """Return a JSON file without the folders of this machine; None: it names none."""
+    content = read_json(path)
+    kept = without_places(content)
+    return None if kept == content else (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def _adapter_config(published: Published) -> bytes:

@@ -13,8 +13,9 @@ from typing import Any
 
 from posttrain import __version__
 from posttrain.apps.publishing.card_figures import FigureRow
+from posttrain.apps.publishing.private_text import code, fenced, plain, without_folders, without_secrets
 from posttrain.apps.publishing.published_run import Published, architecture
-from posttrain.apps.publishing.run_command import LEFT, command, options, without_folders
+from posttrain.apps.publishing.run_command import LEFT, command, options
 from posttrain.config.held_out_sets import held_out_sets
 from posttrain.models.checkpoint_folder import OURS
 from posttrain.runs.run_files import CURVES
@@ -31,7 +32,7 @@ def metadata(published: Published, licence: Mapping[str, str]) -> dict[str, Any]
     about, folder = published.about, published.folder
     verb = str(about.get("verb", ""))
     kind = str(architecture(folder).get("model_type", ""))
-    names = [verb, str(about.get("config", {}).get("algorithm") or ""), "lora" if published.adapter else ""]
+    names = [verb, _algorithm(about), "lora" if published.adapter else ""]
     library = "peft" if published.adapter else "posttrain" if kind == OURS else "transformers"
     base = published.base
     data = [name for name in map(hub_name, map(str, _data(about).values())) if name is not None]
@@ -52,9 +53,14 @@ def metadata(published: Published, licence: Mapping[str, str]) -> dict[str, Any]
 
 def _pipeline(folder: Path, verb: str) -> str:
     config = architecture(folder)
-    if verb == "reward-model" or "SequenceClassification" in " ".join(config.get("architectures") or []):
+    if verb == "reward-model" or "SequenceClassification" in str(config.get("architectures")):
         return "text-classification"
     return "image-text-to-text" if "vision_config" in config else "text-generation"
+
+
+def _algorithm(about: Mapping[str, Any]) -> str:
+    """Return the algorithm of a run, "" for none; of one's own, mine.py:name without its folder."""
+    return str(without_folders(about.get("config", {}).get("algorithm") or ""))
 
 
 def _data(about: Mapping[str, Any]) -> dict[str, str]:
@@ -64,7 +70,8 @@ def _data(about: Mapping[str, Any]) -> dict[str, str]:
     found |= {
         f"eval_tasks {name}".rstrip(): rows for name, rows in held_out_sets(config.get("eval_tasks") or ()).items()
     }
-    for part, own in (config.get("mixture") or {}).items():
+    mixture = config.get("mixture")
+    for part, own in mixture.items() if isinstance(mixture, dict) else ():
         found |= {f"mixture {part}": own["tasks"]} if isinstance(own, dict) and own.get("tasks") else {}
     return found
 
@@ -80,7 +87,7 @@ def card(
     if figures:
         parts += ["## Evaluation", _figures(figures)]
     parts += _run(published)
-    return "\n\n".join(parts) + "\n"
+    return without_secrets("\n\n".join(parts) + "\n")
 
 
 def _summary(published: Published) -> str:
@@ -95,8 +102,8 @@ def _summary(published: Published) -> str:
     stages = (
         " after " + ", ".join(f"`posttrain {verb}`" for verb in published.stages[:-1]) if published.stages[1:] else ""
     )
-    algorithm = about["config"].get("algorithm")
-    way = f"`posttrain {about['verb']}`" + (f" with `{algorithm}`" if algorithm else "")
+    algorithm = _algorithm(about)
+    way = code(f"posttrain {about['verb']}") + (f" with {code(algorithm)}" if algorithm else "")
     return f"{kind} {link}{at}{stages}, trained with {way}: step {published.step}."
 
 
@@ -124,16 +131,16 @@ def _training(published: Published, curves: bool) -> Iterator[str]:
         return
     yield "## Training"
     if about.get("objective"):
-        yield "```text\n" + "\n".join(map(str, about["objective"])) + "\n```"
+        yield fenced("\n".join(map(str, about["objective"])), "text")
     if curves:
         yield f"![Metrics over the steps of the run]({CURVES})"
-    lines = [f"- {without_folders(str(line))}" for line in about.get("sizes") or []]
+    lines = [f"- {plain(without_folders(str(line)))}" for line in about.get("sizes") or []]
     for name, source in _data(about).items():
         read = about.get("inputs", {}).get(name)
         size = ""
         if isinstance(read, dict) and "bytes" in read:
             size = f", {read['bytes']:,} bytes, fingerprint `{str(read.get('digest'))[:12]}`"
-        lines.append(f"- {name.replace('_', '-')}: `{_last(source)}`{size}")
+        lines.append(f"- {plain(name.replace('_', '-'))}: {code(_last(source))}{size}")
     yield "\n".join(lines)
     yield "The data itself is not part of this repository."
 
@@ -149,7 +156,7 @@ def _figures(figures: Sequence[FigureRow]) -> str:
     for row in figures:
         interval = "" if row.low is None or row.high is None else f"[{row.low:.4g}, {row.high:.4g}]"
         units = "" if row.units is None else f"{row.units:,}"
-        lines.append(f"| {row.of} | {row.name} | {row.mean:.4g} | {interval} | {units} |")
+        lines.append(f"| {plain(row.of)} | {plain(row.name)} | {row.mean:.4g} | {interval} | {units} |")
     return "\n".join(lines)
 
 
@@ -157,13 +164,13 @@ def _run(published: Published) -> Iterator[str]:
     about = published.about
     if not about:
         return
-    yield f"## Command\n\n```shell\n{command(about)}\n```"
+    yield f"## Command\n\n{fenced(command(about), 'shell')}"
     shown = {*LEFT, *options(about)}
     every = {n: without_folders(v) for n, v in about["config"].items() if n not in shown}
     rest = ", ".join(
         f"{n} {json.dumps(v, ensure_ascii=False)}" for n, v in every.items() if v not in (None, "", [], {})
     )
-    yield f"<details><summary>All other options, at their defaults</summary>\n\n`{rest}`\n\n</details>"
+    yield f"<details><summary>All other options, at their defaults</summary>\n\n{code(rest)}\n\n</details>"
     versions = ", ".join(f"{n} {v}" for n, v in (about.get("versions") or {}).items() if v)
     git = about.get("git") or {}
     lines = [f"- versions: {versions}"]

@@ -12,7 +12,7 @@ from posttrain.apps.publishing.card_figures import rows
 from posttrain.apps.publishing.hub_folder import CARD, Files, files_of
 from posttrain.apps.publishing.model_card import card
 from posttrain.apps.publishing.published_run import Published, find, license_of
-from posttrain.core.messages import clip
+from posttrain.core.messages import clip, one_line
 from posttrain.core.types import UserError
 from posttrain.runs.run_files import CURVES
 from posttrain.system.hub import HubName, hub_name
@@ -60,10 +60,24 @@ def prepared(
             f"{clip(repository)} names no repository of the hub: write org/name, and a branch as --revision"
         )
     target = HubName(named.name, revision or named.revision)
+    _check_name(target)
     published = find(source, checkpoint, base)
     files = files_of(published)
     text = card(published, target, license_of(published, ask), rows(published, evaluations), CURVES in files)
     return Push(target, published, {CARD: text.encode(), **files})
+
+
+def _check_name(target: HubName) -> None:
+    """Raise UserError for a name that the hub does not take."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils._validators import validate_repo_id
+
+    try:
+        validate_repo_id(target.name)
+    except HFValidationError as error:
+        raise UserError(f"{clip(target.name)} is no name of the hub: {one_line(error)}") from None
+    if hub_name(str(target)) is None or ".." in str(target):
+        raise UserError(f"--revision {clip(str(target.revision))} is no name of a branch: letters, digits, - _ . and /")
 
 
 def carry_out(push: Push, private: bool = False, replace: bool = False) -> str:

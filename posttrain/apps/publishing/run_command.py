@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from shlex import quote
 from typing import Any
 
+from posttrain.apps.publishing.private_text import without_folders
 from posttrain.config.resolve import as_dict
 from posttrain.config.verbs import VERBS
 
@@ -14,18 +14,6 @@ LEFT = ("resume", "overwrite", "accept_changes", "quiet", "engines", "engine_tok
 """Options that belong to one start of the command, or to the machines of its owner."""
 TEXTS = ("system", "stop", "step_delimiter", "prompt_template", "response_template")
 """Options whose values are no paths, whatever they look like."""
-_ABOVE = re.compile(r"(?<![\w:/.])(?:~|\.\.|/)[^\s=,:]*/")
-
-
-def without_folders(value: Any) -> Any:
-    """Return an option's value with the folders of this machine cut off: /home/me/rows.jsonl is rows.jsonl."""
-    if isinstance(value, str):
-        return _ABOVE.sub("", value)
-    if isinstance(value, list):
-        return [without_folders(one) for one in value]
-    if isinstance(value, dict):
-        return {name: without_folders(one) for name, one in value.items()}
-    return value
 
 
 def options(about: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 from posttrain.system.hub import HubName, as_far_as_reached, meaning
 
+SILENCE = 120.0  # seconds without a byte from the hub after which an upload ends
 KEPT = (".gitattributes", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")
 """Files of a repository that no push deletes."""
 
@@ -33,12 +34,28 @@ def asking(target: HubName) -> Iterator[Any]:
             raise UserError(f"a push needs a token that may write: make one at {constants.ENDPOINT}/settings/tokens and "
                             "set HF_TOKEN, or run hf auth login")  # fmt: skip
         try:
-            yield HfApi()
+            with _bounded():
+                yield HfApi()
         except UserError:
             raise
         except Exception as error:  # the network, the token, the name: any of many types
             why = meaning(error, target) or f"the hub took nothing: {one_line(error)}"
+            if isinstance(error, LookupError | TypeError | AttributeError):  # of the client, which reads the answer
+                why = f"{constants.ENDPOINT} answers as no hub does ({one_line(error)}): check HF_ENDPOINT"
             raise UserError(f"{target} was not pushed: {why}") from None
+
+
+@contextmanager
+def _bounded() -> Iterator[None]:
+    """Let the client of the hub wait no longer than `SILENCE` for an answer: of itself it waits without end."""
+    from huggingface_hub import get_session
+
+    client = get_session()
+    before, client.timeout = client.timeout, SILENCE
+    try:
+        yield
+    finally:
+        client.timeout = before
 
 
 def upload(

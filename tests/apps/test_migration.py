@@ -247,3 +247,35 @@ def test_dotted_names_of_the_command_line_are_answered_by_the_same_table(word: s
     kind = VERBS["rl"].options
     known = [*kind.__dataclass_fields__, *kind.flags()]
     assert suggestion(word, known) == f"; here it is --{option.replace('_', '-')}"
+
+
+def test_of_several_runs_in_a_file_the_recipe_names_the_others(tmp_path: Path) -> None:
+    command = "trl {} --model_name_or_path a/b --dataset_name c/d\n"
+    (tmp_path / "both.sh").write_text(command.format("sft") + command.format("dpo") + "echo done\n")
+    (tmp_path / "one.sh").write_text(command.format("sft") + "echo done\n")
+    script = SCRIPT.format(config="SFTConfig", trainer="SFTTrainer", options="", more="")
+    (tmp_path / "both.py").write_text(script + "DPOTrainer(model='m', args=DPOConfig(beta=0.2)).train()\n")
+    assert "# this is the first of 2 commands in both.sh" in imported(tmp_path / "both.sh")[1]
+    assert "commands in" not in imported(tmp_path / "one.sh")[1]
+    verb, recipe, _ = imported(tmp_path / "both.py")
+    assert verb == "sft" and "both.py calls DPOConfig too" in recipe
+
+
+def test_what_only_a_run_would_know_is_left_to_its_reader(tmp_path: Path) -> None:
+    """An argument of a script or a function, a value of a loop, and keywords from another place."""
+    (tmp_path / "run.sh").write_text(
+        "run() {\n trl sft --model_name_or_path $1 --dataset_name ${2:-c/d} --seed $s --learning_rate 1e-4 $@\n}\n"
+    )
+    _, recipe, table = imported(tmp_path / "run.sh")
+    assert table["model"] == "MODEL" and table["tasks"] == "c/d" and table["lr"] == 1e-4
+    assert "model_name_or_path: only the script computes its value, $1: set it here" in recipe
+    assert table["seed"] == 42 and "seed, not known here: TRL's default" in recipe and "$s: same" not in recipe
+    more = "**json.load(open('more.json'))"
+    (tmp_path / "run.py").write_text(SCRIPT.format(config="SFTConfig", trainer="SFTTrainer", options=more, more=""))
+    assert f"{more}: only the script computes its value" in imported(tmp_path / "run.py")[1]
+
+
+def test_the_trainer_of_a_file_that_names_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.sh").write_text("trl sft --model_name_or_path a/b --dataset_name c/d\n")
+    assert main(["import", str(tmp_path / "run.sh"), "--trainer", "dpo"]) == 2
+    assert "--trainer is of a YAML configuration" in capsys.readouterr().err

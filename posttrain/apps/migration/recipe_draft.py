@@ -113,6 +113,8 @@ class RecipeDraft:
 
     def origin(self, name: str) -> str:
         """Return an option there with its value, as a comment names it."""
+        if isinstance(self.run.options.get(name), Unresolved):
+            return f"{name}, not known here: {self.run.framework}'s default"
         if self.given(name):
             return f"{name} = {'***' if _SECRET.search(name) else shown(self.run.options[name])}"
         return f"{name}, not given: {self.run.framework}'s default"
@@ -139,7 +141,7 @@ class RecipeDraft:
         except UserError as error:
             self.note(self.origin(name), f"not taken over as {option}: {inline(str(error))}")
             return
-        if self.given(name):
+        if self.given(name) and not isinstance(self.run.options[name], Unresolved):
             self.put(option, value, f"{self.origin(name)}: {why}")
         elif value != self.own_default(option):
             own = self.own_default(option)

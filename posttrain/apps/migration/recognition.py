@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from posttrain.core.types import UserError
 TRL_TRAINERS = tuple(CONFIGS.values())
 VERL = {"main_ppo": "main_ppo", "main_dapo": "main_ppo", "fsdp_sft_trainer": "sft", "sft_trainer": "sft"}
 OPENRLHF = ("train_ppo_ray", "train_sft", "train_dpo", "train_rm")
+_CONFIGURATIONS = (".yaml", ".yml")
 _PROCESSES = {"--num_processes", "--num-processes", "--nproc_per_node", "--nproc-per-node", "--num_gpus"}
 _NODES = {"--nnodes", "--num_machines", "--num_nodes"}
 
@@ -27,6 +29,8 @@ def read(source: str, trainer: str | None = None) -> ForeignRun:
     Raises UserError for a file that cannot be read, or that is none of these.
     """
     path = Path(source)
+    if trainer is not None and path.suffix not in _CONFIGURATIONS:
+        raise UserError(f"--trainer is of a YAML configuration, and {clip(source)} is none: leave it out")
     try:
         text = user_files.text(path, LARGEST).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -37,11 +41,16 @@ def read(source: str, trainer: str | None = None) -> ForeignRun:
         raise UserError(f"{clip(source)} cannot be read: {error.strerror or one_line(error)}") from None
     if path.suffix == ".py":
         return read_script(text, path.name)
-    if path.suffix in (".yaml", ".yml"):
+    if path.suffix in _CONFIGURATIONS:
         return _of_configuration(_mapping(text, path.name), trainer, path.name)
     words: list[str] = []
-    for command in commands(text):
-        if (run := _of_command(command, path, trainer)) is not None:
+    rest = commands(text)
+    for command in rest:
+        if (run := _of_command(command, path)) is not None:
+            if more := _more(rest, path):
+                run.notes.append(
+                    f"this is the first of {more + 1} commands in {path.name}: for another, give a file of its own to import"
+                )
             return run
         words += command
     raise UserError(
@@ -50,13 +59,22 @@ def read(source: str, trainer: str | None = None) -> ForeignRun:
     )
 
 
+def _more(rest: Iterable[list[str]], path: Path) -> int:
+    """Return how many of the commands start a run; one that cannot be read ends the count."""
+    found = 0
+    with suppress(UserError):
+        for command in rest:
+            found += _of_command(command, path) is not None
+    return found
+
+
 def _found(words: Iterable[str]) -> str:
     """ "; it has ...", for a module of one of the three that has no counterpart in posttrain."""
     module = next((word for word in words if re.match(r"(verl|openrlhf|recipe|trl)\.[\w.]+$", word)), "")
     return f"; {module} has no counterpart in posttrain" if module else ""
 
 
-def _of_command(words: list[str], path: Path, trainer: str | None) -> ForeignRun | None:
+def _of_command(words: list[str], path: Path) -> ForeignRun | None:
     """Return the run of a command, or None if it is of no trainer that is known here."""
     for place, word in enumerate(words):
         module = re.sub(r"\.py$", "", word).replace("/", ".").rpartition(".")

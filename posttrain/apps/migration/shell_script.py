@@ -21,7 +21,7 @@ LONGEST_REFERENCE = 4000  # characters of ${...} or $((...))
 _NAME = re.compile(r"(?:export\s+|local\s+|declare\s+(?:-\w+\s+)*|readonly\s+)?([A-Za-z_]\w*)(\+?)=")
 _HEREDOC = re.compile(r"<<(-?)\s*(['\"]?)(\w+)\2[^\n]*\n(.*?)\n[ \t]*\3[ \t]*(?:\n|$)", re.DOTALL)
 _READ = re.compile(r"\bread\s+(?:-\w+\s+(?:''\s+|\"\"\s+)?)*([A-Za-z_]\w*)\s*$")
-_BRACED = re.compile(r"([A-Za-z_]\w*)(?:\[[@*]\])?(?:(:?[-=])(.*))?", re.DOTALL)
+_BRACED = re.compile(r"([A-Za-z_]\w*|\d)(?:\[[@*]\])?(?:(:?[-=])(.*))?", re.DOTALL)
 _KEYWORDS = {"if", "then", "else", "elif", "fi", "do", "done", "{", "}", "nohup", "exec", "time", "sudo", "env", "!"}
 _OPERATORS = {
     ast.Add: operator.add,
@@ -243,7 +243,9 @@ def _variable(text: str, variables: dict[str, str], depth: int = 0) -> tuple[str
         return text[:length], length
     if found := re.match(r"\$([A-Za-z_]\w*)", text):
         return variables.get(found[1], found[0]), found.end()
-    return ("", 2) if text[1:2] in "@*0123456789" and len(text) > 1 else ("$", 1)
+    if text[1:2].isdigit():  # an argument of the script or of a function
+        return text[:2], 2
+    return ("", 2) if text[1:2] in ("@", "*") else ("$", 1)
 
 
 def _arithmetic(text: str, variables: dict[str, str]) -> int | None:

@@ -151,6 +151,10 @@ def read_script(text: str, name: str) -> ForeignRun:
         _refuse(script, trainers, name)
     config = next((c for c in configs if c.replace("Config", "Trainer") in trainers), configs[-1])
     run = ForeignRun("TRL", CONFIGS[config], _keywords(script, last[config]))
+    if others := [c for c in configs if c != config]:
+        run.notes.append(
+            f"this is the run of {config}: {name} calls {' and '.join(others)} too, which need a script of their own"
+        )
     trainer = last.get(config.replace("Config", "Trainer"))
     if trainer is not None:
         _of_trainer(script, trainer, run, name, _runs_when_imported(tree))
@@ -178,6 +182,8 @@ def _keywords(script: ScriptValues, call: ast.Call) -> dict[str, Any]:
             found[keyword.arg] = value
         elif isinstance(value, dict):
             found |= value
+        else:
+            found[f"**{ast.unparse(keyword.value)[:100]}"] = value
     return found
 
 

@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from pages import over_seeds
+from pages import over_seeds, with_seeds
 
 import posttrain
 from posttrain import Rollout
@@ -154,7 +154,7 @@ def report(results: dict[str, Any]) -> str:
         cells = []
         for name in columns:
             values = [f[arm + name] for f in results.values()]
-            cells.append(f"{over_seeds(values)} ({', '.join(f'{value:.3f}' for value in values)})")
+            cells.append(with_seeds(values))
         rows.append(f"| {arm} | {' | '.join(cells)} |")
     first, *others = ARMS
     for arm in others:

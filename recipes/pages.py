@@ -29,6 +29,13 @@ def write_page(file: Path, lines: Sequence[str]) -> Path:
     return file
 
 
+def with_seeds(values: Sequence[float], form: str = ".3f") -> str:
+    """Return the mean over seeds with its interval, then every seed; a value that all have in common once."""
+    if len(set(values)) == 1:
+        return f"{values[0]:{form}}"
+    return f"{over_seeds(values, form)} ({', '.join(f'{value:{form}}' for value in values)})"
+
+
 def over_seeds(values: Sequence[float], form: str = ".3f") -> str:
     """Return the mean over seeds with Student's 95% interval; of one seed the value alone."""
     mean = f"{sum(values) / len(values):{form}}"

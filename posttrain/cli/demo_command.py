@@ -116,14 +116,15 @@ def real(out: Path, seed: int, model: str) -> Any:
         found = posttrain.evaluate(tasks, "verify:numeric", str(learned.path), against=model, samples=4, max_tokens=24)
         assert found.against is not None and found.differences is not None
         before, after, gain = found.against["accuracy"], found.figures["accuracy"], found.differences["accuracy"]
-        lengths = [f"{_length(rollouts):.0f}" for rollouts in (found.against_rollouts, found.rollouts)]
+        lengths = [f"{mean_length(rollouts):.0f}" for rollouts in (found.against_rollouts, found.rollouts)]
         rows.append([name, told(before, ".2f"), told(after, ".2f"), told(gain, ".2f"), " to ".join(lengths)])
     columns = ["", "before", "after", "gained", "tokens"]
     table("Accuracy, 4 replies each at temperature 1, 95% intervals", columns, rows)
     return learned
 
 
-def _length(rollouts: Sequence[Rollout]) -> float:
+def mean_length(rollouts: Sequence[Rollout]) -> float:
+    """Return the mean number of sampled tokens of a rollout."""
     return sum(rollout.n_sampled for rollout in rollouts) / len(rollouts)
 
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from pathlib import PurePath
 
+from posttrain.config.named_values import named_value
 from posttrain.core.types import UserError
 
 ONLY = ""
@@ -16,12 +17,11 @@ def held_out_sets(values: Sequence[str]) -> dict[str, str]:
     Without a name a set among several is named after its file, or after the file's folder where two files are named alike.
     Raises UserError where that does not give each set a name of its own.
     """
-    read = [re.fullmatch(r"(?:([A-Za-z][\w-]*)=)?(.+)", value, re.DOTALL) for value in values]
-    if any(match is None for match in read):
+    rows = list(filter(None, map(named_value, values)))
+    if len(rows) < len(values):
         raise UserError("--eval-tasks is empty: give a file, or leave it out")
-    rows = [(match[1], match[2]) for match in read if match]
     if len(rows) == 1:
-        return {rows[0][0] or ONLY: rows[0][1]}
+        return dict(rows)  # without a name, under ONLY
     paths = [PurePath(re.split("[:@]", where)[0] if not PurePath(where).suffix else where) for _, where in rows]
     for named in ([p.stem for p in paths], [p.parent.name for p in paths]):
         names = [given or found for (given, _), found in zip(rows, named, strict=True)]

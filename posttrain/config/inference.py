@@ -57,7 +57,13 @@ class Evaluation(
     def __post_init__(self) -> None:
         if len(self.search) > 1:
             raise UserError(f"--search {' '.join(self.search)}: eval takes one search, and compares models")
-        super().__post_init__()
+        if not self.search:
+            super().__post_init__()
+
+    @property
+    def rewards_steps(self) -> bool:
+        """Whether steps earn rewards: with a search, the reward model and the options of steps belong to the search."""
+        return super().rewards_steps and not self.search
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,10 @@ class SearchedGroup(SearchGroup, ServiceGroup, group="search"):
     """Value of a partial reply, of the probabilities of its steps: last for reward models of the chance that the reply
     will be right; min or product for those of whether the step is right."""
 
+    def __post_init__(self) -> None:
+        if not self.search:
+            super().__post_init__()
+
 
 def steps_of_search(config: Any) -> tuple[str, Aggregate]:
     """Return (delimiter, aggregate) of the steps of a search: lines, and the value of the last one, unless given."""
@@ -56,13 +60,15 @@ def steps_of_search(config: Any) -> tuple[str, Aggregate]:
 
 def check_search(config: Any, env: str | None, temperatures: Sequence[float], top_k: int) -> None:
     """Raise UserError, in one line, for options of a search that contradict each other or have no effect."""
-    for f in fields(SearchedGroup if isinstance(config, SearchedGroup) else SearchGroup):
-        if f.name == "search" or f.name not in OF_SEARCH:
-            continue
-        wanted = OF_SOME.get(f.name, ())
-        if getattr(config, f.name) != f.default and not (set(wanted or config.search) & set(config.search)):
-            name = f"--{f.name.replace('_', '-')}"
-            raise UserError(f"{name} has no effect without --search {' or '.join(wanted)}".rstrip() + ": leave it out")
+    own = {f.name for f in fields(SearchGroup)} | set(OF_STEPS if isinstance(config, SearchedGroup) else ())
+    for name in (f.name for f in fields(config) if getattr(config, f.name) != f.default):
+        option, wanted = f"--{name.replace('_', '-')}", OF_SOME.get(name, ())
+        if name in own and name != "search" and not (set(wanted or config.search) & set(config.search)):
+            raise UserError(
+                f"{option} has no effect without --search {' or '.join(wanted)}".rstrip() + ": leave it out"
+            )
+        if name in OF_REWARDS and config.search:
+            raise UserError(f"{option} has no effect with --search, where steps earn no reward: leave it out")
     if not config.search:
         return
     if config.step_delimiter == SPANS:
@@ -93,7 +99,8 @@ def check_proposals(config: SearchGroup, where: str, temperatures: Sequence[floa
 
 
 OF_STEPS = ("step_delimiter", "step_aggregate")
-OF_SEARCH = {*(f.name for f in fields(SearchGroup)), *OF_STEPS}
-"""Options that need --search."""
+"""Options of the steps of a search; where there are step rewards, they are theirs without one."""
+OF_REWARDS = ("step_rewards", "step_weight", "step_score")
+"""Options of step rewards alone."""
 OF_SOME = {"search_lookahead": ("lookahead",), "search_exploration": ("mcts",)}
 """Options of one search alone -> the search."""

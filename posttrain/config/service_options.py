@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from posttrain.config.named_values import named_value
 from posttrain.core.reply_steps import expression_of
 from posttrain.core.types import UserError
 
@@ -21,18 +22,15 @@ SERVICES = (*SCORERS, "retriever")
 
 
 def named_services(values: Sequence[str], kind: str) -> list[tuple[str, str]]:
-    """(name, file or folder) of each service of an option: "NAME=FOLDER", or "FOLDER" for the one called as its
-    kind."""
-    found = [re.fullmatch(r"(?:([A-Za-z][\w-]*)=)?(.+)", value) for value in values]
-    if any(match is None for match in found):
+    """Return (name, file or folder) of each service of an option; one without a name is called as its kind."""
+    found = list(map(named_value, values))
+    if None in found:
         raise UserError(f"--{kind} is empty: leave it out, or give a file or folder")
-    return [(match[1] or kind, match[2]) for match in found if match]
+    return [(name or kind, value) for name, value in filter(None, found)]
 
 
 def play_the_only_service(config: Any) -> None:
-    """Without an environment, a reward model or a judge alone is one, but for a model that a search asks."""
-    if getattr(config, "search", ()):
-        return
+    """Without an environment, a reward model or a judge alone is one."""
     given = [(kind.replace("_", "-"), value) for kind in SCORERS for value in getattr(config, kind)]
     if not config.env and len(given) == 1:
         [(kind, value)] = given
@@ -46,13 +44,6 @@ def check_step_rewards(config: Any) -> None:
 
     Without an environment the outcome of a reply earns nothing: its steps alone do.
     """
-    if getattr(config, "search", ()):
-        for name in ("step_rewards", "step_weight", "step_score"):
-            if getattr(config, name) != next(f.default for f in fields(config) if f.name == name):
-                raise UserError(
-                    f"--{name.replace('_', '-')} has no effect with --search: it rewards no step, leave it out"
-                )
-        return
     if not config.step_delimiter:
         given = [f.name for f in fields(config) if f.name.startswith("step_") and getattr(config, f.name) != f.default]
         if given:

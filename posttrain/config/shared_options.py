@@ -104,6 +104,11 @@ class StepRewardGroup(ServiceGroup, group="environment"):
     step_score: Literal["probability", "score"] = "probability"
     """The reward of a step: the probability that it is right (sigmoid of the reward model's score), or the score."""
 
+    @property
+    def rewards_steps(self) -> bool:
+        """Whether the steps of a reply earn rewards."""
+        return bool(self.step_delimiter)
+
     def __post_init__(self) -> None:
         check_step_rewards(self)
         super().__post_init__()

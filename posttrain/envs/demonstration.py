@@ -13,6 +13,7 @@ from posttrain.data.chat_prompts import is_context, without_marks
 from posttrain.data.preference_examples import CUT
 from posttrain.envs.play.env_outputs import read_schema
 from posttrain.models.tokenizer.rendered_reply import RenderedReply, rendered_reply
+from posttrain.models.tokenizer.tool_parser import check_shown
 
 if TYPE_CHECKING:
     from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -194,6 +195,7 @@ def _pieces(task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int], mask: Mask
             yield _Piece(after[ended:], False, [replace(m, start=m.start - ended) for m in media])
         cut = i == last and task.get("response_stop") in CUT
         text = rendered_reply(tokenizer, messages[:i], message, tools, learned=learned[i], cut=cut)
+        check_shown([message], text.text)
         said, reply = i, _ended(tokenizer, text, eos_ids, calling=bool(message.get("tool_calls")))
         whole = reply if any(token in eos_ids for token in reply) else [*reply, eos_ids[0]]
         yield _Piece(whole, learned[i], context=not learned[i])

@@ -170,7 +170,7 @@ def played_env(config: Any, env: Callable[..., Any] | None = None) -> str | Call
     Raises UserError if step rewards depend on success, and no success threshold is defined.
     """
     own = env or config.env
-    if not (isinstance(config, StepRewardGroup) and config.step_delimiter) or bool(getattr(config, "search", ())):
+    if not (isinstance(config, StepRewardGroup) and config.rewards_steps):
         return own
     success = success_of(own, getattr(config, "success", None)) if config.step_rewards == "if-right" else None
     if config.step_rewards == "if-right" and success is None:

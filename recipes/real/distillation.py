@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import posttrain
-from posttrain import Rollout
-from posttrain.cli.demo_command import questions
+from posttrain.cli.demo_command import mean_length, questions
 from posttrain.core.types import Task
 from posttrain.runs.run_reading import read_metrics
 from posttrain.training.trainer import Run
@@ -129,11 +128,6 @@ class Distillation:
                 found["tokens"] = mean_length(told.rollouts)
                 found["replies"] = [conversation(r, 300) for r in told.rollouts[:24:4]]
         return found
-
-
-def mean_length(rollouts: Sequence[Rollout]) -> float:
-    """Sampled tokens of a reply."""
-    return sum(r.n_sampled for r in rollouts) / len(rollouts)
 
 
 def main() -> None:

@@ -23,11 +23,10 @@ import torch
 import posttrain
 from posttrain import Rollout, UserError
 from posttrain.cli.real_model import fetched
-from posttrain.core.intervals import student_interval
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import SpanKind
 from posttrain.training.trainer import Run
-from recipes.pages import write_page
+from recipes.pages import with_seeds, write_page
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
@@ -134,7 +133,7 @@ class Study:
         lines = [f"| | {' | '.join(columns.values())} |", "|---" * (len(columns) + 1) + "|"]
         for arm in arms:
             cells = [
-                over_seeds(self.values(arm, name), name) if all(name in f for f in self.figures(arm)) else ""
+                cell(self.values(arm, name), name) if all(name in f for f in self.figures(arm)) else ""
                 for name in columns
             ]
             lines.append(f"| {arm} | {' | '.join(cells)} |")
@@ -143,7 +142,7 @@ class Study:
     def gain(self, arm: str, over: str, name: str) -> str:
         """How much an arm is above another one, the same seeds compared: mean and 95% interval (Student)."""
         pairs = zip(self.values(arm, name), self.values(over, name), strict=True)
-        return over_seeds([a - b for a, b in pairs], name, "+.3f")
+        return with_seeds([a - b for a, b in pairs], "+.3f")
 
     def head(self, recipe: str) -> list[str]:
         """The command, when and where it ran, and how long."""
@@ -168,14 +167,11 @@ class Study:
             print(f"page    {write_page(self.page_file, lines)}")
 
 
-def over_seeds(values: Sequence[float], name: str, form: str = ".3f") -> str:
-    """Mean, 95% interval (Student) and every seed; costs and lengths have no interval."""
-    mean = sum(values) / len(values)
+def cell(values: Sequence[float], name: str, form: str = ".3f") -> str:
+    """Return a figure of a table. Costs and lengths have no interval."""
     if name in MEANS_ALONE:
-        return format(mean, MEANS_ALONE[name])
-    if len(set(values)) == 1:
-        return format(mean, form)
-    return f"{mean:{form}} {student_interval(values).text(form)} ({', '.join(format(v, form) for v in values)})"
+        return format(sum(values) / len(values), MEANS_ALONE[name])
+    return with_seeds(values, form)
 
 
 def conversation(rollout: Rollout, limit: int = 700) -> list[str]:

@@ -216,11 +216,9 @@ def test_arms_see_other_rows_with_another_seed_and_practise_nothing_that_was_dem
 
 
 def test_a_figure_is_the_mean_over_seeds_with_students_interval() -> None:
-    over_seeds = recipe_module("real.study").over_seeds
-    assert (
-        over_seeds([0.1, 0.3, 0.2], "exact") == "0.200 [-0.048, 0.448] (0.100, 0.300, 0.200)"
-    )  # 4.303 * 0.1 / sqrt(3)
-    assert over_seeds([0.5, 0.5], "exact") == "0.500" and over_seeds([1.2, 2.0], "minutes") == "2"
+    cell = recipe_module("real.study").cell
+    assert cell([0.1, 0.3, 0.2], "exact") == "0.200 [-0.048, 0.448] (0.100, 0.300, 0.200)"  # 4.303 * 0.1 / sqrt(3)
+    assert cell([0.5, 0.5], "exact") == "0.500" and cell([1.2, 2.0], "minutes") == "2"
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from posttrain.core.thoughts import CLOSES, OPENS, reasoning_of, taken_apart, without_reasoning
 from posttrain.core.types import UserError
-from posttrain.models.tokenizer.tool_parser import check_shown
 
 if TYPE_CHECKING:
     from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -49,22 +48,8 @@ def rendered_reply(
     """Return the text of the assistant's `message` behind the messages `before`.
 
     `learned`: whether the reply is trained on, not context. `cut`: whether the reply was cut off, perhaps within its
-    thoughts. Raises UserError if the text that a policy would sample cannot be determined, or lacks a call of the message.
+    thoughts. Raises UserError if the text that a policy would sample cannot be determined.
     """
-    found = _rendered_reply(tokenizer, before, message, tools, learned=learned, cut=cut)
-    check_shown([message], found.text)
-    return found
-
-
-def _rendered_reply(
-    tokenizer: Tokenizer,
-    before: Sequence[Message],
-    message: Message,
-    tools: Sequence[Message] | None,
-    *,
-    learned: bool,
-    cut: bool,
-) -> RenderedReply:
     shown = tokenizer.render(before, True, tools)
     opened = _OPENED.search(shown)
     thoughts, content = reasoning_of(message), str(message["content"])

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from hashlib import blake2b
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -186,18 +184,13 @@ def turns(transcripts: Sequence[Transcript]) -> tuple[TurnStart, ...]:
             own = span.kind in (SpanKind.SAMPLED, SpanKind.IMITATED)
             if own and not was_own:
                 before, context = scored, transcript.tokens[: span.start]
-                begun: TurnStart | None = TurnStart(before, _hash(context[observed:]), _hash(context))
+                begun: TurnStart | None = TurnStart(before, hash(tuple(context[observed:])), hash(tuple(context)))
             if own and span.learned and begun is not None:
                 found.append(begun)
                 begun = None
             scored += span.length if span.learned else 0
             observed, was_own = span.start + span.length if own else observed, own
     return tuple(found)
-
-
-def _hash(tokens: Sequence[int]) -> int:
-    """Return a hash that is the same in every process."""
-    return int.from_bytes(blake2b(np.array(tokens, dtype=np.int64).tobytes(), digest_size=8).digest())
 
 
 def named_parts(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:

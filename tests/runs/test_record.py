@@ -87,9 +87,9 @@ def events(folder: Path) -> dict[tuple[str, int], float]:
 
 
 def test_run_json_says_what_ran_with_what_and_where(tmp_path: Path) -> None:
-    record = RunRecord.create(tmp_path / "a", CONFIG, "rl", {"objective": "mean over tokens"})
+    record = RunRecord.create(tmp_path / "a", CONFIG, "rl", {"objective": ["mean over tokens"]})
     run = read_run(tmp_path / "a")
-    assert (run["verb"], run["seed"], run["objective"]) == ("rl", 7, "mean over tokens")
+    assert (run["verb"], run["seed"], run["objective"]) == ("rl", 7, ["mean over tokens"])
     assert run["config"] == {"seed": 7, "lr": 1e-4, "out": "runs/a", "clip_high": "inf", "stop": ["</answer>"]}
     assert run["versions"]["python"] == sys.version.split()[0] and run["versions"]["torch"]
     assert run["machine"]["cores"] >= 1 and run["machine"]["memory_gib"] > 0 and "end" not in run

@@ -33,7 +33,7 @@ def renumber(task: Task, rng: random.Random) -> Task | None:
     asked = set(NUMBER.findall(task["prompt"]))
     for _ in range(20):
         fresh = {n: _like(n, rng) for n in sorted(asked & set(NUMBER.findall(task["response"])))}
-        question, response = (_substitute(task[key], fresh) for key in ("prompt", "response"))
+        question, response = (substituted(task[key], fresh) for key in ("prompt", "response"))
         value = evaluate(response)
         if value is None or value <= 0 or (answer.denominator == 1 and value.denominator != 1):
             continue
@@ -41,7 +41,8 @@ def renumber(task: Task, rng: random.Random) -> Task | None:
     return None
 
 
-def _substitute(text: str, fresh: dict[str, str]) -> str:
+def substituted(text: str, fresh: dict[str, str]) -> str:
+    """The text with other numbers."""
     return NUMBER.sub(lambda found: fresh.get(found[0], found[0]), text)
 
 

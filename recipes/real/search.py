@@ -27,7 +27,7 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.services.retrieval.passage_index import PassageIndex, build, open_index
 from posttrain.verify.short_answer import contains_answer
 from recipes import search_qa
-from recipes.real.study import Figures, Study, conversation, finished, options, run, shuffled
+from recipes.real.study import Figures, Study, conversation, finished, options, right_and_wrong, run, shuffled
 
 Row = dict[str, Any]
 
@@ -159,13 +159,6 @@ def queries(rollouts: Sequence[Rollout]) -> list[list[str]]:
             query = asked[0].partition("<search>")[2].partition("</search>")[0].strip()
             found.append([rollout.task["question"], query])
     return found[:8]
-
-
-def right_and_wrong(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """The first right rollout and the first wrong one."""
-    right = [rollout for rollout in rollouts if rollout.rewards.get("exact") == 1]
-    wrong = [rollout for rollout in rollouts if rollout.rewards.get("exact") == 0]
-    return right[:1] + wrong[:1]
 
 
 def page(study: Study, count: int, shown: int, trained: int) -> list[str]:

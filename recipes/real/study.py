@@ -185,6 +185,13 @@ def conversation(rollout: Rollout, limit: int = 700) -> list[str]:
     return [*lines, f"[reward] {rollout.reward if rollout.reward is not None else 'invalid'}: {rewards}", "```", ""]
 
 
+def right_and_wrong(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    """The first rollout with the reward 1, and the first with the reward 0."""
+    return [
+        next(r for r in rollouts if r.reward == worth) for worth in (1, 0) if any(r.reward == worth for r in rollouts)
+    ]
+
+
 def finished(run: Run) -> str:
     """The folder of a run. Raises UserError if it was interrupted: its figures would pass for those of a whole one."""
     if run.interrupted or run.stopped:

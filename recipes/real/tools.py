@@ -168,7 +168,7 @@ def calls(rollout: Rollout, tool: Tool) -> list[bool]:
 
 def main() -> None:
     given = options(__doc__ or "", "tools").parse_args()
-    shown, steps, prompts, asked = (8, 2, 2, 8) if given.small else (64, 20, 8, 120)
+    shown, steps, prompts, asked = (8, 2, 2, 8) if given.small else (64, 16, 8, 120)
     settings = {"shown": shown, "steps": steps, "prompts": prompts, "questions": asked, "rates": [SFT_RATE, RATE]}
     study = Study(given, settings)
     learned, held_out = problems(given.data)

@@ -623,6 +623,8 @@ class RLOptions(
     """Steps at the start in which only the critic learns."""
     critic_tau: float
     """Target networks of action values: rate at which they follow each update."""
+    value_network: bool
+    """Learn a value network beside the action values; its slow copy alone gives their targets."""
     divergence: Literal["reverse-kl", "forward-kl", "jensen-shannon", "sampled"]
     """Divergence of the student from its teacher. sampled looks at the sampled tokens only."""
     distillation: float
@@ -738,6 +740,9 @@ class PreferOptions(AlgorithmOptions, PassesOptions, total=False):
     """Normalise --imitation by all tokens, by each response's tokens, or not at all."""
     policy_weight: bool
     """Weight comparisons by the policy's probability of their responses (WPO)."""
+    transport: Literal["paired", "unpaired", "none"]
+    """Compare sorted distributions instead of responses: margins of policy and reference, or good and bad scores
+    (AOT)."""
     reference_every: int
     """Steps between updates of the reference to the policy (0: never)."""
     reference_update_rate: float

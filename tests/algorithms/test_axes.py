@@ -226,6 +226,8 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("ppo", {"critic": "shared"}, CRITIC, Value()),
     ("vapo", {"critic_warmup": 3}, CRITIC, Value(lam=1.0, warmup=3)),
     ("sac", {"critic_warmup": 3}, CRITIC, SoftQ(warmup=3)),
+    ("sac", {"value_network": True}, CRITIC, SoftQ(warmup=2, state_value=True)),
+    ("sac-v", {"value_network": False}, CRITIC, SoftQ(warmup=2)),
     ("ppo", {"value_clip": 0.5}, CRITIC, Value(clip=0.5)),
     ("ppo", {"value_clip": 0.0}, CRITIC, Value(clip=None)),
     ("ppo", {"value_coefficient": 0.5}, CRITIC, Value(coefficient=0.5)),
@@ -485,6 +487,7 @@ SoftQ.gamma = 1.0: at least 0 and at most 1
 SoftQ.tau = 0.05: at least 0 and at most 1
 SoftQ.coefficient = 1.0: at least 0
 SoftQ.warmup = 20: at least 0
+SoftQ.state_value = False
 Value.clip = 0.2: above 0; 0 is none
 Value.coefficient = 0.1: at least 0
 Value.lam = None: at least 0 and at most 1
@@ -605,6 +608,7 @@ ppo-ptx: old, reference, value | value | every token
 open-reasoner-zero: value | value | every token
 vapo: old, success, value | value | every token
 sac: action value | entropy, expected_q, q, target_q | every token
+sac-v: action value, soft state value | entropy, expected_q, q, target_value, value | every token
 distill-reverse-kl: | reverse_kl | every token
 distill-forward-kl: | forward_kl | every token
 distill-jsd: | jensen_shannon | every token
@@ -723,6 +727,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("sac", {"surrogate": "clip", "replay": 0}, "sac: .*belong together"),
     ("ppo", {"critic_tau": 0.1}, "--critic-tau cannot go with ppo"),
     ("grpo", {"critic_tau": 0.1}, "--critic-tau cannot go with grpo"),
+    ("ppo", {"value_network": True}, "--value-network cannot go with ppo"),
+    ("sac-v", {"critic": "shared", "critic_warmup": 0}, "sac-v: .*backbone of the critic's own"),
     ("ppo", {"critic": "shared", "critic_warmup": 2}, "--critic separate"),
     ("ppo", {"critic": "shared", "critic_model": "x"}, "leave out --critic-model"),
     ("trpo", {"advantage": "gae", "critic": "shared"}, "trpo: .*--critic separate"),

@@ -659,6 +659,11 @@ class RLOptions(
     """Deduction from the reward for each sampled token (0: none)."""
     length_reward: float
     """Reward for being among the shorter replies of the group (0: none)."""
+    redistribution: Literal["even", "entropy", "none"]
+    """Redistribute the final reward over the tokens of a reply: evenly, or by the policy's entropy (none: the last
+    token earns it)."""
+    redistribution_share: float
+    """Part of the final reward that --redistribution takes."""
     imitation: float
     """Weight of the likelihood of right replies in the loss (0: none)."""
     ptx_coefficient: float

@@ -15,12 +15,12 @@ from typing import Any
 
 from posttrain.algorithms.algorithm_base import AlgorithmBase
 from posttrain.algorithms.branching import PAPER
+from posttrain.algorithms.optimal_transport import OptimalTransport
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.preference import Imitated, Margin, PreferenceAlgorithm
 from posttrain.algorithms.responses import LogRatio, PolicyWeight, ResponseLikelihood
 from posttrain.algorithms.reward_model_table import RewardModelAlgorithm
 from posttrain.algorithms.settings import change, flags, settings_of
-from posttrain.algorithms.optimal_transport import OptimalTransport
 from posttrain.core.component import Component, Need
 
 SYMBOLS = (
@@ -84,6 +84,7 @@ def _(algorithm: Algorithm) -> list[tuple[str, str, str]]:
         ("groups", algorithm.sampling),
         *(("rollouts", chosen) for chosen in algorithm.filters),
         *(("reward shaping", shape) for shape in algorithm.shaping),
+        ("final reward of a token", algorithm.redistribution),
         ("imitation loss", algorithm.imitation),
         ("pretraining loss", algorithm.pretraining),
         ("step", algorithm.trust_region),

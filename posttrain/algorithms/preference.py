@@ -14,8 +14,8 @@ from posttrain.algorithms.algorithm_base import AlgorithmBase
 from posttrain.algorithms.comparison_weights import DENOMINATORS, Denominator, PerComparison
 from posttrain.algorithms.links import LINKS, Pairs, PreferenceLink
 from posttrain.algorithms.moving_models import MovingReference
-from posttrain.algorithms.responses import SCORES, LogRatio, PolicyWeight, Responses, Score
 from posttrain.algorithms.optimal_transport import OptimalTransport
+from posttrain.algorithms.responses import SCORES, LogRatio, PolicyWeight, Responses, Score
 from posttrain.core.batch import Batch, Outputs, Preferences, Stats
 from posttrain.core.component import Component, setting
 from posttrain.core.lazy_torch import torch

@@ -21,9 +21,9 @@ from posttrain.algorithms.links import (
     Square,
 )
 from posttrain.algorithms.moving_models import MovingReference
+from posttrain.algorithms.optimal_transport import OptimalTransport
 from posttrain.algorithms.preference import Imitated, Margin, PreferenceAlgorithm
 from posttrain.algorithms.responses import LogRatio, Odds, ResponseLikelihood
-from posttrain.algorithms.optimal_transport import OptimalTransport
 
 _ALGORITHMS = (
     PreferenceAlgorithm(

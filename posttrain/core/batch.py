@@ -52,6 +52,9 @@ class Scores:
     steps: tuple[tuple[tuple[int, float], ...], ...] = ()  # per rollout: (scored tokens up to the step's end, reward)
     turns: tuple[tuple[TurnStart, ...], ...] = ()  # per rollout: turns with a scored token; () where credit needs none
     pieces: tuple[tuple[Piece, ...], ...] = ()  # per rollout: replies with its scored tokens; () unless rollouts branch
+    shares: tuple[
+        Tensor, ...
+    ] = ()  # per rollout, [n_i]: part of the final reward that each token earns; (): the last all
     penalty: tuple[Tensor, ...] = ()  # per rollout, [n_i]: KL penalty that is deducted from each token's reward
     value: tuple[Tensor, ...] = ()  # per rollout, [n_i]: the critic's value of the state in which each token was chosen
     squared_gradient_norm: Tensor | None = None  # float64 [S], of the gradient of the rollout's log-probability

@@ -52,6 +52,7 @@ from posttrain.algorithms.ratio import (
     PessimisticClip,
     SequenceValueTokenGradient,
 )
+from posttrain.algorithms.redistribution import Redistribution
 from posttrain.algorithms.settings import change, flags, settings_of
 from posttrain.algorithms.shaping import GroupLength, LengthPenalty, RewardFloor, SoftOverlong
 from posttrain.algorithms.surrogate import (
@@ -91,7 +92,7 @@ def part(name: str) -> Part:
 
 ADVANTAGE, SURROGATE, RATIO, AGGREGATE = part("advantage"), part("surrogate"), part("ratio"), part("aggregate")
 PENALTY, CRITIC, ENTROPY, CORRECTION = part("kl"), part("critic"), part("entropy"), part("correction")
-SHAPING, TEACHER = part("shaping"), part("teacher")
+SHAPING, TEACHER, SPREAD = part("shaping"), part("teacher"), part("redistribution")
 
 CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("grpo", {"advantage": "baselined"}, ADVANTAGE, Baselined()),
@@ -218,6 +219,11 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("grpo", {"length_penalty": 0.01}, SHAPING, (LengthPenalty(0.01),)),
     ("grpo", {"reward_floor": -1.0}, SHAPING, (RewardFloor(-1.0),)),
     ("grpo", {"reward_floor": 0.0}, SHAPING, ()),
+    ("reinforce", {"redistribution": "even"}, SPREAD, Redistribution()),
+    ("ppo", {"redistribution": "entropy"}, SPREAD, Redistribution("entropy")),
+    ("reinforce", {"redistribution_share": 0.5, "redistribution": "even"}, SPREAD, Redistribution("even", 0.5)),
+    ("grpo-process", {"redistribution": "even"}, SPREAD, Redistribution()),
+    ("grpo", {"redistribution": "none"}, SPREAD, None),
     ("ppo", {"bootstrap_truncated": True}, ADVANTAGE, GAE(1.0, 0.95, whiten=True, bootstrap=True)),
     ("a2c", {"bootstrap_truncated": True}, lambda row: row.advantage.bootstrap, True),
     ("grpo", {"entropy": 0.1, "entropy_where": "reward"}, ENTROPY, Entropy(0.1, where="reward")),
@@ -483,6 +489,8 @@ MovingReference.rate = 1.0: above 0 and at most 1
 ToGo.whiten = False
 ToGo.gamma = 1.0: at least 0 and at most 1
 ToGo.eps = 1e-08: above 0
+Redistribution.weight = even; none is absent
+Redistribution.share = 1.0: above 0 and at most 1
 SoftQ.gamma = 1.0: at least 0 and at most 1
 SoftQ.tau = 0.05: at least 0 and at most 1
 SoftQ.coefficient = 1.0: at least 0
@@ -717,6 +725,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("pass-at-k", {"kl": 0.1, "kl_where": "reward"}, "pass-at-k: .*leave out --kl-where reward"),
     ("reinforce", {"group": 1, "dynamic_sampling": 2}, "sampling compares .*--group must be at least 2"),
     # the critic
+    *(
+        (name, {"redistribution": "even", **how}, f"{name}: .*whichever token.*--redistribution.*--advantage to-go")
+        for name, how in (
+            ("grpo", {}),
+            ("rloo", {}),
+            ("pass-at-k", {}),
+            ("grpo", {"advantage": "decoupled"}),
+            ("distill-k1", {}),
+        )
+    ),
+    ("a2c", {"redistribution": "even", "bootstrap_truncated": True}, "a2c: .*or --bootstrap-truncated"),
+    ("reinforce", {"redistribution_share": 0.5}, "--redistribution-share cannot go with reinforce: .*--redistribution"),
+    ("reinforce", {"redistribution": "even", "redistribution_share": 1.5}, "--redistribution-share must be .*not 1.5"),
     ("grpo", {"critic": "shared"}, "grpo: it has no critic, --critic .*--advantage gae"),
     ("grpo", {"critic_lr": 1e-3}, "grpo: it has no critic, --critic-lr .*--advantage gae"),
     ("grpo", {"value_clip": 0.1}, "--value-clip cannot go with grpo.*--advantage gae"),

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from posttrain.algorithms.comparison_weights import PerComparison, PerPrompt
 from posttrain.algorithms.links import LINKS, Pairs, PlackettLuce, Sigmoid
+from posttrain.algorithms.optimal_transport import monotone
 from posttrain.algorithms.preference import PreferenceAlgorithm, PreferenceObjective
 from posttrain.algorithms.preference_table import PREFERENCES
 from posttrain.algorithms.responses import LogRatio, Odds
 from posttrain.algorithms.settings import change
-from posttrain.algorithms.optimal_transport import monotone
 from posttrain.core.batch import Batch, Preferences, Stats, TrainingStep
 from posttrain.core.component import Need
 from posttrain.core.protocols import World

@@ -192,13 +192,16 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "algorithm of another verb": (words("rl", algorithm="dpo"), ("dpo belongs to posttrain prefer: posttrain prefer",)),
     "unknown algorithm to list": (["algorithms", "ppoo"], ("did you mean 'ppo'? posttrain algorithms lists all",)),
     "group of one": (words("rl", algorithm="grpo", group=1), ("--group must be at least 2, not 1",)),
+    "reward spread where it is compared whole": (
+        words("rl", algorithm="grpo", redistribution="even"), ("leave out --redistribution, or choose --advantage to-go",)
+    ),
     "one row to sort": (words("prefer", algorithm="aot", rows=1), ("aot: it sorts", "--rows must be at least 2")),
     "sorted without a reference": (words("prefer", algorithm="simpo", transport="paired"), ("needs --score log-ratio",)),
     "sorted by another divergence": (words("prefer", algorithm="aot", divergence="alpha"), ("and the reverse KL",)),
     "sorted and judged alone": (words("prefer", algorithm="kto", transport="unpaired"), ("choose --link sigmoid",)),
     "sorted with weights": ([*words("prefer", algorithm="aot"), "--policy-weight"], ("leave out --policy-weight",)),
     "sorted with margins": (words("prefer", algorithm="aot", row_margins=1), ("leave out --row-margins",)),
-    "sorted in another way": (words("prefer", transport="pairs"), ("--transport. Choose from: \"paired\", \"unpaired\", \"none\"",)),
+    "sorted in another way": (words("prefer", transport="pairs"), ("for --transport", "unpaired")),
     "more prompts than tasks": (words("rl", prompts=50), ("--prompts 50", "20")),
     "truncated sampling": (words("rl", top_p=0.9), ("--top-p", "leave them at 1")),
     "no resume without a run": (words("rl", resume=""), ("never holds no run to resume", "leave out --resume")),

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from posttrain.algorithms.optimal_transport import monotone
 from posttrain.algorithms.preference import PreferenceAlgorithm, PreferenceObjective
 from posttrain.algorithms.responses import Responses
-from posttrain.algorithms.optimal_transport import monotone
 from posttrain.core.batch import Batch, Matched, Preferences
 from posttrain.core.protocols import Learner
 

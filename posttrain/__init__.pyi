@@ -623,6 +623,8 @@ class RLOptions(
     """Steps at the start in which only the critic learns."""
     critic_tau: float
     """Target networks of action values: rate at which they follow each update."""
+    value_network: bool
+    """Learn a value network beside the action values; its slow copy alone gives their targets."""
     divergence: Literal["reverse-kl", "forward-kl", "jensen-shannon", "sampled"]
     """Divergence of the student from its teacher. sampled looks at the sampled tokens only."""
     distillation: float
@@ -657,6 +659,11 @@ class RLOptions(
     """Deduction from the reward for each sampled token (0: none)."""
     length_reward: float
     """Reward for being among the shorter replies of the group (0: none)."""
+    redistribution: Literal["even", "entropy", "none"]
+    """Redistribute the final reward over the tokens of a reply: evenly, or by the policy's entropy (none: the last
+    token earns it)."""
+    redistribution_share: float
+    """Part of the final reward that --redistribution takes."""
     imitation: float
     """Weight of the likelihood of right replies in the loss (0: none)."""
     ptx_coefficient: float
@@ -738,6 +745,9 @@ class PreferOptions(AlgorithmOptions, PassesOptions, total=False):
     """Normalise --imitation by all tokens, by each response's tokens, or not at all."""
     policy_weight: bool
     """Weight comparisons by the policy's probability of their responses (WPO)."""
+    transport: Literal["paired", "unpaired", "none"]
+    """Compare sorted distributions instead of responses: margins of policy and reference, or good and bad scores
+    (AOT)."""
     reference_every: int
     """Steps between updates of the reference to the policy (0: never)."""
     reference_update_rate: float

@@ -69,6 +69,7 @@ _RUNS: dict[str, Any] = {
     **{"slots": 512, "env_workers": 0, "threads": 1, "quiet": True, "save_every": 10**6},
 }
 _CRITIC = {"critic_lr": 2e-3}  # begins knowing nothing, and has to keep pace with a policy that learns in 20 steps
+_SAC = {"lr": 3e-4, "critic_lr": 2e-3, "critic_warmup": 20, "kl": 0.03, "kl_estimator": "exact"}
 _OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("reinforce", "reinforce-baseline", "remax", "gpg"), _ON_POLICY),
     **dict.fromkeys(("ppo", "ppo-kl", "open-reasoner-zero"), _CRITIC),
@@ -88,10 +89,7 @@ _SUMS_OWN: dict[str, dict[str, Any]] = {
     "vapo": {**_OWN["vapo"], "gae_lambda": 0.95},
     # Q only guesses for tokens that nobody has sampled yet: it learns first and faster, and a KL keeps the policy to
     # tokens that the start would say.
-    "sac": {
-        **{"lr": 3e-4, "critic_lr": 2e-3, "critic_warmup": 20, "minibatches": 4, "steps": 220},
-        **{"kl": 0.03, "kl_estimator": "exact", "entropy_target": 0.05},
-    },
+    **{name: {**_SAC, "minibatches": 4, "steps": 220, "entropy_target": 0.05} for name in ("sac", "sac-v")},
 }
 SUMS = CommonTask(
     "sums",
@@ -139,10 +137,7 @@ _WORKED_OWN: dict[str, dict[str, Any]] = {
     "vapo": {**_OWN["vapo"], "gae_lambda": 0.95},
     "a2c": {**_OWN["a2c"], "k_step": 26},
     "trpo": {"minibatches": 1, "prompts": 64, "trust_region": 5e-4, "steps": 30},
-    "sac": {
-        **{"lr": 3e-4, "critic_lr": 2e-3, "critic_warmup": 20, "steps": 120},
-        **{"kl": 0.03, "kl_estimator": "exact", "entropy_target": 0.3},
-    },
+    **{name: {**_SAC, "steps": 120, "entropy_target": 0.3} for name in ("sac", "sac-v")},
 }
 WORKED_SUMS = CommonTask(
     "worked-sums",

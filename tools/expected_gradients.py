@@ -27,6 +27,7 @@ from posttrain.algorithms.penalty import KL
 from posttrain.algorithms.policy import Algorithm, PolicyObjective
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.ratio import Correction
+from posttrain.algorithms.redistribution import Redistribution
 from posttrain.algorithms.settings import change
 from posttrain.algorithms.surrogate import Clip
 from posttrain.config.training import RL
@@ -244,7 +245,7 @@ def _groups(sampler: str, size: int, alike: tuple[int, ...]) -> dict[tuple[int, 
 
 def _alike(row: Algorithm) -> tuple[int, ...]:
     """[31] the first reply that has the credit of each in any group: itself, where credit reads single tokens."""
-    if Need.VALUE in row.needs or (row.kl is not None and row.kl.where == "reward"):
+    if row.needs & {Need.VALUE, Need.ENTROPY} or (row.kl is not None and row.kl.where == "reward"):
         return tuple(range(len(REPLIES)))
     told = [(reward_of(r), len(r), r[-1] == END, tuple(steps_of(r))) for r in REPLIES]
     return tuple(told.index(own) for own in told)
@@ -331,6 +332,7 @@ def error(found: Tensor, true: Tensor) -> float:
 
 # -- the document ------------------------------------------------------------------------------------------------------
 
+SHARES = (0.25, 0.5, 1.0)
 WEIGHTS: dict[str, dict[str, Any]] = {
     "no weight": {},
     **{kind: {"correction": Correction(kind)} for kind in ("truncate", "icepop", "sequence", "sequence-truncate")},  # type: ignore[arg-type]
@@ -393,7 +395,12 @@ def document() -> str:
     for estimator in ("k1", "k2", "k3", "forward"):
         kls.append([f"`{estimator}`, weighed", "loss", *map(said, penalised(estimator, "loss", True) or (None, None))])
     forms = [[form, *(said(formed(form, by)) for by in CREDITS)] for form in FORMS]
+    spread = []
+    for weight in ("even", "entropy"):
+        shares = [replace(configured("reinforce"), redistribution=Redistribution(weight, share)) for share in SHARES]
+        spread.append([f"`{weight}`", *(said(error(expected(row, "policy"), true(row))) for row in shares)])
     return TEXT.format(
+        spread=_table(["weight", *(f"share {share:g}" for share in SHARES)], spread),
         rows=_table(["algorithm", "aim", "on policy", *WEIGHTS], rows),
         forms=_table(["weight", *CREDITS], forms),
         kls=_table(["estimator", "in the", "as the KL of a reply", "as the KL of each token"], kls),
@@ -418,7 +425,7 @@ update (for `pass-at-k` every three). Advantages, weights and loss are the libra
 - **True gradient**: the gradient of the *aim* of an algorithm. The aim is the mean reward, less its KL if the algorithm
   subtracts one from the reward, each of whole replies. A divergence from a teacher is per token, with the earlier samples
   held fixed, as the distillation algorithms define it. A KL in the loss, an entropy bonus, imitation, pretraining texts
-  and the critic's loss are left out (except for `sac`, whose values contain the entropy).
+  and the critic's loss are left out (except for `sac` and `sac-v`, whose values contain the entropy).
 
 An error is no verdict. Division by the deviation of a group, whitening, and means over the tokens of an update are biases
 that papers chose, for less variance or equal steps. These figures are of one example with groups of two.
@@ -450,6 +457,15 @@ product over the reply; if rewards come earlier, it usually has less variance. I
 The product up to the token is exact if the advantage is known at the token, such as that of the policy's own critic; for
 a later reward it is an approximation. So is the token's own ratio (Degris et al. 2012), which takes the earlier tokens as
 they were sampled.
+
+## A redistributed reward
+
+The errors of `--redistribution`, on policy, with `--aggregate sequence-sum` and rewards to go:
+
+{spread}
+
+They are biases, not noise: what earlier tokens have earned of a reply's reward is not credited to later ones, which had a
+part in it too. The less is redistributed (`--redistribution-share`), the smaller the error.
 
 ## A KL to the reference
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,6 +29,12 @@ def transcript(place: int, length: int) -> Transcript:
     return found
 
 
+def laid(x: Tensor, lengths: list[int]) -> Tensor:
+    """Numbers of tokens in the order in which the source lays the pairs: by the length of the longer reply."""
+    parts = x.split([a + b for a, b in zip(lengths[::2], lengths[1::2], strict=True)])
+    return torch.cat([parts[i] for i in sorted(range(len(parts)), key=lambda i: max(lengths[2 * i : 2 * i + 2]))])
+
+
 def answer(row: PreferenceAlgorithm, case: Case) -> Answer:
     """Loss of a row and its gradient with respect to log-probabilities [N], by the source and the objective of a run."""
     lengths = case.length.tolist()
@@ -37,18 +44,13 @@ def answer(row: PreferenceAlgorithm, case: Case) -> Answer:
     ]
     pairs = [a + b for a, b in zip(lengths[::2], lengths[1::2], strict=True)]
     reference = Reference(range(len(items)), {"own": case.ref.numpy(), "own_ends": np.cumsum(pairs)})
-    learner = cast(Any, SimpleNamespace(device=torch.device("cpu")))
+    said = [Outputs(laid(case.logp, lengths), collision=laid(case.collision, lengths))]
+    learner = cast(Any, SimpleNamespace(device=torch.device("cpu"), evaluate=lambda batches: said))
     source = Comparisons(cast(Any, None), row, learner, len(items), 10**6, 0, reference)
     coefficients = {"drift": case.drift, "shift": SHIFT}
     (batch,) = source.batches(range(len(items)), items, coefficients)
-    by_size = sorted(range(len(items)), key=lambda i: max(map(len, items[i].responses)))  # as the source lays them
     logp = case.logp.clone().requires_grad_()
-
-    def laid(x: Tensor) -> Tensor:
-        parts = x.split(pairs)
-        return torch.cat([parts[i] for i in by_size])
-
-    outputs = Outputs(laid(logp), collision=laid(case.collision))
+    outputs = replace(said[0], logp=laid(logp, lengths))
     loss = PreferenceObjective(row)(outputs, batch, Stats())
     return {"loss": loss.detach(), "gradient": torch.autograd.grad(loss, logp)[0]}
 

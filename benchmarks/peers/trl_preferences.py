@@ -91,6 +91,8 @@ def ask(side: Side, model: str) -> None:
         "sppo": {"loss_type": ["sppo_hard"], "beta": 0.001},
         "apo-zero": {"loss_type": ["apo_zero"]},
         "apo-down": {"loss_type": ["apo_down"]},
+        "aot": {"loss_type": ["aot"]},
+        "aot-unpaired": {"loss_type": ["aot_unpaired"]},
         "bco": {"loss_type": ["bco_pair"]},
         "bco without shift": {"loss_type": ["bco_pair"]},
         "rpo": {"loss_type": ["sigmoid", "sft"]},

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from posttrain.algorithms.earned_rewards import (
+    add_final,
     discounted_sums,
     earnings,
     equal_in_group,
@@ -38,6 +39,8 @@ CUT = "; r_t = V_t at the last token of a rollout that was cut off"
 
 class Advantage(Component):
     """Map from `Scores` to advantages: [S], or one [n_i] for each rollout."""
+
+    by_token = False  # whether it matters at which token of a rollout a reward is earned
 
     def __call__(self, scores: Scores) -> Tensor | list[Tensor]:
         raise NotImplementedError
@@ -199,6 +202,7 @@ class ToGo(Advantage):
     whiten: bool = setting(False, "whiten", "Normalise advantages to mean 0 and standard deviation 1 over all tokens.")
     gamma: float = setting(1.0, "gamma", "Discount factor per sampled token.", least=0, most=1)
     eps: float = setting(1e-8, above=0)
+    by_token = True
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -223,8 +227,8 @@ class ToGo(Advantage):
         if self.baseline == "group":
             total = scores.reward.double()
             base = total - Baselined("group", "none")(replace(scores, penalty=())).double()
-            for own, mean in zip(earned, base, strict=True):
-                own[-1] -= mean
+            for i, (own, mean) in enumerate(zip(earned, base.tolist(), strict=True)):
+                add_final(own, scores, i, -mean)
         out = discounted_sums(earned, torch.tensor(self.gamma, dtype=torch.float64))
         return [x.to(dtype) for x in (whitened(out, self.eps) if self.whiten else out)]
 
@@ -246,6 +250,7 @@ class Earned(Advantage):
 
     formula = "r_t, what token t itself earns"
     source = "Haarnoja et al. 2018, arXiv 1812.05905, eq. 2"
+    by_token = True
 
     def __call__(self, scores: Scores) -> list[Tensor]:
         return [x.to(scores.reward.dtype) for x in earnings(scores)]
@@ -259,6 +264,9 @@ class StepRewards(Advantage):
     token, or else as a step of its own. The advantage of a token is the sum of the normalised rewards of the steps that end
     at it or after it (DeepSeekMath, arXiv 2402.03300, section 4.1.3).
 
+    A final reward that is redistributed makes a step of every token, which earns its part and the rewards of steps that end
+    at it.
+
     outcome_apart   the final reward is normalised among the final rewards of the group, and steps among its steps: where
                     both tell something, many steps do not drown the outcome. The two are added, as PRIME adds them.
     """
@@ -270,6 +278,7 @@ class StepRewards(Advantage):
         "Normalise final rewards among the final rewards of the group, and step rewards among its step rewards.",
     )
     needs = frozenset({Need.GROUP})
+    by_token = True
 
     @property
     def formula(self) -> str:
@@ -301,18 +310,27 @@ class StepRewards(Advantage):
 
     @staticmethod
     def _apart(scores: Scores, i: int) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-        """Return the steps of rollout i, and its final reward as a separate step: lists of (tokens up to the step's
-        end, reward).
+        """Return the steps of rollout i, and its final reward as separate steps, one where it is not redistributed: lists
+        of (tokens up to the step's end, reward).
         """
         own = list(scores.steps[i]) if scores.steps else []
-        return own, [(int(scores.length[i]), scores.reward[i].item() - sum(r for _, r in own))]
+        final = scores.reward[i].item() - sum(r for _, r in own)
+        if scores.shares:
+            return own, [(end, final * share) for end, share in enumerate(scores.shares[i].tolist(), 1)]
+        return own, [(int(scores.length[i]), final)]
 
     @classmethod
     def _steps(cls, scores: Scores, i: int) -> list[tuple[int, float]]:
         """Return all steps of rollout i, with the final reward added to a step that ends with the last token, or else
         as a step.
         """
-        own, [(length, final)] = cls._apart(scores, i)
+        own, finals = cls._apart(scores, i)
+        if scores.shares:
+            at = dict(finals)
+            for end, reward in own:
+                at[end] = at.get(end, 0.0) + reward
+            return sorted(at.items())
+        [(length, final)] = finals
         last = own.pop()[1] if own and own[-1][0] == length else 0.0
         return [*own, (length, last + final)]
 
@@ -447,6 +465,7 @@ class GAE(Advantage):
     )
     eps: float = setting(1e-8, above=0)
     needs = frozenset({Need.VALUE})
+    by_token = True
 
     @property
     def formula(self) -> str:
@@ -506,6 +525,7 @@ class KStep(Advantage):
     )
     eps: float = setting(1e-8, above=0)
     needs = frozenset({Need.VALUE})
+    by_token = True
     source = "A3C, arXiv 1602.01783, section 4"
 
     @property

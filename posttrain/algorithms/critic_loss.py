@@ -96,6 +96,10 @@ class SoftQ(CriticLoss):
 
     y_t = r_t + gamma (sum_a pi(a) (min_k Q'_k(s_(t+1), a) - alpha log pi(a))), exact over the vocabulary and 0 after the
     last token; Q' are copies that move by `tau` towards Q after every update, alpha is the entropy coefficient.
+
+    state_value   a network of state values V learns that soft value of Q beside it, 1/2 (V - sum_a pi(a) (min_k Q_k(a) -
+                  alpha log pi(a)))^2, and its slow copy V' alone gives targets, y_t = r_t + gamma V'(s_(t+1)) (the first
+                  form, arXiv 1801.01290, eq. 3, 5 and 8; its expectation is exact here too).
     """
 
     gamma: float = setting(1.0, "gamma", "Discount factor per sampled token.", least=0, most=1)
@@ -104,24 +108,43 @@ class SoftQ(CriticLoss):
     )
     coefficient: float = setting(1.0, "value-coefficient", "Coefficient of the value loss.", least=0)
     warmup: int = setting(20, "critic-warmup", "Steps at the start in which only the critic learns.", least=0)
-    needs = frozenset({Need.ACTION_VALUE})
-    wants = frozenset({"q", "target_q", "entropy"})
-    source = "discrete soft actor-critic, arXiv 1910.07207, eq. 3 and 10"
+    state_value: bool = setting(
+        False,
+        "value-network",
+        "Learn a value network beside the action values; its slow copy alone gives their targets.",
+    )
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({Need.ACTION_VALUE, *([Need.SOFT_STATE_VALUE] if self.state_value else [])})
+
+    @property
+    def wants(self) -> frozenset[str]:
+        return frozenset({"q", "entropy", *(("value", "target_value") if self.state_value else ("target_q",))})
+
+    @property
+    def source(self) -> str:
+        first = "soft actor-critic, arXiv 1801.01290, eq. 3, 5 and 8; over a vocabulary: " if self.state_value else ""
+        return f"{first}discrete soft actor-critic, arXiv 1910.07207, eq. 3 and 10"
 
     @property
     def formula(self) -> str:
         gamma = "" if self.gamma == 1 else f"{self.gamma:g} "
+        error = f"{self.coefficient:g} x sum_k (Q_k - y)^2 / 2"
+        if self.state_value:
+            state = "(V - sum_a pi(a) (min_k Q_k(s, a) - alpha log pi(a)))^2 / 2"
+            return f"{error} + {self.coefficient:g} x {state}, y = r_t + {gamma}V'(s'); V' follows V by {self.tau:g}"
         soft = "sum_a pi(a) (min_k Q'_k(s', a) - alpha log pi(a))"
-        return f"{self.coefficient:g} x sum_k (Q_k - y)^2 / 2, y = r_t + {gamma}{soft}; Q' follows Q by {self.tau:g}"
+        return f"{error}, y = r_t + {gamma}{soft}; Q' follows Q by {self.tau:g}"
 
     @property
     def follow(self) -> float:
         return self.tau
 
     def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
-        assert outputs.q is not None and outputs.target_q is not None and outputs.entropy is not None
-        assert batch.advantage is not None, "what each token earns"
-        value = (outputs.target_q + batch.coefficients["entropy"] * outputs.entropy).detach()
+        assert outputs.q is not None and batch.advantage is not None, "what each token earns"
+        value = outputs.target_value if self.state_value else self._soft(outputs.target_q, outputs, batch)
+        assert value is not None
         last = torch.ones_like(batch.rollout, dtype=torch.bool)
         last[:-1] = batch.rollout[1:] != batch.rollout[:-1]
         after = torch.cat([value[1:], value[:1]]).masked_fill(last, 0.0)  # the tokens of a rollout are contiguous
@@ -129,4 +152,16 @@ class SoftQ(CriticLoss):
         loss = (outputs.q - target).square().sum(0) / 2
         stats.add("q/loss", loss.detach().sum().item(), loss.numel())
         stats.add("q", outputs.q.detach().mean(0).sum().item(), loss.numel())
-        return loss
+        if not self.state_value:
+            return loss
+        assert outputs.value is not None
+        of_state = (outputs.value - self._soft(outputs.expected_q, outputs, batch)).square() / 2
+        stats.add("value/loss", of_state.detach().sum().item(), of_state.numel())
+        stats.add("value", outputs.value.detach().sum().item(), of_state.numel())
+        return loss + of_state
+
+    @staticmethod
+    def _soft(expected: Tensor | None, outputs: Outputs, batch: Batch) -> Tensor:
+        """Return expected action values plus the entropy bonus, [N], without a gradient."""
+        assert expected is not None and outputs.entropy is not None
+        return (expected + batch.coefficients["entropy"] * outputs.entropy).detach()

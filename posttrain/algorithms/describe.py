@@ -15,6 +15,7 @@ from typing import Any
 
 from posttrain.algorithms.algorithm_base import AlgorithmBase
 from posttrain.algorithms.branching import PAPER
+from posttrain.algorithms.optimal_transport import OptimalTransport
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.preference import Imitated, Margin, PreferenceAlgorithm
 from posttrain.algorithms.responses import LogRatio, PolicyWeight, ResponseLikelihood
@@ -83,6 +84,7 @@ def _(algorithm: Algorithm) -> list[tuple[str, str, str]]:
         ("groups", algorithm.sampling),
         *(("rollouts", chosen) for chosen in algorithm.filters),
         *(("reward shaping", shape) for shape in algorithm.shaping),
+        ("final reward of a token", algorithm.redistribution),
         ("imitation loss", algorithm.imitation),
         ("pretraining loss", algorithm.pretraining),
         ("step", algorithm.trust_region),
@@ -119,6 +121,7 @@ def _(algorithm: PreferenceAlgorithm) -> list[tuple[str, str, str]]:
         ("weight w", algorithm.denominator.formula, algorithm.denominator.source),
     ]
     named = (
+        ("quantile k", algorithm.transport),
         ("margin", algorithm.margin),
         ("further weight", algorithm.weight),
         ("imitation loss", algorithm.imitation),
@@ -147,6 +150,8 @@ def objective(algorithm: AlgorithmBase) -> str:
 def _(algorithm: PreferenceAlgorithm) -> str:
     of = f"{algorithm.coefficient:g} x " if algorithm.coefficient != 1 else ""
     inside = "sum_v w_v loss(s)" if algorithm.link.reads_labels else "sum_c w_c loss(s_w, s_l)"
+    if algorithm.transport is not None:
+        inside = "sum_k w_k loss(s_w, s_l)"
     return f"minimise  {of}{inside}" + (" + imitation" if algorithm.imitation else "")
 
 
@@ -276,7 +281,7 @@ def _(algorithm: Algorithm) -> tuple[str, ...]:
 
 @_required.register
 def _(algorithm: PreferenceAlgorithm) -> tuple[str, ...]:
-    data = "labels of single responses, or comparisons" if algorithm.link.reads_labels else "comparisons of responses"
+    data = "labels of single responses, or comparisons" if algorithm.reads_labels else "comparisons of responses"
     return "no", "no", "no", _yes(Need.REFERENCE in algorithm.needs), data
 
 
@@ -330,14 +335,20 @@ def symbols(algorithm: AlgorithmBase) -> str:
 def axes(algorithm: PreferenceAlgorithm) -> list[tuple[str, str, str]]:
     """Return (option, resulting component, source) of the options that change a formula, not only its numbers."""
     found: list[tuple[str, str, Component]] = []
-    if isinstance(algorithm.score, LogRatio):
+    transported = algorithm.transport is not None  # the margins and weights of single responses have no place then
+    paired = transported and not algorithm.reads_labels
+    if isinstance(algorithm.score, LogRatio) and not paired:
         for name in ("forward-kl", "jensen-shannon", "alpha"):
             found.append((f"--divergence {name}", "score", change(algorithm, {"divergence": name}).score))
-    if isinstance(algorithm.score, LogRatio | ResponseLikelihood) and not algorithm.link.reads_labels:
+    if isinstance(algorithm.score, LogRatio | ResponseLikelihood) and not algorithm.reads_labels:
         found.append(("--tail 0.5", "score", replace(algorithm.score, tail=0.5)))
-    if algorithm.weight is None:
+    if algorithm.link.of_difference and not transported:
+        if isinstance(algorithm.score, LogRatio):
+            found.append(("--transport paired", "quantile k", OptimalTransport("paired")))
+        found.append(("--transport unpaired", "quantile k", OptimalTransport("unpaired")))
+    if algorithm.weight is None and not transported:
         found.append(("--policy-weight", "further weight", PolicyWeight()))
-    if algorithm.link.takes_margin:
+    if algorithm.link.takes_margin and not transported:
         found.append(("--row-margins 1", "margin", replace(algorithm.margin or Margin(), scale=1.0)))
     if algorithm.imitation is None:
         found.append(("--imitation 1", "imitation loss", Imitated()))

@@ -24,8 +24,8 @@ def earnings(scores: Scores, bootstrap: bool = False) -> list[Tensor]:
     """Return the reward earned at each token, float64 [n_i] for each rollout.
 
     The last token before a step's reward earns it (no token, if the reward came before the first one); the last token
-    earns the final reward. `bootstrap`: the last token of a rollout that was cut off earns only the critic's value of
-    the state before it.
+    earns the final reward, unless `Scores.shares` redistribute it. `bootstrap`: the last token of a rollout that was cut
+    off earns only the critic's value of the state before it.
     """
     out = []
     for i, length in enumerate(scores.length.long().tolist()):
@@ -34,13 +34,21 @@ def earnings(scores: Scores, bootstrap: bool = False) -> list[Tensor]:
         for before, reward in steps:
             if before:
                 earned[before - 1] += reward
-        earned[-1] += scores.reward[i].double() - sum(reward for _, reward in steps)
+        add_final(earned, scores, i, scores.reward[i].item() - sum(reward for _, reward in steps))
         if scores.penalty:
             earned -= scores.penalty[i].double().cpu()
         if bootstrap and scores.truncated is not None and scores.truncated[i]:
             earned[-1] = scores.value[i][-1].item()
         out.append(earned)
     return out
+
+
+def add_final(earned: Tensor, scores: Scores, i: int, reward: float) -> None:
+    """Add a final reward of rollout i to the tokens that earn it; `earned` float64 [n_i] is changed in place."""
+    if scores.shares:
+        earned += reward * scores.shares[i]
+    else:
+        earned[-1] += reward
 
 
 def standardised(values: Sequence[float], among: Sequence[float], eps: float | None) -> list[float]:

@@ -37,6 +37,7 @@ class PreferenceLink(Component):
 
     reads_labels = False
     takes_margin = False  # whether the loss uses a margin between the scores
+    of_difference = False  # whether the loss is a function of the difference of two scores alone
 
     def compare(self, pairs: Pairs) -> Tensor:
         """Return losses [C]. Comparisons that form one element of the loss (see `units`) all get the element's loss."""
@@ -65,6 +66,7 @@ class Sigmoid(PreferenceLink):
         0.0, "smoothing", "Label smoothing: share of the comparisons assumed to be mislabelled.", least=0, below=0.5
     )
     takes_margin = True
+    of_difference = True
 
     @property
     def source(self) -> str:
@@ -94,6 +96,7 @@ class Robust(PreferenceLink):
         0.1, "noise", "Share of the comparisons that are mislabelled (robust DPO).", least=0, below=0.5
     )
     source = "robust DPO, arXiv 2403.00409"
+    of_difference = True
 
     @property
     def formula(self) -> str:
@@ -114,6 +117,7 @@ class Square(PreferenceLink):
 
     beta: float = setting(0.1, "beta", BETA, above=0, first_hour=True)
     source = "IPO, arXiv 2310.12036, eq. 17"
+    of_difference = True
 
     @property
     def formula(self) -> str:
@@ -133,6 +137,7 @@ class Hinge(PreferenceLink):
     beta: float = setting(0.1, "beta", BETA, above=0, first_hour=True)
     source = "SLiC-HF, arXiv 2305.10425, eq. 1; on log ratios: RSO, arXiv 2309.06657, hinge-norm"
     takes_margin = True
+    of_difference = True
 
     @property
     def formula(self) -> str:
@@ -227,6 +232,7 @@ class ReverseKL(PreferenceLink):
     beta: float = setting(0.1, "beta", BETA, above=0, first_hour=True)
     smoothing: float = setting(0.001, "smoothing", above=0, below=0.5)
     source = "EXO, arXiv 2402.00856, eq. 16 with two responses"
+    of_difference = True
 
     @property
     def formula(self) -> str:

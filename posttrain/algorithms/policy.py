@@ -20,6 +20,7 @@ from posttrain.algorithms.filters import CovariancePenalty, DynamicSampling, Ove
 from posttrain.algorithms.moving_models import MovingReference
 from posttrain.algorithms.penalty import KL, EarlyStop, Entropy
 from posttrain.algorithms.ratio import LARGEST_LOG_RATIO, RATIOS, Correction, OffPolicyMask, RatioStep, over_rollouts
+from posttrain.algorithms.redistribution import Redistribution
 from posttrain.algorithms.shaping import Shaping
 from posttrain.algorithms.surrogate import SURROGATES, Surrogate
 from posttrain.algorithms.teacher import Distillation
@@ -127,6 +128,7 @@ class Algorithm(AlgorithmBase):
         choices={"true": (OverlongFilter(),), "false": ()},
     )
     shaping: tuple[Shaping, ...] = ()  # added to the reward
+    redistribution: Redistribution | None = None  # of the final reward over tokens
     imitation: Imitation | None = None
     pretraining: Pretraining | None = setting(None, brought="--ptx FILE")
     trust_region: TrustRegion | None = None

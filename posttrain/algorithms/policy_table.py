@@ -461,6 +461,20 @@ _ALGORITHMS = (
         stated="not stated for language models: eight from the replay buffer",
         idea="Soft action values, entropy target, replay",
     ),
+    Algorithm(
+        "sac-v",
+        "Soft actor-critic with a value network, its first form, over tokens (arXiv 1801.01290; 1910.07207)",
+        advantage=Earned(),
+        surrogate=ExpectedQ(),
+        aggregate=TokenMean(),
+        critic=SoftQ(state_value=True),
+        entropy=Entropy(0.01, target=0.2),
+        replay=Replay(),
+        epochs=2,
+        minibatches=4,
+        stated="as sac; its temperature is tuned, where the paper's is a constant",
+        idea="Targets of action values by a value network",
+    ),
     # -- a teacher -----------------------------------------------------------------------------------------------------
     Algorithm(
         "distill-reverse-kl",

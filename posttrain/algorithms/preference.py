@@ -7,13 +7,14 @@ The objective serves pairs, rankings and labels. In reward models, which use the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from posttrain.algorithms.algorithm_base import AlgorithmBase
 from posttrain.algorithms.comparison_weights import DENOMINATORS, Denominator, PerComparison
 from posttrain.algorithms.links import LINKS, Pairs, PreferenceLink
 from posttrain.algorithms.moving_models import MovingReference
+from posttrain.algorithms.optimal_transport import OptimalTransport
 from posttrain.algorithms.responses import SCORES, LogRatio, PolicyWeight, Responses, Score
 from posttrain.core.batch import Batch, Outputs, Preferences, Stats
 from posttrain.core.component import Component, setting
@@ -121,8 +122,19 @@ class PreferenceAlgorithm(AlgorithmBase):
         "Weight comparisons by the policy's probability of their responses (WPO).",
         choices={"true": PolicyWeight(), "false": None},
     )
+    transport: OptimalTransport | None = setting(
+        None,
+        "transport",
+        "Compare sorted distributions instead of responses: margins of policy and reference, or good and bad scores (AOT).",
+        choices={"paired": OptimalTransport("paired"), "unpaired": OptimalTransport("unpaired"), "none": None},
+    )
     moving: MovingReference | None = None
     idea: str = ""  # what is new about it, in at most eight words
+
+    @property
+    def reads_labels(self) -> bool:
+        """Whether single responses with their labels are read, and not comparisons."""
+        return self.link.reads_labels or (self.transport is not None and self.transport.data == "unpaired")
 
 
 @dataclass(frozen=True)
@@ -140,10 +152,12 @@ class PreferenceObjective:
         said = batch.preferences
         assert said is not None
         responses = Responses.of(batch)
-        labelled = self.algorithm.link.reads_labels
-        loss = (
-            self._labels(outputs, batch, said, responses) if labelled else self._pairs(outputs, batch, said, responses)
-        )
+        if self.algorithm.transport is not None:
+            loss = self._matched(outputs, batch, said, responses)
+        elif self.algorithm.reads_labels:
+            loss = self._labels(outputs, batch, said, responses)
+        else:
+            loss = self._pairs(outputs, batch, said, responses)
         self.measure(outputs, batch, stats)
         loss = self.algorithm.coefficient * loss
         if batch.imitate is not None:
@@ -203,6 +217,37 @@ class PreferenceObjective:
             weights = algorithm.weight(outputs, batch, responses, said.better)
             losses = losses * weights * algorithm.weight(outputs, batch, responses, said.worse)
         return (said.weight.double() * losses).sum()
+
+    def _matched(self, outputs: Outputs, batch: Batch, said: Preferences, responses: Responses) -> Tensor:
+        """Return the loss of comparisons or labels against the numbers that the transport matches them with."""
+        algorithm, matched = self.algorithm, said.matched
+        assert matched is not None and algorithm.transport is not None, "the source transports every update"
+        own, other = matched.own, matched.other
+        constant = torch.zeros_like(other)
+        if algorithm.margin is not None:
+            constant = algorithm.margin(constant)
+        if algorithm.transport.data == "paired":
+            better, worse = self.margins(outputs, batch, responses)[0][own], other
+        else:
+            score = self.algorithm.score(outputs, batch, responses, said.labelled, None)[own]
+            good = said.label[own] > 0.5
+            better, worse = torch.where(good, score, other), torch.where(good, other, score)
+        losses = algorithm.link.compare(Pairs(better, worse, constant, own, batch.coefficients))
+        if algorithm.transport.data == "unpaired":  # each piece is there twice, with the gradient of one side each time
+            losses = losses - losses.detach() / 2
+        return (matched.weight * losses).sum()
+
+    def margins(self, outputs: Outputs, batch: Batch, responses: Responses) -> tuple[Tensor, Tensor]:
+        """Return the difference of log-probabilities of each comparison, float64 [C], of the policy and the reference."""
+        said = batch.preferences
+        assert said is not None and batch.ref_logp is not None
+        none = replace(batch, ref_logp=torch.zeros_like(batch.ref_logp))
+        u, v = (
+            better - worse
+            for of in (outputs, replace(outputs, logp=batch.ref_logp))
+            for better, worse in (self._compared(of, none, said, responses),)
+        )
+        return u, v
 
     def _labels(self, outputs: Outputs, batch: Batch, said: Preferences, responses: Responses) -> Tensor:
         score = self.algorithm.score(outputs, batch, responses, said.labelled, None)

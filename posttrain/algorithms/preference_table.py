@@ -2,8 +2,7 @@
 
 WPO (arXiv 2406.11827) is --policy-weight, LD-DPO (arXiv 2409.06411) is --tail, for any algorithm.
 
-Left out: AOT (arXiv 2406.05882), which sorts the scores of a micro-batch, so that the loss depends on the split of the
-batch; and DiscoPOP (arXiv 2406.08414), a link found by a search over code: it has no derivation, and is not convex.
+Left out: DiscoPOP (arXiv 2406.08414), a link found by a search over code: it has no derivation, and is not convex.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from posttrain.algorithms.links import (
     Square,
 )
 from posttrain.algorithms.moving_models import MovingReference
+from posttrain.algorithms.optimal_transport import OptimalTransport
 from posttrain.algorithms.preference import Imitated, Margin, PreferenceAlgorithm
 from posttrain.algorithms.responses import LogRatio, Odds, ResponseLikelihood
 
@@ -152,6 +152,20 @@ _ALGORITHMS = (
         "Binary classifier optimization, without density ratios (BCO, arXiv 2404.04656)",
         link=ClassifierLink(0.1),
         idea="A classifier of good and bad responses",
+    ),
+    PreferenceAlgorithm(
+        "aot",
+        "Alignment via optimal transport, paired, sorted over the optimizer batch (AOT, arXiv 2406.05882)",
+        link=Sigmoid(0.1),
+        transport=OptimalTransport("paired"),
+        idea="Margins' distribution dominates that of the reference",
+    ),
+    PreferenceAlgorithm(
+        "aot-unpaired",
+        "Alignment via optimal transport, unpaired, sorted over the optimizer batch (AOT, arXiv 2406.05882)",
+        link=Sigmoid(0.1),
+        transport=OptimalTransport("unpaired"),
+        idea="Good scores dominate bad ones, at every quantile",
     ),
 )
 PREFERENCES: dict[str, PreferenceAlgorithm] = {algorithm.name: algorithm for algorithm in _ALGORITHMS}

@@ -47,6 +47,7 @@ class TurnGroups(Advantage):
     eps: float = setting(1e-6, above=0)
     needs = frozenset({Need.GROUP, Need.TURNS})
     source = "GiGPO, arXiv 2505.10978, eq. 3 to 8"
+    by_token = True
 
     @property
     def formula(self) -> str:

@@ -52,6 +52,9 @@ class Scores:
     steps: tuple[tuple[tuple[int, float], ...], ...] = ()  # per rollout: (scored tokens up to the step's end, reward)
     turns: tuple[tuple[TurnStart, ...], ...] = ()  # per rollout: turns with a scored token; () where credit needs none
     pieces: tuple[tuple[Piece, ...], ...] = ()  # per rollout: replies with its scored tokens; () unless rollouts branch
+    shares: tuple[
+        Tensor, ...
+    ] = ()  # per rollout, [n_i]: part of the final reward that each token earns; (): the last all
     penalty: tuple[Tensor, ...] = ()  # per rollout, [n_i]: KL penalty that is deducted from each token's reward
     value: tuple[Tensor, ...] = ()  # per rollout, [n_i]: the critic's value of the state in which each token was chosen
     squared_gradient_norm: Tensor | None = None  # float64 [S], of the gradient of the rollout's log-probability
@@ -149,6 +152,18 @@ class Packed:
 
 
 @dataclass(frozen=True)
+class Matched:
+    """The numbers that an optimal transport over the optimizer batch gives comparisons or labels to be compared with.
+
+    P    pieces of the transport: one for each comparison or label where all weigh the same
+    """
+
+    own: Tensor  # int64 [P], index in [C], or in [V] where responses are not paired
+    other: Tensor  # float64 [P], the reference's margin that a comparison is compared with, or the score of a response
+    weight: Tensor  # float64 [P], the share of each piece in the loss
+
+
+@dataclass(frozen=True)
 class Preferences:
     """Comparisons and labels of the responses of a micro-batch, which holds whole preference examples: both sides of
     each comparison.
@@ -164,6 +179,7 @@ class Preferences:
     labelled: Tensor  # int64 [V], index in [U]
     label: Tensor  # float64 [V]
     label_weight: Tensor  # float64 [V], the share of each in the loss
+    matched: Matched | None = None  # what comparisons or labels are compared with instead; None: as they are given
 
 
 @dataclass(frozen=True)
@@ -202,6 +218,7 @@ class Outputs:
     q: Tensor | None = None  # float32 [2, N], twin soft action values of the scored token
     expected_q: Tensor | None = None  # float32 [N], sum_a pi(a) min_k Q_k(a): with a gradient into the policy alone
     target_q: Tensor | None = None  # float32 [N], the same of the slowly moving copies; no gradient
+    target_value: Tensor | None = None  # float32 [N], soft value of the state by its slowly moving copy; no gradient
     score: Tensor | None = None  # float32 [N], a reward model's at each reading
     teacher: Tensor | None = (
         None  # float32 [N], log-probabilities under the teachers, where their distributions are made

@@ -34,6 +34,7 @@ class Need(StrEnum):
     TEACHER = "teacher"  # a teacher's log-probabilities of the sampled tokens
     VALUE = "value"  # a critic of states, and its values at rollout time
     ACTION_VALUE = "action value"  # a critic of actions
+    SOFT_STATE_VALUE = "soft state value"  # a critic of states beside that of actions, with a target copy of its own
     DRIFT = "drift"  # mean log-ratio of mismatched prompts and responses, over an optimizer batch
     SHIFT = "shift"  # running mean of the implicit rewards
     GRADIENT_NORM = "gradient norm"  # the squared norm of the gradient of each rollout's log-probability

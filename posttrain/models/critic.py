@@ -1,4 +1,5 @@
-"""Critics: a value for each state (PPO), or twin values for each action over the vocabulary (soft actor-critic).
+"""Critics: a value for each state (PPO), or twin values for each action over the vocabulary (soft actor-critic), with
+one for each state beside them in its first form.
 
 The backbone is a separate decoder or the policy's, whose hidden states are then shared. Heads are initialised near
 zero, so that the first values are uninformative instead of wrong.
@@ -9,6 +10,7 @@ T    tokens of a micro-batch    N    scored tokens    D    hidden size    V    v
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -49,16 +51,32 @@ class ValueModel(nn.Module):
             return {"value": shared.to(wide) @ self.weight.to(wide) + self.bias}
 
 
-class ActionValueModel(nn.Module):
-    """Twin soft action values over the vocabulary, with target copies that follow slowly (arXiv 1812.05905, section
-    4.2).
-    """
+class TwinValues(nn.Module):
+    """Twin soft action values over the vocabulary: two heads of one backbone."""
 
     def __init__(self, backbone: Backbone, seed: int) -> None:
         super().__init__()
         self.backbone = backbone
         config = backbone.config
         self.heads = nn.Parameter(_near_zero((2, config.vocab, config.hidden), config.hidden, seed))
+
+    def twins(self, own: Tensor) -> tuple[Hidden, Hidden]:
+        """Return both action values over the vocabulary, without a gradient, from hidden states [N, D]."""
+        one, two = (Hidden(own.detach(), Head(weight.detach())) for weight in self.heads)
+        return one, two
+
+    def taken(self, own: Tensor, target: Tensor) -> Tensor:
+        """Return the action values of these tokens, float32 [2, N]."""
+        with torch.autocast(own.device.type, enabled=False):
+            wide = torch.promote_types(own.dtype, torch.float32)
+            return (own.to(wide) * self.heads[:, target].to(wide)).sum(-1)
+
+
+class ActionValueModel(TwinValues):
+    """Twin soft action values with target copies that follow slowly (arXiv 1812.05905, section 4.2)."""
+
+    def __init__(self, backbone: Backbone, seed: int) -> None:
+        super().__init__(backbone, seed)
         self.slow_backbone = copy.deepcopy(backbone).requires_grad_(False)
         self.slow_heads = nn.Parameter(self.heads.detach().clone(), requires_grad=False)
 
@@ -67,23 +85,50 @@ class ActionValueModel(nn.Module):
         own = self.backbone.hidden(batch.layout, batch.at)
         with torch.no_grad():
             slow = self.slow_backbone.hidden(batch.layout, batch.at)
-        one, two = (Hidden(own.detach(), Head(weight.detach())) for weight in self.heads)
         slow_one, slow_two = (Hidden(slow, Head(weight)) for weight in self.slow_heads)
-        expected, target = soft_values(policy, (one, two), (slow_one, slow_two), temperature)
-        with torch.autocast(own.device.type, enabled=False):
-            wide = torch.promote_types(own.dtype, torch.float32)
-            q = (own.to(wide) * self.heads[:, batch.target].to(wide)).sum(-1)
-        return {"q": q, "expected_q": expected, "target_q": target}
+        expected, target = soft_values(policy, self.twins(own), (slow_one, slow_two), temperature)
+        return {"q": self.taken(own, batch.target), "expected_q": expected, "target_q": target}
 
     def follow(self, share: float) -> None:
         """Move the target copies towards the critic by `share` of the difference."""
+        pairs = zip(self.slow_backbone.parameters(), self.backbone.parameters(), strict=True)
+        _follow([*pairs, (self.slow_heads, self.heads)], share)
+
+
+class SoftStateValueModel(TwinValues):
+    """Twin soft action values beside a network of soft state values, which alone has a target copy (arXiv 1801.01290,
+    section 4.2).
+    """
+
+    def __init__(self, backbone: Backbone, seed: int) -> None:
+        super().__init__(backbone, seed)
+        self.state = ValueModel(backbone.config.hidden, copy.deepcopy(backbone), seed)
+        self.slow_state = copy.deepcopy(self.state).requires_grad_(False)
+
+    def forward(self, batch: Packed, policy: Hidden, temperature: float) -> dict[str, Tensor]:
+        """Return {"q": of the target tokens, float32 [2, N]; "expected_q": [N], see `soft_values`; "value",
+        "target_value": of the states, float32 [N], the second by the target copy}.
+        """
+        own = self.backbone.hidden(batch.layout, batch.at)
+        (expected,) = soft_values(policy, self.twins(own), None, temperature)
+        value = self.state(batch, policy, temperature)["value"]
         with torch.no_grad():
-            pairs = zip(self.slow_backbone.parameters(), self.backbone.parameters(), strict=True)
-            for slow, own in [*pairs, (self.slow_heads, self.heads)]:
-                here(slow)[1].lerp_(here(own)[1], share)
+            target = self.slow_state(batch, policy, temperature)["value"]
+        return {"q": self.taken(own, batch.target), "expected_q": expected, "value": value, "target_value": target}
+
+    def follow(self, share: float) -> None:
+        """Move the target copy towards the network of state values by `share` of the difference."""
+        _follow(zip(self.slow_state.parameters(), self.state.parameters(), strict=True), share)
 
 
-Critic = ValueModel | ActionValueModel
+def _follow(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]], share: float) -> None:
+    """Move each first parameter towards the second by `share` of the difference."""
+    with torch.no_grad():
+        for slow, own in pairs:
+            here(slow)[1].lerp_(here(own)[1], share)
+
+
+Critic = ValueModel | ActionValueModel | SoftStateValueModel
 
 
 def new_critic(kind: type[Critic], folder: Path | None, policy: Model, seed: int) -> Critic:
@@ -102,9 +147,12 @@ def new_critic(kind: type[Critic], folder: Path | None, policy: Model, seed: int
             f"the critic in {folder} knows {backbone.config.vocab} tokens, the policy {policy.config.vocab}: "
             "they must share a tokenizer"
         )
-    critic = (
-        ValueModel(backbone.config.hidden, backbone, seed) if kind is ValueModel else ActionValueModel(backbone, seed)
-    )
+    critic: Critic
+    if kind is ValueModel:
+        critic = ValueModel(backbone.config.hidden, backbone, seed)
+    else:
+        assert issubclass(kind, TwinValues)
+        critic = kind(backbone, seed)
     stored = folder / TRAINING / STORED
     if stored.exists():
         left, own = _read_stored(stored), dict(critic.named_parameters())

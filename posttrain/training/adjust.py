@@ -137,8 +137,23 @@ def _contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]
         "its line search knows nothing of the routers' losses: leave out --router-balance and --router-z",
     )
     yield from older_weights.contradictions(algorithm, run)
+    yield from _contradictions_of_redistribution(algorithm)
     yield from _contradictions_of_penalty(algorithm, run)
     yield from _contradictions_of_teacher(algorithm, run)
+
+
+def _contradictions_of_redistribution(algorithm: Algorithm) -> Iterator[tuple[bool, str]]:
+    spread = algorithm.redistribution is not None
+    yield (
+        spread and not algorithm.advantage.by_token,
+        "its advantage compares whole rewards, at whichever token they are earned: leave out --redistribution, or choose "
+        "--advantage to-go, process, gae or k-step",
+    )
+    yield (
+        spread and bool(getattr(algorithm.advantage, "bootstrap", False)),
+        "the critic's value stands in for the final reward of a reply that was cut off, of which no token has a part: leave "
+        "out --redistribution, or --bootstrap-truncated",
+    )
 
 
 def _contradictions_of_partial_replies(

@@ -52,6 +52,7 @@ from posttrain.algorithms.ratio import (
     PessimisticClip,
     SequenceValueTokenGradient,
 )
+from posttrain.algorithms.redistribution import Redistribution
 from posttrain.algorithms.settings import change, flags, settings_of
 from posttrain.algorithms.shaping import GroupLength, LengthPenalty, RewardFloor, SoftOverlong
 from posttrain.algorithms.surrogate import (
@@ -91,7 +92,7 @@ def part(name: str) -> Part:
 
 ADVANTAGE, SURROGATE, RATIO, AGGREGATE = part("advantage"), part("surrogate"), part("ratio"), part("aggregate")
 PENALTY, CRITIC, ENTROPY, CORRECTION = part("kl"), part("critic"), part("entropy"), part("correction")
-SHAPING, TEACHER = part("shaping"), part("teacher")
+SHAPING, TEACHER, SPREAD = part("shaping"), part("teacher"), part("redistribution")
 
 CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("grpo", {"advantage": "baselined"}, ADVANTAGE, Baselined()),
@@ -218,6 +219,11 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("grpo", {"length_penalty": 0.01}, SHAPING, (LengthPenalty(0.01),)),
     ("grpo", {"reward_floor": -1.0}, SHAPING, (RewardFloor(-1.0),)),
     ("grpo", {"reward_floor": 0.0}, SHAPING, ()),
+    ("reinforce", {"redistribution": "even"}, SPREAD, Redistribution()),
+    ("ppo", {"redistribution": "entropy"}, SPREAD, Redistribution("entropy")),
+    ("reinforce", {"redistribution_share": 0.5, "redistribution": "even"}, SPREAD, Redistribution("even", 0.5)),
+    ("grpo-process", {"redistribution": "even"}, SPREAD, Redistribution()),
+    ("grpo", {"redistribution": "none"}, SPREAD, None),
     ("ppo", {"bootstrap_truncated": True}, ADVANTAGE, GAE(1.0, 0.95, whiten=True, bootstrap=True)),
     ("a2c", {"bootstrap_truncated": True}, lambda row: row.advantage.bootstrap, True),
     ("grpo", {"entropy": 0.1, "entropy_where": "reward"}, ENTROPY, Entropy(0.1, where="reward")),
@@ -226,6 +232,8 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("ppo", {"critic": "shared"}, CRITIC, Value()),
     ("vapo", {"critic_warmup": 3}, CRITIC, Value(lam=1.0, warmup=3)),
     ("sac", {"critic_warmup": 3}, CRITIC, SoftQ(warmup=3)),
+    ("sac", {"value_network": True}, CRITIC, SoftQ(warmup=2, state_value=True)),
+    ("sac-v", {"value_network": False}, CRITIC, SoftQ(warmup=2)),
     ("ppo", {"value_clip": 0.5}, CRITIC, Value(clip=0.5)),
     ("ppo", {"value_clip": 0.0}, CRITIC, Value(clip=None)),
     ("ppo", {"value_coefficient": 0.5}, CRITIC, Value(coefficient=0.5)),
@@ -481,10 +489,13 @@ MovingReference.rate = 1.0: above 0 and at most 1
 ToGo.whiten = False
 ToGo.gamma = 1.0: at least 0 and at most 1
 ToGo.eps = 1e-08: above 0
+Redistribution.weight = even; none is absent
+Redistribution.share = 1.0: above 0 and at most 1
 SoftQ.gamma = 1.0: at least 0 and at most 1
 SoftQ.tau = 0.05: at least 0 and at most 1
 SoftQ.coefficient = 1.0: at least 0
 SoftQ.warmup = 20: at least 0
+SoftQ.state_value = False
 Value.clip = 0.2: above 0; 0 is none
 Value.coefficient = 0.1: at least 0
 Value.lam = None: at least 0 and at most 1
@@ -605,6 +616,7 @@ ppo-ptx: old, reference, value | value | every token
 open-reasoner-zero: value | value | every token
 vapo: old, success, value | value | every token
 sac: action value | entropy, expected_q, q, target_q | every token
+sac-v: action value, soft state value | entropy, expected_q, q, target_value, value | every token
 distill-reverse-kl: | reverse_kl | every token
 distill-forward-kl: | forward_kl | every token
 distill-jsd: | jensen_shannon | every token
@@ -713,6 +725,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("pass-at-k", {"kl": 0.1, "kl_where": "reward"}, "pass-at-k: .*leave out --kl-where reward"),
     ("reinforce", {"group": 1, "dynamic_sampling": 2}, "sampling compares .*--group must be at least 2"),
     # the critic
+    *(
+        (name, {"redistribution": "even", **how}, f"{name}: .*whichever token.*--redistribution.*--advantage to-go")
+        for name, how in (
+            ("grpo", {}),
+            ("rloo", {}),
+            ("pass-at-k", {}),
+            ("grpo", {"advantage": "decoupled"}),
+            ("distill-k1", {}),
+        )
+    ),
+    ("a2c", {"redistribution": "even", "bootstrap_truncated": True}, "a2c: .*or --bootstrap-truncated"),
+    ("reinforce", {"redistribution_share": 0.5}, "--redistribution-share cannot go with reinforce: .*--redistribution"),
+    ("reinforce", {"redistribution": "even", "redistribution_share": 1.5}, "--redistribution-share must be .*not 1.5"),
     ("grpo", {"critic": "shared"}, "grpo: it has no critic, --critic .*--advantage gae"),
     ("grpo", {"critic_lr": 1e-3}, "grpo: it has no critic, --critic-lr .*--advantage gae"),
     ("grpo", {"value_clip": 0.1}, "--value-clip cannot go with grpo.*--advantage gae"),
@@ -723,6 +748,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("sac", {"surrogate": "clip", "replay": 0}, "sac: .*belong together"),
     ("ppo", {"critic_tau": 0.1}, "--critic-tau cannot go with ppo"),
     ("grpo", {"critic_tau": 0.1}, "--critic-tau cannot go with grpo"),
+    ("ppo", {"value_network": True}, "--value-network cannot go with ppo"),
+    ("sac-v", {"critic": "shared", "critic_warmup": 0}, "sac-v: .*backbone of the critic's own"),
     ("ppo", {"critic": "shared", "critic_warmup": 2}, "--critic separate"),
     ("ppo", {"critic": "shared", "critic_model": "x"}, "leave out --critic-model"),
     ("trpo", {"advantage": "gae", "critic": "shared"}, "trpo: .*--critic separate"),

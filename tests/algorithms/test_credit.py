@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from posttrain.algorithms.aggregate import ConstantLength, PromptMean
 from posttrain.algorithms.all_algorithms import find
-from posttrain.algorithms.credit import GAE, Baselined, KStep, PassAtK, StepRewards, ToGo
+from posttrain.algorithms.credit import GAE, Advantage, Baselined, Earned, KStep, PassAtK, StepRewards, ToGo
 from posttrain.algorithms.critic_loss import SoftQ, Value
 from posttrain.algorithms.earned_rewards import earnings, equal_rewards, whitened
 from posttrain.algorithms.filters import CovarianceClip, CovariancePenalty, DynamicSampling, OverlongFilter, TopEntropy
@@ -28,6 +28,7 @@ from posttrain.algorithms.penalty import KL, Adaptive, Entropy, HalvingDoubling
 from posttrain.algorithms.policy import policy_objective
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.ratio import Causal, Correction
+from posttrain.algorithms.redistribution import Redistribution
 from posttrain.algorithms.shaping import GroupLength, LengthPenalty, RewardFloor, SoftOverlong
 from posttrain.algorithms.surrogate import Clip, DivergenceMask, WeightedLogProbability
 from posttrain.core.batch import Batch, Outputs, Scores, Stats
@@ -1017,3 +1018,128 @@ def test_nothing_is_steered_while_a_critic_warms_up_alone() -> None:
         step = source.produce(number)
         source.learned(step, Stats(step.stats))
         assert [source.coefficients[name] == value for name, value in before.items()] == [number <= 2] * len(before)
+
+
+# -- a final reward that is redistributed ------------------------------------------------------------------------------
+
+SPREAD_STEPS = (((0, 0.2), (2, 0.5)), (), ((1, -0.3), (3, 0.25)), ())
+SPREAD_ENTROPY = ((0.4, 1.2, 0.1), (0.0, 0.0), (0.9, 0.3, 0.6), (2.0, 0.5, 0.5, 1.0))
+
+
+def spread_scores() -> Scores:
+    draw = torch.Generator().manual_seed(5)
+    lengths = (3, 2, 3, 4)
+
+    def each() -> tuple[Tensor, ...]:
+        return tuple(torch.rand(n, generator=draw, dtype=torch.float64) for n in lengths)
+
+    return scores_of([1.3, 0.4, -0.2, 0.9], lengths, [0, 0, 1, 1], steps=SPREAD_STEPS, penalty=each(), value=each())
+
+
+def by_hand(scores: Scores, weight: str, share: float) -> tuple[list[list[float]], list[list[float]]]:
+    """What each token earns of the final reward, and in all."""
+    finals, every = [], []
+    for i, entropy in enumerate(SPREAD_ENTROPY):
+        n, steps = len(entropy), SPREAD_STEPS[i]
+        final = scores.reward[i].item() - sum(r for _, r in steps)
+        weights = [1 / n] * n if weight == "even" or sum(entropy) == 0 else [h / sum(entropy) for h in entropy]
+        own = [final * share * w + (final * (1 - share) if t == n - 1 else 0.0) for t, w in enumerate(weights)]
+        finals.append(own)
+        of_steps = [sum(r for end, r in steps if end == t + 1) for t in range(n)]
+        every.append([own[t] + of_steps[t] - scores.penalty[i][t].item() for t in range(n)])
+    return finals, every
+
+
+@pytest.mark.parametrize("share", [1.0, 0.4])
+@pytest.mark.parametrize("weight", ["even", "entropy"])
+def test_advantages_of_a_redistributed_reward_are_those_of_loops_over_what_each_token_earns(
+    weight: Any, share: float
+) -> None:
+    scores = spread_scores()
+    entropy = [doubles(*own) for own in SPREAD_ENTROPY]
+    given = replace(scores, shares=Redistribution(weight, share)(scores, entropy))
+    finals, earned = by_hand(scores, weight, share)
+    values = [v.tolist() for v in scores.value]
+
+    def same(advantage: Advantage, expected: list[list[float]]) -> None:
+        found = advantage(given)
+        assert isinstance(found, list)
+        for own, right in zip(found, expected, strict=True):
+            assert own.tolist() == pytest.approx(right, abs=1e-10)
+
+    same(Earned(), earned)
+    same(
+        ToGo(gamma=0.9), [[sum(0.9 ** (k - t) * r[k] for k in range(t, len(r))) for t in range(len(r))] for r in earned]
+    )
+    centred = []  # less the group's mean reward, of which each token has the same part as of the final reward
+    for i, own in enumerate(earned):
+        base = mean([scores.reward[j].item() for j in range(4) if j // 2 == i // 2])
+        final = scores.reward[i].item() - sum(r for _, r in SPREAD_STEPS[i])
+        parts = [x / final for x in finals[i]]
+        centred.append([sum(own[k] - base * parts[k] for k in range(t, len(own))) for t in range(len(own))])
+    same(ToGo("group"), centred)
+    deltas = [
+        [r[t] + 0.9 * (v[t + 1] if t + 1 < len(v) else 0.0) - v[t] for t in range(len(r))]
+        for r, v in zip(earned, values, strict=True)
+    ]
+    same(
+        GAE(0.9, 0.8), [[sum(0.72 ** (k - t) * d[k] for k in range(t, len(d))) for t in range(len(d))] for d in deltas]
+    )
+    ahead = []
+    for r, v in zip(earned, values, strict=True):
+        n = len(r)
+        ahead.append(
+            [
+                r[t] + (0.9 * r[t + 1] if t + 1 < n else 0) + (0.81 * v[t + 2] if t + 2 < n else 0) - v[t]
+                for t in range(n)
+            ]
+        )
+    same(KStep(2, 0.9), ahead)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_process_rewards_take_every_token_for_a_step_where_the_final_reward_is_redistributed(apart: bool) -> None:
+    scores = spread_scores()
+    given = replace(scores, shares=Redistribution("entropy")(scores, [doubles(*own) for own in SPREAD_ENTROPY]))
+    finals, _ = by_hand(scores, "entropy", 1.0)
+    for i, found in enumerate(StepRewards(eps=1e-6, outcome_apart=apart)(given)):
+        expected = [0.0] * len(found)
+        for kind in range(2 if apart else 1):
+            steps = []
+            for j in range(4):
+                parts = [(t + 1, x) for t, x in enumerate(finals[j])]
+                if apart:
+                    steps.append(parts if kind else list(SPREAD_STEPS[j]))
+                    continue
+                steps.append([(end, x + sum(r for e, r in SPREAD_STEPS[j] if e == end)) for end, x in parts])
+                steps[-1] += [(0, r) for e, r in SPREAD_STEPS[j] if e == 0]
+            every = [r for j in range(4) if j // 2 == i // 2 for _, r in steps[j]]
+            for end, r in steps[i]:
+                worth = (r - mean(every)) / (stdev(every) + 1e-6)
+                expected = [x + worth * (t < end) for t, x in enumerate(expected)]
+        assert found.tolist() == pytest.approx(expected, abs=1e-10)
+
+
+def test_equal_rewards_under_a_group_baseline_are_exactly_nothing_when_redistributed() -> None:
+    scores = scores_of([0.7, 0.7, 0.7], [3, 7, 11], [0, 0, 0])
+    given = replace(scores, shares=Redistribution()(scores, []))
+    assert all(not own.any() for own in ToGo("group")(given))
+
+
+def test_entropies_of_a_redistribution_are_those_of_the_policy_that_sampled() -> None:
+    case = new_case(chosen_row(find("reinforce"), redistribution="entropy"), groups=2, size=2)
+    credited = credit(case.row, case.rollouts, case.learner, 40, {}, None, Stats())
+    model = case.learner.model
+    for rollout, found in zip(case.rollouts, credited.per_token["advantage"], strict=True):
+        (transcript,) = rollout.transcripts
+        tokens = torch.tensor(transcript.tokens)
+        with torch.no_grad():
+            logs = (model(tokens, torch.arange(len(tokens)), causal) @ model.head.weight.T).log_softmax(-1)  # type: ignore[operator]
+        entropy = [-(logs[t - 1].exp() * logs[t - 1]).sum().item() for t in transcript.scored.tolist()]
+        steps = list(rollout.steps)
+        assert isinstance(rollout.reward, float)
+        final = rollout.reward - sum(r for _, r in steps)
+        expected = [
+            final * sum(entropy[t:]) / sum(entropy) + sum(r for end, r in steps if end > t) for t in range(len(entropy))
+        ]
+        assert found.tolist() == pytest.approx(expected, abs=1e-6)

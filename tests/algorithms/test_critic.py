@@ -24,7 +24,7 @@ from posttrain.core.types import Completion, StopReason, Task, Transcript, UserE
 from posttrain.envs.demonstration import demonstrate
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.checkpoint_folder import load_model
-from posttrain.models.critic import ActionValueModel, ValueModel, new_critic
+from posttrain.models.critic import ActionValueModel, SoftStateValueModel, ValueModel, new_critic
 from posttrain.models.losses.likelihood import Hidden, soft_values
 from posttrain.models.native.decoder import causal, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
@@ -370,3 +370,17 @@ def test_formula_of_the_critic_s_loss_says_what_it_is_set_to() -> None:
     assert Value(None, lam=0.9, warmup=3).formula == (
         "0.1 x (V - R)^2 / 2, R with lambda 0.9; alone for the first 3 steps"
     )
+
+
+def test_value_network_of_soft_actor_critic_is_apart_from_its_action_values_and_its_slow_copy_alone_follows() -> None:
+    case = new_case(chosen_row(find("sac-v")), groups=2, size=2)
+    learner, critic = case.learner, case.learner.critic
+    assert isinstance(critic, SoftStateValueModel) and learner.follow == 0.1
+    shared = {id(p) for p in critic.backbone.parameters()} & {id(p) for p in critic.state.parameters()}
+    assert not shared and all(not p.requires_grad for p in critic.slow_state.parameters())
+    (batch,) = feed(case, case.rollouts, credit(case.row, board(case, case.rollouts)), [range(4)])
+    slow, actions = flat(critic.slow_state), flat(critic.backbone)
+    learner.update([batch], policy_objective(case.row))
+    assert not torch.equal(flat(critic.backbone), actions)
+    assert torch.allclose(flat(critic.slow_state), slow + 0.1 * (flat(critic.state) - slow), atol=1e-12)
+    assert not torch.equal(flat(critic.slow_state), slow)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 from expected_gradients import (
     BEGINNINGS,
     DOCUMENT,
@@ -12,6 +14,7 @@ from expected_gradients import (
     FORMS,
     POLICY,
     REPLIES,
+    SHARES,
     configured,
     document,
     error,
@@ -19,12 +22,15 @@ from expected_gradients import (
     formed,
     penalised,
     probabilities,
+    reward_of,
+    steps_of,
     true,
     weighed,
 )
 
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.ratio import Correction
+from posttrain.algorithms.redistribution import Redistribution
 
 UNBIASED = {"reinforce": 1.0, "reinforce-baseline": 0.5, "off-policy-pg": 0.5, "rloo": 1.0, "dr-grpo": 0.125}
 UNBIASED |= {"remax": 1.0}
@@ -93,3 +99,26 @@ def test_the_document_says_what_is_found() -> None:
     assert len(words) == len(found), "PYTHONPATH=tests/helpers python tools/expected_gradients.py writes it anew"
     for word, own in zip(words, found, strict=True):
         assert word == own or abs(float(word) - float(own)) < 0.011, (word, own)
+
+
+@pytest.mark.parametrize("weight", ["even", "entropy"])
+@pytest.mark.parametrize("share", SHARES)
+def test_the_expected_gradient_of_a_redistributed_reward_is_that_of_every_reply_by_itself(
+    weight: Any, share: float
+) -> None:
+    """Log-probability of each token times what it and later ones earn of the final reward, and of the steps behind it."""
+    found = expected(replace(configured("reinforce"), redistribution=Redistribution(weight, share)), "policy")
+    table = POLICY.clone().requires_grad_()
+    logs, total = table.log_softmax(-1), torch.zeros((), dtype=torch.float64)
+    for reply, chance in zip(REPLIES, probabilities(POLICY).tolist(), strict=True):
+        places = [BEGINNINGS.index(reply[:t]) for t in range(len(reply))]
+        entropy = [-(logs[p].detach().exp() * logs[p].detach()).sum().item() for p in places]
+        weights = [1.0] * len(reply) if weight == "even" else entropy
+        final = reward_of(reply) - sum(earned for _, earned in steps_of(reply))
+        for t, (place, token) in enumerate(zip(places, reply, strict=True)):
+            to_go = final * (1 - share + share * sum(weights[t:]) / sum(weights))
+            to_go += sum(earned for end, earned in steps_of(reply) if end > t)
+            total = total + chance * logs[place, token] * to_go
+    (right,) = torch.autograd.grad(total, table)
+    assert (found - right).norm() < EXACT * right.norm()
+    assert error(found, true(configured("reinforce"))) > 0.05

@@ -52,7 +52,7 @@ from posttrain.core.batch import Batch, Outputs, Packed, Scores, Stats
 from posttrain.core.component import Need
 from posttrain.core.types import Completion, Rollout, StopReason, Task, Transcript, UserError
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
-from posttrain.models.critic import ActionValueModel, ValueModel
+from posttrain.models.critic import ActionValueModel, SoftStateValueModel, ValueModel
 from posttrain.models.losses.likelihood import token_logp
 from posttrain.models.native.decoder import Decoder, causal
 from posttrain.models.native.head import Head
@@ -126,6 +126,16 @@ def played(case: Case, rollout: Rollout, correct: float) -> Played:
         assert critic.backbone is not None
         values = critic.backbone(tokens, place, causal) @ critic.weight + critic.bias
         told.values, told.old_values = [values[t - 1] for t in sampled], case.value[key].tolist()
+    elif isinstance(critic, SoftStateValueModel):
+        own = critic.backbone(tokens, place, causal) @ critic.heads.transpose(1, 2)
+        state, slow_state = critic.state, critic.slow_state
+        assert state.backbone is not None and slow_state.backbone is not None
+        values = state.backbone(tokens, place, causal) @ state.weight + state.bias
+        with torch.no_grad():
+            slow_values = slow_state.backbone(tokens, place, causal) @ slow_state.weight + slow_state.bias
+        told.pi = [logs[t - 1].exp() for t in sampled]
+        told.q = [(own[0, t - 1], own[1, t - 1]) for t in sampled]
+        told.values, told.slow_values = [values[t - 1] for t in sampled], [slow_values[t - 1].item() for t in sampled]
     elif isinstance(critic, ActionValueModel):
         own = critic.backbone(tokens, place, causal) @ critic.heads.transpose(1, 2)
         with torch.no_grad():

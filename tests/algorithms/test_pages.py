@@ -155,8 +155,8 @@ def test_options_on_a_page_give_the_formula_that_stands_beside_them(row: Prefere
         changed = change(row, {name: value or "true"})
         assert source and any(formula in said for _, formula, _ in components(changed)), option
     offered = {option.split()[0] for option, _, _ in axes(row)}
-    assert ("--divergence" in offered) == ("ref" in row.score.formula)
-    assert ("--tail" in offered) == (row.name not in ("orpo", "kto"))
+    assert ("--divergence" in offered) == ("ref" in row.score.formula and row.name != "aot")
+    assert ("--tail" in offered) == (row.name not in ("orpo", "kto", "aot-unpaired"))
 
 
 def test_requirements_tell_each_row_once_and_what_it_needs() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from posttrain.algorithms.comparison_weights import PerComparison, PerPrompt
 from posttrain.algorithms.links import LINKS, Pairs, PlackettLuce, Sigmoid
+from posttrain.algorithms.optimal_transport import monotone
 from posttrain.algorithms.preference import PreferenceAlgorithm, PreferenceObjective
 from posttrain.algorithms.preference_table import PREFERENCES
 from posttrain.algorithms.responses import LogRatio, Odds
@@ -531,3 +532,50 @@ def test_a_step_says_how_many_tokens_it_learns_from() -> None:
     assert step.tokens == sum(
         len(text) + 1 for row in PAIRS for text in row.get("responses") or [row["chosen"], row["rejected"]]
     )
+
+
+# -- optimal transport over an optimizer batch -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("link", [name for name, link in LINKS.items() if link.of_difference])
+def test_any_cost_of_a_difference_may_be_transported_as_equal_weights_pair_the_sorted(link: str) -> None:
+    """With as many good as bad responses of one weight: the k-th smallest of both, whatever the cost."""
+    plain = case()
+    items = [replace(plain.items[0]), replace(plain.items[3], comparisons=[Comparison(0, 1)])]
+    row = changed("aot-unpaired", link=link, beta=0.4)
+    plain = Case(items, Reference(range(2), arrays_of([plain.reference.of(0), plain.reference.of(3)])), plain.learner)
+
+    def sorted_pairs(asked: list[comparisons.Asked]) -> Tensor:
+        good, bad = (sorted((a.responses[side].ratio for a in asked), key=lambda x: x.item()) for side in (0, 1))
+        both = torch.stack(good), torch.stack(bad)
+        nothing = torch.zeros(2, dtype=torch.float64)
+        return row.link.compare(Pairs(*both, nothing, torch.arange(2), {})).mean()
+
+    same(plain, row, sorted_pairs)
+
+
+def test_transport_keeps_the_order_and_all_of_the_weight_and_costs_no_more_than_any_other() -> None:
+    draw = np.random.default_rng(0)
+    for _ in range(20):
+        one, other = draw.normal(size=5), draw.normal(size=3)
+        share, weight = draw.uniform(0.1, 1, 5), draw.uniform(0.1, 1, 3)
+        pieces = monotone(one.tolist(), share.tolist(), other.tolist(), weight.tolist())
+        assert [sum(p.weight for p in pieces if p.first == i) for i in range(5)] == pytest.approx(share / share.sum())
+        assert [sum(p.weight for p in pieces if p.second == j) for j in range(3)] == pytest.approx(
+            weight / weight.sum()
+        )
+        cost = sum(p.weight * math.exp(other[p.second] - one[p.first]) for p in pieces)
+        for a in pieces:  # a swap of what two pieces lead to is no cheaper under a convex cost
+            for b in pieces:
+                moved = min(a.weight, b.weight)
+                paid = math.exp(other[a.second] - one[a.first]) + math.exp(other[b.second] - one[b.first])
+                swapped = math.exp(other[b.second] - one[a.first]) + math.exp(other[a.second] - one[b.first])
+                assert cost + moved * (swapped - paid) >= cost - 1e-12
+    assert monotone([], [], [1.0], [1.0]) == []
+
+
+def test_optimizer_batch_without_a_bad_response_teaches_nothing() -> None:
+    plain = case()
+    items = [replace(item, comparisons=[], labels=[(1.0,)] * len(item.responses)) for item in plain.items]
+    found, gradient, _ = through_the_library(replace(plain, items=items), PREFERENCES["aot-unpaired"], range(6), 25)
+    assert found == 0.0 and not gradient.any()

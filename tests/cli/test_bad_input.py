@@ -109,8 +109,9 @@ def words(verb: str, **options: Any) -> list[str]:
         "eval": {"tasks": "rows.jsonl", "model": "start", "env": "env.py:reward", "samples": 1, "max-tokens": 8,
                  "env-workers": 1},
         "check": {"tasks": "rows.jsonl", "env": "env.py:reward"},
+        "prefer": {"tasks": "rows.jsonl", "model": "start", "quiet": ""},
     }  # fmt: skip
-    threads = {"threads": 1, "out": "never"} if verb in ("sft", "rl") else {}
+    threads = {"threads": 1, "out": "never"} if verb in ("sft", "rl", "prefer") else {}
     chosen = {**usual.get(verb, {}), **threads, **{name.replace("_", "-"): value for name, value in options.items()}}
     return [verb, *(part for name, value in chosen.items() for part in (f"--{name}", str(value)) if part)]
 
@@ -191,6 +192,16 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "algorithm of another verb": (words("rl", algorithm="dpo"), ("dpo belongs to posttrain prefer: posttrain prefer",)),
     "unknown algorithm to list": (["algorithms", "ppoo"], ("did you mean 'ppo'? posttrain algorithms lists all",)),
     "group of one": (words("rl", algorithm="grpo", group=1), ("--group must be at least 2, not 1",)),
+    "reward spread where it is compared whole": (
+        words("rl", algorithm="grpo", redistribution="even"), ("leave out --redistribution, or choose --advantage to-go",)
+    ),
+    "one row to sort": (words("prefer", algorithm="aot", rows=1), ("aot: it sorts", "--rows must be at least 2")),
+    "sorted without a reference": (words("prefer", algorithm="simpo", transport="paired"), ("needs --score log-ratio",)),
+    "sorted by another divergence": (words("prefer", algorithm="aot", divergence="alpha"), ("and the reverse KL",)),
+    "sorted and judged alone": (words("prefer", algorithm="kto", transport="unpaired"), ("choose --link sigmoid",)),
+    "sorted with weights": ([*words("prefer", algorithm="aot"), "--policy-weight"], ("leave out --policy-weight",)),
+    "sorted with margins": (words("prefer", algorithm="aot", row_margins=1), ("leave out --row-margins",)),
+    "sorted in another way": (words("prefer", transport="pairs"), ("for --transport", "unpaired")),
     "more prompts than tasks": (words("rl", prompts=50), ("--prompts 50", "20")),
     "truncated sampling": (words("rl", top_p=0.9), ("--top-p", "leave them at 1")),
     "no resume without a run": (words("rl", resume=""), ("never holds no run to resume", "leave out --resume")),

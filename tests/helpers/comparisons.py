@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -229,6 +230,50 @@ def bco(items: list[Asked]) -> Tensor:
     return over_pairs(items, loss)
 
 
+def quantile(weighed: list[tuple[Tensor, float]], level: float) -> Tensor:
+    """The smallest value with at least this share of all the weight at or below it."""
+    total, below = sum(weight for _, weight in weighed), 0.0
+    for value, weight in sorted(weighed, key=lambda pair: pair[0].item()):
+        below += weight / total
+        if below >= level:
+            return value
+    raise AssertionError("a level is below 1")
+
+
+def between_quantiles(one: list[tuple[Tensor, float]], other: list[tuple[Tensor, float]]) -> Tensor:
+    """AOT: the integral over t from 0 to 1 of -log sigma(0.1 (the t-quantile of the one - that of the other))."""
+    levels = {0.0}
+    for side in (one, other):
+        below, total = 0.0, sum(weight for _, weight in side)
+        for _, weight in sorted(side, key=lambda pair: pair[0].item()):
+            below += weight / total
+            levels.add(min(below, 1.0))
+    integral, borders = ZERO, sorted(levels)
+    for low, high in pairwise(borders):
+        if high - low > 1e-12:
+            middle = (low + high) / 2
+            cost = -torch.log(sigma(0.1 * (quantile(one, middle) - quantile(other, middle))))
+            integral = integral + (high - low) * cost
+    return integral
+
+
+def aot(items: list[Asked]) -> Tensor:
+    """Paired: log pi(y_w) - log pi(y_l) of every comparison against the same of the reference."""
+    policy, reference = [], []
+    for item in items:
+        for better, worse, share, _ in item.compared:
+            w, v = item.responses[better], item.responses[worse]
+            policy.append((w.likelihood - v.likelihood, share))
+            reference.append((torch.tensor(sum(w.ref) - sum(v.ref), dtype=torch.float64), share))
+    return between_quantiles(policy, reference)
+
+
+def aot_unpaired(items: list[Asked]) -> Tensor:
+    told = [pair for item in items for pair in labels(item)]
+    good, bad = ([(y.ratio, 1.0) for y, is_good in told if is_good is side] for side in (True, False))
+    return between_quantiles(good, bad)
+
+
 LOSSES: dict[str, Loss] = {
     "dpo": dpo,
     "tr-dpo": dpo,  # whose reference moves between updates
@@ -249,6 +294,8 @@ LOSSES: dict[str, Loss] = {
     "nca": nca,
     "exo": exo,
     "bco": bco,
+    "aot": aot,
+    "aot-unpaired": aot_unpaired,
 }
 
 

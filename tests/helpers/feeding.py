@@ -28,7 +28,7 @@ from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.player import Player
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization, Teaching
-from posttrain.models.critic import ActionValueModel, Critic, ValueModel
+from posttrain.models.critic import ActionValueModel, Critic, SoftStateValueModel, ValueModel
 from posttrain.models.native.decoder import Decoder
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.adjust import adjust
@@ -74,13 +74,26 @@ class Case:
     )  # by id(rollout): who teaches it, and what the teacher reads
 
 
+def critic_on(row: Algorithm, backbone: Decoder) -> Critic:
+    """A new critic of the kind that the row's loss needs."""
+    if isinstance(row.critic, SoftQ):
+        return (SoftStateValueModel if row.critic.state_value else ActionValueModel)(backbone, 3)
+    return ValueModel(backbone.config.hidden, backbone, 3)
+
+
 def new_critic_of(row: Algorithm, dtype: torch.dtype) -> Critic | None:
     """A critic with a backbone of its own whose heads are far from zero, and whose slow copies are elsewhere."""
     if row.critic is None:
         return None
     backbone = tiny(WORDS, seed=2)
-    critic: Critic = ActionValueModel(backbone, 3) if isinstance(row.critic, SoftQ) else ValueModel(32, backbone, 3)
+    critic = critic_on(row, backbone)
     with torch.no_grad():
+        if isinstance(critic, SoftStateValueModel):
+            for parameter in (critic.heads, critic.state.weight, critic.slow_state.weight):
+                parameter.mul_(500)
+            for slow in critic.slow_state.parameters():
+                slow.mul_(0.9)
+            return critic.to(dtype)
         for parameter in (critic.weight,) if isinstance(critic, ValueModel) else (critic.heads, critic.slow_heads):
             parameter.mul_(500)
         if isinstance(critic, ActionValueModel):

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny
+from feeding import critic_on
 
 from posttrain.algorithms.all_algorithms import find
-from posttrain.algorithms.critic_loss import SoftQ
 from posttrain.algorithms.policy import Algorithm, policy_objective
 from posttrain.config.resolve import filled
 from posttrain.config.training import RL, Distill
@@ -21,7 +21,7 @@ from posttrain.envs.demonstration import demonstrate
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.player import Player
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization, Teaching
-from posttrain.models.critic import ActionValueModel, Critic, ValueModel
+from posttrain.models.critic import Critic
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.adjust import adjust
 from posttrain.training.loop import train
@@ -51,9 +51,7 @@ def source(
     others = {name: tiny(tokenizer, seed=1) for name, there in named.items() if there}
     critic: Critic | None = None
     if row.critic is not None:
-        backbone = tiny(tokenizer, seed=2)
-        soft = isinstance(row.critic, SoftQ)
-        critic = ActionValueModel(backbone, 3) if soft else ValueModel(backbone.config.hidden, backbone, 3)
+        critic = critic_on(row, tiny(tokenizer, seed=2))
     texts = [
         [demonstrate({"id": t["id"], "prompt": t["prompt"], "response": t["answer"]}, tokenizer, [0])] for t in TASKS
     ]

@@ -36,6 +36,7 @@ class Played:
     pi: list[Tensor] = field(default_factory=list)  # [vocabulary] probabilities of each action now
     q: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # [vocabulary] each: the twins' action values now
     slow_q: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # the same of the slow copies, without a gradient
+    slow_values: list[float] = field(default_factory=list)  # of states, by the slow copy of their network
     taken: list[int] = field(default_factory=list)  # the actions
     p: list[Tensor] = field(default_factory=list)  # [vocabulary] probabilities of each action now
     tea: list[Tensor] = field(default_factory=list)  # [vocabulary] the same of the teacher, without a gradient
@@ -581,6 +582,25 @@ def sac(rollouts: list[Played]) -> Tensor:
     return total / tokens
 
 
+def sac_v(rollouts: list[Played]) -> Tensor:
+    """Soft actor-critic (arXiv 1801.01290): equations 5 (V), 7 and 8 (Q) and 10 (policy), expectations over the vocabulary
+    as in arXiv 1910.07207, with temperature 0.01 and gamma 1.
+    """
+    alpha, total, tokens = 0.01, ZERO, sum(len(r.lp) for r in rollouts)
+    for r in rollouts:
+        rewards = earned(r)
+        for t, (pi, (one, two)) in enumerate(zip(r.pi, r.q, strict=True)):
+            y = rewards[t] + (r.slow_values[t + 1] if t + 1 < len(r.pi) else 0.0)
+            action = r.taken[t]
+            total = total + (one[action] - y) ** 2 / 2 + (two[action] - y) ** 2 / 2
+            soft = 0.0
+            for p, x, z in zip(pi, one.tolist(), two.tolist(), strict=True):
+                total = total + p * (alpha * p.log() - min(x, z))
+                soft += p.item() * (min(x, z) - alpha * math.log(p.item()))
+            total = total + (r.values[t] - soft) ** 2 / 2
+    return total / tokens
+
+
 def pretraining(texts: list[list[Tensor]]) -> Tensor:
     """InstructGPT, equation 2: minus the mean log-probability of the tokens of pretraining text, coefficient 1."""
     every = [lp for text in texts for lp in text]
@@ -678,5 +698,6 @@ LOSSES: dict[str, Loss] = {
     "open-reasoner-zero": open_reasoner_zero,
     "vapo": vapo,
     "sac": sac,
+    "sac-v": sac_v,
 }
 TEXTS: dict[str, Callable[[list[list[Tensor]]], Tensor]] = {"ppo-ptx": pretraining, "chord": demonstrated}

@@ -22,6 +22,8 @@ _LINKS = {
     "apo_zero": "apo-zero",
     "apo_down": "apo-down",
     "sigmoid_norm": "dpo-norm",
+    "aot": "aot",
+    "aot_unpaired": "aot-unpaired",
 }
 
 

@@ -273,22 +273,21 @@ def log_collision(policy: Hidden, temperature: float = 1.0) -> Tensor:
 
 
 def soft_values(
-    policy: Hidden, twins: tuple[Hidden, Hidden], slow: tuple[Hidden, Hidden], temperature: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Return (sum_a pi(a) min_k Q_k(a), the same for the target copies `slow`), each [N].
+    policy: Hidden, twins: tuple[Hidden, Hidden], slow: tuple[Hidden, Hidden] | None, temperature: float = 1.0
+) -> tuple[Tensor, ...]:
+    """Return (sum_a pi(a) min_k Q_k(a), the same for the target copies `slow`), each [N]; without copies the first alone.
 
     The first has a gradient into the policy alone, the second has none.
     """
 
-    def expected(rows: slice) -> tuple[Tensor, Tensor]:
+    def expected(rows: slice) -> tuple[Tensor, ...]:
         probability = policy.logits(rows, temperature).softmax(-1)
         with torch.no_grad():
             least = torch.minimum(*(q.logits(rows) for q in twins))
-            target = (probability * torch.minimum(*(q.logits(rows) for q in slow))).sum(-1)
-        return (probability * least).sum(-1), target
+            targets = [(probability * torch.minimum(*(q.logits(rows) for q in slow))).sum(-1)] if slow else []
+        return (probability * least).sum(-1), *targets
 
-    expected_q, target_q = in_chunks(expected, policy)
-    return expected_q, target_q
+    return in_chunks(expected, policy)
 
 
 def in_chunks(function: Callable[[slice], tuple[Tensor, ...]], like: Hidden) -> tuple[Tensor, ...]:

@@ -98,6 +98,8 @@ def credit(
         added = torch.stack([shape(scores) for shape in algorithm.shaping]).sum(0)
         stats.add("reward/shaping", added.sum().item(), len(added))
         scores = replace(scores, reward=scores.reward + added)
+    if algorithm.redistribution is not None:
+        scores = replace(scores, shares=algorithm.redistribution(scores, own.get("entropy", [])))
     if Need.GRADIENT_NORM in needs:
         alone = [pack([r.transcripts], [i], learner.device) for i, r in enumerate(rollouts)]
         scores = replace(scores, squared_gradient_norm=learner.squared_gradients(alone))

@@ -17,9 +17,10 @@ from posttrain.algorithms.comparison_weights import Denominator
 from posttrain.algorithms.links import PreferenceLink
 from posttrain.algorithms.preference import PreferenceAlgorithm
 from posttrain.algorithms.responses import Responses
-from posttrain.core.batch import Batch, Preferences, Stats, TrainingStep
+from posttrain.core.batch import Batch, Matched, Preferences, Stats, TrainingStep
 from posttrain.core.component import Need
 from posttrain.core.protocols import Learner, Source
+from posttrain.core.token_probe import TokenSink
 from posttrain.core.types import Comparison, PreferenceExample, StopReason, Task, Transcript, UserError
 from posttrain.envs.demonstration import demonstrate, demonstrate_steps, last_alone
 from posttrain.learners.local_learner import REFERENCE
@@ -29,6 +30,7 @@ from posttrain.training.sources.example_stream import ExampleStream, examples_of
 from posttrain.training.sources.length_filter import Placed, TooLong
 from posttrain.training.sources.packing import Read, collate, readings, split_microbatches
 from posttrain.training.sources.reference_cache import MovingReferenceLogps, Reference, mismatched
+from posttrain.training.sources.score_transport import transported
 
 
 class PreferenceExamples(ExampleStream[PreferenceExample]):
@@ -80,15 +82,15 @@ class PreferenceExamples(ExampleStream[PreferenceExample]):
 class ComparisonTargets:
     """Comparisons and labels of some preference examples' responses, the input of a link."""
 
-    link: PreferenceLink
+    of_labels: bool  # whether the loss reads labels, and not comparisons
     read: Read
     items: Sequence[PreferenceExample]
     weights: list[list[float]]  # of each preference example: weights of its comparisons, or of its labels, in order
     labels: list[list[tuple[int, float]]]  # of each preference example: (place of the score in it, label)
 
-    def of(self, index: Sequence[int], device: torch.device) -> Preferences:
-        """Return the targets of a micro-batch of these preference examples."""
-        of_labels, read = self.link.reads_labels, self.read
+    def of(self, index: Sequence[int], device: torch.device, matched: Matched | None = None) -> Preferences:
+        """Return the targets of a micro-batch of these preference examples. `matched`: as in `Preferences`."""
+        of_labels, read = self.of_labels, self.read
         better: list[int] = []
         worse: list[int] = []
         margin: list[float] = []
@@ -115,17 +117,28 @@ class ComparisonTargets:
             return torch.tensor(values, dtype=torch.float64, device=device)
 
         return Preferences(
-            whole(better), whole(worse), real(margin), real(weight), whole(labelled), real(label), real(label_weight)
+            whole(better),
+            whole(worse),
+            real(margin),
+            real(weight),
+            whole(labelled),
+            real(label),
+            real(label_weight),
+            matched,
         )
 
     @staticmethod
     def by(
-        link: PreferenceLink, denominator: Denominator, items: Sequence[PreferenceExample], read: Read = "next"
+        link: PreferenceLink,
+        denominator: Denominator,
+        items: Sequence[PreferenceExample],
+        of_labels: bool,
+        read: Read = "next",
     ) -> ComparisonTargets:
         """Return the targets weighted over all these preference examples, which make up an optimizer batch."""
         labels = [_labels(item, read) for item in items]
-        if link.reads_labels:
-            return ComparisonTargets(link, read, items, denominator([[1.0] * len(own) for own in labels]), labels)
+        if of_labels:
+            return ComparisonTargets(True, read, items, denominator([[1.0] * len(own) for own in labels]), labels)
         units = [link.units(item.comparisons) for item in items]
         shares, sizes = [], []
         for item, numbers in zip(items, units, strict=True):
@@ -138,7 +151,7 @@ class ComparisonTargets:
         spread = [
             [weights[i][size[number][0]] / size[number][1] for number in units[i]] for i, size in enumerate(sizes)
         ]
-        return ComparisonTargets(link, read, items, spread, labels)
+        return ComparisonTargets(False, read, items, spread, labels)
 
 
 def scores(transcript: Transcript, read: Read) -> int:
@@ -211,26 +224,31 @@ class Comparisons:
         by_size = sorted(range(len(items)), key=lambda i: max(map(len, items[i].responses)))
         items, places = [items[i] for i in by_size], [places[i] for i in by_size]
         told, responses = (
-            ComparisonTargets.by(self.algorithm.link, self.algorithm.denominator, items),
+            ComparisonTargets.by(self.algorithm.link, self.algorithm.denominator, items, self.algorithm.reads_labels),
             [item.responses for item in items],
         )
         fields = {} if self.reference is None else {"ref_logp": [self.reference.of(place) for place in places]}
         if self.algorithm.imitation is not None:
             fields["imitate"] = self._imitated(told)
         sink = recording.sink(by_size) if recording is not None else None
-        return [
-            collate(
+
+        def built(index: Sequence[int], matched: Matched | None, sink: TokenSink | None) -> Batch:
+            return collate(
                 [responses[i] for i in index],
                 index,
                 weight=torch.zeros(len(items)),
                 fields=fields,
-                preferences=told.of(index, self.device),
+                preferences=told.of(index, self.device, matched),
                 coefficients=coefficients,
                 device=self.device,
                 sink=sink,
             )
-            for index in split_microbatches(responses, self.tokens_per_microbatch)
-        ]
+
+        parts = split_microbatches(responses, self.tokens_per_microbatch)
+        matches: Sequence[Matched | None] = [None] * len(parts)
+        if self.algorithm.transport is not None:  # the same micro-batches as below, so the same bits
+            matches = transported(self.algorithm, self.learner, [built(index, None, None) for index in parts])
+        return [built(index, matched, sink) for index, matched in zip(parts, matches, strict=True)]
 
     def _update(self, places: Sequence[int], items: Sequence[PreferenceExample]) -> list[Batch]:
         coefficients = {}

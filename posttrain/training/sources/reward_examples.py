@@ -56,8 +56,8 @@ class RewardExamples(Memoryless):
         `recording`: records some of them.
         """
         by_size = sorted(range(len(items)), key=lambda i: max(map(len, items[i].responses)))
-        ordered = [items[i] for i in by_size]
-        told = ComparisonTargets.by(self.algorithm.link, self.algorithm.denominator, ordered, self.read)
+        ordered, link = [items[i] for i in by_size], self.algorithm.link
+        told = ComparisonTargets.by(link, self.algorithm.denominator, ordered, link.reads_labels, self.read)
         responses = [item.responses for item in ordered]
         nothing = torch.zeros(len(items))
         sink = recording.sink(by_size) if recording is not None else None

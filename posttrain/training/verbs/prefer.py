@@ -11,6 +11,7 @@ import torch
 from posttrain.algorithms.all_algorithms import find_preference
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.preference import PreferenceAlgorithm, PreferenceObjective
+from posttrain.algorithms.responses import LogRatio
 from posttrain.algorithms.settings import change, check_ranges
 from posttrain.config.training import Prefer
 from posttrain.core.batch import Outputs, Packed, Stats
@@ -58,7 +59,8 @@ def chosen(config: Prefer) -> PreferenceAlgorithm:
             f"{algorithm.name}: its loss does not ask for a margin, --margin and --row-margins would change nothing: "
             "leave them out, or choose --link sigmoid or hinge"
         )
-    if algorithm.link.reads_labels and getattr(algorithm.score, "tail", 1.0) != 1:
+    _check_transport(algorithm, config)
+    if algorithm.reads_labels and getattr(algorithm.score, "tail", 1.0) != 1:
         raise UserError(f"{algorithm.name}: labels are of single responses, none is the shorter one: leave out --tail")
     if algorithm.moving is not None:
         if Need.REFERENCE not in algorithm.needs:
@@ -67,13 +69,37 @@ def chosen(config: Prefer) -> PreferenceAlgorithm:
     return algorithm
 
 
+def _check_transport(algorithm: PreferenceAlgorithm, config: Prefer) -> None:
+    """Raise UserError if sorted distributions cannot be compared with these settings."""
+    if algorithm.transport is None:
+        return
+    data = algorithm.transport.data
+    score = algorithm.score
+    linear = isinstance(score, LogRatio) and score.divergence == "reverse-kl"
+    told = {
+        f"--transport {data} compares differences of scores: choose --link sigmoid, robust, square, hinge or reverse-kl": (
+            not algorithm.link.of_difference
+        ),
+        "--transport paired sorts margins of policy and reference: it needs --score log-ratio and the reverse KL": (
+            data == "paired" and not linear
+        ),
+        "sorted scores belong to no pair that could have a weight: leave out --policy-weight": algorithm.weight
+        is not None,
+        "sorted scores belong to no row that could give a margin: leave out --row-margins": (
+            algorithm.margin is not None and algorithm.margin.scale > 0
+        ),
+        "it sorts the scores of an update's rows: --rows must be at least 2": config.rows < 2,
+    }
+    for reason, broken in told.items():
+        if broken:
+            raise UserError(f"{algorithm.name}: {reason}")
+
+
 def prefer(context: RunContext[Prefer]) -> RunParts:
     """Learn from preferences: DPO and its family."""
     config, run, device = context.config, context.run, context.device
     algorithm = chosen(config)
-    train_tasks, held_out = compared_rows(
-        config, context.rows, to_judged if algorithm.link.reads_labels else to_compared
-    )
+    train_tasks, held_out = compared_rows(config, context.rows, to_judged if algorithm.reads_labels else to_compared)
     must_end(config, train_tasks)
     if isinstance(train_tasks, Stream) and Need.REFERENCE in algorithm.needs and algorithm.moving is None:
         raise UserError(
@@ -178,8 +204,9 @@ class _Evaluated:
     ) -> None:
         self.places = [place for place in range(len(items)) if items[place] is not None]
         known = reference.of(items, self.places)
+        measured = replace(source.algorithm, transport=None)  # no loss is computed
         self.source = Comparisons(
-            items, source.algorithm, source.learner, source.rows, source.tokens_per_microbatch, source.seed, known
+            items, measured, source.learner, source.rows, source.tokens_per_microbatch, source.seed, known
         )
         self.objective = objective
 

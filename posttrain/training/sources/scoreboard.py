@@ -103,6 +103,18 @@ def refuse_broken(rollouts: Sequence[Rollout]) -> None:
         raise UserError(f"{len(bad)} of {len(rollouts)} rewards of this step are invalid; the first: {bad[0]}")
 
 
+def refuse_greedy(rollouts: Sequence[Rollout]) -> None:
+    """Raise UserError if a turn that is trained was sampled at temperature 0: the sampled distribution has all of its mass
+    on one token, so there is no ratio to it.
+    """
+    heats = ((r, s) for r in rollouts if not r.greedy for t in r.transcripts for s in t.spans if s.learned)
+    if found := next((rollout for rollout, span in heats if span.temperature == 0), None):
+        raise UserError(
+            f"task {found.task.get('id')!r}: a turn that is trained was sampled at temperature 0, where no ratio exists: "
+            "give it a temperature above 0, or Turn(..., learn=False)"
+        )
+
+
 Left = dict[int, tuple[Fate, str]]
 """Rollouts that a step does not learn from: id() of the rollout -> (fate, reason)."""
 

@@ -255,7 +255,7 @@ def _learner(
         world,
         temperature=config.temperature,
         others=others,
-        teaching=Teaching(teacher.temperature or config.temperature, teacher.beta) if teacher else Teaching(),
+        teaching=Teaching(teacher.temperature, teacher.beta) if teacher else Teaching(),
         critic=_critic(config, algorithm, start, model),
         critic_lr=config.critic_lr,
         trust_region=algorithm.trust_region,

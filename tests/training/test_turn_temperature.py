@@ -5,30 +5,38 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import tiny
+from digit_tasks import TASKS
 from episodes import played
 from feeding import WORDS, chosen_row
 from rl_sources import digits, row, run, source
+from tiny_models import make
 from torch import Tensor
 
+import posttrain
 from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.policy import policy_objective
 from posttrain.core.batch import Stats
 from posttrain.core.types import Outcome, Reply, Sampling, Task, Transcript, Turn, UserError
+from posttrain.data.tasks import to_tasks
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.local.uncached_engine import UncachedEngine
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.episode import Episode
 from posttrain.envs.play.player import Player
+from posttrain.envs.play.task_temperature import check_temperatures, task_temperature
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.runs.record.rollout_reading import rows_of
+from posttrain.runs.record.rollout_reading import read_rollouts, rows_of
 from posttrain.runs.record.rollout_rows import transcripts_of
 from posttrain.runs.record.rollout_tables import rollouts_table
+from posttrain.runs.run_reading import rollout_steps
 from posttrain.runs.terminal.printing import sample
 from posttrain.training.sources.packing import collate, pack
 from posttrain.training.sources.rollout_state import restored, stored
@@ -210,3 +218,71 @@ def test_printed_and_browsed_rollouts_show_the_temperature_of_a_turn_where_it_is
     shown = io.StringIO()
     sample(played(heated, tokenizer, 1), 1, shown)
     assert [shown.getvalue().count(f"(temperature {heat})") for heat in ("0.5", "1", "2")] == [1, 0, 1]
+
+
+ENV = """
+from posttrain import StopRun, Turn
+
+
+def stop(step, metrics, rollouts):
+    if step == 2:
+        raise StopRun("half")
+
+
+def heated(task):
+    text = ""
+    for heat in (0.5, None, 2.0):
+        text += yield Turn(text=task["prompt"], temperature=heat, max_tokens=4)
+    return sum(c.isdigit() for c in text) / 8
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path, tokenizer: Tokenizer, request: pytest.FixtureRequest) -> str:
+    """A model of ours, or one that transformers computes; and the environment in a file of its own."""
+    (tmp_path / "heated.py").write_text(ENV)
+    if request.param == "ours":
+        save_model(tiny(tokenizer, context=128), tmp_path / "start", tokenizer)
+    else:
+        pytest.importorskip("transformers")
+        tokenizer.save(make(request.param, tmp_path / "start", vocab_size=tokenizer.vocab_size))
+    return str(tmp_path / "start")
+
+
+HOW: dict[str, dict[str, Any]] = {
+    "alone": {"minibatches": 2, "kl": 0.1},
+    "replicas": {"replicas": 2},
+    "ahead": {"async_steps": 1},
+    "partial": {"tokens_per_step": 3, "env": digits},
+}
+
+
+@pytest.mark.parametrize(
+    ("start", "how"), [*(("ours", how) for how in HOW), ("gemma2", "alone"), ("gpt2", "alone")], indirect=["start"]
+)
+def test_runs_agree_with_their_sampler_and_go_on_to_the_bit(start: str, how: str, tmp_path: Path) -> None:
+    tasks = [{**task, "heat": 0.75 + place % 2} for place, task in enumerate(TASKS)]
+    quick: dict[str, Any] = {
+        **{"model": start, "prompts": 3, "group": 3, "max_tokens": 8, "lr": 1e-3, "threads": 1, "env_workers": 0},
+        **{"temperature": 1.5, "temperature_column": "heat", "save_every": 2, "quiet": True, **HOW[how]},
+    }
+    env = quick.pop("env", str(tmp_path / "heated.py") + ":heated")
+    whole = posttrain.rl(tasks, env, steps=4, out=str(tmp_path / "whole"), **quick)
+    stop = (str(tmp_path / "heated.py") + ":stop",)
+    posttrain.rl(tasks, env, steps=4, out=str(tmp_path / "parts"), hook=stop, **quick)
+    parts = posttrain.rl(tasks, env, steps=4, out=str(tmp_path / "parts"), resume=True, **quick)
+    assert parts.metrics == whole.metrics
+    if not {"async_steps", "tokens_per_step"} & quick.keys():  # there, other weights sampled
+        assert all(0 < step["sampler/gap/max"] < ROUNDING for step in whole.metrics)
+    rows = [r for step in rollout_steps(whole.path) for r in read_rollouts(whole.path, step)]
+    assert {s["temperature"] for r in rows for s in r["spans"] if s["kind"] == "sampled"} >= {0.75, 1.75}
+
+
+def test_task_at_no_temperature_is_refused_with_its_row_and_what_is_left_out_has_none() -> None:
+    rows = [{"prompt": "a", "heat": {"of": 0.5}}, {"prompt": "b", "heat": {}}, {"prompt": "c"}]
+    assert [task_temperature(task, "heat.of") for task in to_tasks(rows)] == [0.5, None, None]
+    check_temperatures(to_tasks(rows), "heat.of", trained=True)
+    for value, trained in ((0, True), (-1, False), ("inf", False), ([], False)):
+        with pytest.raises(UserError, match=r"row 2: --temperature-column heat is"):
+            check_temperatures(to_tasks([{"prompt": "a"}, {"prompt": "b", "heat": value}]), "heat", trained)
+    check_temperatures(to_tasks([{"prompt": "b", "heat": 0}]), "heat", trained=False)  # a greedy evaluation

@@ -30,7 +30,7 @@ from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.episode import Episode
 from posttrain.envs.play.player import Player
 from posttrain.envs.play.task_temperature import check_temperatures, task_temperature
-from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
+from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization, Teaching
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_reading import read_rollouts, rows_of
@@ -38,8 +38,10 @@ from posttrain.runs.record.rollout_rows import transcripts_of
 from posttrain.runs.record.rollout_tables import rollouts_table
 from posttrain.runs.run_reading import rollout_steps
 from posttrain.runs.terminal.printing import sample
-from posttrain.training.sources.packing import collate, pack
+from posttrain.training.sources.packing import Taught, collate, pack
+from posttrain.training.sources.remote_teacher import RemoteTeacher
 from posttrain.training.sources.rollout_state import restored, stored
+from posttrain.training.sources.teacher_targets import TEACHER
 
 ROUNDING = 2e-5  # nats: float32 log-probabilities of two arrangements of the same sums
 
@@ -212,7 +214,7 @@ def test_rollouts_keep_their_temperatures_as_training_state_and_in_the_record(to
         assert [t["temperature"] for t in row["turns"]] == [t.temperature for t in rollout.turns]
 
 
-def test_printed_and_browsed_rollouts_show_the_temperature_of_a_turn_where_it_is_not_the_run_s(
+def test_printed_rollouts_show_the_temperature_of_a_turn_where_it_is_not_the_run_s(
     tokenizer: Tokenizer,
 ) -> None:
     shown = io.StringIO()
@@ -286,3 +288,45 @@ def test_task_at_no_temperature_is_refused_with_its_row_and_what_is_left_out_has
         with pytest.raises(UserError, match=r"row 2: --temperature-column heat is"):
             check_temperatures(to_tasks([{"prompt": "a"}, {"prompt": "b", "heat": value}]), "heat", trained)
     check_temperatures(to_tasks([{"prompt": "b", "heat": 0}]), "heat", trained=False)  # a greedy evaluation
+
+
+@pytest.mark.parametrize("own", [None, 1.3])
+def test_teacher_is_read_at_the_temperature_of_each_token_unless_it_has_its_own(own: float | None) -> None:
+    models = {name: tiny(WORDS, seed=s, dtype=torch.float64) for s, name in enumerate(("policy", TEACHER))}
+    learner = LocalLearner(
+        models["policy"], Optimization(), temperature=0.8, others={TEACHER: models[TEACHER]}, teaching=Teaching(own)
+    )
+    made = transcript((0.5, True), (None, True), (2.0, True))
+    batch = pack([[made]], [0], taught=[Taught(TEACHER, [made])])
+    [found] = learner.evaluate([batch], want=frozenset({"reverse_kl"}))
+    [theirs] = learner.evaluate([batch], of=TEACHER)
+    p, q = (distributions(model, made, 0.8) for model in models.values())
+    if own is not None:
+        logits = q * torch.tensor(of_each(made, 0.8), dtype=torch.float64)[:, None]
+        q = (logits / own).log_softmax(-1)
+    assert (found.reverse_kl - (p.exp() * (p - q)).sum(-1)).abs().max() < 1e-10
+    assert (theirs.logp - q[range(made.n_scored), [made.tokens[t] for t in made.scored]]).abs().max() < 1e-10
+
+
+def test_endpoint_as_a_teacher_cannot_follow_temperatures_of_turns() -> None:
+    endpoint = RemoteTeacher.__new__(RemoteTeacher)
+    endpoint.address, endpoint.fixed = "http://there/v1", False
+    with pytest.raises(UserError, match="sampled at temperature 0.5, and the teacher .* give --teacher-temperature 1"):
+        endpoint.logp([transcript((None, True)), transcript((2.0, True), (0.5, True))])
+
+
+def test_part_of_a_mixture_has_its_own_temperature(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    save_model(tiny(tokenizer), tmp_path / "start", tokenizer)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({**task, "id": str(place)}) + "\n" for place, task in enumerate(TASKS)))
+    (tmp_path / "env.py").write_text("def reward(task, reply):\n    return float(len(reply))\n")
+    part = {"tasks": str(rows), "env": str(tmp_path / "env.py") + ":reward"}
+    ran = posttrain.rl(
+        model=str(tmp_path / "start"), mixture={"cold": {**part, "temperature": "0.5"}, "warm": part}, steps=1, prompts=4,
+        group=2, max_tokens=5, temperature=1.2, threads=1, env_workers=0, quiet=True, out=str(tmp_path / "run"),
+    )  # fmt: skip
+    assert ran.metrics[0]["sampler/gap/max"] < ROUNDING
+    heats = {
+        (r["task"].partition("/")[0], t["temperature"]) for r in read_rollouts(ran.path, 1) for t in r["turns"][1:]
+    }
+    assert heats == {("cold", 0.5), ("warm", None)}

@@ -192,9 +192,7 @@ class Gradients:
         self.rounded = narrow if head.cap is None else None
         """Type in which `add` takes gradients of logits; None: theirs."""
         self.temperature = temperature.to(wide) if isinstance(temperature, Tensor) else temperature
-        self.factor = (
-            head.scale / self.temperature
-        )  # d x / d (hidden W^T + b) without the cap; [N] if each row has its own
+        self.factor = head.scale / self.temperature  # d x / d (hidden W^T + b) without the cap
         self.to_hidden = torch.zeros_like(hidden, dtype=wide) if needed[0] else None
         self.sum_of_weight = collected(head.weight) if needed[1] else None
         own = needed[1] and self.sum_of_weight is None

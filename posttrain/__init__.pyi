@@ -508,6 +508,10 @@ class RLOptions(
     """Prompts per step."""
     group: int
     """Group size: rollouts per prompt."""
+    epsilon_greedy: float
+    """Probability E of a token that is drawn uniformly from the vocabulary instead of from the policy (0: none). The
+    sampler's probability is then (1 - E) p + E / V, by which a --correction, or a ratio with --old-policy sampler,
+    divides. Evaluations draw from the policy alone."""
     async_steps: int
     """Sample this many steps ahead of the update (0: synchronous). Rollouts then come from older weights. A
     --correction, or a ratio with --old-policy sampler, makes up for most of that: only for replies of one token is a
@@ -582,8 +586,8 @@ class RLOptions(
     old_policy: Literal["start", "sampler"]
     """Denominator of the ratio: log-probabilities of the weights at the start of the step, or those of sampling."""
     correction: Literal["truncate", "icepop", "sequence", "sequence-truncate", "none"]
-    """Importance weight for an engine that differs from the learner, or lags behind (--async-steps, --replay). none: no
-    weight. One per token is unbiased for replies of one token alone."""
+    """Importance weight for an engine that differs from the learner, lags behind (--async-steps, --replay) or explores
+    (--epsilon-greedy). none: no weight. One per token is unbiased for replies of one token alone."""
     correction_cap: float
     """Cap of the weight of --correction, above 1."""
     off_policy_mask: float

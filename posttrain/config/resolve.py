@@ -204,6 +204,10 @@ def _validate_rl(config: RL) -> None:
     for option, heat in {"--temperature": config.temperature, **parts}.items():
         if heat == 0:
             raise UserError(f"{option} 0 is greedy: all rollouts of a group would be equal and teach nothing")
+    if config.epsilon_greedy and config.engine == "vllm":
+        raise UserError(
+            "--epsilon-greedy is for the local engine, and vLLM has no such sampling: leave out --engine vllm"
+        )
     if config.top_p != 1 or config.top_k != 0:
         raise UserError(
             "--top-p and --top-k change the distribution that is sampled, and the gradient would be that of another: "

@@ -264,6 +264,7 @@ class Sampling:
     begun: int = (
         0  # tokens at the end of the prompt that begin the reply: they belong to the reply where it is read as text
     )
+    epsilon: float = 0.0  # probability of a token drawn uniformly instead; 0 where the temperature is
 
 
 @value_type
@@ -272,7 +273,7 @@ class Completion:
 
     id: int
     tokens: Sequence[int]  # [n] sampled, with a final end-of-sequence token
-    logp: Sequence[float]  # [n] under the distribution that sampled them (temperature, top-p, top-k applied)
+    logp: Sequence[float]  # [n] under the distribution that sampled them (temperature, top-p, top-k, epsilon applied)
     text: str  # ends with the stop string, if one was reached; without the end-of-sequence token
     stop: StopReason
     version: int  # of the weights that sampled it; the oldest, if several did

@@ -189,7 +189,8 @@ def played_env(config: Any, env: Callable[..., Any] | None = None) -> str | Call
 
 
 def _limits(config: RL | Evaluation) -> tuple[Sampling, EpisodeLimits]:
-    sampling = Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens, config.stop)
+    epsilon = config.epsilon_greedy if isinstance(config, RL) else 0.0
+    sampling = Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens, config.stop, epsilon=epsilon)
     bounds = config.max_episode_tokens, config.max_turns, config.max_tool_calls, config.episode_timeout
     return sampling, EpisodeLimits(*bounds)
 

@@ -216,6 +216,11 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
          "--mixture.a.temperature", "0"],
         ("--mixture.a.temperature 0 is greedy",),
     ),
+    "nothing but uniform tokens": (words("rl", epsilon_greedy=1), ("--epsilon-greedy must be at least 0 and below 1",)),
+    "uniform tokens that nothing corrects": (
+        words("rl", epsilon_greedy=0.1, old_policy="start"), ("rollouts of --epsilon-greedy", "give --correction truncate")
+    ),
+    "uniform tokens of another engine": (words("rl", epsilon_greedy=0.1, engine="vllm"), ("leave out --engine vllm",)),
     "no resume without a run": (words("rl", resume=""), ("never holds no run to resume", "leave out --resume")),
     "resume and overwrite": (words("rl", resume="", overwrite=""), ("give one of them",)),
     "missing recipe": (["rl", "--config", "nowhere.toml"], ("nowhere.toml", "no such file")),

@@ -131,6 +131,11 @@ class Player:
             return episode
         return replace(episode, sampling=replace(episode.sampling or self.sampling, temperature=heat))
 
+    def without_exploration(self) -> Player:
+        """Return this player with all tokens drawn from the policy, as evaluations need it."""
+        parts = {name: (replace(how, epsilon=0.0), limits) for name, (how, limits) in self.parts.items()}
+        return replace(self, sampling=replace(self.sampling, epsilon=0.0), parts=parts)
+
     def _share(self, episodes: Sequence[Episode]) -> dict[str, int]:
         """Return group -> the rank of the process that runs it."""
         groups = dict.fromkeys(episode.group for episode in episodes)
@@ -330,7 +335,8 @@ class _Play:
             budget = min(budget - known, self.tokens)
         stop = turn.stop or sampling.stop
         temperature = self._temperature(p, turn)
-        sampling = Sampling(temperature, sampling.top_p, sampling.top_k, budget, stop, seed, known)
+        epsilon = sampling.epsilon if temperature else 0.0  # a greedy reply is the policy's own
+        sampling = Sampling(temperature, sampling.top_p, sampling.top_k, budget, stop, seed, known, epsilon)
         self.asked[index] = time.perf_counter()
         request = self._request(index, p.contexts.index(p.context))
         keep = not self.pool.single_turn

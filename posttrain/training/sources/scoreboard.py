@@ -35,7 +35,7 @@ def describe(rollouts: Sequence[Rollout], success: float | None, rewarded: bool 
     stats.add("invalid", sum(kinds.values()), len(rollouts))
     stats.add("truncated", sum(r.stop.truncated for r in rollouts), len(rollouts))
     stats.add("length", sum(r.n_sampled for r in rollouts), len(rollouts))
-    # E[-log p] is the entropy: an unbiased estimate from the log-probabilities of sampling.
+    # E[-log p] is the entropy of what sampled: an unbiased estimate, at the temperature of each turn, epsilon included.
     stats.add("entropy", sum(-_own_logp(r) for r in rollouts), sum(r.n_own for r in rollouts))
     for name, values in _rewards(rollouts, success, sides).items() if rewarded else ():
         stats.add_each(name, values)

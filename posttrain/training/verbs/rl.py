@@ -176,7 +176,7 @@ def _measure(
 
     def evaluated(player: Player) -> list[Rollout]:
         engine.load(learner.weights(), learner.version)
-        return player.play(repeated(tasks, config.eval_samples, config.seed))
+        return player.without_exploration().play(repeated(tasks, config.eval_samples, config.seed))
 
     def measure(stats: Stats) -> list[Outcome]:
         rollouts = source.queue.run_between_steps(evaluated)

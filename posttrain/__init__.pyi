@@ -277,7 +277,7 @@ class MixtureOptions(TypedDict, total=False):
     mixture: dict[str, dict[str, str]]
     """Parts of a mixture, instead of --tasks: --mixture.maths.tasks maths.jsonl --mixture.maths.weight 2. Or a table
     [sft.mixture.maths] of a recipe. A part may have its own split, limit and prompt_template; in rl it has its own env,
-    and may have max_tokens, max_turns, max_episode_tokens, max_tool_calls, env_timeout and env_memory."""
+    and may have max_tokens, temperature, max_turns, max_episode_tokens, max_tool_calls, env_timeout and env_memory."""
     mixture_temperature: float
     """Temperature T of parts without weights: a part of n tasks has the weight n^(1/T). 1: by size; large: equal."""
 
@@ -354,6 +354,9 @@ class SamplingOptions(TypedDict, total=False):
     """Maximum number of tokens in a reply."""
     temperature: float
     """Sampling temperature; 0 is greedy. Training takes log-probabilities at the same temperature."""
+    temperature_column: str
+    """Column with the sampling temperature of a task, instead of --temperature; where it is null, that holds. Training
+    takes the log-probabilities of each token at the temperature that sampled it."""
     top_p: float
     """Sample from the smallest set of tokens with this total probability. Training needs 1: anything else would change
     the distribution that is sampled."""
@@ -505,6 +508,10 @@ class RLOptions(
     """Prompts per step."""
     group: int
     """Group size: rollouts per prompt."""
+    epsilon_greedy: float
+    """Probability E of a token that is drawn uniformly from the vocabulary instead of from the policy (0: none). The
+    sampler's probability is then (1 - E) p + E / V, by which a --correction, or a ratio with --old-policy sampler,
+    divides. Evaluations draw from the policy alone."""
     async_steps: int
     """Sample this many steps ahead of the update (0: synchronous). Rollouts then come from older weights. A
     --correction, or a ratio with --old-policy sampler, makes up for most of that: only for replies of one token is a
@@ -579,8 +586,8 @@ class RLOptions(
     old_policy: Literal["start", "sampler"]
     """Denominator of the ratio: log-probabilities of the weights at the start of the step, or those of sampling."""
     correction: Literal["truncate", "icepop", "sequence", "sequence-truncate", "none"]
-    """Importance weight for an engine that differs from the learner, or lags behind (--async-steps, --replay). none: no
-    weight. One per token is unbiased for replies of one token alone."""
+    """Importance weight for an engine that differs from the learner, lags behind (--async-steps, --replay) or explores
+    (--epsilon-greedy). none: no weight. One per token is unbiased for replies of one token alone."""
     correction_cap: float
     """Cap of the weight of --correction, above 1."""
     off_policy_mask: float
@@ -632,7 +639,7 @@ class RLOptions(
     jsd_beta: float
     """Jensen-Shannon divergence: share of the teacher in the mixture."""
     teacher_temperature: float
-    """Temperature of the teacher's logits. Default: the sampling temperature."""
+    """Temperature of the teacher's logits. Default: that of sampling, of each turn."""
     teacher_every: int
     """Steps between updates of the teacher to the policy, whose weights it starts from (0: never)."""
     teacher_update_rate: float

@@ -119,7 +119,8 @@ class Causal(RatioStep):
 
 @dataclass(frozen=True)
 class Correction(Component):
-    """Corrects for an engine whose log-probabilities differ from the learner's: vLLM's, or older weights (`async_steps`).
+    """Corrects for an engine whose log-probabilities differ from the learner's: vLLM's, older weights (`async_steps`), or a
+    mixture with uniform tokens (`epsilon_greedy`).
 
     A weight without a gradient, c = pi_old / mu per token. This gap is not the ratio's (pi / pi_old); the weight multiplies
     what is maximised, outside any clip.
@@ -139,8 +140,8 @@ class Correction(Component):
     kind: Literal["truncate", "icepop", "sequence", "sequence-truncate"] = setting(
         "truncate",
         "correction",
-        "Importance weight for an engine that differs from the learner, or lags behind (--async-steps, --replay). none: no "
-        "weight. One per token is unbiased for replies of one token alone.",
+        "Importance weight for an engine that differs from the learner, lags behind (--async-steps, --replay) or explores "
+        "(--epsilon-greedy). none: no weight. One per token is unbiased for replies of one token alone.",
         absent="none",
     )
     cap: float = setting(2.0, "correction-cap", "Cap of the weight of --correction, above 1.", above=1)

@@ -6,12 +6,12 @@ lp   log-probability of a sampled token under the policy    tea    the same unde
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from posttrain.algorithms.moving_models import moved
 from posttrain.core.batch import Outputs
-from posttrain.core.component import Component, Need, RunLimits, setting
+from posttrain.core.component import Component, Need, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +47,10 @@ class Distillation(Component):
         0.5, "jsd-beta", "Jensen-Shannon divergence: share of the teacher in the mixture.", above=0, below=1
     )  # TRL's and GKD's beta
     temperature: float | None = setting(
-        None, "teacher-temperature", "Temperature of the teacher's logits. Default: the sampling temperature.", above=0
+        None,
+        "teacher-temperature",
+        "Temperature of the teacher's logits. Default: that of sampling, of each turn.",
+        above=0,
     )
     every: int = setting(
         0,
@@ -98,9 +101,6 @@ class Distillation(Component):
     @property
     def needs(self) -> frozenset[Need]:
         return frozenset({Need.TEACHER} if self.sampled else ())
-
-    def configured(self, limits: RunLimits) -> Self:
-        return replace(self, temperature=limits.temperature if self.temperature is None else self.temperature)
 
     def distance(self, outputs: Outputs) -> Tensor:
         """Return the divergence per token, [N] in nats, differentiable in the policy. Not for `sampled`."""

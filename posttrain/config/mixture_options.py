@@ -18,6 +18,7 @@ PART: dict[str, Any] = {
     "limit": int,
     "prompt_template": str,
     "max_tokens": int,
+    "temperature": float,
     "max_turns": int,
     "max_episode_tokens": int,
     "max_tool_calls": int,
@@ -34,7 +35,7 @@ class MixtureGroup(OptionGroup, group="data"):
     mixture: dict[str, dict[str, str]] = option(factory=dict, value="VALUE")
     """Parts of a mixture, instead of --tasks: --mixture.maths.tasks maths.jsonl --mixture.maths.weight 2. Or a table
     [sft.mixture.maths] of a recipe. A part may have its own split, limit and prompt_template; in rl it has its own env,
-    and may have max_tokens, max_turns, max_episode_tokens, max_tool_calls, env_timeout and env_memory."""
+    and may have max_tokens, temperature, max_turns, max_episode_tokens, max_tool_calls, env_timeout and env_memory."""
     mixture_temperature: float = option(1.0, above=0, most=1e6)
     """Temperature T of parts without weights: a part of n tasks has the weight n^(1/T). 1: by size; large: equal."""
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_origin, get_type_hints
 from posttrain.config.curriculum_options import check_curriculum
 from posttrain.config.inference import Chat, Check, Evaluation, Label, Sample, ServeEngine, ServePolicy
 from posttrain.config.known_trackers import check_trackers
-from posttrain.config.mixture_options import check_mixture
+from posttrain.config.mixture_options import check_mixture, parts_of
 from posttrain.config.option_groups import on_resume
 from posttrain.config.row_options import FromRows
 from posttrain.config.search_options import check_search
@@ -200,8 +200,14 @@ def _validate_label(config: Label) -> None:
 
 def _validate_rl(config: RL) -> None:
     check_curriculum(config)
-    if config.temperature == 0:
-        raise UserError("--temperature 0 is greedy: all rollouts of a group would be equal and teach nothing")
+    parts = {f"--mixture.{name}.temperature": own.temperature for name, own in parts_of(config).items()}
+    for option, heat in {"--temperature": config.temperature, **parts}.items():
+        if heat == 0:
+            raise UserError(f"{option} 0 is greedy: all rollouts of a group would be equal and teach nothing")
+    if config.epsilon_greedy and config.engine == "vllm":
+        raise UserError(
+            "--epsilon-greedy is for the local engine, and vLLM has no such sampling: leave out --engine vllm"
+        )
     if config.top_p != 1 or config.top_k != 0:
         raise UserError(
             "--top-p and --top-k change the distribution that is sampled, and the gradient would be that of another: "

@@ -18,6 +18,9 @@ class SamplingGroup(OptionGroup, group="sampling"):
     """Maximum number of tokens in a reply."""
     temperature: float = option(1.0, least=0, first_hour=True)
     """Sampling temperature; 0 is greedy. Training takes log-probabilities at the same temperature."""
+    temperature_column: str = option("", value="COLUMN")
+    """Column with the sampling temperature of a task, instead of --temperature; where it is null, that holds. Training
+    takes the log-probabilities of each token at the temperature that sampled it."""
     top_p: float = option(1.0, above=0, most=1)
     """Sample from the smallest set of tokens with this total probability. Training needs 1: anything else would
     change the distribution that is sampled."""

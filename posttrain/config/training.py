@@ -307,6 +307,10 @@ class RL(
     """Prompts per step."""
     group: int = option(8, above=0, most=1_000_000, group="sampling", first_hour=True)
     """Group size: rollouts per prompt."""
+    epsilon_greedy: float = option(0.0, least=0, below=1, group="sampling")
+    """Probability E of a token that is drawn uniformly from the vocabulary instead of from the policy (0: none). The
+    sampler's probability is then (1 - E) p + E / V, by which a --correction, or a ratio with --old-policy sampler, divides.
+    Evaluations draw from the policy alone."""
     async_steps: int = option(0, least=0, most=1000, group="sampling")
     """Sample this many steps ahead of the update (0: synchronous). Rollouts then come from older weights. A --correction,
     or a ratio with --old-policy sampler, makes up for most of that: only for replies of one token is a weight per token

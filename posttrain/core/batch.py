@@ -149,6 +149,9 @@ class Packed:
     readings: tuple[Reading, ...] = field(
         default=(), kw_only=True
     )  # either each scored token is in one of them, or there are none
+    temperature: Tensor | None = field(
+        default=None, kw_only=True
+    )  # float64 [N], at which each scored token was sampled; nan, and None for all of them: the run's
 
 
 @dataclass(frozen=True)

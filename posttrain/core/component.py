@@ -45,7 +45,6 @@ class RunLimits:
     """Values of a run that fill the open settings of components."""
 
     episode_tokens: int | None = None  # None: episodes of several turns without a budget
-    temperature: float = 1.0  # of sampling
 
 
 @dataclass(frozen=True)

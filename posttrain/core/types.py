@@ -114,6 +114,9 @@ class Turn:
     whole: bool = False  # this is the policy's whole context: it continues a context of the episode, or begins one
     tools: Iterable[Any] | None = None  # with messages that begin a context: functions, or their JSON schemas
     side: str = ""  # the side to move, where the policy plays several: each has its own contexts and its own rollout
+    temperature: float | None = (
+        None  # of this reply; None: its task's, or the run's. Where the run has 0, all are greedy
+    )
 
 
 @dataclass(frozen=True)
@@ -237,6 +240,17 @@ Reward = Callable[[Task, str], Verdict]
 """A plain function (task, reply) -> reward, which becomes an environment of one turn."""
 
 
+LEAST_TEMPERATURE = 1e-6
+TEMPERATURES = f"0 (greedy), or a finite number of at least {LEAST_TEMPERATURE:g}"
+"""The temperatures at which a reply can be sampled, for messages."""
+
+
+def is_temperature(value: Any) -> bool:
+    """Return whether a value is a temperature at which a reply can be sampled."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and (value == 0 or LEAST_TEMPERATURE <= value < float("inf"))
+
+
 @value_type
 class Sampling:
     """The parameters of one completion. The completion depends on these fields, the prompt and the weights alone."""
@@ -250,6 +264,7 @@ class Sampling:
     begun: int = (
         0  # tokens at the end of the prompt that begin the reply: they belong to the reply where it is read as text
     )
+    epsilon: float = 0.0  # probability of a token drawn uniformly instead; 0 where the temperature is
 
 
 @value_type
@@ -258,7 +273,7 @@ class Completion:
 
     id: int
     tokens: Sequence[int]  # [n] sampled, with a final end-of-sequence token
-    logp: Sequence[float]  # [n] under the distribution that sampled them (temperature, top-p, top-k applied)
+    logp: Sequence[float]  # [n] under the distribution that sampled them (temperature, top-p, top-k, epsilon applied)
     text: str  # ends with the stop string, if one was reached; without the end-of-sequence token
     stop: StopReason
     version: int  # of the weights that sampled it; the oldest, if several did
@@ -318,6 +333,7 @@ class Span:
     learned: bool = False  # whether its tokens are scored, and so have a gradient
     version: int | None = None  # version of the weights that sampled it
     experts: NDArray[np.int16] | None = field(default=None, compare=False)  # [length, layers, k]
+    temperature: float | None = None  # of sampling; None: the run's
 
 
 @dataclass(frozen=True)
@@ -382,18 +398,20 @@ class Transcript:
         self._append(tokens, kind)
         self.media.extend(media)
 
-    def sample(self, completion: Completion, learn: bool = True) -> None:
-        """Append the policy's sampled tokens. Without `learn`, none of them is scored."""
+    def sample(self, completion: Completion, learn: bool = True, temperature: float | None = None) -> None:
+        """Append the policy's sampled tokens. Without `learn`, none of them is scored. `temperature`: None: the run's."""
         assert len(completion.tokens) == len(completion.logp), "one log-probability per sampled token"
         self.logp.extend(completion.logp)
         if completion.prompt_experts is not None and len(completion.prompt_experts) == len(self.tokens):
             self._routed(completion.prompt_experts)
         if not completion.runs:
-            return self._append(completion.tokens, SpanKind.SAMPLED, learn, completion.version, completion.experts)
+            how = completion.version, completion.experts, temperature
+            return self._append(completion.tokens, SpanKind.SAMPLED, learn, *how)
         assert completion.experts is None, "experts are of one weights' tokens"
         start = 0
         for count, version in completion.runs:
-            self._append(completion.tokens[start : start + count], SpanKind.SAMPLED, learn, version)
+            own = completion.tokens[start : start + count]
+            self._append(own, SpanKind.SAMPLED, learn, version, temperature=temperature)
             start += count
         assert start == len(completion.tokens), "every token has its weights"
 
@@ -482,6 +500,8 @@ class Transcript:
         }
         if any(s.experts is not None for s in self.spans):
             plain["experts"] = [None if s.experts is None else s.experts.tolist() for s in self.spans]
+        if any(s.temperature is not None for s in self.spans):
+            plain["temperature"] = [s.temperature for s in self.spans]
         if self.media:
             plain["media"] = [[m.start, m.length, m.digest, list(m.grid)] for m in self.media]
         if self.forks:
@@ -495,11 +515,13 @@ class Transcript:
 
         found = Transcript()
         found.tokens, found.logp = list(plain["tokens"]), list(plain["logp"])
-        experts = plain.get("experts") or [None] * len(plain["spans"])
+        nothing = [None] * len(plain["spans"])
+        experts, temperatures = plain.get("experts") or nothing, plain.get("temperature") or nothing
         start = 0
-        for (kind, length, learned, version), routes in zip(plain["spans"], experts, strict=True):
+        for (kind, length, learned, version), routes, heat in zip(plain["spans"], experts, temperatures, strict=True):
             routed = None if routes is None else np.array(routes, dtype=np.int16)
-            found.spans.append(Span(SpanKind(kind), start, length, bool(learned), version, routed))
+            heat = None if heat is None else float(heat)
+            found.spans.append(Span(SpanKind(kind), start, length, bool(learned), version, routed, heat))
             found.n_scored += length * bool(learned)
             start += length
         found.media = [
@@ -515,11 +537,12 @@ class Transcript:
         learned: bool = False,
         version: int | None = None,
         experts: NDArray[np.int16] | None = None,
+        temperature: float | None = None,
     ) -> None:
         before = len(self.tokens)
         self.tokens.extend(tokens)
         if length := len(self.tokens) - before:
-            self.spans.append(Span(kind, before, length, learned, version, experts))
+            self.spans.append(Span(kind, before, length, learned, version, experts, temperature))
             self.n_scored += length * learned
 
 
@@ -536,6 +559,7 @@ class PlayedTurn:
     seconds: float = field(default=0.0, compare=False)  # depends on the clock, and is recorded with the timings
     cut: int = 0  # tokens that did not fit the context and were left out
     calls: tuple[ToolCall, ...] = ()  # tool calls of a reply
+    temperature: float | None = None  # of a reply's sampling; None: the run's
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from posttrain.models.hf.experts import watching
 from posttrain.models.losses.divergence import FORWARD, REVERSE, measured_divergence
 from posttrain.models.losses.likelihood import (
     Hidden,
+    Temperature,
     exact_kl,
     log_collision,
     token_logp,
@@ -78,7 +79,7 @@ class Optimization:
 class Teaching:
     """Settings of distillation."""
 
-    temperature: float = 1.0  # temperature of the teachers' logits
+    temperature: float | None = None  # of the teachers' logits; None: the temperature at which each token was sampled
     beta: float = 0.5  # the teacher's share in the mixture of a Jensen-Shannon divergence
 
 
@@ -99,8 +100,9 @@ class TrainedModule:
 class LocalLearner:
     """Learner of one process; implements `posttrain.core.protocols.Learner`.
 
-    `temperature` divides the logits only here, for current, old and reference log-probabilities alike (the engine
-    divides its own logits); teachers have a separate temperature.
+    The temperature of sampling divides the logits only here, for current, old and reference log-probabilities alike (the
+    engine divides its own logits): that of each token (`Packed.temperature`), or else `temperature`, the run's. Teachers
+    may have a separate one.
     """
 
     _keeps = True  # whether weights in the type of products are kept between micro-batches
@@ -160,7 +162,7 @@ class LocalLearner:
     ) -> list[Outputs]:
         model = self.model if of == "policy" else self.others[of]
         with torch.no_grad():
-            return [self._outputs(model, batch, want, self._temperature(of)) for batch in batches]
+            return [self._outputs(model, batch, want, of=of) for batch in batches]
 
     def update(self, batches: Sequence[Batch], objective: Objective) -> Stats:
         """Make an update, see `Learner`. An update with a gradient that is not finite is counted as "skipped": it
@@ -350,14 +352,14 @@ class LocalLearner:
         model: Model,
         batch: Packed,
         want: frozenset[str],
-        temperature: float | None = None,
         measured: bool = False,
+        of: str = "policy",
     ) -> Outputs:
         """Compute the log-probabilities and the outputs in `want`.
 
-        `measured`: compute the entropy too, without a gradient if it is not in `want`.
+        `measured`: compute the entropy too, without a gradient if it is not in `want`. `of`: the model's name.
         """
-        temperature = temperature or self.temperature
+        temperature = self._temperature(batch, of)
         with self._computing():
             hidden = model.hidden(batch.layout, batch.at)
             if "score" in want:
@@ -379,15 +381,15 @@ class LocalLearner:
             outputs = replace(outputs, **distances)
             if "collision" in want:
                 fixed = Hidden(hidden.detach(), model.head.detach())
-                outputs = replace(outputs, collision=log_collision(fixed, self.temperature))
+                outputs = replace(outputs, collision=log_collision(fixed, temperature))
             if "kl" in want:
                 reference = self.others[REFERENCE]
                 other = Hidden(self._states_of_other(reference, batch), reference.head)
-                kl = exact_kl(Hidden(hidden, model.head), other, self.temperature)
+                kl = exact_kl(Hidden(hidden, model.head), other, temperature)
                 outputs = replace(outputs, kl=kl)
             if want & {"value", "q"}:
                 assert self.critic is not None
-                outputs = replace(outputs, **self.critic(batch, Hidden(hidden, model.head), self.temperature))
+                outputs = replace(outputs, **self.critic(batch, Hidden(hidden, model.head), temperature))
         return outputs
 
     def _states(self, model: Model, batch: Packed) -> Tensor:
@@ -401,8 +403,12 @@ class LocalLearner:
         with torch.no_grad():
             return self._states(model, batch)
 
-    def _temperature(self, of: str) -> float:
-        return self.temperature if of in ("policy", REFERENCE) else self.teaching.temperature
+    def _temperature(self, batch: Packed, of: str = "policy") -> Temperature:
+        """Return the temperature of a model's logits at the scored tokens of a batch: one number, or [N]."""
+        if of not in ("policy", REFERENCE) and self.teaching.temperature is not None:
+            return self.teaching.temperature
+        own = batch.temperature
+        return self.temperature if own is None else own.nan_to_num(nan=self.temperature)
 
     def _distance(self, policy: Hidden, batch: Packed, name: str, measured: bool) -> tuple[Tensor, ...]:
         """Return (log-probabilities of the scored tokens, divergence `name` from their teachers), each [N].
@@ -416,7 +422,7 @@ class LocalLearner:
             teacher = self.others[reading.model]
             theirs = Hidden(self._states_of_other(teacher, reading.packed), teacher.head)
             own = policy if reading.rows is None else Hidden(policy.states[reading.rows], policy.head)
-            temperatures = self.temperature, self.teaching.temperature
+            temperatures = self._temperature(reading.packed), self._temperature(reading.packed, reading.model)
             parts.append(measured_divergence(own, theirs, reading.packed.target, beta, temperatures, measured))
         rows = [reading.rows for reading in batch.readings if reading.rows is not None]
         if not rows:
@@ -486,7 +492,8 @@ class LocalLearner:
             """Return the exact KL(before || now), summed over the batch's tokens."""
             with torch.no_grad():
                 old = Hidden(self._states(before, batch), before.head)
-            return exact_kl(old, Hidden(self._states(self.model, batch), self.model.head), self.temperature).sum()
+            now = Hidden(self._states(self.model, batch), self.model.head)
+            return exact_kl(old, now, self._temperature(batch)).sum()
 
         def product(vector: Tensor) -> Tensor:
             total = torch.zeros_like(vector)

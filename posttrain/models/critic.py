@@ -21,7 +21,7 @@ from posttrain.core.protocols import TRAINING, Model
 from posttrain.core.types import UserError
 from posttrain.models.backbone import Backbone
 from posttrain.models.checkpoint_folder import load_backbone
-from posttrain.models.losses.likelihood import Hidden, soft_values
+from posttrain.models.losses.likelihood import Hidden, Temperature, soft_values
 from posttrain.models.native.head import Head
 from posttrain.models.row_shards import here
 from posttrain.models.tensor_files import open_tensors
@@ -43,7 +43,7 @@ class ValueModel(nn.Module):
     def follow(self, share: float) -> None:
         """Do nothing: there are no target copies."""
 
-    def forward(self, batch: Packed, policy: Hidden, temperature: float) -> dict[str, Tensor]:
+    def forward(self, batch: Packed, policy: Hidden, temperature: Temperature) -> dict[str, Tensor]:
         """Return {"value": float32 [N]}. `policy`: the policy's hidden states at the scored tokens, and its head."""
         shared = policy.states if self.backbone is None else self.backbone.hidden(batch.layout, batch.at)
         with torch.autocast(shared.device.type, enabled=False):  # advantages are small differences of values
@@ -80,7 +80,7 @@ class ActionValueModel(TwinValues):
         self.slow_backbone = copy.deepcopy(backbone).requires_grad_(False)
         self.slow_heads = nn.Parameter(self.heads.detach().clone(), requires_grad=False)
 
-    def forward(self, batch: Packed, policy: Hidden, temperature: float) -> dict[str, Tensor]:
+    def forward(self, batch: Packed, policy: Hidden, temperature: Temperature) -> dict[str, Tensor]:
         """Return {"q": of the target tokens, float32 [2, N]; "expected_q", "target_q": [N], see `soft_values`}."""
         own = self.backbone.hidden(batch.layout, batch.at)
         with torch.no_grad():

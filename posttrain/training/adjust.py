@@ -37,7 +37,7 @@ def adjust(algorithm: Algorithm, run: RL, single_turn: bool = True, by_group: bo
         # An update needs a group, and a paper's number of updates is for larger steps.
         algorithm = replace(algorithm, minibatches=min(algorithm.minibatches, run.prompts))
     algorithm = older_weights.add_importance_weight(algorithm, run)
-    algorithm = algorithm.configured(RunLimits(_episode_tokens(run, single_turn), run.temperature))
+    algorithm = algorithm.configured(RunLimits(_episode_tokens(run, single_turn)))
     if Need.EPISODE_TOKENS in algorithm.needs:
         counting = algorithm.needing(Need.EPISODE_TOKENS)
         parts = f"{' and '.join(counting)} {'counts' if len(counting) == 1 else 'count'}"

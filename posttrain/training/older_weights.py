@@ -1,9 +1,10 @@
-"""Rollouts sampled by other weights than those that learn from them: an importance weight corrects it, or the run is
+"""Rollouts sampled by another policy than the one that learns from them: an importance weight corrects it, or the run is
 refused.
 
-A gradient that is a mean over sampled tokens is the policy's own only for tokens that the policy sampled. All other
-tokens need a weight, whichever option causes them (see `options_of_older_rollouts`). `Minibatches` checks this for
-every update, by the versions of the weights that sampled its tokens.
+A gradient that is a mean over sampled tokens is the policy's own only for tokens that the policy sampled. Tokens of older
+weights, and tokens that were drawn uniformly, need a weight, whichever option causes them (see
+`options_of_older_rollouts`). `Minibatches` checks this for every update, by the versions of the weights that sampled its
+tokens.
 """
 
 from __future__ import annotations
@@ -22,11 +23,14 @@ REPLAYED = Correction(cap=10.0)
 
 
 def options_of_older_rollouts(algorithm: Algorithm, run: RL) -> list[str]:
-    """Return the options by which a step learns from rollouts of other weights than those at its start."""
+    """Return the options by which a step learns from rollouts of another policy than that at its start: of older weights,
+    or with tokens that were drawn uniformly.
+    """
     options = {
         "--async-steps": run.async_steps > 0,
         "--tokens-per-step": run.tokens_per_step > 0,
         "--replay": algorithm.replay is not None,
+        "--epsilon-greedy": run.epsilon_greedy > 0,
     }
     return [option for option, there in options.items() if there]
 
@@ -56,7 +60,7 @@ def contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
         ways.insert(0, "--correction truncate")
     yield (
         bool(lags) and not algorithm.weighs_older,
-        f"rollouts of {' and '.join(lags)} were sampled by older weights, which nothing corrects: give "
+        f"rollouts of {' and '.join(lags)} were sampled by another policy, which nothing corrects: give "
         f"{' or '.join(ways)}",
     )
     yield (

@@ -23,7 +23,7 @@ from posttrain.runs.checkpoint import resolve
 from posttrain.training.frozen_weights import frozen_type, refuse_rounded_moves
 from posttrain.training.open_learner import held_model, reference
 from posttrain.training.setup import parameters
-from posttrain.training.sources.teacher_targets import NAMED, TEACHER, Teachers
+from posttrain.training.sources.teacher_targets import ALWAYS_1, NAMED, TEACHER, Teachers
 
 if TYPE_CHECKING:
     from posttrain.training.sources.remote_teacher import RemoteTeacher
@@ -66,8 +66,9 @@ def load_teachers(
         if where.startswith(("http://", "https://")):
             from posttrain.training.sources.remote_teacher import RemoteTeacher  # and with it a library for HTTP
 
-            _refuse_exact(algorithm, option, where)
-            remote[name] = opened.enter_context(closing(RemoteTeacher(where)))
+            _refuse_exact(config, algorithm, option, where)
+            fixed = algorithm.teacher.temperature is not None
+            remote[name] = opened.enter_context(closing(RemoteTeacher(where, fixed)))
             lines.append(f"{option} {where} ({remote[name].model}), asked for log-probabilities")
         else:
             folder = resolve(where)
@@ -81,7 +82,9 @@ def load_teachers(
                 model = load_model(folder, device=device, matrices=frozen_type(config))
             models[name] = model.requires_grad_(False)
             size = f"{parameters(models[name]):,} parameters, context {models[name].config.context}"
-            lines.append(f"{option} {where}: {size}; its logits are divided by {algorithm.teacher.temperature:g}")
+            own = algorithm.teacher.temperature
+            softened = "the temperature of sampling" if own is None else f"{own:g}"
+            lines.append(f"{option} {where}: {size}; its logits are divided by {softened}")
     if algorithm.teacher.every:
         _check_moves(config, algorithm.teacher, models, student)
     contexts = {name: model.config.context for name, model in models.items()}
@@ -118,7 +121,7 @@ def _check_moves(config: Distill, teacher: Distillation, models: Mapping[str, Mo
         )
 
 
-def _refuse_exact(algorithm: Algorithm, option: str, where: str) -> None:
+def _refuse_exact(config: Distill, algorithm: Algorithm, option: str, where: str) -> None:
     assert algorithm.teacher is not None
     if not algorithm.teacher.sampled:
         raise UserError(
@@ -126,10 +129,9 @@ def _refuse_exact(algorithm: Algorithm, option: str, where: str) -> None:
             f"{algorithm.teacher.divergence} needs whole distributions: take --algorithm distill-k1, or a teacher in "
             "a folder"
         )
-    if algorithm.teacher.temperature != 1:
-        raise UserError(
-            f"{algorithm.name}: {option} {where} gives log-probabilities at temperature 1: give --teacher-temperature 1"
-        )
+    own = algorithm.teacher.temperature
+    if (config.temperature if own is None else own) != 1 or (own is None and config.temperature_column):
+        raise UserError(f"{algorithm.name}: {option} {where} {ALWAYS_1}")
 
 
 def _check_tokens(student: Tokenizer, teacher: Tokenizer, told: str) -> None:

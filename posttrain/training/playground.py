@@ -30,6 +30,7 @@ from posttrain.envs.play.load_env import about, success_of
 from posttrain.envs.play.mixed_pool import MixedPool
 from posttrain.envs.play.player import EpisodeLimits, Player, TooLong
 from posttrain.envs.play.service_client import Services
+from posttrain.envs.play.task_temperature import check_temperatures
 from posttrain.envs.preview import Viewer
 from posttrain.envs.step_rewards import StepScoring, with_step_rewards
 from posttrain.models.checkpoint_summary import Outline, outline
@@ -67,11 +68,13 @@ class Playground:
     world: World = field(default_factory=Alone)  # the processes that share the episodes
     parts: Mapping[str, tuple[Sampling, EpisodeLimits]] = field(default_factory=dict)  # by part of a mixture
     too_long: TooLong = "refuse"
+    temperature_column: str = ""
 
     def player(self, engine: Engine, tokenizer: Tokenizer, context: int) -> Player:
         """Return a player with this engine. `context`: context length of its model in tokens."""
         bounds = context, self.too_long, self.bounds, self.services
-        return Player(self.pool, engine, tokenizer, self.sampling, *bounds, self.world, self.parts)
+        own = self.world, self.parts, self.temperature_column
+        return Player(self.pool, engine, tokenizer, self.sampling, *bounds, *own)
 
     @property
     def lines(self) -> list[str]:
@@ -103,6 +106,9 @@ def open_playground(
         limits = config.env_workers, config.env_timeout, config.env_memory
         if isinstance(config, Sample) and not (env or config.env):
             env, limits = unscored.reward, (0, *limits[1:])
+        column = "" if isinstance(config, Sample) else config.temperature_column
+        if column:
+            check_temperatures(tasks, column, trained=isinstance(config, RL))
         doing("trying the environment")
         parts = parts_of(config) if isinstance(config, RL) else {}
         told = tuple(line for own in parts.values() or (config,) for line in about(env or own.env))
@@ -128,6 +134,7 @@ def open_playground(
             world or Alone(),
             parts=own_limits,
             too_long=config.too_long,
+            temperature_column=column,
         )
 
 
@@ -182,7 +189,8 @@ def played_env(config: Any, env: Callable[..., Any] | None = None) -> str | Call
 
 
 def _limits(config: RL | Evaluation) -> tuple[Sampling, EpisodeLimits]:
-    sampling = Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens, config.stop)
+    epsilon = config.epsilon_greedy if isinstance(config, RL) else 0.0
+    sampling = Sampling(config.temperature, config.top_p, config.top_k, config.max_tokens, config.stop, epsilon=epsilon)
     bounds = config.max_episode_tokens, config.max_turns, config.max_tool_calls, config.episode_timeout
     return sampling, EpisodeLimits(*bounds)
 

@@ -32,6 +32,7 @@ OLDER: dict[str, dict[str, Any]] = {
     "--async-steps": {"async_steps": 1},
     "--tokens-per-step": {"tokens_per_step": 9},
     "--replay": {"replay": 512},
+    "--epsilon-greedy": {"epsilon_greedy": 0.1},
     "several updates": {"epochs": 4},
     "all": {"async_steps": 1, "tokens_per_step": 9, "epochs": 2, "minibatches": 2},
 }
@@ -101,7 +102,7 @@ def test_the_ratio_of_replayed_rollouts_is_to_the_policy_that_sampled_them() -> 
         row_of("trpo", replay=512)
 
 
-@pytest.mark.parametrize("way", ["--async-steps", "--tokens-per-step", "--replay"])
+@pytest.mark.parametrize("way", ["--async-steps", "--tokens-per-step", "--replay", "--epsilon-greedy"])
 def test_products_that_nothing_clips_are_taken_to_whoever_sampled(way: str) -> None:
     """A truncated weight per token beside them would be a bias for nothing."""
     row = row_of("off-policy-pg", **OLDER[way])
@@ -109,10 +110,10 @@ def test_products_that_nothing_clips_are_taken_to_whoever_sampled(way: str) -> N
     assert row_of("off-policy-pg").old == "start", "within a step the two are the same"
 
 
-@pytest.mark.parametrize("way", ["--async-steps", "--tokens-per-step"])
+@pytest.mark.parametrize("way", ["--async-steps", "--tokens-per-step", "--epsilon-greedy"])
 def test_a_ratio_to_the_start_of_the_step_accounts_for_the_step_s_own_updates_alone(way: str) -> None:
     assert row_of("dr-grpo", old_policy="start", epochs=4).correction is None
-    with pytest.raises(UserError, match=f"rollouts of {way} were sampled by older weights, which nothing corrects"):
+    with pytest.raises(UserError, match=f"rollouts of {way} were sampled by another policy, which nothing corrects"):
         row_of("dr-grpo", old_policy="start", **OLDER[way])
 
 
@@ -155,6 +156,39 @@ def test_the_expected_gradient_of_replayed_arms_is_the_true_one() -> None:
     assert bandit(row_of("reinforce", async_steps=1, correction="truncate", correction_cap=6.0)) == pytest.approx(
         0.025, abs=1e-7
     )
+
+
+EXACT: list[tuple[str, dict[str, Any]]] = [
+    ("reinforce", {}),
+    ("reinforce", {"correction": "sequence-truncate"}),
+    ("gpg", {}),
+    ("off-policy-pg", {}),
+    ("cispo", {"old_policy": "sampler"}),
+    ("grpo", {"kl": 0.0}),
+    ("grpo", {"kl": 0.0, "old_policy": "sampler", "surrogate": "ratio"}),
+]
+
+
+@pytest.mark.parametrize(("name", "how"), EXACT)
+def test_the_expected_gradient_under_epsilon_greedy_sampling_is_that_of_the_policy_alone(
+    name: str, how: dict[str, Any]
+) -> None:
+    """Summed over all tokens of a vocabulary, each with its probability b under the sampler: sum_a b(a) g(a)."""
+    epsilon, logits = 0.15, torch.tensor([1.5, -0.5, 0.0, 0.7], dtype=torch.float64, requires_grad=True)
+    row = row_of(name, epsilon_greedy=epsilon, **how)
+    rewards = torch.tensor([1.0, 0.9, -0.5, 0.2], dtype=torch.float64)
+    policy = logits.softmax(-1)
+    [wanted] = torch.autograd.grad((policy * rewards).sum(), logits, retain_graph=True)
+    sampled = (1 - epsilon) * policy.detach() + epsilon / 4
+    found = torch.zeros(4, dtype=torch.float64)
+    for arm in range(4):
+        transcript = Transcript()
+        transcript.observe([1])
+        transcript.sample(Completion(0, [arm], [sampled[arm].log().item()], "", StopReason.EOS, 0))
+        batch = collate([[transcript]], [0], weight=torch.ones(1), fields={"advantage": [rewards[arm : arm + 1]]})
+        loss = PolicyObjective(row)(Outputs(logits.log_softmax(-1)[arm : arm + 1]), batch, Stats())
+        found -= sampled[arm] * torch.autograd.grad(loss, logits)[0]
+    assert (found - wanted).abs().max() < 1e-6
 
 
 def digits(task: Task, reply: str) -> float:
@@ -213,11 +247,11 @@ def test_what_steers_a_kl_is_the_mean_over_the_policy_s_own_tokens() -> None:
 def test_what_steers_an_entropy_played_ahead_is_the_policy_s_and_not_the_sampler_s() -> None:
     row = row_of("grpo", kl=0.0, entropy_target=5.0, minibatches=2)
     assert row.entropy is not None
-    for lags, measured in ((False, 2.0), (True, 3.0)):
+    for lags, explores, measured in ((False, False, 2.0), (True, False, 3.0), (False, True, 3.0)):
 
         class Played:
             algorithm, coefficients = row, {"entropy": 0.5}
 
-        Played.lags = lags  # type: ignore[attr-defined]
+        Played.lags, Played.explores = lags, explores  # type: ignore[attr-defined]
         RLSource._steer(Played, None, Stats({"entropy": (8.0, 4.0), "entropy/policy": (12.0, 4.0)}))  # type: ignore[arg-type]
         assert Played.coefficients["entropy"] == row.entropy.next(0.5, measured)

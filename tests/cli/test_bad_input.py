@@ -54,6 +54,9 @@ def place(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Ite
     rows = arithmetic.tasks(20, seed=0, digits=1)
     write_rows(folder / "rows.jsonl", rows)
     write_rows(folder / "few.jsonl", rows[:3])
+    heats: dict[str, Any] = {"heated": 0.5, "greedy": 0, "frozen": -1, "worded": "warm", "unheated": None}
+    for name, heat in heats.items():
+        write_rows(folder / f"{name}.jsonl", [{**row, "heat": heat} for row in rows[:3]])
     write_rows(folder / "long.jsonl", [*rows, {"prompt": "1+" * 40, "response": "1", "answer": "1"}])
     write_rows(folder / "all-long.jsonl", [{"prompt": "1+" * 40, "answer": "1"}])
     (folder / "empty.jsonl").touch()
@@ -204,6 +207,31 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "sorted in another way": (words("prefer", transport="pairs"), ("for --transport", "unpaired")),
     "more prompts than tasks": (words("rl", prompts=50), ("--prompts 50", "20")),
     "truncated sampling": (words("rl", top_p=0.9), ("--top-p", "leave them at 1")),
+    "column of temperatures that is none": (
+        words("rl", temperature_column="haet", tasks="heated.jsonl"), ("no column 'haet'", "did you mean 'heat'?")
+    ),
+    "greedy task": (
+        words("rl", temperature_column="heat", tasks="greedy.jsonl"), ("greedy.jsonl:1: --temperature-column heat is 0",)
+    ),
+    "temperature below 0 in a row": (
+        words("eval", temperature_column="heat", tasks="frozen.jsonl"), ("frozen.jsonl:1", "heat is -1", "0 (greedy), or")
+    ),
+    "word for a temperature": (
+        words("rl", temperature_column="heat", tasks="worded.jsonl"), ("worded.jsonl:1", "heat is 'warm'", "or null")
+    ),
+    "empty column of temperatures": (
+        words("eval", temperature_column="heat", tasks="unheated.jsonl"), ("heat is empty in every row: leave it out",)
+    ),
+    "greedy part of a mixture": (
+        ["rl", "--model", "start", "--mixture.a.tasks", "rows.jsonl", "--mixture.a.env", "env.py:reward",
+         "--mixture.a.temperature", "0"],
+        ("--mixture.a.temperature 0 is greedy",),
+    ),
+    "nothing but uniform tokens": (words("rl", epsilon_greedy=1), ("--epsilon-greedy must be at least 0 and below 1",)),
+    "uniform tokens that nothing corrects": (
+        words("rl", epsilon_greedy=0.1, old_policy="start"), ("rollouts of --epsilon-greedy", "give --correction truncate")
+    ),
+    "uniform tokens of another engine": (words("rl", epsilon_greedy=0.1, engine="vllm"), ("leave out --engine vllm",)),
     "no resume without a run": (words("rl", resume=""), ("never holds no run to resume", "leave out --resume")),
     "resume and overwrite": (words("rl", resume="", overwrite=""), ("give one of them",)),
     "missing recipe": (["rl", "--config", "nowhere.toml"], ("nowhere.toml", "no such file")),

@@ -51,9 +51,9 @@ JOURNEYS = {
 """Pages whose blocks run one after the other in one folder."""
 RUNS = {
     "README": 1,
-    "start": 47,
+    "start": 48,
     "coming-from": 14,
-    "environments": 18,
+    "environments": 19,
     "chat-rows": 5,
     "process-rewards": 8,
     "distillation": 6,

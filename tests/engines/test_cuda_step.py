@@ -82,12 +82,13 @@ def mixed(count: int) -> Asked:
     """Requests of all kinds: groups and single ones, and every way of sampling."""
     prompts, how = ragged(count)
     ways: list[dict[str, Any]] = [
-        {}, {"temperature": 0.7}, {"temperature": 0.0}, {"top_p": 0.8}, {"top_k": 5}, {"temperature": 1.3, "top_p": 0.9}
+        {}, {"temperature": 0.7}, {"temperature": 0.0}, {"top_p": 0.8}, {"top_k": 5}, {"temperature": 1.3, "top_p": 0.9},
+        {"temperature": 0.7, "epsilon": 0.2},
     ]  # fmt: skip
     chance = random.Random(count)
     for i in range(0, count, 5):
         prompts[i] = [chance.randrange(5, 48) for _ in range(chance.randrange(1, 90))]
-    return prompts, [replace(s, max_tokens=1 + 3 * s.max_tokens, **ways[i % 7 % 6]) for i, s in enumerate(how)]
+    return prompts, [replace(s, max_tokens=1 + 3 * s.max_tokens, **ways[i % 8 % 7]) for i, s in enumerate(how)]
 
 
 SHAPES: tuple[dict[str, Any], ...] = (
@@ -343,7 +344,7 @@ class Reads(TorchDispatchMode):
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_graphs_are_checked_for_the_addresses_of_all_that_a_step_reads(tokenizer: Tokenizer, precision: str) -> None:
-    """Those of weights have a check of their own, and the tokens that end a reply stay where they are."""
+    """Those of weights have a check of their own; tokens that end a reply, or are drawn uniformly, stay where they are."""
     model, (prompts, how) = shaped(tokenizer, qk_norm=True, tied=False), mixed(8)
     engine = stepping(model, tokenizer, precision=precision)
     for i, (prompt, sampling) in enumerate(zip(prompts, how, strict=True)):
@@ -358,7 +359,7 @@ def test_graphs_are_checked_for_the_addresses_of_all_that_a_step_reads(tokenizer
         with Reads() as read:
             step._step(step.shape(cache, rows, 8), cache, rows, weights)
     checked = {place for place, _ in step._addresses(cache, rows, weights)[1:]}  # type: ignore[misc, attr-defined]
-    others = (*model.parameters(), *(copy for copy, _ in weights._copied), engine.eos)
+    others = (*model.parameters(), *(copy for copy, _ in weights._copied), engine.eos, *engine.uniform_tokens)
     assert len(read.found) > 20 and read.found <= checked | {x.untyped_storage().data_ptr() for x in others}
 
 
@@ -391,7 +392,7 @@ def on_a_card(tokenizer: Tokenizer) -> Decoder:
 
 
 def uncaptured(engine: LocalEngine) -> LocalEngine:
-    engine._cuda = CudaStep(engine.model, engine.dtype, engine.eos, capture=False)
+    engine._cuda = CudaStep(engine.model, engine.dtype, engine.eos, lambda: engine.uniform_tokens, capture=False)
     return engine
 
 

@@ -88,7 +88,8 @@ def test_no_bit_of_a_compiled_reply_depends_on_its_company_or_when_it_arrives(
     beginning = [5 + i % 11 for i in range(2 * BLOCK + 7)]
     prompts = [beginning[: len(beginning) - i % 3] + p if i % 4 == 1 else p for i, p in enumerate(prompts)]
     prompts[2], prompts[6] = beginning[:BLOCK], beginning[: 2 * BLOCK]  # whole blocks
-    how = [replace(s, top_p=0.9) if i % 4 == 0 else s for i, s in enumerate(how)]
+    ways: dict[int, dict[str, float]] = {0: {"top_p": 0.9}, 2: {"epsilon": 0.2}}
+    how = [replace(s, **ways.get(i % 4, {})) for i, s in enumerate(how)]  # type: ignore[arg-type]
 
     def new(slots: int = 256) -> LocalEngine:
         return LocalEngine(model, tokenizer, slots, precision)

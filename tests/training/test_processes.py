@@ -44,7 +44,7 @@ from posttrain.training.verbs import reward_model_training
 
 PLAYED: dict[str, Any] = {"steps": 3, "prompts": 5, "group": 3, "max_tokens": 4, "lr": 1e-3, "eval_every": 2,
                           "env_workers": 0}  # fmt: skip
-RUNS = ("sft", "grpo", "curriculum", "ahead", "dapo", "ppo", "dpo", "reward-model", "distill", "asked")
+RUNS = ("sft", "grpo", "curriculum", "ahead", "dapo", "ppo", "dpo", "reward-model", "distill", "asked", "heated")
 
 
 def everything(out: Path) -> None:
@@ -67,6 +67,9 @@ def everything(out: Path) -> None:
     )
     by_rate: dict[str, Any] = {"curriculum": "solve-rate", "success": 0.5, "algorithm": "grpo", "async_steps": 1}
     posttrain.rl(SUMS, nearness, model, out=str(out / "curriculum"), **by_rate, **PLAYED, **QUICK)
+    heated = [{**row, "heat": 0.5 + place % 3} for place, row in enumerate(SUMS)]
+    hot = {"temperature_column": "heat", "out": str(out / "heated"), "algorithm": "grpo", "minibatches": 2}
+    posttrain.rl(heated, nearness, model, **hot, **PLAYED, **QUICK)
     posttrain.prefer(PAIRS, model=model, out=str(out / "dpo"), steps=3, rows=6, lr=1e-3, **QUICK)
     posttrain.reward_model(PAIRS, model=model, out=str(out / "reward-model"), steps=3, rows=6, lr=1e-3, **QUICK)
     asked = {
@@ -98,7 +101,7 @@ def test_every_kind_of_run_of_two_processes_is_that_of_one(tmp_path: Path) -> No
         for mine, theirs in zip(one, two, strict=True):
             for key, value in mine.items():
                 assert theirs[key] == pytest.approx(value, rel=1e-4, abs=1e-5), (name, mine["step"], key)
-        if name in ("grpo", "curriculum", "ahead", "dapo", "ppo", "distill", "asked"):
+        if name in ("grpo", "curriculum", "ahead", "dapo", "ppo", "distill", "asked", "heated"):
             assert any(row.get("grad_norm", 0) > 0 for row in one[1:])
             for step in rollout_steps(tmp_path / "one" / name):
                 pairs = zip(*(read_rollouts(tmp_path / of / name, step) for of in ("one", "two")), strict=True)

@@ -15,7 +15,17 @@ from posttrain.runs.run_reading import split_of
 
 MOST = 200  # most tasks in a list
 VISITS = 200  # most visits to choose from
-SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "max_turns", "stop", "eval_samples", "eval_limit")
+SAMPLING = (
+    "temperature",
+    "temperature_column",
+    "top_p",
+    "top_k",
+    "max_tokens",
+    "max_turns",
+    "stop",
+    "eval_samples",
+    "eval_limit",
+)
 
 
 def compared(runs: Sequence[OpenRun], query: Mapping[str, str]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from posttrain.core.types import Completion, Media, positions_of
+from posttrain.engines.local.sampler import UniformTokens
 from posttrain.engines.local.uncached_engine import RunningReply, UncachedEngine
 from posttrain.engines.request import Request
 from posttrain.models.hf.backed import Backed
@@ -126,6 +128,12 @@ class BackedEngine(UncachedEngine):
                 self._note(found, place, cohort, states)
         order = torch.tensor([place[id(r)] for r in self._running], device=found[0].device)
         return self.model.head.logits(torch.cat(found).index_select(0, order))
+
+    @cached_property
+    def uniform_tokens(self) -> UniformTokens:
+        vision, head = self.model.vision, self.model.head
+        never = vision.placeholders if vision is not None else ()
+        return UniformTokens.of(self.tokenizer, self.eos_ids, self.model.config.vocab, head.device, never)
 
     def _drawn(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Sample tokens, never a placeholder of pictures; count how often a placeholder would have been sampled."""

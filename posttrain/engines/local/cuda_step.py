@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from posttrain.engines.local.running_batch import RunningBatch
-from posttrain.engines.local.sampler import sample, uniform
+from posttrain.engines.local.sampler import Exploration, UniformTokens, sample, uniform
 from posttrain.engines.local.step_cache import StepCache, row_bucket, token_bucket
 from posttrain.engines.local.step_weights import LayerWeights, StepWeights
 from posttrain.models.free_memory import gpu_memory
@@ -70,6 +70,7 @@ class Shape(NamedTuple):
     greedy: bool
     top_p: bool
     top_k: bool
+    explores: bool
 
 
 class _Seen(NamedTuple):
@@ -92,11 +93,19 @@ class CudaStep:
     `capture`: whether steps are captured in graphs, which is possible only on CUDA; None: on CUDA.
     """
 
-    def __init__(self, model: Decoder, dtype: torch.dtype, eos: Tensor, capture: bool | None = None) -> None:
-        self._decoder, self._dtype, self._eos = model, dtype, eos
+    def __init__(
+        self,
+        model: Decoder,
+        dtype: torch.dtype,
+        eos: Tensor,
+        uniform_tokens: Callable[[], UniformTokens],
+        capture: bool | None = None,
+    ) -> None:
+        self._decoder, self._dtype, self._eos, self._uniform = model, dtype, eos, uniform_tokens
         self.device = model.head.device
         self._weights: StepWeights | None = None
         self._changed = False
+        self._among: UniformTokens | None = None
         self._rotary: Tensor | None = None  # float32 [positions, 2, 1, size]
         capture = self.device.type == "cuda" if capture is None else capture
         self.graphs = Graphs(self.device) if capture else None
@@ -119,6 +128,8 @@ class CudaStep:
 
     def __call__(self, cache: StepCache, rows: RunningBatch, count: int, steps: int) -> None:
         """Decode up to `steps` tokens of the first `count` requests; ended requests do not change."""
+        if rows.any_explores and self._among is None:  # before a capture, which allows no copies from the host
+            self._among = self._uniform()
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             weights = self._current()
             cache.seat()
@@ -145,6 +156,7 @@ class CudaStep:
             rows.any_greedy,
             rows.any_top_p,
             rows.any_top_k,
+            rows.any_explores,
         )
 
     def _current(self) -> StepWeights:
@@ -180,6 +192,10 @@ class CudaStep:
         logits = wide_product(hidden, weights.head.t())
         chosen = slice(0, shape.rows)
         temperature = rows.temperature[chosen]
+        explored = None
+        if shape.explores:
+            assert self._among is not None
+            explored = Exploration.drawn(rows.epsilon[chosen], rows.seed[chosen], rows.count[chosen], self._among)
         token, logp = sample(
             logits,
             uniform(rows.seed[chosen], rows.count[chosen]),
@@ -187,6 +203,7 @@ class CudaStep:
             rows.top_p[chosen] if shape.top_p else None,
             rows.top_k[chosen] if shape.top_k else None,
             temperature == 0 if shape.greedy else None,
+            explored,
         )
         rows.go_on(shape.rows, token, logp, (token[:, None] == self._eos).any(-1))
 

@@ -18,6 +18,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +33,7 @@ from posttrain.engines.local.kv_cache import KVCache, Prompt, PromptPrefix
 from posttrain.engines.local.prefix_cache import KEPT_BYTES, CachedPrefixes, PrefixCache
 from posttrain.engines.local.prompt_layout import PromptBlocks
 from posttrain.engines.local.running_batch import RunningBatch
-from posttrain.engines.local.sampler import sample, uniform
+from posttrain.engines.local.sampler import Exploration, UniformTokens, sample, uniform
 from posttrain.engines.local.step_cache import StepCache, token_bucket
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
 from posttrain.engines.throughput import Throughput
@@ -90,7 +91,8 @@ class LocalEngine:
         self._rows = RunningBatch(self.device)
         self.dtype = torch.bfloat16 if precision == "bfloat16" else model.dtype
         self._compiled = CompiledStep(model, self.dtype, self.eos) if supported(model, self.dtype) else None
-        self._cuda = CudaStep(model, self.dtype, self.eos) if decodes_in_graphs(model, self.dtype) else None
+        graphs = decodes_in_graphs(model, self.dtype)
+        self._cuda = CudaStep(model, self.dtype, self.eos, lambda: self.uniform_tokens) if graphs else None
         self.batch_invariant = self._compiled is not None and compiles()
         self._cache = self._new_cache()
 
@@ -348,8 +350,18 @@ class LocalEngine:
             state.top_p[rows] if state.any_top_p else None,
             state.top_k[rows] if state.any_top_k else None,
             state.temperature[rows] == 0 if state.any_greedy else None,
+            self._explored(rows) if state.any_explores else None,
         )
         state.record(rows, token, logp, torch.isin(token, self.eos))
+
+    def _explored(self, rows: slice | Tensor) -> Exploration:
+        state = self._rows
+        return Exploration.drawn(state.epsilon[rows], state.seed[rows], state.count[rows], self.uniform_tokens)
+
+    @cached_property
+    def uniform_tokens(self) -> UniformTokens:
+        """The tokens among which epsilon-greedy sampling draws."""
+        return UniformTokens.of(self.tokenizer, self.eos_ids, self.model.config.vocab, self.device)
 
     def _finished(self) -> list[Completion]:
         """Remove finished requests from their slots, move the other requests to the first slots, and return the

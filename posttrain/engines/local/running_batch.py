@@ -18,16 +18,19 @@ class _Asked(NamedTuple):
     greedy: bool
     top_p: bool
     top_k: bool
+    explores: bool
     stop: bool
 
     @classmethod
     def of(cls, sampling: Sampling) -> _Asked:
         tempered, greedy = sampling.temperature != 1, sampling.temperature == 0
-        return cls(tempered, greedy, sampling.top_p < 1, sampling.top_k > 0, bool(sampling.stop))
+        filters = sampling.top_p < 1, sampling.top_k > 0, sampling.epsilon > 0
+        return cls(tempered, greedy, *filters, bool(sampling.stop))
 
     @property
     def filtered(self) -> bool:
-        return self.top_p or self.top_k
+        """Whether its tokens are drawn outside the compiled step, which knows a temperature alone."""
+        return self.top_p or self.top_k or self.explores
 
 
 class RunningBatch:
@@ -35,7 +38,7 @@ class RunningBatch:
 
     _COLUMNS: ClassVar[dict[torch.dtype, tuple[str, ...]]] = {
         torch.int64: ("token", "length", "before", "count", "seed", "budget", "top_k"),
-        torch.float32: ("temperature", "top_p"),
+        torch.float32: ("temperature", "top_p", "epsilon"),
         torch.bool: ("filtered", "ended"),
     }
     """Columns by type. Those of one type are rows of one table: they grow, are filled, and move in one operation."""
@@ -53,8 +56,8 @@ class RunningBatch:
         self.count = integers  # sampled tokens
         self.budget = integers  # maximum of sampled tokens
         self.seed = integers
-        self.temperature, self.top_p, self.top_k = floats, floats, integers
-        self.filtered = bools  # whether top-p or top-k is used
+        self.temperature, self.top_p, self.top_k, self.epsilon = floats, floats, integers, floats
+        self.filtered = bools  # whether top-p, top-k or epsilon is used
         self.ended = bools
         self._tables = {
             kind: torch.zeros(len(names), 0, dtype=kind, device=device) for kind, names in self._COLUMNS.items()
@@ -106,6 +109,7 @@ class RunningBatch:
             "temperature": [s.temperature for s in sampling],
             "top_p": [s.top_p for s in sampling],
             "top_k": [s.top_k for s in sampling],
+            "epsilon": [s.epsilon for s in sampling],
             "filtered": [a.filtered for a in asked],
             "ended": [False] * len(requests),
         }
@@ -175,9 +179,10 @@ class RunningBatch:
         self.any_greedy = any(a.greedy for a in asked)
         self.any_top_p = any(a.top_p for a in asked)
         self.any_top_k = any(a.top_k for a in asked)
+        self.any_explores = any(a.explores for a in asked)
         self.any_stop = any(a.stop for a in asked)
         self.filtered_slots: Tensor | None = None
-        """int64 [n], requests whose logits are filtered by top-p or top-k; None: there are none."""
-        if self.any_top_p or self.any_top_k:
+        """int64 [n], requests with top-p, top-k or epsilon; None: there are none."""
+        if self.any_top_p or self.any_top_k or self.any_explores:
             slots = [slot for slot, a in enumerate(self._asked) if a.filtered]
             self.filtered_slots = torch.tensor(slots, device=self.device)

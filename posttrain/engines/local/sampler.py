@@ -6,8 +6,13 @@ B    rows (one per running request)    V    vocabulary
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple, Self
+
 import torch
 from torch import Tensor
+
+from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 _LOW32 = 0xFFFFFFFF
 BLOCK = 64  # entries of the vocabulary that are summed before the running sum
@@ -29,6 +34,52 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & (_LOW32 << 1 | 1))
 
 
+class UniformTokens(NamedTuple):
+    """The tokens among which epsilon-greedy sampling draws uniformly."""
+
+    ids: Tensor  # int64 [A]
+    inside: Tensor  # bool [V], whether an id is one of them
+
+    @classmethod
+    def of(
+        cls, tokenizer: Tokenizer, ends: Iterable[int], vocab: int, device: torch.device, never: Iterable[int] = ()
+    ) -> Self:
+        """Return the tokens of text and the ends of a reply: no padding of the vocabulary, and no other special token.
+
+        `ends`: ids that end a reply; `vocab`: V; `never`: further ids to leave out.
+        """
+        ids = {id for id in tokenizer.vocabulary.values() if id < vocab} - tokenizer.special_ids - set(never)
+        found = torch.tensor(sorted(ids | {id for id in ends if id < vocab}), dtype=torch.int64)
+        inside = torch.zeros(vocab, dtype=torch.bool)
+        inside[found] = True
+        return cls(found.to(device), inside.to(device))
+
+
+class Exploration(NamedTuple):
+    """Draws of epsilon-greedy sampling, for each row: with probability epsilon the token is drawn uniformly."""
+
+    epsilon: Tensor  # float32 [B], below 1
+    whether: Tensor  # [B] in (0, 1]: uniformly where it is below epsilon
+    which: Tensor  # [B] in (0, 1]: the token then drawn
+    among: UniformTokens
+
+    @classmethod
+    def drawn(cls, epsilon: Tensor, seed: Tensor, index: Tensor, among: UniformTokens) -> Self:
+        """Return the draws of (seed, counter), int64 [B] each: independent of those of `uniform` for the same pair."""
+        return cls(epsilon, uniform(seed, index + (1 << 40)), uniform(seed, index + (2 << 40)), among)
+
+    def token(self, policy: Tensor) -> Tensor:
+        """Return the token of each row, given that of the policy, [B]."""
+        count = len(self.among.ids)
+        place = (self.which * count).to(torch.int64).clamp_max(count - 1)
+        return torch.where(self.whether < self.epsilon, self.among.ids[place], policy)
+
+    def logp(self, token: Tensor, policy: Tensor) -> Tensor:
+        """Return log((1 - epsilon) pi(a) + epsilon [a in A] / |A|), [B], given log pi(a)."""
+        share = (self.epsilon / len(self.among.ids)).log().masked_fill(~self.among.inside[token], float("-inf"))
+        return torch.logaddexp(policy + torch.log1p(-self.epsilon), share)
+
+
 def sample(
     logits: Tensor,
     draw: Tensor,
@@ -36,11 +87,12 @@ def sample(
     top_p: Tensor | None = None,
     top_k: Tensor | None = None,
     greedy: Tensor | None = None,
+    explore: Exploration | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sample by inverting the cumulative distribution. logits [B, V], draw [B] -> token, logp [B].
 
     `temperature`, `top_p`, `top_k` and `greedy` [B] are None if no request uses them; temperature = 1, top_p = 1 and
-    top_k = 0 do not change a row. A greedy row is a point distribution: its log-probability is 0.
+    top_k = 0 do not change a row. A greedy row is a point distribution: its log-probability is 0, and its epsilon too.
     """
     logits = logits.float()
     if temperature is not None:
@@ -57,7 +109,11 @@ def sample(
     token = (block * BLOCK + token).clamp_max_(logits.shape[-1] - 1)  # out of range only for NaN
     if greedy is not None:
         token = torch.where(greedy, logits.argmax(-1), token)
+    if explore is not None:
+        token = explore.token(token)
     logp = logits.gather(-1, token[:, None]).squeeze(-1) - top - total.log()
+    if explore is not None:
+        logp = explore.logp(token, logp)
     return token, logp if greedy is None else logp.masked_fill(greedy, 0.0)
 
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ from posttrain.core.batch import Layout
 from posttrain.core.protocols import Engine, Model, Seeing
 from posttrain.core.types import Completion, Media, Sampling, positions_of
 from posttrain.engines.local.engine_weights import copy_weights
-from posttrain.engines.local.sampler import sample, uniform
+from posttrain.engines.local.sampler import Exploration, UniformTokens, sample, uniform
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
@@ -156,9 +157,18 @@ class UncachedEngine:
             return torch.tensor([value(s) for s in asked], dtype=dtype, device=device)
 
         count = torch.tensor([len(r.tokens) for r in self._running], device=device)
-        draw = uniform(column(lambda s: s.seed, torch.int64), count)
+        seed = column(lambda s: s.seed, torch.int64)
         temperature, top_k = column(lambda s: s.temperature), column(lambda s: s.top_k, torch.int64)
-        return sample(logits, draw, temperature, column(lambda s: s.top_p), top_k, temperature == 0)
+        explored = None
+        if any(s.epsilon for s in asked):
+            explored = Exploration.drawn(column(lambda s: s.epsilon), seed, count, self.uniform_tokens)
+        how = temperature, column(lambda s: s.top_p), top_k, temperature == 0, explored
+        return sample(logits, uniform(seed, count), *how)
+
+    @cached_property
+    def uniform_tokens(self) -> UniformTokens:
+        """The tokens among which epsilon-greedy sampling draws."""
+        return UniformTokens.of(self.tokenizer, self.eos_ids, self.model.config.vocab, self.model.head.device)
 
     def _stopped(self, running: RunningReply) -> bool:
         stop = running.request.sampling.stop

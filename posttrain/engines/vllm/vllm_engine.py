@@ -165,6 +165,8 @@ class VLLMEngine:
         """
         if 0 < sampling.temperature < COLDEST:
             raise UserError(f"vLLM samples at temperature 0 or {COLDEST} and above, not at {sampling.temperature}")
+        if sampling.epsilon:
+            raise UserError("vLLM does not sample with --epsilon-greedy: leave out --engine vllm, or --epsilon-greedy")
         request = Request(id, tuple(prompt), sampling)
         self._submitted.append(request.check(self.context, self.vocab))
 

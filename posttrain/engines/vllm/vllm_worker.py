@@ -232,6 +232,7 @@ class Worker:
         from vllm.sampling_params import RequestOutputKind
 
         how = request.sampling
+        assert not how.epsilon, "options refuse it"
         params = SamplingParams(
             temperature=how.temperature,
             top_p=how.top_p,

@@ -11,9 +11,9 @@ limits, records, replays and weight versions work. A request holds its whole con
         ...
         return reward
 
-The run decides how replies are sampled. Of a request, its stop strings and its token budget count. Its own temperature,
-penalty or top-p would mean another distribution than the one that the learner assumes, so such a request is refused,
-unless the harness sets them to be ignored.
+The run decides how replies are sampled. Of a request, its stop strings and its token budget count. A penalty or top-p
+would mean another distribution than the one that the learner assumes, and programs send temperatures that were chosen
+for deployment. So such a request is refused, unless the harness sets them to be ignored.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class Context:
             conversation, self.messages, self._texts, self._stop = self._earlier
             vars(self.conversation).update(conversation)
 
-    def reply(self, completion: Completion, said: Reply, learn: bool) -> None:
-        self.transcript.sample(completion, learn)
+    def reply(self, completion: Completion, said: Reply, learn: bool, temperature: float | None) -> None:
+        self.transcript.sample(completion, learn, temperature)
         self.last = completion
         if self.messages is not None:
             calls = [call.id for call in said.tool_calls if call.problem is None and self.conversation.tools]

@@ -18,6 +18,7 @@ from posttrain.core.pictures import PictureError, has_parts, parts
 from posttrain.core.tool_calls import CALLS, read_calls
 from posttrain.core.types import (
     ROLES,
+    TEMPERATURES,
     Ask,
     Graded,
     Invalid,
@@ -26,6 +27,7 @@ from posttrain.core.types import (
     SpanReward,
     Turn,
     UserError,
+    is_temperature,
     value_type,
 )
 
@@ -230,6 +232,9 @@ def read_turn(value: Any) -> Turn | Invalid:
     most = value.max_tokens
     if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
         return unreadable(f"yielded a Turn whose max_tokens is {short(most)}; expected a positive integer")
+    heat = value.temperature
+    if heat is not None and not is_temperature(heat):
+        return unreadable(f"yielded a Turn whose temperature is {short(heat)}; expected {TEMPERATURES}")
     flags = {name: getattr(value, name) for name in ("tool", "fresh", "learn", "whole")}
     for name, flag in flags.items():
         if not isinstance(flag, bool):
@@ -241,9 +246,9 @@ def read_turn(value: Any) -> Turn | Invalid:
         return unreadable(f"yielded a Turn of {strange}")
     text = None if value.text is None else str.__str__(value.text)
     flags["whole"] = flags["whole"] or tokens is not None
-    return Turn(
-        text, messages, tokens, stop, reward, None if most is None else int(most), **flags, tools=tools, side=value.side
-    )
+    how = stop, reward, None if most is None else int(most)
+    heat = None if heat is None else float(heat)
+    return Turn(text, messages, tokens, *how, **flags, tools=tools, side=value.side, temperature=heat)
 
 
 def _read_tokens(value: Any) -> list[int] | Invalid | None:

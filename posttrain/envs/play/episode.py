@@ -192,8 +192,10 @@ class RunningEpisode:
         transcript.observe(tokens, kind, [replace(m, start=m.start + before) for m in seen])
         self._learn = turn.learn
 
-    def reply(self, completion: Completion, seconds: float) -> Reply:
-        """Add the policy's reply, and return it in the form that the environment gets."""
+    def reply(self, completion: Completion, seconds: float, temperature: float | None = None) -> Reply:
+        """Add the policy's reply, and return it in the form that the environment gets. `temperature`: at which it was
+        sampled; None: the run's.
+        """
         read = len(self.context.transcript)
         self.opening = self.opening or completion.logp
         calls = self.context.conversation.calls(completion.text)
@@ -201,8 +203,8 @@ class RunningEpisode:
         said = Reply(completion.text, completion.stop, calls, len(self.replies), before, completion, read)
         piece = Piece(len(completion.tokens), self.member, len(self.replies))
         self.replies.append(_Said(completion.text, completion.tokens, *self._end, self._learn, self.side, piece))
-        self._note(SpanKind.SAMPLED, completion.text, len(completion.tokens), 0.0, seconds, calls=calls)
-        self.context.reply(completion, said, self._learn)
+        self._note(SpanKind.SAMPLED, completion.text, len(completion.tokens), 0.0, seconds, 0, calls, temperature)
+        self.context.reply(completion, said, self._learn, temperature)
         self._stops[self.side] = completion.stop
         return said
 
@@ -310,9 +312,11 @@ class RunningEpisode:
         seconds: float,
         cut: int = 0,
         calls: Sequence[ToolCall] = (),
+        temperature: float | None = None,
     ) -> None:
         place, start = self.contexts.index(self.context), len(self.context.transcript.tokens)
-        self.turns.append(PlayedTurn(kind, text, place, start, tokens, reward, seconds, cut, tuple(calls)))
+        turn = PlayedTurn(kind, text, place, start, tokens, reward, seconds, cut, tuple(calls), temperature)
+        self.turns.append(turn)
 
     @property
     def _end(self) -> tuple[int, int]:

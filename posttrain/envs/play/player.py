@@ -43,6 +43,7 @@ from posttrain.envs.play.episode import MAX_TURNS, Episode, EpisodeLimits, Runni
 from posttrain.envs.play.mixed_pool import MixedPool
 from posttrain.envs.play.prompt_tokens import PROMPT_TOKENS, count_prompt
 from posttrain.envs.play.service_client import Services
+from posttrain.envs.play.task_temperature import task_temperature
 
 __all__ = ["MAX_TURNS", "Episode", "EpisodeLimits", "Player"]
 
@@ -80,6 +81,8 @@ class Player:
     """The processes that sample together. Each gets the same episodes, runs its share of the groups, and returns all."""
     parts: Mapping[str, tuple[Sampling, EpisodeLimits]] = field(default_factory=dict)
     """Sampling and limits of each part of a mixture, by its name, instead of the player's."""
+    temperature_column: str = ""
+    """Column with the sampling temperature of a task; "": none."""
     unwanted: Callable[[], bool] = lambda: False
     """Whether the rollouts in progress are not needed any more."""
 
@@ -117,11 +120,21 @@ class Player:
         return [each for group in groups.values() for each in group]
 
     def limited(self, episode: Episode) -> Episode:
-        """Return an episode with the sampling and the limits of its part, if its task belongs to a mixture."""
-        if not self.parts:
+        """Return an episode with the sampling and the limits of its part, if its task belongs to a mixture, and at its
+        task's temperature, if it has one.
+        """
+        if self.parts:
+            sampling, limits = self.parts[part_of(episode.task)]
+            episode = replace(episode, sampling=episode.sampling or sampling, limits=limits)
+        heat = task_temperature(episode.task, self.temperature_column) if self.temperature_column else None
+        if heat is None:
             return episode
-        sampling, limits = self.parts[part_of(episode.task)]
-        return replace(episode, sampling=episode.sampling or sampling, limits=limits)
+        return replace(episode, sampling=replace(episode.sampling or self.sampling, temperature=heat))
+
+    def without_exploration(self) -> Player:
+        """Return this player with all tokens drawn from the policy, as evaluations need it."""
+        parts = {name: (replace(how, epsilon=0.0), limits) for name, (how, limits) in self.parts.items()}
+        return replace(self, sampling=replace(self.sampling, epsilon=0.0), parts=parts)
 
     def _share(self, episodes: Sequence[Episode]) -> dict[str, int]:
         """Return group -> the rank of the process that runs it."""
@@ -269,7 +282,9 @@ class _Play:
         plan = self.plan if self.shares.has(index) and p.may_branch else None
         if plan is not None and plan.branches_after(p.opening, completion.logp):
             self._branch(index)
-        reply = p.reply(completion, now - self.asked[index])
+        temperature = self._temperature(p)
+        own = None if temperature == self.by.sampling.temperature else temperature
+        reply = p.reply(completion, now - self.asked[index], own)
         self.asked[index] = now
         self.pool.send(index, reply)
 
@@ -319,8 +334,9 @@ class _Play:
         if self.tokens is not None:
             budget = min(budget - known, self.tokens)
         stop = turn.stop or sampling.stop
-        temperature = 0.0 if p.episode.greedy else sampling.temperature
-        sampling = Sampling(temperature, sampling.top_p, sampling.top_k, budget, stop, seed, known)
+        temperature = self._temperature(p, turn)
+        epsilon = sampling.epsilon if temperature else 0.0  # a greedy reply is the policy's own
+        sampling = Sampling(temperature, sampling.top_p, sampling.top_k, budget, stop, seed, known, epsilon)
         self.asked[index] = time.perf_counter()
         request = self._request(index, p.contexts.index(p.context))
         keep = not self.pool.single_turn
@@ -356,6 +372,13 @@ class _Play:
         budget = self._most_tokens(p, turn)
         most = (p.episode.limits or self.by.bounds).tokens
         return budget if most is None else min(budget, most - p.n_sampled)
+
+    def _temperature(self, p: RunningEpisode, turn: Turn | None = None) -> float:
+        """Return the temperature of the reply to a turn, by default the last one: its own, or that of the episode."""
+        turn = turn or p.last
+        assert turn is not None
+        whole = 0.0 if p.episode.greedy else (p.episode.sampling or self.by.sampling).temperature
+        return whole if turn.temperature is None or whole == 0 else turn.temperature
 
     def _most_tokens(self, p: RunningEpisode, turn: Turn) -> int:
         """Return the token budget of the reply to a turn, without the limit of the episode."""

@@ -18,14 +18,28 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from posttrain.models.losses.likelihood import Gradients, Hidden, blocks, inside, keeps, scaled_logits, token_logp
+from posttrain.models.losses.likelihood import (
+    Gradients,
+    Hidden,
+    Temperature,
+    blocks,
+    inside,
+    keeps,
+    scaled_logits,
+    token_logp,
+)
 from posttrain.models.native.head import Head, narrow_type
 
 FORWARD, REVERSE = 0.0, 1.0
 
 
 def measured_divergence(
-    policy: Hidden, teacher: Hidden, target: Tensor, beta: float, temperatures: tuple[float, float], measured: bool
+    policy: Hidden,
+    teacher: Hidden,
+    target: Tensor,
+    beta: float,
+    temperatures: tuple[Temperature, Temperature],
+    measured: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (log p at `target`, divergence, log q at `target`, entropy of p), the last two only if `measured`.
 
@@ -37,9 +51,9 @@ def measured_divergence(
     between  (1 - beta) KL(p || m) + beta KL(q || m), m = (1 - beta) p + beta q: generalised Jensen-Shannon (GKD, arXiv
              2306.13649, eq. 1). Divided by beta or by 1 - beta it tends to the forward or to the reverse one at the ends.
 
-    target int64 [N]. `temperatures`: of the policy and of the teacher. The hidden sizes may differ. If one head has
-    more rows than the other, the additional rows are padding that occurs in no text: the divergence is over the ids
-    that both have. log p is always normalised over all ids of the policy.
+    target int64 [N]. `temperatures`: of the policy and of the teacher, each one number or [N]. The hidden sizes may
+    differ. If one head has more rows than the other, the additional rows are padding that occurs in no text: the
+    divergence is over the ids that both have. log p is always normalised over all ids of the policy.
     """
     assert 0.0 <= beta <= 1.0, beta
     common = min(policy.head.vocab, teacher.head.vocab)
@@ -57,7 +71,7 @@ class _Pairs:
 
     policy: Hidden
     teacher: Hidden
-    temperatures: tuple[float, float]
+    temperatures: tuple[Temperature, Temperature]
     narrow: torch.dtype | None
     kept: Sequence[Tensor] = ()
 
@@ -109,8 +123,8 @@ class _Divergence(torch.autograd.Function):
         teacher: Hidden,
         target: Tensor,
         beta: float,
-        temperature: float,
-        teacher_temperature: float,
+        temperature: Temperature,
+        teacher_temperature: Temperature,
         measured: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         temperatures, narrow = (temperature, teacher_temperature), narrow_type(hidden)

@@ -30,6 +30,10 @@ GPU_COLUMNS = 512  # on a GPU the columns of a block are a multiple of this
 CHUNK_ROWS = 512  # ... but never fewer rows: each chunk of the backward pass adds to a [V, D] gradient
 
 
+Temperature = float | Tensor
+"""Divides logits: one number for all rows, or one for each, [N]."""
+
+
 @dataclass(frozen=True)
 class Hidden:
     """Hidden states at scored tokens, and the head that turns them into logits."""
@@ -37,13 +41,15 @@ class Hidden:
     states: Tensor  # [N, D]
     head: Head
 
-    def logits(self, rows: slice, temperature: float = 1.0) -> Tensor:
-        """Compute logits [n, V], in float32 at least."""
+    def logits(self, rows: slice, temperature: Temperature = 1.0) -> Tensor:
+        """Compute logits [n, V] of some rows, divided by the temperature, in float32 at least."""
         logits = self.head.logits(self.states[rows])
+        if isinstance(temperature, Tensor):
+            return logits / temperature[rows, None].to(logits.dtype)
         return logits if temperature == 1.0 else logits / temperature
 
 
-def token_logp(hidden: Tensor, head: Head, target: Tensor, temperature: float = 1.0) -> Tensor:
+def token_logp(hidden: Tensor, head: Head, target: Tensor, temperature: Temperature = 1.0) -> Tensor:
     """Return log softmax(logits / temperature) at `target`, in nats.
 
     hidden [N, D], target int64 [N] -> [N], float32 or wider.
@@ -53,7 +59,7 @@ def token_logp(hidden: Tensor, head: Head, target: Tensor, temperature: float = 
 
 
 def token_logp_entropy(
-    hidden: Tensor, head: Head, target: Tensor, temperature: float = 1.0, constant: bool = False
+    hidden: Tensor, head: Head, target: Tensor, temperature: Temperature = 1.0, constant: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return `token_logp`, and the entropy of the whole distribution at each token, both [N] in nats.
 
@@ -79,7 +85,7 @@ class _Likelihood(torch.autograd.Function):
         bias: Tensor | None,
         head: Head,
         target: Tensor,
-        temperature: float,
+        temperature: Temperature,
         entropies: Literal["none", "constant", "learned"],
     ) -> tuple[Tensor, Tensor]:
         with_entropy = entropies != "none"
@@ -173,7 +179,7 @@ class Gradients:
         self,
         hidden: Tensor,
         head: Head,
-        temperature: float,
+        temperature: Temperature,
         wide: torch.dtype,
         needed: Sequence[bool],
         narrow: torch.dtype | None,
@@ -185,8 +191,8 @@ class Gradients:
         self.narrow = narrow
         self.rounded = narrow if head.cap is None else None
         """Type in which `add` takes gradients of logits; None: theirs."""
-        self.temperature = temperature
-        self.factor = head.scale / temperature  # d x / d (hidden W^T + b) without the cap
+        self.temperature = temperature.to(wide) if isinstance(temperature, Tensor) else temperature
+        self.factor = head.scale / self.temperature  # d x / d (hidden W^T + b) without the cap
         self.to_hidden = torch.zeros_like(hidden, dtype=wide) if needed[0] else None
         self.sum_of_weight = collected(head.weight) if needed[1] else None
         own = needed[1] and self.sum_of_weight is None
@@ -198,7 +204,8 @@ class Gradients:
         overwritten.
         """
         if self.head.cap is not None:  # d cap tanh(y / cap) / dy = 1 - (logit / cap)^2
-            grad.mul_(1.0 - (x * (self.temperature / self.head.cap)).square_())
+            share = self.temperature / self.head.cap
+            grad.mul_(1.0 - (x * (share[:, None] if isinstance(share, Tensor) else share)).square_())
         with torch.autocast(self.hidden.device.type, enabled=False):
             if self.to_bias is not None:
                 torch.sum(grad, 0, out=self.to_bias[block])
@@ -239,9 +246,13 @@ def blocks(hidden: Tensor, vocabulary: int, models: int = 1) -> list[slice]:
     return [slice(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]
 
 
-def scaled_logits(hidden: Tensor, head: Head, block: slice, temperature: float, narrow: torch.dtype | None) -> Tensor:
+def scaled_logits(
+    hidden: Tensor, head: Head, block: slice, temperature: Temperature, narrow: torch.dtype | None
+) -> Tensor:
     """Compute the logits of a block of the vocabulary, divided by the temperature. `narrow`: see `Head.logits`."""
     logits = head.logits(hidden, block, narrow)
+    if isinstance(temperature, Tensor):
+        return logits.div_(temperature[:, None].to(logits.dtype))
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
@@ -251,7 +262,7 @@ def inside(target: Tensor, block: slice) -> tuple[Tensor, Tensor]:
     return there, (target - block.start).masked_fill_(~there, 0)
 
 
-def exact_kl(policy: Hidden, other: Hidden, temperature: float = 1.0) -> Tensor:
+def exact_kl(policy: Hidden, other: Hidden, temperature: Temperature = 1.0) -> Tensor:
     """Return KL(policy || other) at each token, summed over the vocabulary, [N] in nats; differentiable in both."""
 
     def kl(rows: slice) -> tuple[Tensor]:
@@ -261,7 +272,7 @@ def exact_kl(policy: Hidden, other: Hidden, temperature: float = 1.0) -> Tensor:
     return in_chunks(kl, policy)[0]
 
 
-def log_collision(policy: Hidden, temperature: float = 1.0) -> Tensor:
+def log_collision(policy: Hidden, temperature: Temperature = 1.0) -> Tensor:
     """Return log sum_v p(v)^2 at each token, [N]: the log-probability that two draws from the distribution are
     equal.
     """
@@ -273,7 +284,10 @@ def log_collision(policy: Hidden, temperature: float = 1.0) -> Tensor:
 
 
 def soft_values(
-    policy: Hidden, twins: tuple[Hidden, Hidden], slow: tuple[Hidden, Hidden] | None, temperature: float = 1.0
+    policy: Hidden,
+    twins: tuple[Hidden, Hidden],
+    slow: tuple[Hidden, Hidden] | None,
+    temperature: Temperature = 1.0,
 ) -> tuple[Tensor, ...]:
     """Return (sum_a pi(a) min_k Q_k(a), the same for the target copies `slow`), each [N]; without copies the first alone.
 

@@ -134,6 +134,11 @@ class Tokenizer:
         return found
 
     @property
+    def special_ids(self) -> set[int]:
+        """Ids of the special tokens, which no text has."""
+        return {id for id, token in self.backend.get_added_tokens_decoder().items() if token.special}
+
+    @property
     def added(self) -> dict[int, str]:
         """Mapping of ids to tokens that are matched literally, such as special tokens."""
         return {id: token.content for id, token in self.backend.get_added_tokens_decoder().items()}

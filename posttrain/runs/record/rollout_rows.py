@@ -41,6 +41,7 @@ def transcripts_of(row: Mapping[str, Any]) -> list[Transcript]:
             {
                 "tokens": list(row["tokens"][begin : begin + length]),
                 "spans": [[s["kind"], s["length"], s["learned"], s["version"]] for s in own],
+                "temperature": [s["temperature"] for s in own],
                 "logp": [value for _, value in zip(range(count), sampled, strict=False)],
                 "media": [
                     [p["start"] - begin, p["length"], p["name"], p["grid"]]

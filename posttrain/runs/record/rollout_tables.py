@@ -167,6 +167,7 @@ def _turns(rollouts: Sequence[Rollout]) -> pa.Array:
         "reward": _finite(_floats(t.reward for t in turns)),
         "cut": [t.cut for t in turns],
         "calls": [[_call(call) for call in t.calls] for t in turns],
+        "temperature": [t.temperature for t in turns],
     }
     return _lists(ROLLOUTS.field("turns").type, [len(r.turns) for r in rollouts], columns)
 
@@ -192,6 +193,7 @@ def _transcripts(rollouts: Sequence[Rollout]) -> Columns:
         "length": [span.length for span in spans],
         "version": [span.version for span in spans],
         "learned": [span.learned for span in spans],
+        "temperature": [span.temperature for span in spans],
     }
     sampled, scored = [r.n_sampled for r in rollouts], [r.n_scored for r in rollouts]
     total = [sum([len(t.tokens) for t in r.transcripts]) for r in rollouts]

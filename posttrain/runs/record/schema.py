@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 import pyarrow as pa
 
-VERSION = "2"
+VERSION = "3"
 KEY = b"posttrain.schema"
 """Key of the version in a file's metadata."""
 
@@ -48,6 +48,7 @@ _TURN = pa.struct(
         ("reward", pa.float64()),
         ("cut", pa.int32()),  # tokens that did not fit the context and were left out
         ("calls", pa.list_(_CALL)),  # `arguments` is JSON
+        ("temperature", pa.float64()),  # of a reply's sampling; null: the run's
     ]
 )
 _SPAN = pa.struct(
@@ -57,6 +58,7 @@ _SPAN = pa.struct(
         ("length", pa.int32()),
         ("version", pa.int32()),  # version of the weights that sampled it
         ("learned", pa.bool_()),  # whether its tokens are scored
+        ("temperature", pa.float64()),  # at which it was sampled; null: the run's
     ]
 )
 _PICTURE = pa.struct([("name", _TEXT), ("start", pa.int32()), ("length", pa.int32()), ("grid", pa.list_(pa.int32()))])

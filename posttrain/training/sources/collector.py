@@ -19,7 +19,7 @@ from posttrain.envs.play.player import Player
 from posttrain.training.sources.length_filter import Placed, Prompts, TooLong
 from posttrain.training.sources.mixture import part_metrics
 from posttrain.training.sources.rollout_state import restored, stored
-from posttrain.training.sources.scoreboard import Left, describe, refuse_broken, scoreboard, usable
+from posttrain.training.sources.scoreboard import Left, describe, refuse_broken, refuse_greedy, scoreboard, usable
 from posttrain.training.sources.task_order import Solved, TaskOrder, Uniform
 
 
@@ -135,6 +135,7 @@ class Collector:
         if self.too_long is not None:
             stats.add("too_long", self.too_long.take())
         refuse_broken(played)
+        refuse_greedy(played)
         own = [rollout for rollout in played if not rollout.greedy]
         stats.merge(describe(own, self.success, self.rewarded))
         if Need.GREEDY in self.needs:

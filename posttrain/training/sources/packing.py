@@ -9,6 +9,7 @@ their prefix. Tokens that no scored token depends on (the last token, trailing t
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -156,6 +157,7 @@ def _packed(
     at: list[int] = []  # lists, since most transcripts are too short for an array each to be worth its cost
     target: list[int] = []
     counts: list[int] = []
+    heats: list[float] = []
     for transcript, path in zip(transcripts, tree.paths, strict=True):
         before = len(at)
         for span in transcript.spans:
@@ -165,6 +167,7 @@ def _packed(
                 first = end - 1 if read == "last" else span.start
                 at += _laid(path, first - 1, end - 1) if read == "next" else _laid(path, first, end)
                 target += transcript.tokens[first:end]
+                heats += [span.temperature or math.nan] * (end - first)  # 0 is never trained: see `refuse_greedy`
         counts.append(len(at) - before)
 
     def tensor(values: Sequence[int] | NDArray[Any]) -> torch.Tensor:
@@ -188,6 +191,7 @@ def _packed(
         target=tensor(target),
         rollout=tensor(np.repeat(np.asarray(owner, dtype=np.int64), counts)),
         transcript=tensor(np.repeat(np.arange(len(counts), dtype=np.int64), counts)),
+        temperature=None if all(map(math.isnan, heats)) else tensor(np.array(heats)),
     )
 
 
@@ -229,6 +233,7 @@ def collate(
         rollout=packed.rollout,
         transcript=packed.transcript,
         readings=packed.readings,
+        temperature=packed.temperature,
         weight=weight.to(device)[packed.rollout],
         sampler_logp=torch.from_numpy(_array(logp)).to(device) if len(logp) == len(scored) else None,
         preferences=preferences,

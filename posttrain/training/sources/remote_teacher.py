@@ -18,7 +18,7 @@ from posttrain.core.messages import clip
 from posttrain.core.types import Transcript, UserError
 from posttrain.system.endpoint import Endpoint, EndpointFailure, key_in
 from posttrain.training.sources.packing import needed_length
-from posttrain.training.sources.teacher_targets import RemoteTeacherClient
+from posttrain.training.sources.teacher_targets import ALWAYS_1, RemoteTeacherClient
 
 KEY = "OPENAI_API_KEY"
 AT_ONCE = 16  # concurrent requests
@@ -40,8 +40,12 @@ class RemoteTeacher:
     as far as the endpoint is.
     """
 
-    def __init__(self, address: str) -> None:
-        """Raises UserError if the endpoint does not answer, or does not answer like an OpenAI-compatible endpoint."""
+    def __init__(self, address: str, fixed: bool = False) -> None:
+        """`fixed`: the teacher's temperature is its own, not that of sampling.
+
+        Raises UserError if the endpoint does not answer, or does not answer like an OpenAI-compatible endpoint.
+        """
+        self.fixed = fixed
         self.address, _, model = address.partition("#")
         self._endpoint = Endpoint(self.address, key_in(KEY), AT_ONCE, None, SECONDS, RETRIES)
         try:
@@ -54,7 +58,15 @@ class RemoteTeacher:
         self._endpoint.close()
 
     def logp(self, transcripts: Sequence[Transcript]) -> list[Tensor]:
-        """See `RemoteTeacherClient`. Raises UserError if the endpoint fails for good, or answers something else."""
+        """See `RemoteTeacherClient`. Raises UserError if the endpoint fails for good, or answers something else, and for
+        tokens that were sampled at a temperature that it cannot follow.
+        """
+        learned = [span.temperature for t in transcripts for span in t.spans if span.learned]
+        heats = [heat for heat in learned if heat is not None]
+        if heats and not self.fixed:
+            raise UserError(
+                f"turns were sampled at temperature {min(heats):g}, and the teacher at {self.address} {ALWAYS_1}"
+            )
         return self._endpoint.wait_for_all([self._of_transcript(transcript) for transcript in transcripts])
 
     def check(self, tokens: Sequence[int], tokenizer: Decodes) -> None:

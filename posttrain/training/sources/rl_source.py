@@ -97,6 +97,12 @@ class RLSource:
         """Whether weights older than those at a step's start may have sampled its rollouts."""
         return bool(self.queue.async_steps or self.queue.collector.tokens)
 
+    @property
+    def explores(self) -> bool:
+        """Whether some tokens are drawn uniformly instead of from the policy."""
+        player = self.queue.collector.player
+        return any(sampling.epsilon for sampling in (player.sampling, *(own for own, _ in player.parts.values())))
+
     def produce(self, number: int) -> TrainingStep:
         algorithm = self.algorithm
         played, began = self.queue.take(number, self.learner), time.perf_counter()
@@ -178,8 +184,8 @@ class RLSource:
             measured = self._mean(distance, old - sampler, [len(logp) for logp in views["old"]])
             stats.add("kl/measured", measured)
             self.coefficients["kl"] = kl.control(self.coefficients["kl"], measured, len(rollouts))
-        # Tokens of older weights give those weights' entropy; distributions computed at them are the policy's own.
-        total, count = stats.get("entropy/policy" if self.lags else "entropy", (0.0, 0.0))
+        # Tokens of another policy give its entropy; distributions computed at them are the policy's own.
+        total, count = stats.get("entropy/policy" if self.lags or self.explores else "entropy", (0.0, 0.0))
         if entropy is not None and count:  # no group may be complete
             self.coefficients["entropy"] = entropy.next(self.coefficients["entropy"], total / count)
 
@@ -187,10 +193,10 @@ class RLSource:
         """Return the mean of a distance [N] over the policy's own tokens. `gap` [N]: its log-probability minus the
         sampler's.
 
-        Tokens of older weights are weighted by exp(gap), bounded like the algorithm's correction, or like the default
+        Tokens of another policy are weighted by exp(gap), bounded like the algorithm's correction, or like the default
         one.
         """
-        if not self.lags:
+        if not (self.lags or self.explores):
             return distance.mean().item()
         rollout = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).to(gap.device)
         weight = (self.algorithm.correction or Correction())(gap, rollout)

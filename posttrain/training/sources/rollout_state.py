@@ -95,10 +95,11 @@ def _answered(row: Mapping[str, Any]) -> Any:
 def _turn(turn: PlayedTurn) -> list[Any]:
     calls = [[c.name, plain(dict(c.arguments)), c.end, c.problem, c.id] for c in turn.calls]
     where = turn.transcript, turn.start, turn.length
-    return [str(turn.kind), turn.text, *where, turn.reward, turn.cut, calls]
+    return [str(turn.kind), turn.text, *where, turn.reward, turn.cut, calls, turn.temperature]
 
 
 def _played(turn: list[Any]) -> PlayedTurn:
-    kind, text, transcript, start, length, reward, cut, calls = turn
+    kind, text, transcript, start, length, reward, cut, calls, heat = turn
     called = tuple(ToolCall(*call) for call in calls)
-    return PlayedTurn(SpanKind(kind), text, transcript, start, length, reward, cut=cut, calls=called)
+    where = transcript, start, length
+    return PlayedTurn(SpanKind(kind), text, *where, reward, cut=cut, calls=called, temperature=heat)

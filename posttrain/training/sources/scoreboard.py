@@ -35,7 +35,7 @@ def describe(rollouts: Sequence[Rollout], success: float | None, rewarded: bool 
     stats.add("invalid", sum(kinds.values()), len(rollouts))
     stats.add("truncated", sum(r.stop.truncated for r in rollouts), len(rollouts))
     stats.add("length", sum(r.n_sampled for r in rollouts), len(rollouts))
-    # E[-log p] is the entropy: an unbiased estimate from the log-probabilities of sampling.
+    # E[-log p] is the entropy of what sampled: an unbiased estimate, at the temperature of each turn, epsilon included.
     stats.add("entropy", sum(-_own_logp(r) for r in rollouts), sum(r.n_own for r in rollouts))
     for name, values in _rewards(rollouts, success, sides).items() if rewarded else ():
         stats.add_each(name, values)
@@ -101,6 +101,18 @@ def refuse_broken(rollouts: Sequence[Rollout]) -> None:
     bad = [r.reward.reason for r in rollouts if isinstance(r.reward, Invalid)]
     if len(bad) > MAX_INVALID * len(rollouts):
         raise UserError(f"{len(bad)} of {len(rollouts)} rewards of this step are invalid; the first: {bad[0]}")
+
+
+def refuse_greedy(rollouts: Sequence[Rollout]) -> None:
+    """Raise UserError if a turn that is trained was sampled at temperature 0: the sampled distribution has all of its mass
+    on one token, so there is no ratio to it.
+    """
+    heats = ((r, s) for r in rollouts if not r.greedy for t in r.transcripts for s in t.spans if s.learned)
+    if found := next((rollout for rollout, span in heats if span.temperature == 0), None):
+        raise UserError(
+            f"task {found.task.get('id')!r}: a turn that is trained was sampled at temperature 0, where no ratio exists: "
+            "give it a temperature above 0, or Turn(..., learn=False)"
+        )
 
 
 Left = dict[int, tuple[Fate, str]]

@@ -20,6 +20,8 @@ from posttrain.training.sources.model_outputs import by_rollout, packs, view
 from posttrain.training.sources.packing import Taught, needed_length
 
 UNREADABLE = "longer than its teacher's context"
+ALWAYS_1 = "gives log-probabilities at temperature 1: give --teacher-temperature 1"
+"""Reason for a refused remote teacher."""
 TEACHER, NAMED = "teacher", "teacher:{}"
 """Names in the learner: of the teacher of all tasks, and of one that tasks choose by its name."""
 

@@ -176,7 +176,7 @@ def _measure(
 
     def evaluated(player: Player) -> list[Rollout]:
         engine.load(learner.weights(), learner.version)
-        return player.play(repeated(tasks, config.eval_samples, config.seed))
+        return player.without_exploration().play(repeated(tasks, config.eval_samples, config.seed))
 
     def measure(stats: Stats) -> list[Outcome]:
         rollouts = source.queue.run_between_steps(evaluated)
@@ -255,7 +255,7 @@ def _learner(
         world,
         temperature=config.temperature,
         others=others,
-        teaching=Teaching(teacher.temperature or config.temperature, teacher.beta) if teacher else Teaching(),
+        teaching=Teaching(teacher.temperature, teacher.beta) if teacher else Teaching(),
         critic=_critic(config, algorithm, start, model),
         critic_lr=config.critic_lr,
         trust_region=algorithm.trust_region,

@@ -69,7 +69,7 @@ STRUCTURE(model, MODEL_FIELDS)
     FIELD(const int64_t *, budget) \
     FIELD(const int64_t *, seed) \
     FIELD(const float *, temperature) \
-    FIELD(const uint8_t *, filtered) /* by top-p or top-k: its token is drawn elsewhere, from its logits */ \
+    FIELD(const uint8_t *, filtered) /* top-p, top-k or epsilon: its token is drawn elsewhere */ \
     FIELD(uint8_t *, ended) \
     FIELD(int64_t *, tokens) /* [B][sampled_stride] */ \
     FIELD(float *, logp)     /* [B][sampled_stride] */ \

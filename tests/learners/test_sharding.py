@@ -29,7 +29,7 @@ from posttrain.core.token_probe import Found, TokenSink
 from posttrain.core.types import UserError
 from posttrain.engines.local.engine_weights import own_copy
 from posttrain.engines.weight_probe import LIMIT, WeightProbe
-from posttrain.learners import fsdp, process_group
+from posttrain.learners import fsdp, process_group, sharded_decoder
 from posttrain.learners.fsdp import FSDPLearner
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.learners.process_group import Processes
@@ -301,7 +301,7 @@ def learners(out: Path, rank: int, together: Processes) -> None:
         sharded.evaluate(micro_batches(4))
         for found in sharded._decoders:  # type: ignore[attr-defined]
             assert all(is_sharded(parameter) for parameter in found.parameters()), "nothing stays gathered"
-            assert not fsdp._state(found)._comm_ctx.post_forward_order, "nothing grows from step to step"
+            assert not sharded_decoder.state_of(found)._comm_ctx.post_forward_order, "nothing grows from step to step"
     (out / f"learners.{together.size}").write_text("equal")
 
 
@@ -317,7 +317,7 @@ def test_gradients_and_weights_of_three_are_those_of_one_process(runs: Path) -> 
 
 def saves(out: Path, rank: int, together: Processes) -> None:
     folder = out / "saved"
-    gather, alive, most = fsdp._gathered, list[weakref.ref[Tensor]](), list[int]()
+    gather, alive, most = sharded_decoder.gathered, list[weakref.ref[Tensor]](), list[int]()
 
     def watched(parameter: Tensor, of: Any) -> Tensor:
         found = gather(parameter, of)
@@ -325,14 +325,14 @@ def saves(out: Path, rank: int, together: Processes) -> None:
         most.append(sum(ref() is not None for ref in alive))
         return found
 
-    fsdp._gathered = watched
+    sharded_decoder.gathered = fsdp.gathered = watched
     sharded = learner(FSDPLearner, False, together)
     sharded.update(micro_batches(5), Both())
     sharded.save(folder if rank == 0 else None)
-    fsdp._gathered = gather
+    sharded_decoder.gathered = fsdp.gathered = gather
     together.gather(None)
     assert len(most) > 60 and max(most) == 1, "one parameter at a time"
-    shard = partial(fsdp.shard, size=2, device=torch.device("cpu"))
+    shard = partial(sharded_decoder.shard, size=2, device=torch.device("cpu"))
     again = FSDPLearner(
         load_model(folder, torch.float64, shard=shard, shares=2), Optimization(), world=together,
         critic=ValueModel(14, decoder(True, 6, 1), 0).double(),

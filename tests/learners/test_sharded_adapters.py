@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass
 from functools import partial
@@ -33,10 +34,13 @@ from posttrain.models.adapters.adapter_writer import adapters
 from posttrain.models.critic import ValueModel
 from posttrain.models.native.decoder import new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
-from posttrain.models.row_shards import is_sharded
+from posttrain.models.native.decoder_writer import save_model
+from posttrain.models.row_shards import here, is_sharded
 from posttrain.runs.run_reading import read_metrics
 from posttrain.training import open_learner
+from posttrain.training.memory_plan import plan_memory
 from posttrain.training.open_learner import adapt, reference
+from posttrain.training.sources.sft_source import LikelihoodObjective
 
 pytestmark = pytest.mark.timeout(300)  # a module's processes start in its first test
 
@@ -215,3 +219,36 @@ def test_adapters_of_a_sharded_run_are_merged(runs: Path, tmp_path: Path) -> Non
 def test_packed_weights_are_refused_before_anything_is_read() -> None:
     with pytest.raises(UserError, match="--quantize int8 packs whole matrices, and --shard splits them into rows"):
         open_learner.policy(SFT(lora=3, quantize="int8", shard=True), Path("none"), torch.device("cpu"), Alone())
+
+
+def measured(rank: int, port: int, folder: Path, out: Path, lora: int | None) -> None:
+    """Bytes of rows, gradients and moments that a process has in an update."""
+    joined(rank, port, 2)
+    together = process_group.joined("cpu", SFT().collective_timeout)
+    config = SFT(model=str(folder), lora=lora, shard=True, lr=1e-3)
+    model = open_learner.policy(config, folder, torch.device("cpu"), together)
+    sharded = open_learner.new_learner(config, model, Optimization(lr=1e-3), together)
+    batches, summed = micro_batches(3), gradients(sharded)
+    sharded.update(batches, LikelihoodObjective())
+    assert summed
+    trained = [p for part in sharded.parts for p in part.parameters.values()]
+    moments = sum(moment.nbytes for p in trained for moment in sharded.optimizer.state[p].values())
+    held = sum(here(parameter)[1].nbytes for parameter in model.parameters())
+    (out / f"{rank}.json").write_text(json.dumps([held, sum(p.nbytes for p in trained), moments]))
+
+
+@pytest.mark.parametrize("lora", [None, 3])
+def test_memory_is_estimated_as_it_is_measured_in_two_processes(tmp_path: Path, lora: int | None) -> None:
+    sizes = {"vocab": 41, "hidden": 16, "heads": 2, "kv_heads": 1, "head_size": 8, "intermediate": 24, "context": 64}
+    start = tmp_path / "start"
+    save_model(new_decoder(DecoderConfig(layers=2, tied=True, qk_norm=True, qkv_bias=False, **sizes), 0), start)
+    in_processes(measured, (free_port(), start, tmp_path, lora), 2)
+    most = [
+        max(sizes)
+        for sizes in zip(*(json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)), strict=True)
+    ]
+    planned = SFT(model=str(start), lora=lora, shard=True, processes=2, lr=1e-3, tasks="rows.jsonl")
+    parts = plan_memory(planned, 1e9).found.parts
+    assert [parts[name] for name in ("weights", "gradients", "moments")] == pytest.approx(most, rel=0.02)
+    alone = plan_memory(SFT(model=str(start), lora=lora, tasks="rows.jsonl"), 1e9).found.parts
+    assert parts["weights"] < 0.65 * alone["weights"] and parts["gathered"] > 0 == alone["gathered"]

@@ -189,3 +189,39 @@ def test_what_cannot_be_dealt_out_is_refused_in_one_line(tmp_path: Path) -> None
     with pytest.raises(UserError, match="--shard splits layers, and layers of Gemma3ForCausalLM share weights"):
         shard(model, 2, torch.device("cpu"))
     assert os.environ.get("RANK") is None
+
+
+ADAPTED: dict[str, Any] = {"lora": 2, "precision": "bfloat16"}
+MIXED: dict[str, Any] = {"routing_replay": True, "router_balance": 0.01, "router_z": 1e-3}
+
+
+def further_run(out: Path, start: Path, **options: Any) -> None:
+    """In bfloat16 of demonstrations: a sampled token may follow from the order of a sum."""
+    if options.get("precision") == "bfloat16":
+        posttrain.sft(SUMS, model=str(start), out=str(out), steps=3, rows=8, lr=1e-3, **QUICK, **options)
+    else:
+        play(out, start, **options)
+
+
+def further_runs(rank: int, port: int, out: Path) -> None:
+    joined(rank, port, 2)
+    for name, start, options in FURTHER:
+        further_run(out / f"{name} of two", out / start, shard=True, **options)
+
+
+FURTHER: list[tuple[str, str, dict[str, Any]]] = [
+    ("replay", "qwen3_moe", MIXED),
+    ("adapted replay", "qwen3_moe", {**MIXED, "lora": 2}),
+    ("adapted", "gemma3_text", ADAPTED),
+    ("narrow", "gemma3_text", {"precision": "bfloat16"}),
+]
+
+
+def test_routing_replay_adapters_and_bfloat16_are_those_of_one_process(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    for kind in ("qwen3_moe", "gemma3_text"):
+        tokenizer.save(make(kind, tmp_path / kind, vocab_size=tokenizer.vocab_size))
+    for name, start, options in FURTHER:
+        further_run(tmp_path / f"{name} of one", tmp_path / start, **options)
+    in_processes(further_runs, (free_port(), tmp_path), 2)
+    for name, _, _ in FURTHER:
+        same_run(tmp_path / f"{name} of one", tmp_path / f"{name} of two")

@@ -54,6 +54,7 @@ QUICK: dict[str, Any] = {
 }
 LORA: dict[str, Any] = {"lora": 3, "lora_alpha": 6.0, "lr": 1e-2, "schedule": "constant"}
 STEPS, HALF = 4, 2
+SYNCED: dict[str, Any] = {"async_steps": 1, "replicas": 2}
 KINDS = ("sft", "dpo", "tr-dpo", "grpo", "dora")
 
 
@@ -158,6 +159,7 @@ def ranks(rank: int, port: int, out: Path) -> None:
         play(kind, out / f"{kind}, whole", out / "start", shard=False, resume=True)
         play(kind, out / f"{kind}, two", out / "start", shard=True)
     play("sft", out / "narrow, two", out / "start", shard=True, frozen_weights="bfloat16")
+    play("grpo", out / "synced, two", out / "start", shard=True, **SYNCED)
     in_double()
     for kind in KINDS:
         play(kind, out / f"{kind}, double, two", out / "start", shard=True)
@@ -172,6 +174,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in KINDS:
         play(kind, out / f"{kind}, one", out / "start")
     play("sft", out / "narrow, one", out / "start", frozen_weights="bfloat16")
+    play("grpo", out / "synced, one", out / "start", **{**SYNCED, "replicas": 1})
     in_processes(ranks, (free_port(), out), 2)
     kept = open_learner.load_model
     in_double()
@@ -206,6 +209,10 @@ def test_run_is_resumed_to_the_bit_and_also_without_shards(runs: Path, kind: str
 
 def test_frozen_weights_are_sharded_in_bfloat16_with_the_same_results(runs: Path) -> None:
     compare(runs / "narrow, one", runs / "narrow, two", 1e-4)
+
+
+def test_engines_in_other_processes_sample_with_merged_weights(runs: Path) -> None:
+    compare(runs / "synced, one", runs / "synced, two", 1e-3)
 
 
 def test_adapters_of_a_sharded_run_are_merged(runs: Path, tmp_path: Path) -> None:

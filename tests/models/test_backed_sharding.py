@@ -79,6 +79,7 @@ def learners(out: Path, rank: int, together: Processes) -> None:
                 (Both(), 1),
                 (Both(policy=long, critic=lambda b: not long(b)), 6),
                 (LikelihoodObjective(), 5),
+                (Both(policy=lambda b: False), 5),  # routers still have losses
             ]
             for objective, count in cases:
                 batches = micro_batches(count)

@@ -11,66 +11,34 @@ micro-batches, and each backward pass goes through every trained decoder, even i
 
 from __future__ import annotations
 
-import ctypes
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from posttrain.core.batch import Batch, Outputs, Packed, Stats
 from posttrain.core.protocols import Learner, Measured, Model, Objective
 from posttrain.learners.data_parallel import DataParallelLearner
-from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization, TrainedModule, step_to
+from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization, TrainedModule
 from posttrain.learners.process_group import Processes
+from posttrain.learners.router_losses import Routing
+from posttrain.learners.sharded_decoder import forget_order, gathered, open_shards
 from posttrain.models.backbone import Backbone, decoders_in
+from posttrain.models.hf.experts import watching
 from posttrain.models.native.linear import collected
 from posttrain.models.native.merged_weights import plain_weights
-from posttrain.models.row_shards import GATHER, MEETING, here, whole
+from posttrain.models.row_shards import GATHER, here, whole
 from posttrain.models.tensor_files import write_state
 
 P = TypeVar("P", bound=Packed)
-
-MMAP_THRESHOLD = -3  # glibc's M_MMAP_THRESHOLD: the size from which on a block gets its own pages
-OWN_PAGES = 2**20  # bytes
-
-
-def shard(decoder: Backbone, size: int, device: torch.device) -> None:
-    """Shard each weight of a decoder over the processes. Weights of a decoder on "meta" are never allocated whole.
-
-    Raises UserError for a model of transformers whose layers cannot be sharded.
-    """
-    decoder.prepare_shards()
-    if device.type == "cpu":
-        _return_freed_memory()
-    mesh = init_device_mesh(device.type, (size,))
-    for layer in decoder.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
-    fully_shard(cast(nn.Module, decoder), mesh=mesh, reshard_after_forward=False)
-    for module in decoder.modules():
-        if isinstance(module, FSDPModule):  # losses are already divided by the counts of the whole batch
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-
-
-@cache
-def _return_freed_memory() -> None:
-    """Make glibc return freed memory to the system at once, if that is possible.
-
-    Gathered layers are repeatedly allocated and freed. By default glibc keeps their blocks, in fragments that do not
-    fit the next allocations, so that processes take more memory than without sharding.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(MMAP_THRESHOLD, OWN_PAGES)
 
 
 class FSDPLearner(DataParallelLearner):
@@ -99,8 +67,9 @@ class FSDPLearner(DataParallelLearner):
         kept = set(teachers if len(teachers) > 1 else [])  # not sharded: micro-batches use different ones
         self._held: dict[nn.Parameter, nn.Parameter] = {}  # this process's rows -> their parameter
         self._decoders: list[Backbone] = []
+        products = torch.bfloat16 if options.get("precision") == "bfloat16" else None
         for held in (model, critic, *(other for name, other in others.items() if name not in kept)):
-            self._decoders += [] if held is None else self._sharded(cast(nn.Module, held), world)
+            self._decoders += [] if held is None else self._sharded(cast(nn.Module, held), world, products)
         self._learning = [d for d in self._decoders if any(p.requires_grad for p in d.parameters())]
         self._idle: list[Batch] = []  # micro-batches computed only because other processes have more
         self._passes: list[Tensor] = []  # hidden states of the trained decoders for the current micro-batch
@@ -109,16 +78,11 @@ class FSDPLearner(DataParallelLearner):
         for decoder in self._learning:
             decoder.register_forward_hook(self._record_hidden)
 
-    def _sharded(self, held: nn.Module, world: Processes) -> list[Backbone]:
+    def _sharded(self, held: nn.Module, world: Processes, products: torch.dtype | None) -> list[Backbone]:
         decoders = decoders_in(held)
         with world.meeting():
             for decoder in decoders:
-                if not isinstance(decoder, FSDPModule):
-                    shard(decoder, world.size, decoder.head.device)
-                _state(cast(nn.Module, decoder))._lazy_init()  # initialises FSDP's parameters
-                setattr(decoder, MEETING, world.meeting)
-                for parameter in decoder.parameters():
-                    setattr(parameter, GATHER, partial(_gathered, parameter, world))
+                open_shards(decoder, world, products)
         return decoders
 
     # -- evaluation and update -----------------------------------------------------------------------------------------
@@ -136,12 +100,6 @@ class FSDPLearner(DataParallelLearner):
         with self._at_work():
             return super().update(batches, objective)
 
-    def _mixture(self) -> None:
-        """Return None: routers are not recorded, since their records would have to be gathered in the middle
-        of a pass.
-        """
-        return None
-
     def squared_gradients(self, batches: Sequence[Packed]) -> Tensor:
         raise AssertionError("gradients of single rollouts are whole nowhere")
 
@@ -154,21 +112,41 @@ class FSDPLearner(DataParallelLearner):
         missing = max(map(len, shares)) - len(own)
         return [*own, *[min(batches, key=lambda batch: batch.layout.tokens.numel())] * missing] if missing else own
 
+    def _counted(self, batches: Sequence[P]) -> Sequence[P]:
+        return batches[: len(batches) - len(self._idle)]
+
     def _accumulate(self, batches: Sequence[Batch], objective: Objective, stats: Stats) -> None:
-        counted = len(batches) - len(self._idle)
+        self._all_passes(batches, objective, stats, None)
+
+    def _accumulate_routed(
+        self, batches: Sequence[Batch], objective: Objective, stats: Stats, routing: Routing
+    ) -> None:
+        self._all_passes(batches, objective, stats, routing)
+
+    def _all_passes(
+        self, batches: Sequence[Batch], objective: Objective, stats: Stats, routing: Routing | None
+    ) -> None:
+        counted = len(self._counted(batches))
         for place, batch in enumerate(batches):
             self._passes.clear()
             mine = place < counted
-            outputs = self._tapped(batch if mine else replace(batch, tap=None), objective.wants)
+            observed = nullcontext() if routing is None else watching(routing.model, scored=bool(routing.losses))
+            with observed as routed:
+                outputs = self._tapped(batch if mine else replace(batch, tap=None), objective.wants)
             loss = objective(outputs, batch, stats) if mine else outputs.logp.new_zeros(())
-            del outputs
+            if mine and routing is not None and routed is not None:
+                of_routers = routing.loss(routed)
+                alone, loss = loss, self._with_routers(loss, batch, of_routers)
+                if loss is not alone:  # its gradient enters the layers without passing the decoder's hidden states
+                    self._reached.add(cast(Backbone, routing.model))
+            del outputs, routed
             for decoder in self._learning:  # all processes must reduce the same gradients, even if a loss uses no head
                 for own in (decoder.head.weight, decoder.head.bias):
                     _ = own is None or collected(own)
             anchored: Tensor = _Anchored.apply(loss, *self._passes)
             self._passes.clear()
             anchored.backward()
-            if place < counted:
+            if mine:
                 stats.add("loss", loss.item(), 0)
 
     @contextmanager
@@ -188,7 +166,7 @@ class FSDPLearner(DataParallelLearner):
     def _let_go(self) -> None:
         for decoder in self._decoders:
             cast(FSDPModule, decoder).reshard()
-            _forget(decoder)
+            forget_order(decoder)
 
     def _record_hidden(self, decoder: nn.Module, arguments: Any, hidden: Tensor) -> Tensor | None:
         """Record the hidden states of a decoder, and, in the backward pass, that a gradient reaches them."""
@@ -206,10 +184,11 @@ class FSDPLearner(DataParallelLearner):
         for part in self.parts:
             held = {rows: self._held[rows] for rows in part.parameters.values() if rows in self._held}
             others = [p for p in part.parameters.values() if p not in self._held]
-            decoders = {id(p): d for d in self._learning for p in d.parameters()}
-            reached = any(decoders[id(parameter)] in self._reached for parameter in held.values())
+            owners = {id(p): d for d in self._learning for p in d.parameters()}
+            within = {owners[id(p)] for p in (*held.values(), *others) if id(p) in owners}
             own = [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in others]
-            moved = reached or any(p.grad is not None for p in others)
+            # a gradient of adapters may be the zeros of a pass that no loss reaches
+            moved = bool(within & self._reached) or any(p.grad is not None for p in others if id(p) not in owners)
             flag = torch.tensor([float(moved)], dtype=self.model.head.dtype, device=self.device)
             *summed, anywhere = self.world.sum(torch.cat([*own, flag])).split([*(p.numel() for p in others), 1])
             there = bool(anywhere.item())
@@ -247,10 +226,7 @@ class FSDPLearner(DataParallelLearner):
 
     def move(self, of: str, rate: float) -> None:
         self._let_go()  # other code may have called the model meanwhile
-        with torch.no_grad():
-            for frozen, own in zip(self.others[of].parameters(), self.model.parameters(), strict=True):
-                step_to(here(frozen)[1], here(own)[1], rate)
-        self.moved.add(of)
+        super().move(of, rate)
 
     def save(self, folder: Path | None) -> None:
         """Save the state, see `LocalLearner`. Every process has to call it, the first with a folder."""
@@ -262,6 +238,8 @@ class FSDPLearner(DataParallelLearner):
         if isinstance(self.model, Measured):
             self.model.measure()
         for decoder in decoders_in(cast(nn.Module, self.model)):
+            if decoder.lora is not None:  # only adapters are saved, which every process has whole
+                continue
             deque(
                 (whole(weight) for _, weight in plain_weights(cast(nn.Module, decoder))), maxlen=0
             )  # each gathered weight is freed at once
@@ -279,28 +257,8 @@ class FSDPLearner(DataParallelLearner):
         stored = DTensor.from_local(
             moment, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
-        setattr(stored, GATHER, partial(_gathered, stored, self.world))
+        setattr(stored, GATHER, partial(gathered, stored, self.world))
         return stored
-
-
-def _gathered(parameter: Tensor, world: Processes) -> Tensor:
-    """Gather a parameter from all processes."""
-    with world.meeting(), torch.no_grad():
-        found: Tensor = cast(DTensor, parameter).full_tensor()
-    return found
-
-
-def _forget(decoder: Backbone) -> None:
-    """Reset torch's record of the order of modules, which torch itself resets only after a backward pass."""
-    _state(cast(nn.Module, decoder))._comm_ctx.post_forward_order.clear()
-    for module in decoder.modules():
-        if isinstance(module, FSDPModule):
-            _state(module)._fsdp_param_group._post_forward_indices.clear()
-
-
-def _state(module: nn.Module) -> Any:
-    """Return FSDP2's state of a sharded module."""
-    return fully_shard.state(module)  # type: ignore[attr-defined]
 
 
 class _GradientProbe(torch.autograd.Function):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,10 @@ from posttrain.models.losses.likelihood import (
     token_logp_entropy,
 )
 from posttrain.models.native.linear import accumulating
+from posttrain.models.row_shards import here
 from posttrain.models.tensor_files import open_tensors, read_rows, read_state, write_state
+
+P = TypeVar("P", bound=Packed)
 
 COUNTERS, MOMENTS, MOVED = "learner.json", "optimizer.safetensors", "{}.safetensors"
 DISTANCES = frozenset({"reverse_kl", "forward_kl", "jensen_shannon"})
@@ -173,12 +176,13 @@ class LocalLearner:
         if self.trust_region is not None:
             batches = self._with_old(batches)
         routed = self._mixture()
-        routing = None if routed is None else Routing(cast(Any, routed), self.router_losses, self.world, batches)
+        counted = self._counted(batches)
+        routing = None if routed is None else Routing(cast(Any, routed), self.router_losses, self.world, counted)
         with accumulating(keeps=self._keeps), repeated_bits():
             if routing is None:
                 self._accumulate(batches, objective, stats)
             else:
-                routing.count(batches, self._autocast())
+                routing.count(batches, len(counted), self._computing())
                 self._accumulate_routed(batches, objective, stats, routing)
                 routing.measure(stats)
         stats.add("loss", 0.0, 1 / self.world.size)  # counts one update, since processes merge their counts
@@ -207,6 +211,10 @@ class LocalLearner:
         stats.add("lr", rate)
         return stats
 
+    def _counted(self, batches: Sequence[P]) -> Sequence[P]:
+        """Return the micro-batches whose results count, which are the first ones."""
+        return batches
+
     def _accumulate(self, batches: Sequence[Batch], objective: Objective, stats: Stats) -> None:
         """Accumulate the gradients of these micro-batches."""
         for batch in batches:
@@ -226,12 +234,14 @@ class LocalLearner:
         for batch in batches:
             with watching(routing.model, scored=bool(routing.losses)) as routed:
                 outputs = self._tapped(batch, objective.wants)
-            loss = objective(outputs, batch, stats)
-            of_routers = routing.loss(routed)
-            warming = batch.coefficients.get("policy", 1.0) == 0  # while a critic warms up, the policy must not change
-            whole = loss if warming or of_routers is None else loss + of_routers.to(loss.dtype)
-            whole.backward()
-            stats.add("loss", whole.item(), 0)
+            loss = self._with_routers(objective(outputs, batch, stats), batch, routing.loss(routed))
+            loss.backward()
+            stats.add("loss", loss.item(), 0)
+
+    def _with_routers(self, loss: Tensor, batch: Batch, of_routers: Tensor | None) -> Tensor:
+        """Return the loss of a micro-batch with that of its routers, if there is one."""
+        warming = batch.coefficients.get("policy", 1.0) == 0  # while a critic warms up, the policy must not change
+        return loss if warming or of_routers is None else loss + of_routers.to(loss.dtype)
 
     def squared_gradients(self, batches: Sequence[Packed]) -> Tensor:
         found = []
@@ -246,7 +256,7 @@ class LocalLearner:
         own = dict(self.model.named_parameters())
         with torch.no_grad():
             for name, parameter in self._movable(of).items():
-                step_to(parameter, own[name], rate)
+                step_to(here(parameter)[1], here(own[name])[1], rate)
         self.moved.add(of)
 
     def _movable(self, of: str) -> dict[str, Tensor]:

@@ -58,18 +58,19 @@ class Routing:
         self.alone = many == 1  # with a single micro-batch the load is known when it is computed
         self.load: Tensor | None = None if unknown else self._share(rest.view(size))  # f, [M, E]
 
-    def count(self, batches: Sequence[Packed], within: AbstractContextManager[object]) -> None:
+    def count(self, batches: Sequence[Packed], first: int, within: AbstractContextManager[object]) -> None:
         """Compute the load of the whole batch by a forward pass of each micro-batch, if the balance loss needs it and
-        it is unknown.
+        it is unknown. Only the `first` micro-batches are counted.
         """
         if not self.losses.balance or self.load is not None or self.alone:
             return
         counts = torch.zeros_like(self.counts)
         with torch.no_grad(), within:
-            for batch in batches:
+            for place, batch in enumerate(batches):
                 with watching(self.model) as routed:
                     self.model.hidden(batch.layout, batch.at)
-                counts += self._counted(routed.taken)
+                if place < first:
+                    counts += self._counted(routed.taken)
         self.load = self._share(self.world.sum(counts))
 
     def loss(self, routed: Routed) -> Tensor | None:

@@ -72,11 +72,7 @@ def load_model(
     doing(f"opening {folder}")
     folder = checkpoint_folder(folder)
     if is_adapter(folder):
-        pass
-
-        if shard is not None:
-            raise UserError(f"--shard requires plain weights, and {folder} is an adapter: posttrain merge it first")
-        return load_adapted(folder, dtype, device, matrices)
+        return load_adapted(folder, dtype, device, matrices, shard, shares)
     source = read_json(folder / "config.json")
     kind = source.get("model_type")
     if not isinstance(kind, str):
@@ -89,7 +85,7 @@ def load_model(
         raise UserError(f"--frozen-weights narrows the matrices of a decoder, and a {kind} is none: leave it out")
     try:
         if shard is not None and loader is _load_decoder:
-            return _load_decoder(folder, source, dtype, torch.device(device), shard, shares)
+            return _load_decoder(folder, source, dtype, torch.device(device), shard, shares, matrices)
         model = loader(folder, source, dtype, torch.device(device), **narrow)
     except NotNativeError as error:
         try:
@@ -292,7 +288,12 @@ def _check_shapes(folder: Path, found: Mapping[str, tuple[int, ...]], model: Dec
 
 
 def load_adapted(
-    folder: Path, dtype: torch.dtype, device: str | torch.device, matrices: torch.dtype | None = None
+    folder: Path,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    matrices: torch.dtype | None = None,
+    shard: Callable[[Decoder | Backed], None] | None = None,
+    shares: int = 1,
 ) -> Backbone:
     """Load the base of a folder of adapters, and the adapters, which alone are trainable. Raises UserError if the
     base is not the one that they were trained on.
@@ -303,7 +304,7 @@ def load_adapted(
             "pass this as --reward-model"
         )
     base = checked_base(folder)
-    model = load_model(base, dtype, device, matrices=matrices)
+    model = load_model(base, dtype, device, shard, shares, matrices)
     if not isinstance(model, Decoder | Backed):
         raise UserError(f"{folder} adapts {base}, a {type(model).__name__}, but adapters require a decoder")
     read_adapter(model, folder)

@@ -22,8 +22,6 @@ def frozen_type(config: Any, packed: str = "") -> torch.dtype | None:
     """
     if getattr(config, "frozen_weights", "float32") == "float32":
         return None
-    if config.shard:
-        raise UserError("--frozen-weights bfloat16 holds whole matrices: leave out --shard, or this")
     if packed := packed or config.quantize:
         raise UserError(f"--quantize {packed} holds frozen weights in less than bfloat16: leave out --frozen-weights")
     return torch.bfloat16

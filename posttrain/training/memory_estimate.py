@@ -16,7 +16,9 @@ from torch import nn
 from posttrain.config.training import RL, Training
 from posttrain.engines.local.cuda_step import COPIED_SHARE, RESTING_SHARE
 from posttrain.engines.local.step_cache import row_bucket, token_bucket
-from posttrain.learners.local_learner import LocalLearner
+from posttrain.learners.local_learner import REFERENCE, LocalLearner
+from posttrain.models.adapters.adapter_writer import adapters
+from posttrain.models.backbone import decoders_in
 from posttrain.models.free_memory import gpu_memory, in_gib
 from posttrain.models.losses.likelihood import GPU_LOGITS
 from posttrain.models.native.decoder_shape import DecoderConfig
@@ -59,24 +61,32 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    learner: LocalLearner, tokens: int, recompute: bool, sampling: SamplingSize | None, room: float
+    learner: LocalLearner,
+    tokens: int,
+    recompute: bool,
+    sampling: SamplingSize | None,
+    room: float,
+    shares: int = 1,
 ) -> MemoryEstimate | None:
     """Estimate the peak of an update on a GPU with `room` bytes, which the policy's engine shares.
 
-    None if the model's activations are unknown. `tokens`: of a micro-batch.
+    None if the model's activations are unknown. `tokens`: of a micro-batch. `shares`: processes that shard the weights.
     """
     shape = learner.model.config
     if not isinstance(shape, DecoderConfig):
         return None
     narrow = learner.precision == "bfloat16"
     learned = _unique(m for m in (learner.model, learner.critic) if m is not None)
-    trained = float(sum(p.nbytes for p in learned if p.requires_grad))
+    held = _unique((learner.model, learner.critic, *learner.others.values()))
+    sharded = _sharded(learner) if shares > 1 else set()
+    trained = _bytes_here((p for p in learned if p.requires_grad), sharded, shares)
     parts = {
-        "weights": float(sum(p.nbytes for p in _unique((learner.model, learner.critic, *learner.others.values())))),
+        "weights": _bytes_here(held, sharded, shares),
         "gradients": trained,
         "moments": 2 * trained,
         "copies in bfloat16": sum(2.0 * p.numel() for p in learned if p.dtype == torch.float32 and p.ndim == 2)
-        * narrow,
+        * (narrow and shares == 1),
+        "gathered": _gathered_bytes(learner, narrow) if shares > 1 else 0.0,
         "activations": float(tokens * shape.activation_bytes(narrow, recompute)),
         "logits": 8.0 * GPU_LOGITS,
     }
@@ -84,7 +94,40 @@ def estimate_memory(
         engine = _engine_bytes(learner.model, shape, sampling, narrow, room)
         if engine <= RESTING_SHARE * room:  # else it is freed before an update
             parts["engine"] = engine
+        if shares > 1:  # it samples with weights of its own
+            parts["engine's weights"] = 4.0 * shape.parameters
     return MemoryEstimate(parts)
+
+
+def _sharded(learner: LocalLearner) -> set[int]:
+    """Return the ids of the parameters that FSDP2 shards: those of decoders, without adapters and several teachers."""
+    teachers = [name for name in learner.others if name != REFERENCE]
+    others = [other for name, other in learner.others.items() if len(teachers) < 2 or name not in teachers]
+    modules = [cast(nn.Module, m) for m in (learner.model, learner.critic, *others) if m is not None]
+    found = [decoder for module in modules for decoder in decoders_in(module)]
+    left = {id(p) for decoder in found for adapter in adapters(decoder) for p in adapter.parameters()}
+    return {id(p) for decoder in found for p in decoder.parameters()} - left
+
+
+def _bytes_here(parameters: Iterable[nn.Parameter], sharded: set[int], shares: int) -> float:
+    """Return the bytes of parameters in the process with most rows."""
+    return float(sum(-(-p.shape[0] // shares) * p[:1].nbytes if id(p) in sharded else p.nbytes for p in parameters))
+
+
+def _gathered_bytes(learner: LocalLearner, narrow: bool) -> float:
+    """Return the bytes that a process has whole for a time: embedding and output head with their gradients, of every
+    decoder of an update, and of the largest decoder two layers, one of them with its gradients.
+    """
+    rest = layers = 0.0
+    for module in (learner.model, learner.critic, *learner.others.values()):
+        for decoder in [] if module is None else decoders_in(cast(nn.Module, module)):
+            first = list(decoder.layers[0].parameters())
+            inner = {id(p) for layer in decoder.layers for p in layer.parameters()}
+            outer = [p for p in decoder.parameters() if id(p) not in inner]
+            rest += sum(p.nbytes * (2 if p.requires_grad else 1) for p in outer)
+            read = sum(min(2, p.itemsize) * p.numel() if narrow and p.ndim == 2 else p.nbytes for p in first)
+            layers = max(layers, 2 * read + sum(p.nbytes for p in first if p.requires_grad))
+    return rest + layers
 
 
 def _unique(modules: Iterable[Any]) -> list[nn.Parameter]:
@@ -121,15 +164,16 @@ def advice(
     recompute: bool,
     sampling: SamplingSize | None,
     room: float,
+    shares: int = 1,
 ) -> list[str]:
     """Return a line with options that save memory, if the estimate exceeds the GPU's memory; else []."""
     if found.total <= TIGHT * room:
         return []
     ways = []
-    if not recompute and (less := estimate_memory(learner, tokens, True, sampling, room)) is not None:
+    if not recompute and (less := estimate_memory(learner, tokens, True, sampling, room, shares)) is not None:
         ways.append(f"--recompute layers ({in_gib(less.total)})")
     fewer = max(FEW_TOKENS, tokens // 4)
-    if fewer < tokens and (less := estimate_memory(learner, fewer, recompute, sampling, room)) is not None:
+    if fewer < tokens and (less := estimate_memory(learner, fewer, recompute, sampling, room, shares)) is not None:
         ways.append(f"--tokens-per-microbatch {fewer} ({in_gib(less.total)})")
     if learner.model.decoder is not None and learner.model.decoder.lora is None:
         ways.append(f"--lora {LORA_RANK} with --frozen-weights bfloat16 ({in_gib(_with_adapters(found))})")

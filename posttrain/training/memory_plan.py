@@ -71,15 +71,16 @@ class MemoryPlan:
 def plan_memory(config: Training, room: float) -> MemoryPlan:
     """Estimate the peak of a run of these options on one GPU with `room` bytes.
 
-    Raises UserError for what the estimate does not know: models that transformers backs, shards, quantized weights,
-    critics of actions.
+    Raises UserError for what the estimate does not know: models that transformers backs, quantized weights, critics of
+    actions.
     """
     check_bounds(config)
     _refuse(config)
     shape = shape_of(config.model or "")
     learner = shapes_of(config, shape)
+    shares = config.processes if config.shard else 1
     tokens = config.tokens_per_microbatch or tokens_of_activations(shape, room * ACTIVATION_SHARE)
-    how = learner, tokens, config.recompute != "none", sampling_size(config), room
+    how = learner, tokens, config.recompute != "none", sampling_size(config), room, shares
     found = estimate_memory(*how)
     assert found is not None, "the shape is known"
     return MemoryPlan(found, room, tokens, tuple(advice(found, *how)))
@@ -89,11 +90,10 @@ def _refuse(config: Training) -> None:
     """Raise UserError for options that the estimate does not know."""
     if not config.model:
         raise UserError("--model is missing: a folder with the config.json of the model, its weights are not read")
-    for name in ("shard", "quantize"):
-        if getattr(config, name, None):
-            raise UserError(
-                f"posttrain memory cannot estimate --{name} yet, only one GPU with whole weights: leave it out"
-            )
+    if config.quantize:
+        raise UserError("posttrain memory cannot estimate --quantize yet: leave it out")
+    if config.shard and config.processes == 1:
+        raise UserError("--shard requires --processes > 1: its memory depends on their number")
 
 
 def shape_of(model: str) -> DecoderConfig:

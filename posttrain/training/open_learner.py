@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +15,7 @@ from posttrain.learners.data_parallel import DataParallelLearner
 from posttrain.learners.local_learner import Optimization
 from posttrain.learners.router_losses import RouterLosses
 from posttrain.models.adapters.adapter_config import is_adapter
-from posttrain.models.adapters.adapter_folder import base_named, fingerprint, read_adapter
+from posttrain.models.adapters.adapter_folder import base_named, fingerprint, read_adapter, read_note
 from posttrain.models.adapters.adapter_writer import adapters
 from posttrain.models.adapters.lora import (
     ALL,
@@ -32,22 +31,37 @@ from posttrain.models.adapters.lora import (
 from posttrain.models.backbone import Backbone, decoders_in
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.checkpoint_location import checkpoint_folder
+from posttrain.models.other_adapters import OtherAdapters
 from posttrain.training.frozen_weights import frozen_type, refuse_useless
 
 
-def held_model(config: Training, folder: Path, device: torch.device, world: World, frozen: bool = False) -> Model:
+def held_model(
+    config: Training, folder: Path, device: torch.device, world: World, frozen: bool = False, changes: bool = False
+) -> Model:
     """Load the model of a folder for the learner; with `--shard` only this process's rows are ever read.
 
-    `frozen`: the model is not trained.
+    `frozen`: its weights are not trained, but adapters of them may be. `changes`: its modules may still be exchanged
+    or tried, which needs a model of transformers whole; the learner shards it.
     """
+    matrices = frozen_type(config) if frozen else None
     if not config.shard:
-        model = load_model(folder, device=device, matrices=frozen_type(config) if frozen else None)
+        model = load_model(folder, device=device, matrices=matrices)
         if model.decoder is not None and not config.train_vision:
             model.decoder.freeze_vision()
         return model
-    from posttrain.learners.fsdp import shard  # imports much of torch.distributed
+    from posttrain.learners.process_group import Processes  # imports much of torch.distributed
+    from posttrain.learners.sharded_decoder import can_gather, shard
 
-    return load_model(folder, device=device, shard=partial(shard, size=world.size, device=device), shares=world.size)
+    assert isinstance(world, Processes), "one process alone was refused"
+
+    def shard_now(decoder: Backbone) -> None:
+        if decoder.native or not changes:
+            shard(decoder, world.size, device)
+
+    model = load_model(folder, device=device, shard=shard_now, shares=world.size, matrices=matrices)
+    for decoder in decoders_in(cast(nn.Module, model)):
+        can_gather(decoder, world)
+    return model
 
 
 def policy(config: Training, folder: Path, device: torch.device, world: World) -> Model:
@@ -55,13 +69,12 @@ def policy(config: Training, folder: Path, device: torch.device, world: World) -
 
     Raises UserError if the options contradict the adapter in the folder.
     """
-    matrices = frozen_type(config)
     if config.lora is None and not is_adapter(folder):
         refuse_without_lora(config)
-        model = held_model(config, folder, device, world)
+        model = held_model(config, folder, device, world, changes=getattr(config, "routing_replay", False))
     else:
-        _refuse_shards(config)  # before anything is read
-        model = load_model(folder, device=device, matrices=matrices)
+        refuse_packed_shards(config, folder)  # before anything is read
+        model = held_model(config, folder, device, world, frozen=True, changes=True)
         adapt(config, decoder_of(model), folder)
     if config.train_vision and (model.decoder is None or not model.decoder.sees):
         raise UserError(f"--train-vision has no effect: the model in {folder} reads text alone; leave it out")
@@ -72,7 +85,6 @@ def adapt(config: Training, decoder: Backbone, folder: Path) -> None:
     """Freeze the weights of a decoder read from a folder, and make its adapters trainable: existing or new ones."""
     if config.lora is None and decoder.lora is None:
         return refuse_without_lora(config)
-    _refuse_shards(config)
     if decoder.lora is not None:
         frozen_type(config, decoder.lora.quantize)
         _refuse_other(config, decoder, folder)
@@ -101,8 +113,23 @@ def reference(config: Training, model: Model, start: Path, world: World, moves: 
     """
     if model.decoder is None or model.decoder.lora is None:
         return held_model(config, start, model.head.device, world, frozen=True).requires_grad_(False)
+    if config.shard:
+        return _exchanged_adapters(config, model.decoder, start, moves)
     other = _beside_adapters(config, model.decoder, start, moves)
     other.replays = False  # it does not replay the policy's routing
+    return other
+
+
+def _exchanged_adapters(config: Training, model: Backbone, start: Path, moves: bool) -> Model:
+    """Return `_beside_adapters` for weights that are sharded, or are about to be."""
+    assert model.lora is not None
+    other, names = OtherAdapters(model), {name for adapter in adapters(model) for name in adapter.names}
+    with other.exchanged() as decoder:
+        if is_adapter(start):
+            read_adapter(decoder, start)
+        elif moves:
+            attach(decoder, model.lora, names.__contains__)
+            begin(decoder, config.seed)
     return other
 
 
@@ -137,11 +164,13 @@ def _adapter_options(config: Training) -> list[tuple[str, Any, Any]]:
     ]
 
 
-def _refuse_shards(config: Training) -> None:
-    if config.shard:
+def refuse_packed_shards(config: Training, folder: Path) -> None:
+    """Raise UserError for `--shard` with quantized weights."""
+    packed = config.quantize or (read_note(folder).get("quantize") if is_adapter(folder) else None)
+    if config.shard and packed:
         raise UserError(
-            "--shard deals out weights that learn, and beside adapters they are frozen: leave it out, each process holds "
-            "them once"
+            f"--quantize {packed} packs whole matrices, and --shard splits them into rows: leave out one of them; "
+            "--frozen-weights bfloat16 takes half of the memory, and can be sharded"
         )
 
 
@@ -180,14 +209,11 @@ def new_learner(
     refuse_useless(config, model, options.get("others", {}))
     if config.recompute == "layers":
         _recompute_layers(model, options.get("critic"))
+    options |= {"precision": config.precision, "router_losses": losses}
     if not config.shard:
-        return DataParallelLearner(
-            model, optimization, precision=config.precision, world=world, router_losses=losses, **options
-        )
-    if losses:
-        raise UserError("--router-balance and --router-z read all routers of the batch: leave out --shard, or these")
+        return DataParallelLearner(model, optimization, world=world, **options)
     for held in (model, *options.get("others", {}).values()):
-        if not decoders_in(cast(nn.Module, held)):
+        if held.decoder is None and not decoders_in(cast(nn.Module, held)):
             raise UserError(
                 f"--shard deals out the layers of a decoder, and a {type(held).__name__} is none: leave it out"
             )
@@ -195,7 +221,7 @@ def new_learner(
     from posttrain.learners.process_group import Processes
 
     assert isinstance(world, Processes), "one process alone was refused"
-    return FSDPLearner(model, optimization, precision=config.precision, world=world, **options)
+    return FSDPLearner(model, optimization, world=world, **options)
 
 
 def _recompute_layers(model: Model, critic: Any) -> None:
@@ -214,8 +240,6 @@ def replay_experts(config: RL, model: Model) -> None:
         return
     if model.decoder is None or model.decoder.routers is None:
         raise UserError("--routing-replay requires a mixture-of-experts model, and this one is dense: leave it out")
-    if config.shard:
-        raise UserError("--routing-replay is tried on a whole model: leave out --shard, or this")
     if config.engine != "local":
         raise UserError("--routing-replay needs an engine that records experts: leave out --engine vllm")
     if config.tokens_per_step:

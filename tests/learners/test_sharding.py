@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import weakref
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from places import ROOT
 from processes import in_processes
 from ranks import free_port, joined
 from recurrent import Recurrent, Sizes
@@ -22,25 +24,30 @@ from sums import PAIRS, SMALL, SUMS, nearness
 from torch import Tensor
 
 import posttrain
-from posttrain.config.training import SFT
+from posttrain.algorithms.all_algorithms import find
+from posttrain.config.training import RL, SFT
 from posttrain.core.batch import Batch, Outputs
 from posttrain.core.protocols import Alone, Objective
 from posttrain.core.token_probe import Found, TokenSink
 from posttrain.core.types import UserError
 from posttrain.engines.local.engine_weights import own_copy
+from posttrain.engines.vllm.adapter_sync import AdapterSync
 from posttrain.engines.weight_probe import LIMIT, WeightProbe
-from posttrain.learners import fsdp, process_group
+from posttrain.learners import fsdp, process_group, sharded_decoder
 from posttrain.learners.fsdp import FSDPLearner
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.learners.process_group import Processes
+from posttrain.models.adapters.lora import LoRA, attach
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.critic import ValueModel
+from posttrain.models.hf.backed import Backed
 from posttrain.models.native.decoder import Decoder, causal, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.row_shards import is_sharded, whole
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_reading import read_metrics
-from posttrain.training.open_learner import new_learner
+from posttrain.training.adjust import adjust
+from posttrain.training.open_learner import new_learner, policy
 from posttrain.training.sources.sft_source import LikelihoodObjective
 
 pytestmark = pytest.mark.timeout(300)  # a module's processes start in its first test
@@ -301,7 +308,7 @@ def learners(out: Path, rank: int, together: Processes) -> None:
         sharded.evaluate(micro_batches(4))
         for found in sharded._decoders:  # type: ignore[attr-defined]
             assert all(is_sharded(parameter) for parameter in found.parameters()), "nothing stays gathered"
-            assert not fsdp._state(found)._comm_ctx.post_forward_order, "nothing grows from step to step"
+            assert not sharded_decoder.state_of(found)._comm_ctx.post_forward_order, "nothing grows from step to step"
     (out / f"learners.{together.size}").write_text("equal")
 
 
@@ -317,7 +324,7 @@ def test_gradients_and_weights_of_three_are_those_of_one_process(runs: Path) -> 
 
 def saves(out: Path, rank: int, together: Processes) -> None:
     folder = out / "saved"
-    gather, alive, most = fsdp._gathered, list[weakref.ref[Tensor]](), list[int]()
+    gather, alive, most = sharded_decoder.gathered, list[weakref.ref[Tensor]](), list[int]()
 
     def watched(parameter: Tensor, of: Any) -> Tensor:
         found = gather(parameter, of)
@@ -325,14 +332,14 @@ def saves(out: Path, rank: int, together: Processes) -> None:
         most.append(sum(ref() is not None for ref in alive))
         return found
 
-    fsdp._gathered = watched
+    sharded_decoder.gathered = fsdp.gathered = watched
     sharded = learner(FSDPLearner, False, together)
     sharded.update(micro_batches(5), Both())
     sharded.save(folder if rank == 0 else None)
-    fsdp._gathered = gather
+    sharded_decoder.gathered = fsdp.gathered = gather
     together.gather(None)
     assert len(most) > 60 and max(most) == 1, "one parameter at a time"
-    shard = partial(fsdp.shard, size=2, device=torch.device("cpu"))
+    shard = partial(sharded_decoder.shard, size=2, device=torch.device("cpu"))
     again = FSDPLearner(
         load_model(folder, torch.float64, shard=shard, shares=2), Optimization(), world=together,
         critic=ValueModel(14, decoder(True, 6, 1), 0).double(),
@@ -385,20 +392,47 @@ def test_a_process_that_is_lost_while_the_weight_probe_is_told_what_to_hear_is_t
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
+def refusals(folder: Path) -> dict[str, Callable[[], Any]]:
+    """Of each feature of the guide that is refused with shards, the call that refuses it."""
+    other = Recurrent(Sizes(9, 8, 16), (1,))
+    other.save(folder / "recurrent")
+    seeing = namedtuple("Seeing", "vision layers inner")("a tower", [], None)
+    weighted = RL(algorithm="grpo", settings={"advantage.weight": "gradient"}, shard=True)
+    packed = SFT(lora=3, quantize="int8", shard=True)
+    adapted = decoder(True)
+    attach(adapted, LoRA(2, 4.0), lambda name: True)
+    adapted.embed.weight.full_tensor = None  # type: ignore[assignment]  by which a sharded weight is known
+    return {
+        "`--weight-sync adapter`": lambda: AdapterSync(adapted),
+        "`--quantize`": lambda: policy(packed, folder, torch.device("cpu"), Alone()),
+        "pictures": lambda: Backed.prepare_shards(seeing),  # type: ignore[arg-type]
+        "`--algorithm trpo`": lambda: adjust(find("trpo"), RL(algorithm="trpo", shard=True), True),
+        "`--set advantage.weight=gradient`": lambda: adjust(find("grpo"), weighted, True),
+        "a model without a decoder": lambda: new_learner(SFT(shard=True), other, Optimization(), Alone()),
+    }
+
+
+def test_guide_lists_exactly_what_is_refused_with_its_reason(tmp_path: Path) -> None:
+    (tmp_path / "recurrent").mkdir()
+    text = (ROOT / "docs" / "guides" / "scaling.md").read_text()
+    table = (
+        text.partition("### Features in several processes")[2].partition("|---|---|---|---|\n")[2].partition("\n\n")[0]
+    )
+    rows = {cells[0]: cells[1:] for line in table.splitlines() for cells in [line.strip("| ").split(" | ")]}
+    assert all(len(cells) == 3 and cells[:2] == ["works", "works"] for cells in rows.values())
+    told = {name: cells[2].removeprefix("refused: ") for name, cells in rows.items() if cells[2].startswith("refused")}
+    calls = refusals(tmp_path)
+    assert told.keys() == calls.keys()
+    for name, call in calls.items():
+        with pytest.raises(UserError) as caught:
+            call()
+        assert told[name] in str(caught.value), name
+
+
 def test_what_cannot_be_sharded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="--shard requires --processes > 1"):
         posttrain.sft(SUMS, out="never", **SHARDED, **SMALL)
-    from posttrain.algorithms.all_algorithms import find
-    from posttrain.config.training import RL
-    from posttrain.training.adjust import adjust
-
-    with pytest.raises(UserError, match="trpo: its step is found from whole gradients"):
-        adjust(find("trpo"), RL(algorithm="trpo", shard=True), single_turn=True)
-    with pytest.raises(UserError, match="it weighs rollouts by their own gradients"):
-        adjust(find("grpo"), RL(algorithm="grpo", settings={"advantage.weight": "gradient"}, shard=True), True)
     other = Recurrent(Sizes(9, 8, 16), (1,))
-    with pytest.raises(UserError, match="--shard deals out the layers of a decoder, and a Recurrent is none"):
-        new_learner(SFT(shard=True), other, Optimization(), Alone())
     other.save(tmp_path)
     with pytest.raises(UserError, match="--shard requires a decoder, and a recurrent is not one"):
         load_model(tmp_path, shard=lambda found: None)

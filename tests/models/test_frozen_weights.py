@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import posttrain
-from posttrain.config.training import SFT
 from posttrain.core.types import Sampling, UserError
 from posttrain.engines.local.engine_weights import own_copy
 from posttrain.engines.local.local_engine import LocalEngine
@@ -34,7 +33,6 @@ from posttrain.models.native.linear import Linear, accumulating
 from posttrain.models.native.merged_weights import plain_weights
 from posttrain.models.reward_model import load_reward_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.training.frozen_weights import frozen_type
 
 SHAPES = {
     "biases": replace(SHAPE, o_bias=True, mlp_bias=True),
@@ -290,11 +288,6 @@ def test_where_nothing_is_frozen_it_is_refused(options: dict[str, Any], told: st
     out: dict[str, Any] = {"out": str(tmp_path / "run"), "steps": 1, "rows": 2, **QUICK}
     with pytest.raises(UserError, match=told):
         posttrain.sft(rows, model=start, frozen_weights="bfloat16", **options, **out)
-
-
-def test_shards_are_refused() -> None:
-    with pytest.raises(UserError, match="leave out --shard"):
-        frozen_type(SFT(tasks="rows.jsonl", shard=True, processes=2, frozen_weights="bfloat16"))
 
 
 def test_a_reward_model_scores_the_same(tmp_path: Path, start: str) -> None:

@@ -80,7 +80,7 @@ HOMES = {
     "mcp": ("envs/bridges/mcp_tools.py",),
     "mcp_types": ("envs/bridges/mcp_tools.py",),
     "py3langid": ("verify/",),
-    "torch.distributed": ("learners/process_group.py", "learners/fsdp.py"),
+    "torch.distributed": ("learners/process_group.py", "learners/fsdp.py", "learners/sharded_decoder.py"),
 }
 """Where each heavy library may be imported."""
 

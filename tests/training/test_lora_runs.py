@@ -18,8 +18,6 @@ from safetensors.torch import load_file
 
 from posttrain.cli.main import main
 from posttrain.config.training import SFT as SFT_OPTIONS
-from posttrain.core.protocols import Alone
-from posttrain.core.types import UserError
 from posttrain.models.adapters.adapter_config import is_adapter
 from posttrain.models.adapters.adapter_writer import adapters
 from posttrain.models.checkpoint_folder import load_model
@@ -317,10 +315,3 @@ def test_training_the_tower_of_a_model_that_reads_text_alone_is_refused(
     for verb in ("sft", "rl", "prefer"):
         told = refused(capsys, *VERBS[verb], "--threads", "1", "--out", verb, "--train-vision")
         assert "--train-vision has no effect: the model in" in told
-
-
-def test_sharding_adapters_is_refused_in_one_line(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UserError, match="--shard deals out weights that learn"):
-        open_learner.policy(
-            SFT_OPTIONS(model="start", lora=4, shard=True), place / "start", torch.device("cpu"), Alone()
-        )

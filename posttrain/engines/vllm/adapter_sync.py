@@ -14,6 +14,7 @@ from posttrain.engines.weight_sync import checksum_of
 from posttrain.models.adapters.adapter_writer import adapters, save_adapter, stored_adapters
 from posttrain.models.adapters.lora import decoder_of, sharing
 from posttrain.models.backbone import Backbone
+from posttrain.models.row_shards import is_sharded
 from posttrain.system.temp_folders import TempFolder
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -24,10 +25,17 @@ class AdapterSync:
     """The learner's side of the sync. It must be closed: it has a temporary folder."""
 
     def __init__(self, model: Model) -> None:
-        """Check the adapters. Raises UserError for a model without adapters, or with adapters that vLLM lacks."""
+        """Check the adapters. Raises UserError for a model without adapters, with adapters that vLLM lacks, or with
+        sharded weights.
+        """
         lora = decoder_of(model).lora
         if lora is None:
             raise UserError("--weight-sync adapter requires a model with adapters: give --lora, or leave it out")
+        if any(map(is_sharded, decoder_of(model).parameters())):
+            raise UserError(
+                "--weight-sync adapter sends the frozen weights without adapters, and with --shard no process has them: "
+                "leave it out, merged weights are sent"
+            )
         if lora.dora or lora.rank > RANKS[-1]:
             what = "DoRA" if lora.dora else f"ranks above {RANKS[-1]}"
             raise UserError(

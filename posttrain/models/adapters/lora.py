@@ -23,6 +23,7 @@ from posttrain.models.backbone import Backbone, is_backbone
 from posttrain.models.free_memory import available_memory, in_gib
 from posttrain.models.native.linear import Adapter
 from posttrain.models.native.quantized import QuantizedLinear, require
+from posttrain.models.row_shards import whole
 
 ALL = "all-linear"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -139,7 +140,7 @@ def begin(decoder: Backbone, seed: int) -> None:
                 adapter.a[place.inner].copy_(drawn)
             adapter.b.zero_()
             if adapter.magnitude is not None:
-                adapter.magnitude.copy_(adapter.lengths(linear.weight))
+                adapter.magnitude.copy_(adapter.lengths(whole(linear.weight)))
 
 
 def sharing(decoder: Backbone) -> Backbone:

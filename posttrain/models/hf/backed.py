@@ -255,7 +255,9 @@ class Backed(nn.Module):
         """
         kind, layers = type(self.inner).__name__, self.layers
         if self.vision is not None:
-            raise UserError(f"--shard requires a text-only model, and {kind} reads pictures: leave it out")
+            raise UserError(
+                f"--shard gathers weights within the decoder's pass, and {kind} computes pictures before it: leave it out"
+            )
         if not layers:
             raise UserError(f"--shard requires a decoder's layers, and none were found in {kind}: leave it out")
         if scalars := [name for name, p in self.named_parameters() if p.ndim == 0]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from posttrain.models.row_shards import is_sharded
+from posttrain.models.row_shards import is_sharded, whole
 
 ROUND = 64
 """Rows of products in bfloat16 on a processor are filled up to a multiple of this: oneDNN compiles each number of rows that
@@ -69,8 +69,11 @@ class Linear(nn.Module):
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """Return the weight [outputs, inputs] with the adapter merged; without an adapter, the weight itself."""
-        return self.weight.detach() if self.adapter is None else self.adapter.merged(self.weight)
+        """Return the weight [outputs, inputs] with the adapter merged; without an adapter, the weight itself.
+
+        A sharded weight is gathered for the merge.
+        """
+        return self.weight.detach() if self.adapter is None else self.adapter.merged(whole(self.weight))
 
 
 class LinearOfRows(Linear):
@@ -190,11 +193,11 @@ class Adapter(nn.Module):
 
     def merged(self, weight: Tensor) -> Tensor:
         """Return a copy of the weight with the adapter merged."""
-        whole, wide = weight, torch.promote_types(weight.dtype, self.a.dtype)
+        base, wide = weight, torch.promote_types(weight.dtype, self.a.dtype)
         weight = weight.detach().to(wide, copy=True)
         for place in self.places:
             weight[place.outputs].addmm_(self.b.detach()[place.rows], self.a.detach()[place.inner], alpha=self.scale)
-        return weight if self.magnitude is None else self.scaled(weight.t(), whole).t().contiguous()
+        return weight if self.magnitude is None else self.scaled(weight.t(), base).t().contiguous()
 
     def inner(self, x: Tensor) -> Tensor:
         """Compute scale * A x."""
@@ -378,11 +381,19 @@ def learned(linear: Linear) -> tuple[Tensor | None, ...]:
 
 
 def computed_with(linear: Linear) -> tuple[Tensor | None, ...]:
-    """Return the tensors of a product that need the type of activations; a frozen weight, which may be narrower, is
-    left out.
+    """Return the tensors of a product that need the type of activations: all but the weight, which may be narrower."""
+    bias, _, *others = learned(linear)
+    return bias, *others
+
+
+def reads_rounded(module: nn.Module) -> bool:
+    """Return whether a module reads its weight in the type of products alone: not with magnitudes, which need the norms
+    of its rows.
     """
-    frozen = linear.parameter is not None and not linear.parameter.requires_grad
-    return tuple(x for x in learned(linear) if not (frozen and x is linear.parameter))
+    if isinstance(module, Linear):
+        adapter = module.adapter
+        return module.parameter is not None and (adapter is None or adapter.magnitude is None)
+    return type(module) is nn.Linear
 
 
 def in_one_block() -> bool:
@@ -423,7 +434,7 @@ def collected(weight: Tensor) -> Tensor | None:
     if not collects(weight):
         return None
     if weight.grad is None:
-        weight.grad = torch.zeros_like(weight)
+        weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)  # wider than a weight gathered in bfloat16
     return weight.grad
 
 

@@ -31,7 +31,7 @@ def _beside(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield `held` of the model without adapters: each matrix is merged when it is yielded.
 
-    A sharded matrix is yielded as it is; `whole` gathers it.
+    A sharded weight is yielded as it is, and `whole` gathers it; with an adapter it is gathered and merged here.
     """
     seen: set[int] = set()
     for place, module in model.named_modules():

@@ -21,6 +21,7 @@ from posttrain.data.mixed_tasks import AnyTasks, MixedTasks
 from posttrain.data.preference_examples import to_compared, to_judged
 from posttrain.data.tasks import Stream
 from posttrain.learners.local_learner import REFERENCE, LocalLearner
+from posttrain.models.adapters.lora import is_adapted
 from posttrain.models.checkpoint_summary import outline
 from posttrain.models.native.fused import compiles
 from posttrain.models.native.kernels import build
@@ -160,7 +161,6 @@ class _Reference:
         self, run: RunFolder[Prefer], algorithm: PreferenceAlgorithm, learner: LocalLearner, device: torch.device
     ) -> None:
         self.run, self.algorithm, self.learner, self.device = run, algorithm, learner, device
-        self._own: LocalLearner | None = None
 
     def of(
         self, items: PreferenceExamples, places: Sequence[int], drift: bool = False
@@ -172,7 +172,8 @@ class _Reference:
         if self.algorithm.moving is not None:
             return MovingReferenceLogps(items, partial(self.learner.evaluate, of=REFERENCE), tokens, self.device, drift)
         found = reference_logps(items, places, self._weights, self._evaluate, tokens, self.device, drift)
-        self._own = None
+        if self.run.checkpoint is not None:
+            self.learner.others.pop(REFERENCE, None)
         return found
 
     @property
@@ -188,12 +189,12 @@ class _Reference:
         """Evaluate with the learner itself before its first update; a resumed run loads the starting model again."""
         if self.run.checkpoint is None:
             return self.learner.evaluate(batches)
-        if self._own is None:
+        if REFERENCE not in self.learner.others:
             config = self.run.config
             assert self.run.start
-            model = reference(replace(config, shard=False), self.learner.model, self.run.start, self.run.world)
-            self._own = LocalLearner(model, optimization(config, 1), precision=config.precision)
-        return self._own.evaluate(batches)
+            whole = replace(config, shard=config.shard and is_adapted(self.learner.model))
+            self.learner.others[REFERENCE] = reference(whole, self.learner.model, self.run.start, self.run.world)
+        return self.learner.evaluate(batches, of=REFERENCE)
 
 
 class _Evaluated:

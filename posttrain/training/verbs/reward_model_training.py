@@ -31,7 +31,7 @@ from posttrain.runs.run_files import REPORT, replace, writing
 from posttrain.runs.run_folder import RunFolder
 from posttrain.training.frozen_weights import frozen_type
 from posttrain.training.lost_reasoning import warn_lost_reasoning
-from posttrain.training.open_learner import adapt, new_learner
+from posttrain.training.open_learner import adapt, new_learner, refuse_packed_shards
 from posttrain.training.passes import check, compared_rows, example_recording, must_end, sizes, updates
 from posttrain.training.reward_model_evaluation import Scored
 from posttrain.training.setup import (
@@ -105,6 +105,8 @@ def _started(run: RunFolder[RewardModelling], shape: ScoreShape, device: Any) ->
     run.chat = chatting(run.config, folder, tokenizer, ends)
     adapted = run.config.lora is not None or is_adapter(folder)
     matrices = frozen_type(run.config) if adapted else None
+    if adapted:
+        refuse_packed_shards(run.config, folder)
     if run.checkpoint:
         model = load_reward_model(folder, device, matrices)
     else:

@@ -52,7 +52,7 @@ class Value(CriticLoss):
     )
     coefficient: float = setting(0.1, "value-coefficient", "Coefficient of the value loss.", least=0)
     lam: float | None = setting(None, least=0, most=1)
-    warmup: int = setting(0, "critic-warmup", "Steps at the start in which only the critic learns.", least=0)
+    warmup: int = setting(0, "critic-warmup", "Number of first steps in which only the critic learns.", least=0)
     needs = frozenset({Need.VALUE})
     wants = frozenset({"value"})
 
@@ -103,7 +103,7 @@ class SoftQ(CriticLoss):
         0.05, "critic-tau", "Target networks of action values: rate at which they follow each update.", least=0, most=1
     )
     coefficient: float = setting(1.0, "value-coefficient", "Coefficient of the value loss.", least=0)
-    warmup: int = setting(20, "critic-warmup", "Steps at the start in which only the critic learns.", least=0)
+    warmup: int = setting(20, "critic-warmup", "Number of first steps in which only the critic learns.", least=0)
     needs = frozenset({Need.ACTION_VALUE})
     wants = frozenset({"q", "target_q", "entropy"})
     source = "discrete soft actor-critic, arXiv 1910.07207, eq. 3 and 10"

@@ -184,7 +184,9 @@ def test_weights_that_cannot_be_read_are_refused_before_the_run(weights: str, to
 
 
 def test_a_weight_of_a_part_that_no_reward_has_is_refused_with_those_there_are() -> None:
-    with pytest.raises(UserError, match=r"--part-weights names formal; the reward's parts are large, right"):
+    with pytest.raises(
+        UserError, match=r"--part-weights names formal, not a part of the reward: name one of large, right"
+    ):
         Decoupled(("formal=1",))(board({"large": [1.0, 2.0], "right": [0.0, 1.0]}, [0, 0]))
 
 

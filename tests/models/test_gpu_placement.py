@@ -61,5 +61,5 @@ def test_gpus_that_are_not_there_or_named_twice_are_refused_in_one_line(monkeypa
         choose_device("auto", (0,))
     with pytest.raises(UserError, match="--learner-devices names GPUs, and --device cpu something else"):
         choose_device("cpu", (0,))
-    with pytest.raises(UserError, match="--engine-devices is for engines in processes of their own"):
+    with pytest.raises(UserError, match="--engine-devices has no effect without engines in processes of their own"):
         validate(RL(tasks="rows.jsonl", env="verify:exact_match", model="m", engine_devices=(0,)))

@@ -241,9 +241,9 @@ def test_names_of_trackers_are_checked_before_anything_starts(tmp_path: Path, mo
     for name, told in {
         "wandbb": "--track wandbb: no such tracker; did you mean 'wandb'?",
         "tensorboard": "every run writes TensorBoard's files: leave it out",
-        "mine.py:Mine": "--track mine.py:Mine is no tracker: write a class that extends posttrain.Tracker",
+        "mine.py:Mine": "--track mine.py:Mine is not a tracker: write a class that extends posttrain.Tracker",
         "mine.py:Else": "mine.py has no 'Else'",
-        "mine.py:object": "--track mine.py:object is no tracker: write a class that extends posttrain.Tracker",
+        "mine.py:object": "--track mine.py:object is not a tracker: write a class that extends posttrain.Tracker",
         "prometheus:http": "--track prometheus:http: write prometheus:PORT or prometheus:HOST:PORT",
         "prometheus:65536": "with a port from 0 to 65535",
         "prometheus:a:b:1": "--track prometheus:a:b:1: write prometheus:PORT",

@@ -350,6 +350,6 @@ def test_a_retriever_is_missed_and_named(place: Path, capsys: pytest.CaptureFixt
     assert "it asks the service retriever: it answered itself" in capsys.readouterr().out
     assert main(["check", *words, "my.py:books", "--retriever", "books=index"]) == 0
     assert main(["check", *words, "my.py:books", "--retriever", "index", "index"]) == 2
-    assert "two services are called 'retriever'" in capsys.readouterr().err
+    assert "two services have the name 'retriever'" in capsys.readouterr().err
     assert main(["check", "--tasks", "rows.jsonl", "--retriever", "index"]) == 2
     assert "--env is missing: give an environment that uses retriever" in capsys.readouterr().err

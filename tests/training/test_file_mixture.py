@@ -136,7 +136,7 @@ def test_equal_files_with_shares_by_size_train_on_every_row_once_per_epoch(place
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (f"{A} --mixture.a.env my.py:reward", "--mixture.a.env: no setting of a part"),
+        (f"{A} --mixture.a.env my.py:reward", "--mixture.a.env: not a setting of a part"),
         ("--mixture.a.tasks sums.jsonl --mixture.a.weight 0", "must be above 0"),
         (f"{A} --tasks words.jsonl", "--mixture names several"),
         (f"{A} --mixture.c.weight 2", "--mixture.c.tasks is missing"),

@@ -527,8 +527,8 @@ def on_terminal(answers: list[str], columns: int, rows: int) -> str:
     [
         (["--items", "items.jsonl"], "nothing to do"),
         (["--with", "my.py:reward"], "--items is missing"),
-        (["--items", "items.jsonl", "--with", "jugde=x"], "names nothing that labels"),
-        (["--items", "items.jsonl", "--with", "judge"], "names nothing that labels"),
+        (["--items", "items.jsonl", "--with", "jugde=x"], "is not a labeller"),
+        (["--items", "items.jsonl", "--with", "judge"], "is not a labeller"),
         (["--items", "items.jsonl", "--with", "judge=none.toml"], "there is no such file"),
         (["--items", "items.jsonl", "--with", "my.py:nothing"], "my.py has no 'nothing'"),
         (["--items", "items.jsonl", "--with", "my.py:twice", "--env-workers", "0"], "asks for a second reply"),

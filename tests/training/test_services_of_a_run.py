@@ -217,7 +217,7 @@ def test_services_that_cannot_be_are_refused(place: Path, capsys: pytest.Capture
     refused(
         capsys, [*RL, "--reward-model", "a=reward", "b=reward"], "--env is missing: give an environment that uses a, b"
     )
-    refused(capsys, [*RL, "--reward-model", "reward", "reward"], "two services are called 'reward-model'")
+    refused(capsys, [*RL, "--reward-model", "reward", "reward"], "two services have the name 'reward-model'")
     refused(capsys, [*RL], "--env is missing")
     config = json.loads(Path("reward/config.json").read_text())
     Path("reward/config.json").write_text(json.dumps({**config, "model_type": "deberta-v2"}))

@@ -307,7 +307,7 @@ def config(**how: Any) -> RL:
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ({"curriculum": "stages"}, "--curriculum stages needs the column of the stages: --curriculum-column level"),
+        ({"curriculum": "stages"}, "--curriculum stages needs the column of the stages: add --curriculum-column level"),
         ({"curriculum_column": "level"}, "--curriculum-column has no effect without --curriculum stages: leave it out"),
         ({"curriculum_floor": 0.2}, "--curriculum-floor has no effect without --curriculum solve-rate or stages"),
         (

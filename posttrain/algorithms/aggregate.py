@@ -86,8 +86,7 @@ class SequenceSum(Aggregate):
 
 @dataclass(frozen=True)
 class ConstantLength(Aggregate):
-    """Removes the bias towards long wrong replies, as the sequence sum does, at a scale that is independent of the
-    budget.
+    """Removes the bias towards long wrong replies, as the sequence sum does, at a scale independent of the budget.
 
     1 / (B length), `length` being the episode's token budget, never the padded width (Dr. GRPO, arXiv 2503.20783,
     section 3.2 and listing 1, MAX_TOKENS).

@@ -183,8 +183,7 @@ class CovarianceClip(TokenSelection):
 
 @dataclass(frozen=True)
 class CovariancePenalty(Component):
-    """Prevents entropy collapse: penalises the tokens whose update would lower the entropy most for leaving the old
-    policy.
+    """Prevents entropy collapse: holds the tokens whose update would lower the entropy most near the old policy.
 
     coefficient x |lp - old| is subtracted from what is maximised at the `share` of the step's tokens with the highest cov
     = (old - mean(old)) (A - mean(A)), at least one (KL-Cov, arXiv 2505.22617). |lp - old| in place of the KL is as in the

@@ -84,8 +84,7 @@ class Sigmoid(PreferenceLink):
 
 @dataclass(frozen=True)
 class Robust(PreferenceLink):
-    """Removes the bias of wrong labels: its mean over labels flipped with probability e is DPO's loss with the true
-    labels.
+    """Removes the bias of wrong labels: with labels flipped with probability e, its mean is DPO's loss on true labels.
 
     ((1 - e) (-log sigma(x)) - e (-log sigma(-x))) / (1 - 2 e), x = beta (s_w - s_l).
     """
@@ -108,8 +107,7 @@ class Robust(PreferenceLink):
 
 @dataclass(frozen=True)
 class Square(PreferenceLink):
-    """Regresses the difference to a fixed size instead of increasing it without bound, so that certain labels do not
-    overfit.
+    """Regresses the difference to a fixed size, so that certain labels do not overfit.
 
     (s_w - s_l - 1 / (2 beta))^2 (IPO, arXiv 2310.12036, eq. 17).
     """
@@ -146,8 +144,7 @@ class Hinge(PreferenceLink):
 
 @dataclass(frozen=True)
 class SelfPlay(PreferenceLink):
-    """Gives each response a target of its own: 1 / (2 beta) above the reference for a win, 1 / (2 beta) below it for a
-    loss.
+    """Gives each response a target of its own: 1 / (2 beta) above the reference for a win, as much below for a loss.
 
     (s_w - 1 / (2 beta))^2 + (s_l + 1 / (2 beta))^2, both terms, unscaled (SPPO, arXiv 2405.00675, eq. 4.7 with P = 1).
     """
@@ -167,8 +164,7 @@ class SelfPlay(PreferenceLink):
 
 @dataclass(frozen=True)
 class AnchoredUp(PreferenceLink):
-    """Raises the better response and lowers the worse one, each relative to the reference: for better responses than the
-    policy's own.
+    """Raises the better response and lowers the worse one: for better responses than the policy's own.
 
     1 - sigma(beta s_w) + sigma(beta s_l) (APO-zero, arXiv 2408.06266, eq. 7).
     """
@@ -223,8 +219,7 @@ class Contrast(PreferenceLink):
 
 @dataclass(frozen=True)
 class ReverseKL(PreferenceLink):
-    """Matches the policy's preference to the labels' by the reverse KL, which is mode-seeking, where DPO's forward KL is
-    mass-covering.
+    """Matches the policy's preference to the labels' by the mode-seeking reverse KL, where DPO uses the forward KL.
 
     KL((q, 1 - q) || (1 - e, e)), q = sigma(beta (s_w - s_l)) (EXO, arXiv 2402.00856, eq. 16 for pairs).
     """
@@ -272,8 +267,7 @@ class ClassifierLink(PreferenceLink):
 
 @dataclass(frozen=True)
 class Prospect(PreferenceLink):
-    """Learns from labels of single responses, by prospect theory's value of gains and losses relative to a reference
-    point.
+    """Learns from labels of single responses, by prospect theory's value of gains and losses.
 
     good: w_d (1 - sigma(beta (s - z))); bad: w_u (1 - sigma(beta (z - s))). z, the drift, is the mean of s over the
     optimizer batch, each prompt paired with another prompt's response, at least 0 and without a gradient (KTO, arXiv

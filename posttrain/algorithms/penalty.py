@@ -50,8 +50,7 @@ class Adaptive(Control):
 
 @dataclass(frozen=True)
 class HalvingDoubling(Control):
-    """Finds the size of the coefficient fast: a start that is wrong by orders of magnitude is corrected within a few
-    steps.
+    """Finds the size of the coefficient fast: a few steps correct a start that is wrong by orders of magnitude.
 
     beta / 2 if kl < target / 1.5, beta x 2 if kl > 1.5 target (PPO, arXiv 1707.06347, section 4).
     """

@@ -215,8 +215,7 @@ class SoftGate(Surrogate):
 
 @dataclass(frozen=True)
 class DivergenceMask(Surrogate):
-    """Holds each token within a trust region of probabilities, not of ratios, so that a rare token may double its
-    probability.
+    """Holds each token within a trust region of probabilities, not of ratios: a rare token may double its probability.
 
     M r A with M = 0 for a token that has left the region in the direction that its advantage pushes (A > 0 and r > 1, or
     A < 0 and r < 1), else 1 (DPPO, arXiv 2602.04879, with its binary divergences of the sampled token against all others,

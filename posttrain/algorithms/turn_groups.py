@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TurnGroups(Advantage):
-    """Credits single turns without a critic, so that a good turn of a bad episode is rewarded: group-in-group advantages
-    (GiGPO).
+    """Credits single turns without a critic, also good turns of bad episodes: group-in-group advantages (GiGPO).
 
     Each turn has the advantage of its rollout in the group plus `weight` times its own among the turns of the group that
     began in the same state: R_t less their mean, over their standard deviation. A state with a single turn, or whose

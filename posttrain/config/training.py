@@ -345,7 +345,7 @@ class Distill(RL):
     """Reward function or environment to use beside the teacher, as in rl. Without one, replies are only sampled. The
     distillation algorithms report its rewards and learn nothing from them unless --advantage is set."""
     algorithm: str = "distill-reverse-kl"
-    """Algorithm: distill-reverse-kl, distill-forward-kl, distill-jsd, distill-k1, or one of rl (grpo ...), which learns
+    """Algorithm: distill-reverse-kl, distill-forward-kl, distill-jsd, distill-k1, or one of rl. Those of rl (grpo ...) learn
     from rewards and the teacher."""
     teacher: str | None = option(None, group="model", first_hour=True, value="MODEL")
     """Teacher: the folder of a checkpoint or of a run, of any size, with the student's tokenizer. For distill-k1 also

@@ -88,11 +88,11 @@ def plan_memory(config: Training, room: float) -> MemoryPlan:
 def _refuse(config: Training) -> None:
     """Raise UserError for options that the estimate does not know."""
     if not config.model:
-        raise UserError("--model is missing: a folder with the config.json of the model, its weights are not read")
+        raise UserError("--model is missing: give a folder with the model's config.json; its weights are not read")
     for name in ("shard", "quantize"):
         if getattr(config, name, None):
             raise UserError(
-                f"posttrain memory cannot estimate --{name} yet, only one GPU with whole weights: leave it out"
+                f"posttrain memory cannot estimate --{name} yet, only whole weights on one GPU: leave it out"
             )
 
 

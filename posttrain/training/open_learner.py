@@ -64,7 +64,7 @@ def policy(config: Training, folder: Path, device: torch.device, world: World) -
         model = load_model(folder, device=device, matrices=matrices)
         adapt(config, decoder_of(model), folder)
     if config.train_vision and (model.decoder is None or not model.decoder.sees):
-        raise UserError(f"--train-vision has no effect: the model in {folder} reads text alone; leave it out")
+        raise UserError(f"--train-vision has no effect, as the model in {folder} reads only text: leave it out")
     return model
 
 
@@ -122,7 +122,7 @@ def refuse_without_lora(config: Training) -> None:
     """Raise UserError for options of adapters where there are none."""
     for name, value, default in _adapter_options(config)[1:]:
         if value != default:
-            raise UserError(f"{name} has no effect without --lora RANK: give it, or leave it out")
+            raise UserError(f"{name} has no effect without --lora RANK: add --lora, or leave {name} out")
 
 
 def _adapter_options(config: Training) -> list[tuple[str, Any, Any]]:
@@ -139,10 +139,7 @@ def _adapter_options(config: Training) -> list[tuple[str, Any, Any]]:
 
 def _refuse_shards(config: Training) -> None:
     if config.shard:
-        raise UserError(
-            "--shard deals out weights that learn, and beside adapters they are frozen: leave it out, each process holds "
-            "them once"
-        )
+        raise UserError("--shard shards trained weights, and with adapters the weights are frozen: leave it out")
 
 
 def _refuse_other(config: Training, decoder: Backbone, folder: Path) -> None:
@@ -165,8 +162,8 @@ def _refuse_other(config: Training, decoder: Backbone, folder: Path) -> None:
             told = " ".join(own) if isinstance(own, tuple) else own if isinstance(own, str) else f"{own:g}"
             has = f"with {option} {told}" if own else f"without {option}"
             raise UserError(
-                f"{folder} is an adapter {has}, which is continued: leave the option out, or posttrain merge it "
-                "and begin a new one"
+                f"{folder} is an adapter {has}, which training continues: leave the option out, or merge it with posttrain "
+                "merge and start a new one"
             )
 
 
@@ -176,7 +173,9 @@ def new_learner(
     """Open the learner of a run. `options`: further arguments of the learner."""
     losses = RouterLosses(config.router_balance, config.router_z)
     if losses and (model.decoder is None or model.decoder.routers is None):
-        raise UserError("--router-balance and --router-z are of mixtures of experts, which this model is not")
+        raise UserError(
+            "--router-balance and --router-z need a mixture of experts, and this model is dense: leave them out"
+        )
     refuse_useless(config, model, options.get("others", {}))
     if config.recompute == "layers":
         _recompute_layers(model, options.get("critic"))
@@ -185,11 +184,13 @@ def new_learner(
             model, optimization, precision=config.precision, world=world, router_losses=losses, **options
         )
     if losses:
-        raise UserError("--router-balance and --router-z read all routers of the batch: leave out --shard, or these")
+        raise UserError(
+            "--router-balance and --router-z read all routers of the batch: leave out --shard, or leave them out"
+        )
     for held in (model, *options.get("others", {}).values()):
         if not decoders_in(cast(nn.Module, held)):
             raise UserError(
-                f"--shard deals out the layers of a decoder, and a {type(held).__name__} is none: leave it out"
+                f"--shard shards the layers of a decoder, and a {type(held).__name__} is not one: leave it out"
             )
     from posttrain.learners.fsdp import FSDPLearner
     from posttrain.learners.process_group import Processes
@@ -202,7 +203,7 @@ def _recompute_layers(model: Model, critic: Any) -> None:
     """Make the trained decoders recompute their layers. Raises UserError if there is no decoder."""
     if not (decoders := decoders_in(cast(nn.Module, model))):
         raise UserError(
-            f"--recompute layers is of a decoder's layers, and a {type(model).__name__} is none: leave it out"
+            f"--recompute layers needs the layers of a decoder, and a {type(model).__name__} is not one: leave it out"
         )
     for decoder in [*decoders, *(decoders_in(critic) if critic is not None else [])]:
         decoder.recompute_layers()
@@ -215,11 +216,11 @@ def replay_experts(config: RL, model: Model) -> None:
     if model.decoder is None or model.decoder.routers is None:
         raise UserError("--routing-replay requires a mixture-of-experts model, and this one is dense: leave it out")
     if config.shard:
-        raise UserError("--routing-replay is tried on a whole model: leave out --shard, or this")
+        raise UserError("--routing-replay is not tested with --shard: leave one of them out")
     if config.engine != "local":
         raise UserError("--routing-replay needs an engine that records experts: leave out --engine vllm")
     if config.tokens_per_step:
-        raise UserError("--routing-replay is of replies that one step samples: leave out --tokens-per-step")
+        raise UserError("--routing-replay needs replies that one step samples: leave out --tokens-per-step")
     from posttrain.models.hf.transformers_folder import replay_routing
 
     replay_routing(cast(Any, model))

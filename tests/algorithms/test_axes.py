@@ -444,9 +444,7 @@ def test_settings_of_a_part_are_of_the_part_that_is_chosen_with_them_in_whatever
 
 @pytest.mark.parametrize(("single_turn", "how"), [(True, {}), (False, {"max_turns": 1})])
 def test_branches_are_refused_where_an_episode_is_one_reply(single_turn: bool, how: dict[str, Any]) -> None:
-    told = (
-        "grpo: --branches, --branch-credit would have no effect: rollouts branch behind answers of tools.*leave it out"
-    )
+    told = "grpo: --branches, --branch-credit would have no effect: rollouts branch after tool results.*leave it out"
     with pytest.raises(UserError, match=told):
         adjust(find("grpo"), run_of(branches=2, branch_credit="hard", **how), single_turn)
     assert adjust(find("arpo"), run_of(**how), single_turn).branching == Branching()
@@ -627,19 +625,19 @@ def test_row_asks_the_run_for_what_it_uses_and_for_no_more(line: str) -> None:
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # what learns from a teacher, or from nothing
-    ("grpo", {"advantage": "none"}, "--advantage none learns nothing from rewards, and there is no teacher"),
+    ("grpo", {"advantage": "none"}, "--advantage none has nothing to learn from without a teacher"),
     (
         "grpo",
         {"divergence": "sampled"},
         "--divergence cannot go with grpo.*posttrain distill --teacher FOLDER brings one",
     ),
-    ("grpo", {"teacher": "t", "env": ""}, "learns from rewards beside its teacher: give --env, or --advantage none"),
-    ("distill-jsd", {"replay": 500}, "a teacher reads the step's own rollouts: leave out --replay"),
+    ("grpo", {"teacher": "t", "env": ""}, "learns from rewards and its teacher: give --env, or --advantage none"),
+    ("distill-jsd", {"replay": 500}, "a teacher scores only the step's own rollouts: leave out --replay"),
     ("distill-jsd", {"dynamic_sampling": 2}, "learns nothing from rewards, so --dynamic-sampling would change nothing"),
     ("distill-jsd", {"kl": 0.1, "kl_where": "reward"}, "so --kl-where reward would change nothing"),
     ("distill-jsd", {"length_reward": 0.1}, "so what shapes the reward would change nothing"),
-    ("distill-jsd", {"top_entropy": 0.2}, "--top-entropy chooses where rewards are learned from, and none are"),
-    ("distill-k1", {"jsd_beta": 0.2}, "--jsd-beta is of jensen-shannon, not of sampled"),
+    ("distill-jsd", {"top_entropy": 0.2}, "--top-entropy selects where rewards are learned from"),
+    ("distill-k1", {"jsd_beta": 0.2}, "--jsd-beta has no effect with sampled"),
     ("distill-jsd", {"jsd_beta": 1.0}, "--jsd-beta must be above 0 and below 1, not 1"),
     ("distill-jsd", {"distillation": 0.0}, "--distillation must be above 0, not 0"),
     ("distill-jsd", {"teacher_temperature": 0.0}, "--teacher-temperature must be above 0, not 0"),
@@ -680,8 +678,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek-v3.2", {"kl_where": "reward"}, "deepseek-v3.2: .*leave out --kl-weighed"),
     ("grpo", {"kl_estimator": "exact", "kl_weighed": True}, "grpo: .*leave out --kl-weighed"),
     ("ppo-kl", {"kl_weighed": True}, "ppo-kl: .*leave out --kl-weighed"),
-    ("gpg", {"replay": 100, "kl": 0.1, "kl_weighed": True}, "gpg: .*not known of rollouts of earlier steps"),
-    ("gpg", {"replay": 100, "off_policy_mask": 0.1}, "gpg: .*not known of rollouts of earlier steps"),
+    ("gpg", {"replay": 100, "kl": 0.1, "kl_weighed": True}, "gpg: .*unknown for rollouts of earlier steps"),
+    ("gpg", {"replay": 100, "off_policy_mask": 0.1}, "gpg: .*unknown for rollouts of earlier steps"),
     # terms and choices
     ("sac", {"entropy": 0.0}, "sac: .*--entropy-target"),
     ("sac", {"entropy_where": "reward"}, "sac: .*--entropy-target"),
@@ -704,16 +702,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "grpo",
         {"baseline": "none", "scale": "none", "baseline_weight": "length"},
-        "grpo: --baseline-weight weighs the rewards of a mean",
+        "grpo: --baseline-weight has no effect with --baseline none",
     ),
     ("lite-ppo", {"baseline": "none"}, "lite-ppo: .*set --scale none, or choose a --baseline"),
     ("reinforce", {"group": 1, "length_reward": 0.1}, "shaping compares .*--group must be at least 2"),
     ("grpo", {"group": 1}, "--group must be at least 2, not 1"),
-    ("pass-at-k", {"advantage_k": 4, "group": 4}, "pass-at-k: a group of 4 .*--group must be above --advantage-k"),
+    ("pass-at-k", {"advantage_k": 4, "group": 4}, "pass-at-k: a group of 4 .*set --group above --advantage-k"),
     ("pass-at-k", {"kl": 0.1, "kl_where": "reward"}, "pass-at-k: .*leave out --kl-where reward"),
     ("reinforce", {"group": 1, "dynamic_sampling": 2}, "sampling compares .*--group must be at least 2"),
     # the critic
-    ("grpo", {"critic": "shared"}, "grpo: it has no critic, --critic .*--advantage gae"),
+    ("grpo", {"critic": "shared"}, "grpo: --critic .*without a critic.*--advantage gae"),
     ("grpo", {"critic_lr": 1e-3}, "grpo: it has no critic, --critic-lr .*--advantage gae"),
     ("grpo", {"value_clip": 0.1}, "--value-clip cannot go with grpo.*--advantage gae"),
     ("grpo", {"critic_model": "x"}, "grpo: it has no critic, --critic-model"),
@@ -728,7 +726,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("trpo", {"advantage": "gae", "critic": "shared"}, "trpo: .*--critic separate"),
     ("vapo", {"critic_warmup": 10}, "warms up for 10 of 10 steps.*--critic-warmup below --steps"),
     # updates
-    ("gpg", {"epochs": 2, "correction": "none"}, "2 updates per step learn from what the weights before them sampled"),
+    ("gpg", {"epochs": 2, "correction": "none"}, "2 updates per step learn from samples of earlier weights"),
     ("grpo", {"minibatches": 3}, "--minibatches 3 is above --prompts 2"),
     ("dr-grpo", {"replay": 100, "correction": "truncate"}, "leave out --correction, and give --old-policy sampler"),
     ("trpo", {"replay": 100}, "leave out --replay"),
@@ -744,19 +742,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"surrogate": "log-probability", "kl": 0.0, "replay": 100},
         "leave out --replay, or --advantage gae",
     ),
-    ("sac", {"replay": 5}, "--replay 5 is less than a step's 6 rollouts"),
+    ("sac", {"replay": 5}, "--replay 5 is below a step's 6 rollouts"),
     # what would change nothing
     ("grpo", {"clip_high": 0.28}, "grpo: --clip-high would have no effect: with one update .*--minibatches 4"),
     ("dapo", {"minibatches": 1, "clip_low": 0.1}, "dapo: --clip-low would have no effect"),
     ("cispo", {"minibatches": 1, "settings": {"surrogate.high": 3}}, "cispo: --clip-high would have no effect"),
     ("grpo", {"off_policy_mask": 0.1}, "grpo: --off-policy-mask would have no effect: .*--minibatches 4"),
     ("grpo", {"target_kl": 0.1}, "grpo: --target-kl would have no effect: .*--minibatches 4"),
-    ("dr-grpo", {"replay": 100, "target_kl": 0.1}, "dr-grpo: .*not known of rollouts of earlier steps"),
+    ("dr-grpo", {"replay": 100, "target_kl": 0.1}, "dr-grpo: .*unknown for rollouts of earlier steps"),
     ("grpo", {"target_kl": -0.1}, "--target-kl must be above 0, not -0.1"),
     ("grpo", {"kl_cov": 0.1}, "grpo: --kl-cov would have no effect: .*--minibatches 4"),
     ("sac", {"clip_cov": 0.1}, "sac: its critic learns from every token: leave out --clip-cov"),
-    ("distill-jsd", {"kl_cov": 0.1, "minibatches": 2}, "--kl-cov chooses where rewards are learned from, and none are"),
-    ("dr-grpo", {"replay": 100, "kl_cov": 0.1}, "dr-grpo: .*not known of rollouts of earlier steps"),
+    ("distill-jsd", {"kl_cov": 0.1, "minibatches": 2}, "--kl-cov selects where rewards are learned from"),
+    ("dr-grpo", {"replay": 100, "kl_cov": 0.1}, "dr-grpo: .*unknown for rollouts of earlier steps"),
     ("grpo", {"clip_cov": 1.5}, "--clip-cov must be above 0 and at most 1, not 1.5"),
     # places
     (

@@ -188,7 +188,7 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "share above one": (words("sft", held_out=2), ("--held-out must be at least 0 and below 1, not 2",)),
     "unknown device": (words("sft", device="gpu"), ("--device gpu cannot be used",)),
     "unknown algorithm": (words("rl", algorithm="grop"), ("did you mean 'grpo'? posttrain algorithms lists all",)),
-    "algorithm of another verb": (words("rl", algorithm="dpo"), ("dpo is an algorithm of another verb: run posttrain prefer",)),
+    "algorithm of another verb": (words("rl", algorithm="dpo"), ("an algorithm of another verb: run posttrain prefer",)),
     "unknown algorithm to list": (["algorithms", "ppoo"], ("did you mean 'ppo'? posttrain algorithms lists all",)),
     "group of one": (words("rl", algorithm="grpo", group=1), ("--group must be at least 2, not 1",)),
     "more prompts than tasks": (words("rl", prompts=50), ("--prompts 50", "20")),
@@ -237,7 +237,7 @@ def test_a_tokenizer_of_another_model_is_refused(
     known = "".join(token for token in tokenizer.vocabulary if len(token) == 1)
     many = "".join(chr(code) for code in range(0x4E00, 0x4E00 + tokenizer.vocab_size))
     Tokenizer.train([known * 9, many], 4096, "characters").save(place / "another")
-    refused(capfd, words(verb, model="another"), "do not belong together", "copy the model's own tokenizer.json")
+    refused(capfd, words(verb, model="another"), "which do not match", "copy the model's own tokenizer.json")
 
 
 @pytest.mark.parametrize("verb", ["rl", "eval"])
@@ -252,7 +252,7 @@ def test_reward_that_can_score_nothing_is_warned_of_and_then_ends_the_run_in_one
     )
     assert main(words(verb, env=f"{file}:reward", **few)) == 2
     warning, error = capfd.readouterr().err.splitlines()
-    assert warning.startswith("posttrain: warning: the environment could score no sample reply") and said in warning
+    assert warning.startswith("posttrain: warning: the environment scored no sample reply") and said in warning
     assert said in error and "Traceback" not in error
 
 

@@ -436,7 +436,7 @@ def test_pairs_that_are_too_long_are_skipped_cut_or_refused_and_named() -> None:
 def test_a_token_outside_the_models_vocabulary_is_refused() -> None:
     small = items_of(ROWS)
     small.vocab = 5
-    with pytest.raises(UserError, match="the model's vocabulary has 5: no match"):
+    with pytest.raises(UserError, match="the model's vocabulary has 5: use the model's own tokenizer"):
         small[0]
 
 
@@ -459,6 +459,6 @@ def test_prompts_that_only_some_responses_repeat_are_counted() -> None:
     rows = [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for chosen, rejected in pairs]
     warn_repeated_prompts(to_tasks(rows, convert=to_compared), told.append)
     [line] = told
-    assert line.startswith("in 2 of 5 rows that were looked at") and repr(prompt) in line
+    assert line.startswith("in 2 of 5 rows checked") and repr(prompt) in line
     warn_repeated_prompts(to_tasks(rows[1:3], convert=to_compared), told.append)
     assert len(told) == 1

@@ -203,7 +203,9 @@ def test_reward_of_groups_is_recognised_by_its_parameters(my: str) -> None:
 
 def test_replies_that_end_in_different_steps_are_refused_for_groups() -> None:
     config = RL(tasks="rows.jsonl", env="my.py:rank", model="m", tokens_per_step=4, max_tokens=8)
-    with pytest.raises(UserError, match="the reward scores whole groups, whose replies --tokens-per-step would end"):
+    with pytest.raises(
+        UserError, match="the reward scores whole groups, and with --tokens-per-step their replies would end"
+    ):
         adjust(find("reinforce"), config, by_group=True)
     adjust(find("reinforce"), config)
 

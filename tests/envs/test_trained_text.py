@@ -253,7 +253,7 @@ def test_rows_that_lose_their_reasoning_are_counted_in_one_line() -> None:
     assert lost_reasoning_line(tokenizer, [plain, thinking, earlier]) == ""
     line = "1 of 3 rows have reasoning that the model does not see, 0 of them in a trained reply: "
     assert lost_reasoning_line(tokenizer, [plain, thinking, earlier], "last") == line + (
-        "the chat template drops that of earlier turns"
+        "the chat template drops the reasoning of earlier turns"
     )
     off = lost_reasoning_line(loaded("qwen3", False)[0], [plain, thinking, earlier])
     assert off.startswith("2 of 3 rows have reasoning that the model does not see, 2 of them in a trained reply")

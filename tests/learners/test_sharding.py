@@ -386,18 +386,18 @@ def test_a_process_that_is_lost_while_the_weight_probe_is_told_what_to_hear_is_t
 
 
 def test_what_cannot_be_sharded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="--shard requires --processes > 1"):
+    with pytest.raises(UserError, match="--shard requires --processes above 1"):
         posttrain.sft(SUMS, out="never", **SHARDED, **SMALL)
     from posttrain.algorithms.all_algorithms import find
     from posttrain.config.training import RL
     from posttrain.training.adjust import adjust
 
-    with pytest.raises(UserError, match="trpo: its step is found from whole gradients"):
+    with pytest.raises(UserError, match="trpo: its step needs whole gradients"):
         adjust(find("trpo"), RL(algorithm="trpo", shard=True), single_turn=True)
     with pytest.raises(UserError, match="it weighs rollouts by their own gradients"):
         adjust(find("grpo"), RL(algorithm="grpo", settings={"advantage.weight": "gradient"}, shard=True), True)
     other = Recurrent(Sizes(9, 8, 16), (1,))
-    with pytest.raises(UserError, match="--shard deals out the layers of a decoder, and a Recurrent is none"):
+    with pytest.raises(UserError, match="--shard shards the layers of a decoder, and a Recurrent is not one"):
         new_learner(SFT(shard=True), other, Optimization(), Alone())
     other.save(tmp_path)
     with pytest.raises(UserError, match="--shard requires a decoder, and a recurrent is not one"):

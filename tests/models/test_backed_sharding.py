@@ -187,7 +187,7 @@ def test_what_cannot_be_dealt_out_is_refused_in_one_line(tmp_path: Path) -> None
     layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
     with pytest.raises(UserError, match="--shard splits layers, and layers of Gemma3ForCausalLM share weights"):
         shard(model, 2, torch.device("cpu"))
-    with pytest.raises(UserError, match="leave out --shard, or these"):
+    with pytest.raises(UserError, match="leave out --shard, or leave them out"):
         moe = opened(make("qwen3_moe", tmp_path / "moe"))
         new_learner(SFT(shard=True, router_balance=0.1), moe, Optimization(), Alone())
     assert os.environ.get("RANK") is None

@@ -161,7 +161,7 @@ def test_a_tracker_whose_start_returns_nothing_gets_its_steps(
 @pytest.mark.parametrize(
     ("kind", "told"),
     {
-        "Raising": ": log failed, and the run goes on: ConnectionError: no route to the tracker (mine.py:",
+        "Raising": ": log failed, and the run continues: ConnectionError: no route to the tracker (mine.py:",
         "Broken": " could not start, and the run goes on without it: PermissionError: no key (mine.py:",
         "Wrong": " could not start, and the run goes on without it: TypeError: start returned 7: return a dict",
         "Hanging": " did not finish within 0.2 s and was ended (--resume delivers the rest): it has no step",

@@ -165,4 +165,4 @@ def test_a_mixture_whose_common_rows_do_not_fit_is_refused_in_one_line(
     words = f"sft --model start {parts} --rows 2 --steps 3 --too-long skip --threads 1 --quiet --out run".split()
     assert main(words) == 2
     err = capsys.readouterr().err.strip()
-    assert "give the parts that fit more weight" in err.splitlines()[-1]
+    assert "raise the weight of parts whose rows fit" in err.splitlines()[-1]

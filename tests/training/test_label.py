@@ -171,7 +171,7 @@ def test_an_outage_costs_no_labels_and_is_continued(place: Path, monkeypatch: py
         "    down = task['id'] == '1' and os.path.exists('down')\n"
         "    return Invalid('the service is down') if down else float(len(reply))\n"
     )
-    refused(lambda: label("may.py:reward"), "nothing of rows 2 to 2", "the service is down", "--resume")
+    refused(lambda: label("may.py:reward"), "none of rows 2 to 2", "the service is down", "--resume")
     assert len(read("out.jsonl")) == 1
     (place / "down").unlink()
     label("may.py:reward", resume=True)
@@ -399,7 +399,7 @@ def test_intervals_of_agreement_are_clustered_by_prompt() -> None:
     alone, tenfold = measured(counts), measured(counts * 10)
     assert tenfold.comparisons == 10 * alone.comparisons
     assert (tenfold.raw.low, tenfold.raw.high) == (alone.raw.low, alone.raw.high)
-    assert "not defined" in str(measured(np.array([[[3.0, 0, 0], [0, 0, 0], [0, 0, 0]]])).kappa)
+    assert "undefined" in str(measured(np.array([[[3.0, 0, 0], [0, 0, 0], [0, 0, 0]]])).kappa)
 
 
 # -- a person ----------------------------------------------------------------------------------------------------------

@@ -343,7 +343,7 @@ def test_command_line_names_parts_as_a_recipe_does_and_mistakes_are_one_line(
         ),
         (
             [*parts, "--mixture.b.tasks", "words.jsonl", "--mixture.b.env", "arithmetic"],
-            "different rewards of a right reply (a 0.3, b 1): set one with",
+            "different rewards for a right reply (a 0.3, b 1): set one with",
         ),
     ):
         assert main([*words, *more, "--overwrite"]) == 2

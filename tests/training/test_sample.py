@@ -244,7 +244,7 @@ def test_a_file_of_other_options_tasks_or_weights_is_not_continued(place: Path, 
         ({"kind": "topic", "kinds": {"a": {"temperature": -1}}}, "--kinds.a.temperature"),
         (
             {"adaptive": 8, "env": "my.py:ranked"},
-            "scores whole groups: it samples the rest of a group later; use --samples 8",
+            "scores whole groups, as it samples part of a group later: use --samples 8",
         ),
         ({"env": "my.py:twice"}, "asked for several replies"),
     ],

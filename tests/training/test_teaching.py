@@ -322,10 +322,10 @@ def test_evaluation_reports_the_exact_divergence_whatever_the_row(place: Path) -
         (["--teacher", "nowhere"], "nowhere: no such folder"),
         (
             ["--teacher", "teacher", "--algorithm", "grpo", "--group", "2"],
-            "learns from rewards beside its teacher: give --env",
+            "learns from rewards and its teacher: give --env",
         ),
         (["--teachers.a", "teacher"], 'has no "teacher", and there is no --teacher: --teachers names a'),
-        (["--teacher", "http://localhost:9/v1"], "needs whole distributions: take --algorithm distill-k1"),
+        (["--teacher", "http://localhost:9/v1"], "needs full distributions: use --algorithm distill-k1"),
         (
             ["--teacher", "http://localhost:9/v1", "--algorithm", "distill-k1", "--temperature", "0.7"],
             "gives log-probabilities at temperature 1: give --teacher-temperature 1",
@@ -352,7 +352,7 @@ def test_row_with_a_teacher_is_refused_by_rl(place: Path, capsys: Any) -> None:
     rows, student = str(place / "rows.jsonl"), str(place / "student")
     words = ["--tasks", rows, "--model", student, "--out", str(place / "rl"), "--env", "arithmetic"]
     assert main(["rl", *words, "--algorithm", "distill-k1"]) == 2
-    assert "posttrain distill --teacher FOLDER runs it" in capsys.readouterr().err
+    assert "run it with posttrain distill --teacher FOLDER" in capsys.readouterr().err
 
 
 # -- endpoints ---------------------------------------------------------------------------------------------------------
@@ -461,7 +461,7 @@ def test_teacher_is_asked_again_where_that_may_help(
             b'{"error": {"message": "wrong key"}}',
             "HTTP 401, it refuses the key (wrong key); look at the environment",
         ),
-        (403, b"no entry", "HTTP 403, it refuses the key (no entry); look at the environment variable OPENAI_API_KEY"),
+        (403, b"no entry", "HTTP 403, it refuses the key (no entry); check the environment variable OPENAI_API_KEY"),
         (404, b"", "HTTP 404; an endpoint ends in /v1 as a rule; look at its address and model"),
         (400, b'{"message": "too long"}', "HTTP 400 (too long); look at its address and model"),
         (200, b'{"choices": [{"logprobs": {"token_logprobs": [null, -1.0]}}]}', "2 log-probabilities for"),

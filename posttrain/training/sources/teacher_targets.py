@@ -21,7 +21,7 @@ from posttrain.training.sources.packing import Taught, needed_length
 
 UNREADABLE = "longer than its teacher's context"
 TEACHER, NAMED = "teacher", "teacher:{}"
-"""Names in the learner: of the teacher of all tasks, and of one that tasks choose by its name."""
+"""Names in the learner: the teacher of all tasks, and a teacher that tasks choose by its name."""
 
 
 class RemoteTeacherClient(Protocol):

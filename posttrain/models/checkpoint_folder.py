@@ -75,7 +75,9 @@ def load_model(
         pass
 
         if shard is not None:
-            raise UserError(f"--shard requires plain weights, and {folder} is an adapter: posttrain merge it first")
+            raise UserError(
+                f"--shard requires plain weights, and {folder} is an adapter: merge it first with posttrain merge"
+            )
         return load_adapted(folder, dtype, device, matrices)
     source = read_json(folder / "config.json")
     kind = source.get("model_type")
@@ -86,7 +88,7 @@ def load_model(
     loader: Callable[..., Model] = LOADERS.get(kind, _load_other)
     narrow = {} if matrices is None else {"matrices": matrices}
     if narrow and loader not in (_load_decoder, _load_other):
-        raise UserError(f"--frozen-weights narrows the matrices of a decoder, and a {kind} is none: leave it out")
+        raise UserError(f"--frozen-weights needs the matrices of a decoder, and a {kind} is not one: leave it out")
     try:
         if shard is not None and loader is _load_decoder:
             return _load_decoder(folder, source, dtype, torch.device(device), shard, shares)

@@ -136,7 +136,7 @@ class Trainer:
             if self._beside is not None:
                 self._beside.close(0)
         if self.ill is None and self.health and self.health.motionless:
-            self.ill = "no update was made, as the gradient of every step was not finite: check the model's weights, and --precision"
+            self.ill = "no update was made, as no gradient was finite: check the model's weights, and --precision"
         self.display.close()
         if not self.world.rank:
             self._close("stopped" if self.ill else "interrupted" if stopped else "finished")

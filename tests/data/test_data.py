@@ -152,7 +152,7 @@ def test_converter_that_changes_its_mind_is_told() -> None:
         return row if len(calls) == 1 else None
 
     tasks = to_tasks([{"prompt": "a"}], convert=moody)
-    refused(lambda: tasks[0], "row 1", "depend on the row alone")
+    refused(lambda: tasks[0], "row 1", "depend only on the row")
 
 
 USER = {"role": "user", "content": "hi"}

@@ -373,7 +373,7 @@ def test_weights_arrive_to_the_bit_by_memory_and_by_file(tokenizer: Tokenizer, t
     assert [path.name for path in (tmp_path / "weights").iterdir()] == ["weights-0-1"], "only the last one stays"
     files.close()
     assert not (tmp_path / "weights").exists()
-    with pytest.raises(UserError, match="on a disk that both machines see"):
+    with pytest.raises(UserError, match="on a shared disk"):
         offered({"file": str(tmp_path / "gone"), "version": 0, "checksum": 0}, None)
     (tmp_path / "weights").touch()
     with pytest.raises(UserError, match="cannot be written"):
@@ -485,8 +485,8 @@ def test_only_who_has_the_token_is_heard(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("http://a:7000/v1", "no http:// here: give a:7000 alone"),
-        ("tcp://", "no tcp:// here: give 127.0.0.1:7000 alone"),
+        ("http://a:7000/v1", "give only a:7000, without http://"),
+        ("tcp://", "give only 127.0.0.1:7000 alone"),
         ("a", "give HOST:PORT"),
         ("a:70000", "give HOST:PORT"),
     ],
@@ -677,7 +677,7 @@ def test_engines_that_are_killed_stopped_or_wrong_change_no_token(tokenizer: Tok
 
         os.kill(worker_of(second), signal.SIGKILL)  # while nothing is asked of it
         assert sampled(pool, asked, lambda: os.kill(worker_of(first), signal.SIGSTOP)) == calm
-        assert re.fullmatch(r"the engine 1 is lost: .* \(exit code -9, SIGKILL\); it is started again in 0 s", said[0])
+        assert re.fullmatch(r"the engine 1 is lost: .* \(exit code -9, SIGKILL\); it restarts in 0 s", said[0])
         assert "the engine 0 is lost: it sent nothing for 2 s" in said[1]
         assert pool.counts()["resubmitted"] > 0 == pool.counts()["duplicate_answers"]
 
@@ -822,7 +822,7 @@ def test_a_run_with_an_engine_that_listens_is_the_run_without(
     assert not (tmp_path / "two" / "weight-sync").exists()
     said = engine.end()
     assert engine.process.returncode == 0 and "refused     127.0.0.1: it has another token" in said
-    assert said.count("a pool      127.0.0.1") == said.count("it is gone") == 1 and said.endswith("stopped\n")
+    assert said.count("a pool      127.0.0.1") == said.count("disconnected") == 1 and said.endswith("stopped\n")
     with pytest.raises(UserError, match="cannot be reached"):
         run(tmp_path / "three", start, engines=(engine.address,))
 

@@ -87,7 +87,7 @@ def test_a_template_that_shows_no_calls_is_refused(plain: Tokenizer) -> None:
     """Else the model would learn to reply nothing where the row calls."""
     tokenizer = plain.templated(SILENT, "the template")
     for more in ({}, {"tools": [{"type": "function", "function": {"name": "add"}}]}):  # the name alone is no call
-        with pytest.raises(UserError, match="does not show the call of 'add': take one that does"):
+        with pytest.raises(UserError, match="does not show the call of 'add': use one that does"):
             demonstrate({**only(row(FORMS["text"])), **more}, tokenizer, [0])
 
 

@@ -328,7 +328,7 @@ def test_tools_belong_to_the_beginning_of_a_context_and_to_a_template_that_shows
         played(late, speaker, count=1, context=2048)
     blind = Tokenizer(tokenizer.backend, tokenizer.config, "{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(
-        UserError, match=r"does not show the tool 'weather': take one that does \(--chat-template chatml\)"
+        UserError, match=r"does not show the tool 'weather': use one that does \(--chat-template chatml\)"
     ):
         played(assistant, blind, count=1, context=2048)
     found = read_turn(Turn("text", tools=[weather]))

@@ -178,7 +178,7 @@ def test_weights_in_other_formats_are_refused_before_they_are_downloaded(hub: Mo
         "org/gguf": Repository({"tiny.Q8_0.gguf": b"x"}),
         "org/none": Repository({"notes.txt": b"x"}),
     }
-    assert "holds no safetensors but pytorch_model.bin" in refused("org/bin")
+    assert "has no safetensors, only pytorch_model.bin" in refused("org/bin")
     assert "hf download org/gguf tiny.Q8_0.gguf" in refused("org/gguf")
     assert "holds no checkpoint" in refused("org/none")
     assert not hub.asked("/resolve/")

@@ -266,7 +266,7 @@ def test_reward_model_with_an_adapter_scores_the_same_when_it_is_opened_and_merg
     [
         ("--lora-alpha 3", "without --lora"),
         ("--rslora", "without --lora"),
-        ("--lora 4 --lora-targets all-linear --lora-targets q_proj", "leave out the others"),
+        ("--lora 4 --lora-targets all-linear --lora-targets q_proj", "leave out all-linear, or the others"),
         ("--lora 4 --lora-targets lm_head", "lm_head is unknown"),
         ("--lora 0", "--lora"),
     ],

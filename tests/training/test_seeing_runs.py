@@ -305,7 +305,7 @@ def test_pictures_that_a_model_cannot_see_are_refused(
     refused(lacking, "holds no image processor .*copy it there")
     assert load_model(lacking).config.vocab == reader.vocab_size  # text alone it reads
     (lacking / "preprocessor_config.json").write_text("{}")
-    refused(lacking, "cannot take the picture that its image processor makes")
+    refused(lacking, "cannot read the pictures of its image processor")
     (lacking / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "Nobody"}))
     refused(lacking, "transformers cannot open preprocessor_config.json")
     other = json.loads((folders("qwen2_5_vl") / "preprocessor_config.json").read_text()) | {"merge_size": 1}
@@ -334,7 +334,7 @@ def test_placeholders_that_can_be_none_are_refused(
 def test_text_that_stands_for_a_picture_is_refused(folders: Callable[[str], Path], reader: Tokenizer) -> None:
     tokenizer, digest = Tokenizer.load(folders("qwen3_vl")), PICTURES.hold(drawn(1))
     for text, pictures in (("a <image>", []), ("<image><image>", [digest])):
-        with pytest.raises(PictureError, match="a text holds <image>, which stands for a picture"):
+        with pytest.raises(PictureError, match="a text has <image>, the placeholder of a picture"):
             tokenizer.encode_seen(text, pictures)
     with pytest.raises(PictureError, match="a text holds <image>"):
         tokenizer.encode("say <image>")
@@ -358,7 +358,7 @@ def test_hostile_pictures_end_the_episode_and_not_the_run(folders: Callable[[str
     rewards = {r.task["id"]: r.reward for r in found.rollouts}
     assert rewards["fine"] == 1.0
     reasons = {id: reward.reason for id, reward in rewards.items() if isinstance(reward, Invalid)}
-    assert "stands for a picture" in reasons["text"] and "stands for a picture" in reasons["tokens"]
+    assert "the placeholder of a picture" in reasons["text"] and "the placeholder of a picture" in reasons["tokens"]
     assert "is damaged" in reasons["cut"]
 
 

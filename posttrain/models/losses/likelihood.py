@@ -184,7 +184,7 @@ class Gradients:
         self.hidden, self.head, self.states = hidden, head, hidden.to(narrow or wide)
         self.narrow = narrow
         self.rounded = narrow if head.cap is None else None
-        """Type in which `add` takes gradients of logits; None: theirs."""
+        """Type in which `add` takes gradients of logits; None: the type of the logits."""
         self.temperature = temperature
         self.factor = head.scale / temperature  # d x / d (hidden W^T + b) without the cap
         self.to_hidden = torch.zeros_like(hidden, dtype=wide) if needed[0] else None

@@ -400,8 +400,8 @@ def test_what_was_said_before_the_end_is_heard() -> None:
         (b"\xff\xff\xff\xff", "announced a message of 4294967295 bytes"),
         (b"\0\0\0\x03{{{", "invalid JSON"),
         (b'\0\0\0\x07["a",1', "closed"),  # and then no more
-        (b"\0\0\0\x02[]", "no message"),
-        (b"\0\0\0\x02{}", "no message"),
+        (b"\0\0\0\x02[]", "not a message"),
+        (b"\0\0\0\x02{}", "not a message"),
         (b'\0\0\0\x09["a",NaN]', "invalid JSON"),
     ],
 )

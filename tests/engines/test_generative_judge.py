@@ -330,7 +330,7 @@ def test_it_is_the_reward_of_training_evaluation_and_samples(place: Path, capsys
     )
     assert all("scores" in row for row in items.rows())
     main(["check", "--judge", "judge.toml", "--tasks", "rows.jsonl"])
-    assert "it asks the service judge: it answered itself" in capsys.readouterr().out
+    assert "it asks the service judge: it answered" in capsys.readouterr().out
 
 
 def test_a_resumed_run_repeats_every_byte(place: Path) -> None:

@@ -409,7 +409,7 @@ def test_only_a_server_that_is_full_is_asked_again(code: str, tries: range) -> N
             url = f"http://127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}"
             return await scripted_async(openenv.environment(url, timeout=0.5), {"seed": 5}, ["one"])
 
-    assert "refuses to begin: no" in asyncio.run(episode()).reason
+    assert "refused the reset: no" in asyncio.run(episode()).reason
     assert len(connections) in tries
 
 

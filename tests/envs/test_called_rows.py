@@ -94,7 +94,7 @@ def test_a_template_that_shows_no_calls_is_refused(plain: Tokenizer) -> None:
 def test_a_row_without_a_trained_reply_is_refused_with_the_marks_that_say_so(plain: Tokenizer) -> None:
     tokenizer = plain.templated(SILENT, "the template")
     for mark in ({"train": False}, {"weight": 0}):
-        with pytest.raises(UserError, match='is context \\("train": false, or "weight": 0\\): train one'):
+        with pytest.raises(UserError, match='are context \\("train": false, or "weight": 0\\): train one'):
             demonstrate({"messages": [ASKED, {"role": "assistant", "content": "2", **mark}]}, tokenizer, [0])
 
 

@@ -117,14 +117,14 @@ def test_a_converter_beside_the_environment_is_found(my: Path) -> None:
 def test_a_success_beside_the_environment_that_is_no_finite_number_is_refused(tmp_path: Path, success: str) -> None:
     (tmp_path / "my.py").write_text(f"SUCCESS = {success}\ndef reward(task, reply): return 1.0\n")
     for spec in (f"{tmp_path}/my.py:reward", load_env(f"{tmp_path}/my.py:reward")):
-        with pytest.raises(UserError, match=r"^SUCCESS beside the environment is .*; it must be a finite number"):
+        with pytest.raises(UserError, match=r"^SUCCESS in the environment's module is .*; it must be a finite number"):
             success_of(spec, None)
         assert success_of(spec, 0.5) == 0.5
 
 
 def test_a_converter_beside_the_environment_that_is_no_function_is_refused(tmp_path: Path) -> None:
     (tmp_path / "my.py").write_text("row_to_task = 5\ndef reward(task, reply): return 1.0\n")
-    with pytest.raises(UserError, match=r"^row_to_task beside the environment is 5 \(int\)"):
+    with pytest.raises(UserError, match=r"^row_to_task in the environment's module is 5 \(int\)"):
         load_converter(f"{tmp_path}/my.py:reward")
 
 
@@ -182,7 +182,7 @@ def test_a_file_without_a_name_says_what_to_write() -> None:
     ("name", "said"),
     [
         ("limit", "3 (int), not a function"),
-        ("Judge", "make one beside it, such as it = Judge()"),
+        ("Judge", "create an instance, such as it = Judge()"),
         ("Game", "--env gymnasium"),
         ("game", "--env gymnasium"),
         ("backwards", "(task, reply)"),

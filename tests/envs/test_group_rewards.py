@@ -195,7 +195,7 @@ def test_reward_of_groups_is_recognised_by_its_parameters(my: str) -> None:
     assert is_group_reward(rank) and is_group_reward(load_env(f"{my}:waits"))
     assert not is_group_reward(lambda task, reply: 1.0) and not is_group_reward(lambda replies, tasks: [1.0])
     assert load_env(rank) is rank and success_of(f"{my}:rank", None) == 1.0
-    with pytest.raises(UserError, match=r"takes \(tasks, replies\) and yields: a reward of a group returns a list"):
+    with pytest.raises(UserError, match=r"takes \(tasks, replies\) and yields: return a list from a reward of a group"):
         load_env(f"{my}:yields")
     with pytest.raises(UserError, match=r"a reward of a group is called with \(tasks, replies\)"):
         load_env(lambda tasks, replies, more: [1.0])

@@ -298,7 +298,7 @@ def test_a_fresh_context_forgets_what_was_shown_and_messages_behind_text_cannot_
     _, asked = play(with_step_rewards(forgetting, StepScoring(**HOW)), ["good", "bad"])
     assert [content["prompt"] for content in asked] == ["a", "b"]
     found, _ = play(with_step_rewards(mixing, StepScoring(**HOW)), ["good", "bad"])
-    assert isinstance(found, Invalid) and "messages behind text" in found.reason
+    assert isinstance(found, Invalid) and "messages after text" in found.reason
 
 
 def test_ends_of_another_reply_are_no_steps_of_this_one() -> None:

@@ -152,8 +152,8 @@ def odd(city: Unit, when: set[int], what: bytes) -> None:
     [
         (untold, "needs a line on 'city' under \"Args:\""),
         (unhinted, "needs a type hint"),
-        (starred, "named parameters alone"),
-        (odd, "no type that JSON has"),
+        (starred, "only with named parameters"),
+        (odd, "not a type of JSON"),
         (lambda x: x, "has no name"),
         (print, "Args|type hint|named parameters"),
     ],
@@ -507,7 +507,11 @@ def test_a_result_is_recorded_in_the_thread_of_its_episode() -> None:
         assert answers(pool) == {0: Turn("A")}
         pool.send(0, Reply("on"))
         [event] = answers(pool).values()
-    assert isinstance(event, Done) and isinstance(event.reward, Invalid) and "another thread" in event.reward.reason
+    assert (
+        isinstance(event, Done)
+        and isinstance(event.reward, Invalid)
+        and "a thread that is not its episode's" in event.reward.reason
+    )
 
 
 def test_an_episode_records_a_bounded_number_of_plain_results() -> None:

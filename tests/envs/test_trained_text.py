@@ -104,9 +104,9 @@ def refusal(family: str, on: bool | None, kind: str) -> str:
     if (kind, family) == ("system", "gemma"):
         return "System role not supported"
     if family == "mistral_nemo" and kind == "system":
-        return "rewrites what opens a reply"
+        return "rewrites the beginning of a reply"
     if (kind, family, on) == ("tools", "gemma4_v5", True):
-        return "rewrites what opens a reply"
+        return "rewrites the beginning of a reply"
     if on in OPENS.get(family, ()) and not kind.startswith("reasoning"):
         return "begins each reply with its thoughts"
     return ""
@@ -235,7 +235,7 @@ def test_turns_before_the_trained_one_are_a_prompt_as_sampling_renders_it(family
         said("other words", **thought),
     ]
     if family == "mistral_nemo":  # it moves the system message into the last turn
-        with pytest.raises(UserError, match="rewrites what opens a reply"):
+        with pytest.raises(UserError, match="rewrites the beginning of a reply"):
             demonstrate({"messages": messages}, tokenizer, ends, "last")
         return
     transcript = demonstrate({"messages": messages}, tokenizer, ends, "last")

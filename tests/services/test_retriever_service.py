@@ -347,7 +347,7 @@ def test_a_retriever_is_missed_and_named(place: Path, capsys: pytest.CaptureFixt
     assert "passages were made up as its answers; --retriever FOLDER asks it" in told
     assert "invalid: no answer" in told
     assert main(["check", *words, "my.py:search", "--retriever", "index"]) == 0
-    assert "it asks the service retriever: it answered itself" in capsys.readouterr().out
+    assert "it asks the service retriever: it answered" in capsys.readouterr().out
     assert main(["check", *words, "my.py:books", "--retriever", "books=index"]) == 0
     assert main(["check", *words, "my.py:books", "--retriever", "index", "index"]) == 2
     assert "two services have the name 'retriever'" in capsys.readouterr().err

@@ -534,7 +534,7 @@ def on_terminal(answers: list[str], columns: int, rows: int) -> str:
         (["--items", "items.jsonl", "--with", "my.py:twice", "--env-workers", "0"], "asks for a second reply"),
         (["--items", "items.jsonl", "--with", "my.py:never", "--env-workers", "0"], "the service is down"),
         (["--items", "rows.jsonl", "--with", "my.py:reward"], "rows.jsonl:1: the row has id, prompt, answer"),
-        (["--items", "items.jsonl", "--best", "b.jsonl"], "items.jsonl:1: the responses have no labels yet"),
+        (["--items", "items.jsonl", "--best", "b.jsonl"], "items.jsonl:1: the responses have no labels"),
         (["--items", "wrong.jsonl", "--best", "b.jsonl"], "wrong.jsonl:2: each of scores must be a finite number"),
         (["--items", "my.py", "--with", "my.py:reward"], "my.py"),
         (["--items", "items.jsonl", "--with", "my.py:reward", "--out", "items.jsonl"], "are both items.jsonl"),
@@ -542,7 +542,7 @@ def on_terminal(answers: list[str], columns: int, rows: int) -> str:
         (["--items", "items.jsonl", "--with", "my.py:reward", "--comparisons", "1"], "pairwise judge"),
         (["--items", "items.jsonl", "--human"], "--rater is missing"),
         (["--items", "items.jsonl", "--human", "--with", "my.py:reward", "--rater", "a"], "exclude each other"),
-        (["--agreement", "items.jsonl", "none.jsonl"], "the responses have no labels yet"),
+        (["--agreement", "items.jsonl", "none.jsonl"], "the responses have no labels"),
     ],
 )
 def test_mistakes_are_told_in_one_line(

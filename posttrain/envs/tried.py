@@ -165,7 +165,7 @@ class Report:
             if case.seen.problem is not None:
                 problems.append(f"the model cannot be shown task {case.task}: {case.seen.problem}")
             elif case.seen.prompt >= self.context:
-                what = f"of {case.seen.prompt} tokens; the model's context has {self.context}, reply included"
+                what = f"of {case.seen.prompt} tokens; the model's context holds {self.context}, reply included"
                 problems.append(f"task {case.task} begins with a prompt {what}: shorten it, or leave the row out")
         return list(dict.fromkeys(problems))
 

@@ -333,7 +333,7 @@ def test_a_real_server_that_fails_or_is_full_is_told(real: str) -> None:
             await session.close()
         return found.reason
 
-    assert "refuses to begin" in asyncio.run(full())
+    assert "refused the reset" in asyncio.run(full())
 
 
 GOOD = json.dumps({"type": "observation", "data": {"observation": {"text": "hello"}, "reward": 0.5, "done": False}})

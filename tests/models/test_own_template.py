@@ -110,7 +110,7 @@ def test_check_finds_what_a_template_does_not_show_and_what_does_not_fit(chatml:
     report = check(calculating, [TASK], viewer=viewer_of(Outline(without, 2048)))
     assert not report.ok and "--chat-template" in "\n".join(report.lines())
     report = check(calculating, [TASK], viewer=viewer_of(Outline(chatml, 20)))
-    assert not report.ok and "the model's context has 20" in "\n".join(report.lines())
+    assert not report.ok and "the model's context holds 20" in "\n".join(report.lines())
 
 
 def test_a_missing_template_is_told_with_the_option_before_a_folder_is_made(

@@ -387,7 +387,7 @@ class _Play:
         if tokens and (not first or len(tokens) < self.by.context):
             return None
         what = f"has {len(tokens)} tokens" if tokens else "is empty"
-        holds = f"the model's context has {self.by.context} tokens, reply included"
+        holds = f"the model's context holds {self.by.context} tokens, reply included"
         if not first or turn.tokens is not None or (tokens and self.by.too_long == "skip"):
             return f"the prompt {what}; {holds}"
         raise UserError(

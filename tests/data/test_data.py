@@ -85,7 +85,7 @@ def test_fields_reach_into_a_column() -> None:
 
 
 def test_columns_that_a_command_line_must_quote_are_quoted() -> None:
-    refused(lambda: to_tasks([{"The Question": "?", "level": 1}]), "the row has: 'The Question', level; say which")
+    refused(lambda: to_tasks([{"The Question": "?", "level": 1}]), "the row has: 'The Question', level; name its column")
 
 
 def test_templates_fill_whole_columns_and_leave_braces_in_data_alone() -> None:
@@ -586,7 +586,7 @@ def test_a_row_that_holds_itself_is_refused_with_its_place() -> None:
         row["x"] = row
         return row
 
-    with pytest.raises(UserError, match="row 1: a value holds itself"):
+    with pytest.raises(UserError, match="row 1: a value contains itself"):
         to_tasks([{"prompt": "a"}], convert=circular)
 
 

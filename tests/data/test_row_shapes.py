@@ -105,7 +105,7 @@ def test_shape_gives_way_to_what_the_user_names() -> None:
         ({"instruction": "a", "output": 3}, "row 1: output must be text, and is 3"),
         (
             {"instruction": "a", "output": "b", "history": [["a"]]},
-            "history: entry 1 is .*; each is .instruction, output.",
+            "history: entry 1 is .*; it must be .instruction, output.",
         ),
     ],
 )

@@ -76,7 +76,7 @@ def short_goodbyes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 BROKEN = {
     "hang": "did not answer within 0.6 s", "die": "ended during a call of die", "rubbish": "did not answer",
-    "no_result": "the answer of no_result is none", "wrong_id": "did not answer", "endless": "did not answer",
+    "no_result": "the answer of no_result is malformed", "wrong_id": "did not answer", "endless": "did not answer",
 }  # fmt: skip
 """What a server does -> what is said of it."""
 
@@ -370,8 +370,8 @@ async def saying(*answers: str | bytes | None) -> AsyncIterator[str]:
         ("[]", "not a message"),
         (b"\xff\xfe", "not a message"), ('{"type": "state", "data": {}}', "not a message"),
         ('{"type": "observation"}', "not a message"),
-        ('{"type": "observation", "data": {}}', "is none"), (observation(observation=5), "is none"),
-        (observation(done="yes"), "is none"),
+        ('{"type": "observation", "data": {}}', "a malformed observation"), (observation(observation=5), "a malformed observation"),
+        (observation(done="yes"), "a malformed observation"),
         (observation(reward="much"), "not a finite number"),
         (observation(reward=float("nan")), "not a finite number"),
         ("[" * 100_000, "not a message"), ("x" * 5_000_000, "closed the connection"),

@@ -445,7 +445,7 @@ def test_environments_of_turns_have_options_too(optioned: Path) -> None:
         ("my.py:reward,weight=x", "--env my.py:reward: weight is a number, not 'x'"),
         ("my.py:env,turns=1.5", "--env my.py:env: turns is a whole number, not '1.5'"),
         ("my.py:reward,loud=maybe", "loud is true or false, not 'maybe'"),
-        ("my.py:none,x=1", r"no option 'x'; it has none \(a parameter behind a \* is one\)"),
+        ("my.py:none,x=1", r"no option 'x'; it has none \(options are the parameters after a \*\)"),
         ("my.py:reward,weight", "the option weight has no value: write my.py:reward,weight="),
         ("search-qa,topk", "--env search-qa: the option topk has no value: write search-qa,topk=3"),
         ("gsm8k,weight=1", "--env gsm8k: no option 'weight'"),

@@ -229,7 +229,7 @@ def test_a_long_reply_has_a_reward_for_each_step_and_too_many_are_refused_with_t
     found, _ = play(env, ["good\n" * 4095 + "good 9"])
     assert len(read_verdict(found).spans) == 4096
     found, _ = play(env, ["good\n" * 4096 + "good 9"])
-    assert isinstance(found, Invalid) and "4097 step rewards, and may have 4096" in found.reason
+    assert isinstance(found, Invalid) and "4097 step rewards, and may have at most 4096" in found.reason
     whole, _ = play(with_step_rewards(exact, StepScoring(**HOW, aggregate="min")), ["good\n" * 4096 + "good 9"])
     assert read_verdict(whole).reward == 3.0
 

@@ -201,10 +201,10 @@ def test_failure_names_its_function(trl: str, name: str, kind: InvalidKind, reas
         ),
         (
             "{}:reward",
-            r"takes \(task, reply\), not TRL's completions: a reward of \(task, reply\) is named without trl:",
+            r"takes \(task, reply\), not TRL's completions: name a reward of \(task, reply\) without trl:",
         ),
         ("{}:acuracy", r"has no 'acuracy'; did you mean 'accuracy'"),
-        ("{}:accuracy,accuracy", "names accuracy twice: give it once, with a weight"),
+        ("{}:accuracy,accuracy", "has accuracy twice: give it once, with a weight"),
         ("{}:accuracy*2,think", "give each function with a weight as a term of its own: trl:FILE:f"),
         ("{}:accuracy,", "'' is not the name of a function"),
         ("{}", "does not say which function: write .*rewards.py:accuracy or"),

@@ -138,7 +138,7 @@ def test_equal_files_with_shares_by_size_train_on_every_row_once_per_epoch(place
     [
         (f"{A} --mixture.a.env my.py:reward", "--mixture.a.env: not a setting of a part"),
         ("--mixture.a.tasks sums.jsonl --mixture.a.weight 0", "must be above 0"),
-        (f"{A} --tasks words.jsonl", "--mixture names several"),
+        (f"{A} --tasks words.jsonl", "--tasks and --mixture both give rows"),
         (f"{A} --mixture.c.weight 2", "--mixture.c.tasks is missing"),
         ("--mixture.a.tasks nothing.jsonl --mixture.a.weight 1", "part a of the mixture: .*nothing.jsonl"),
     ],
@@ -152,7 +152,7 @@ def test_mistakes_are_one_line(place: Path, capsys: pytest.CaptureFixture[str], 
 
 
 def test_rows_that_are_passed_as_objects_cannot_go_with_a_mixture(place: Path) -> None:
-    with pytest.raises(UserError, match="--mixture names several"):
+    with pytest.raises(UserError, match="--tasks and --mixture both give rows"):
         posttrain.sft(SUMS, model="start", mixture={"a": {"tasks": "sums.jsonl"}}, steps=1, out="run", **QUICK)
 
 

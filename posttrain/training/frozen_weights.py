@@ -23,7 +23,7 @@ def frozen_type(config: Any, packed: str = "") -> torch.dtype | None:
     if getattr(config, "frozen_weights", "float32") == "float32":
         return None
     if config.shard:
-        raise UserError("--frozen-weights bfloat16 does not go with --shard: leave one of them out")
+        raise UserError("--frozen-weights bfloat16 does not go with --shard: leave out --shard, or --frozen-weights")
     if packed := packed or config.quantize:
         raise UserError(
             f"--quantize {packed} already stores frozen weights in fewer bits than bfloat16: leave out --frozen-weights"

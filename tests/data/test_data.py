@@ -85,7 +85,9 @@ def test_fields_reach_into_a_column() -> None:
 
 
 def test_columns_that_a_command_line_must_quote_are_quoted() -> None:
-    refused(lambda: to_tasks([{"The Question": "?", "level": 1}]), "the row has: 'The Question', level; name its column")
+    refused(
+        lambda: to_tasks([{"The Question": "?", "level": 1}]), "the row has: 'The Question', level; name its column"
+    )
 
 
 def test_templates_fill_whole_columns_and_leave_braces_in_data_alone() -> None:

@@ -172,7 +172,7 @@ def test_all_engines_gone_and_the_budget_spent_ends_it_with_exit_code_1() -> Non
     pool.load(1, 1)
     pool.submit(0, [1], Sampling())
     with pytest.raises(
-        UserError, match=r"each was lost 3 times in a row \(--engine-restarts 2\); the last one"
+        UserError, match=r"each failed 3 times in a row \(--engine-restarts 2\); the last failure"
     ) as caught:
         while True:
             for engine in world.engines:
@@ -304,7 +304,7 @@ def test_an_engine_that_was_of_use_once_is_not_started_for_ever() -> None:
     world.engines[-1].closed = True
     pool.load(2, 2)
     world.engines[-1].closed = True  # it has not answered since
-    with pytest.raises(UserError, match="lost 2 times in a row"):
+    with pytest.raises(UserError, match="failed 2 times in a row"):
         pool.load(3, 3)
 
 
@@ -486,7 +486,7 @@ def test_only_who_has_the_token_is_heard(tmp_path: Path, monkeypatch: pytest.Mon
     ("address", "said"),
     [
         ("http://a:7000/v1", "give only a:7000, without http://"),
-        ("tcp://", "give only 127.0.0.1:7000 alone"),
+        ("tcp://", "give only 127.0.0.1:7000, without tcp://"),
         ("a", "give HOST:PORT"),
         ("a:70000", "give HOST:PORT"),
     ],
@@ -814,7 +814,9 @@ def test_a_run_with_an_engine_that_listens_is_the_run_without(
     run(tmp_path / "one", start)
     engine = ListeningCommand(start, "a token of 24 characters")
     monkeypatch.setenv(TOKEN, "another one of 26 characters")
-    with pytest.raises(UserError, match=r"the engine 127.0.0.1:\d+ is lost: it cannot be reached: .*same one"):
+    with pytest.raises(
+        UserError, match=r"the engine 127.0.0.1:\d+ is lost: it cannot be reached: .*give both sides the same token"
+    ):
         run(tmp_path / "two", start, engines=(engine.address,))
     monkeypatch.setenv(TOKEN, "a token of 24 characters")
     run(tmp_path / "two", start, engines=(engine.address,))

@@ -249,7 +249,7 @@ BEGINNING: dict[str, Any] = {
     "tokenizer.ggml.padding_token_id": 1,
 }
 NO_TOKENIZER: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
-    "none": ({}, ("tokenizer.ggml.tokens",), "holds no tokenizer"),
+    "none": ({}, ("tokenizer.ggml.tokens",), "has no tokenizer"),
     "kind": ({"tokenizer.ggml.model": "rwkv"}, (), "tokenizer.ggml.model is 'rwkv'; supported are gpt2, llama"),
     "split": ({"tokenizer.ggml.pre": "odd"}, (), "tokenizer.ggml.pre is 'odd'; supported are .*qwen2"),
     "merges": ({"tokenizer.ggml.merges": ["absent together"]}, (), "its tokenizer cannot be built"),

@@ -59,7 +59,7 @@ def test_gpus_that_are_not_there_or_named_twice_are_refused_in_one_line(monkeypa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(UserError, match="--learner-devices 0 is not a GPU of this machine: it has none"):
         choose_device("auto", (0,))
-    with pytest.raises(UserError, match="--learner-devices names GPUs, and --device cpu something else"):
+    with pytest.raises(UserError, match="--learner-devices names GPUs, and --device cpu is not a GPU"):
         choose_device("cpu", (0,))
     with pytest.raises(UserError, match="--engine-devices has no effect without engines in processes of their own"):
         validate(RL(tasks="rows.jsonl", env="verify:exact_match", model="m", engine_devices=(0,)))

@@ -249,7 +249,7 @@ REFUSED = {
     "no rank": ({"r": 0}, "r is 0"),
     "another rank": ({"r": 3}, "has shape"),
     "no base": ({"base_model_name_or_path": None}, "is empty"),
-    "a base that is gone": ({"base_model_name_or_path": "/nowhere"}, "is not there"),
+    "a base that is gone": ({"base_model_name_or_path": "/nowhere"}, "does not exist"),
     "a reward model": ({"task_type": "SEQ_CLS"}, "reward model"),
 }
 

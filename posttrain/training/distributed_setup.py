@@ -29,7 +29,7 @@ def open_world(config: Training) -> Iterator[World]:
         if config.processes > 1:
             raise UserError(
                 "--processes starts processes only from the command posttrain: start your program with torchrun "
-                "--nproc-per-node {config.processes}"
+                f"--nproc-per-node {config.processes}"
             )
         if config.collective_timeout != Training.collective_timeout:
             raise UserError("--collective-timeout requires --processes above 1: add it, or leave the timeout out")

@@ -234,7 +234,7 @@ def test_a_file_of_other_options_tasks_or_weights_is_not_continued(place: Path, 
     ("options", "told"),
     [
         ({"model": ()}, "--model is missing"),
-        ({"samples": 40, "temperature": (0.5, 1.0)}, "80 replies, and a row holds 64"),
+        ({"samples": 40, "temperature": (0.5, 1.0)}, "80 replies, and a row holds at most 64"),
         ({"temperature": (0.5, 0.5)}, "--temperature has 0.5 twice"),
         ({"adaptive": 3}, "--adaptive 3 must be above --samples 3"),
         ({"kind": "topic"}, "has no effect without --kinds"),

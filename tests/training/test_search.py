@@ -237,7 +237,7 @@ def test_contradicting_options_are_refused(place: Path) -> None:
         ("--kinds.a.top-k 1 proposes", {"search": ("beam",), "kind": "prompt", "kinds": {"a": {"top_k": 1}}}),
         ("--judge has no effect with --search and without --env", {"search": ("beam",), "judge": ("judge.toml",)}),
         (
-            "a second --reward-model has no effect beside --search",
+            "a second --reward-model has no effect with --search",
             {"search": ("beam",), "reward_model": ("process=reward", "other=reward")},
         ),
         (

@@ -459,7 +459,7 @@ def test_teacher_is_asked_again_where_that_may_help(
         (
             401,
             b'{"error": {"message": "wrong key"}}',
-            "HTTP 401, it refuses the key (wrong key); look at the environment",
+            "HTTP 401, it refuses the key (wrong key); check the environment",
         ),
         (403, b"no entry", "HTTP 403, it refuses the key (no entry); check the environment variable OPENAI_API_KEY"),
         (404, b"", "HTTP 404; an endpoint ends in /v1 as a rule; look at its address and model"),
@@ -511,7 +511,7 @@ def test_teacher_that_is_not_there_is_told(server: Server) -> None:
 
 def test_endpoint_with_several_models_needs_a_name(server: Server) -> None:
     server.models = ["teacher", "another"]
-    with pytest.raises(UserError, match="serves teacher, another: name one of them"):
+    with pytest.raises(UserError, match="serves teacher, another: choose one of them"):
         RemoteTeacher(server.address)
     with closing(RemoteTeacher(f"{server.address}#teacher")) as named:
         assert named.model == "teacher"

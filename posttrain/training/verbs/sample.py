@@ -111,7 +111,7 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
     if config.adaptive is not None and spec is not None and is_group_reward(load_env(spec)):
         raise UserError(
             "--adaptive does not go with a reward that scores whole groups, as it samples part of a group later: use "
-            "--samples {config.adaptive} instead"
+            f"--samples {config.adaptive} instead"
         )
     converter: Convert | None = load_converter(spec) if spec is not None and rows is None else None
     tasks = load_tasks(config, rows, env, () if makes_prompts else ("prompt",), convert=converter or to_prompt)

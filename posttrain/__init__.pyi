@@ -530,9 +530,9 @@ class RLOptions(
     ]
     """Advantage estimator; gae adds a critic."""
     baseline: Literal["none", "batch", "group", "others", "greedy"]
-    """Baseline: the mean reward to subtract, or the reward of one more reply, which is greedy."""
+    """Baseline: the mean reward to subtract, or the reward of one additional greedy reply."""
     scale: Literal["none", "batch", "group", "mean"]
-    """Divide advantages by the standard deviation of the group, of the batch, by the group's mean reward, or not at
+    """Divide advantages by the standard deviation of the group or of the batch, by the group's mean reward, or not at
     all."""
     baseline_weight: Literal["equal", "length", "gradient"]
     """Weight of each reward in the baseline. gradient is the optimal baseline, with one backward pass per rollout."""
@@ -545,7 +545,7 @@ class RLOptions(
     part_weights: str
     """Weights of the reward's named parts: correct=1 format=0.5."""
     advantage_k: int
-    """k of pass@k: one of k replies has to be right. Below --group."""
+    """k of pass@k: at least one of k replies has to be right. Below --group."""
     gae_lambda: float
     """Lambda of generalized advantage estimation (GAE)."""
     gae_alpha: float
@@ -555,11 +555,11 @@ class RLOptions(
     k_step: int
     """k-step advantage: rewards of this many tokens, then the critic's value."""
     turn_weight: float
-    """Weight of a turn's advantage among turns of the same state, beside its rollout's."""
+    """Weight of a turn's advantage among turns of the same state, relative to its rollout's."""
     turn_gamma: float
     """Discount factor per turn."""
     turn_state: Literal["observation", "history"]
-    """Turns of the same state: those behind the same observation, or behind the same whole context."""
+    """State of a turn: the observation before it, or the whole context before it."""
     surrogate: Literal[
         "clip", "ratio", "log-probability", "weighted", "soft-gate", "divergence-mask", "gamma-weight", "expected-q"
     ]
@@ -578,10 +578,11 @@ class RLOptions(
     ratio: Literal["token", "sequence-mean", "sequence-sum", "sequence-value", "causal", "geometric"]
     """Importance ratio: per token or per sequence. geometric is GMPO's clipped geometric mean."""
     old_policy: Literal["start", "sampler"]
-    """Denominator of the ratio: log-probabilities of the weights at the start of the step, or those of sampling."""
+    """Denominator of the ratio: log-probabilities under the weights at the start of the step, or under the
+    sampler's."""
     correction: Literal["truncate", "icepop", "sequence", "sequence-truncate", "none"]
     """Importance weight for an engine that differs from the learner, or lags behind (--async-steps, --replay). none: no
-    weight. One per token is unbiased for replies of one token alone."""
+    weight. A weight per token is unbiased only for replies of one token."""
     correction_cap: float
     """Cap of the weight of --correction, above 1."""
     off_policy_mask: float
@@ -590,15 +591,15 @@ class RLOptions(
     """Estimator of the KL; exact sums over the whole vocabulary. In the loss k2 and exact have the gradient of the KL
     per token, in the reward k1 that of a reply."""
     kl: float
-    """Coefficient of the KL penalty to the reference, the starting model (0: none, and no reference is kept)."""
+    """Coefficient of the KL penalty to the reference, the starting model (0: no penalty and no reference)."""
     kl_where: Literal["loss", "reward"]
-    """Where the KL goes: into the loss, or subtracted from the reward."""
+    """Place of the KL: in the loss, or subtracted from the reward."""
     kl_unit: Literal["token", "response"]
-    """Estimate the KL per token, or from the ratio of the whole response; in the loss."""
+    """Unit of the KL in the loss: each token, or the ratio of the whole response."""
     kl_weighed: bool
-    """Multiply the KL estimate by the ratio to the old policy, so that its gradient is that of the KL per token."""
+    """Multiply the KL estimate by the ratio to the old policy, which gives it the gradient of the KL per token."""
     kl_control: Literal["fixed", "adaptive", "halving-doubling"]
-    """How the KL coefficient changes from step to step."""
+    """Control of the KL coefficient from step to step."""
     kl_target: float
     """Target KL of the controller, in nats per token."""
     kl_horizon: float
@@ -608,7 +609,7 @@ class RLOptions(
     entropy_target: float
     """Target entropy in nats per token; the coefficient is tuned to hold it."""
     entropy_where: Literal["loss", "reward"]
-    """Where the entropy goes: into the loss, or as -log pi of each token into the reward."""
+    """Place of the entropy: in the loss, or as -log pi of each token in the reward."""
     top_entropy: float
     """Learn only from this share of the tokens, those with the highest entropy (1: all)."""
     clip_cov: float
@@ -621,11 +622,11 @@ class RLOptions(
     value_coefficient: float
     """Coefficient of the value loss."""
     critic_warmup: int
-    """Steps at the start in which only the critic learns."""
+    """Number of first steps in which only the critic learns."""
     critic_tau: float
     """Target networks of action values: rate at which they follow each update."""
     divergence: Literal["reverse-kl", "forward-kl", "jensen-shannon", "sampled"]
-    """Divergence of the student from its teacher. sampled looks at the sampled tokens only."""
+    """Divergence of the student from its teacher. sampled uses only the sampled tokens."""
     distillation: float
     """Weight of the teacher, in the loss or in each token's reward."""
     jsd_beta: float
@@ -637,15 +638,15 @@ class RLOptions(
     teacher_update_rate: float
     """Share of the way to the policy's weights that an update of the teacher goes (1: it becomes the policy)."""
     branches: int
-    """Rollouts that branch at a tool result which raised the entropy (0: none)."""
+    """Rollouts that branch at a tool result that raised the entropy (0: none)."""
     branch_first: float
     """Share of a group that starts at the prompt, with --branches."""
     branch_tokens: int
-    """Tokens of a reply from which --branches estimates entropy."""
+    """Tokens at the start of a reply from which --branches estimates entropy."""
     branch_threshold: float
     """Branch where alpha + beta x the rise in entropy is above this."""
     branch_credit: Literal["soft", "hard"]
-    """Advantage of tokens that branches share: each rollout's own, or their mean."""
+    """Advantage of tokens that branches share: the advantage of each rollout (soft), or the mean over them (hard)."""
     dynamic_sampling: int
     """Dynamic sampling: replace groups without signal, up to N times --prompts (0: off)."""
     overlong_filter: bool
@@ -653,11 +654,11 @@ class RLOptions(
     overlong_cache: int
     """Overlong penalty: tokens before the limit over which it grows to -1 (0: none)."""
     reward_floor: float
-    """Map rewards from 0..1 to this..1, as -1 (0: as they are)."""
+    """Map rewards from 0..1 to this..1, such as -1 (0: unchanged)."""
     length_penalty: float
     """Deduction from the reward for each sampled token (0: none)."""
     length_reward: float
-    """Reward for being among the shorter replies of the group (0: none)."""
+    """Weight of the reward for the shorter right replies of a group (0: none)."""
     imitation: float
     """Weight of the likelihood of right replies in the loss (0: none)."""
     ptx_coefficient: float
@@ -671,7 +672,7 @@ class RLOptions(
     """End a step's updates after one whose KL to the policy before them is above this, in nats per token (0: never)."""
     replay: int
     """Replay buffer, in rollouts (0: on-policy, only the step's own). A --correction, or a ratio with --old-policy
-    sampler, makes up for the weights that sampled them."""
+    sampler, corrects for the weights that sampled them."""
     reference_every: int
     """Steps between updates of the reference to the policy (0: never)."""
     reference_update_rate: float
@@ -724,15 +725,15 @@ class PreferOptions(AlgorithmOptions, PassesOptions, total=False):
     divergence: Literal["reverse-kl", "forward-kl", "jensen-shannon", "alpha"]
     """Divergence from the reference, in place of the reverse KL."""
     tail: float
-    """Weight of the tokens by which a response is longer than the one it is compared with. 1: as the others."""
+    """Weight of the tokens by which a response is longer than the other one of its comparison. 1: as other tokens."""
     denominator: Literal["comparison", "prompt"]
     """Average the loss over comparisons, or over prompts."""
     preference: float
-    """Weight of the comparisons in the loss, beside --imitation."""
+    """Weight of the comparisons in the loss, relative to --imitation."""
     margin: float
     """Target margin: how much higher the better response's scaled score must be (0: none)."""
     row_margins: float
-    """Weight of the margins that rows give (0: ignore them)."""
+    """Weight of the margins in the rows (0: ignore them)."""
     imitation: float
     """Weight of the likelihood of the better responses in the loss (0: none)."""
     imitation_per: Literal["tokens", "responses", "sums"]
@@ -776,7 +777,7 @@ class RewardModellingOptions(AlgorithmOptions, PassesOptions, total=False):
     margin: float
     """Target margin: how much higher the better response's scaled score must be (0: none)."""
     row_margins: float
-    """Weight of the margins that rows give (0: ignore them)."""
+    """Weight of the margins in the rows (0: ignore them)."""
     sign_penalty: float
     """Penalty for better responses that score below 0, and worse ones above."""
     size_penalty: float

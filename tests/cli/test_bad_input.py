@@ -203,7 +203,7 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "wrong type in a recipe": (["rl", "--config", "type.toml"], ("steps", "many")),
     "unknown table": (["rl", "--config", "table.toml"], ("[train] is not a table", "[sft], [rl], [prefer], [reward-model]")),
     "recipe of another verb": (["rl", "--config", "other.toml"], ("no table [rl]", "it has [sft]")),
-    "recipe of a verb without": (["chat", "start", "--config", "other.toml"], ("--config goes with",)),
+    "recipe of a verb without": (["chat", "start", "--config", "other.toml"], ("--config works only with",)),
     "unknown built-in reward": (words("rl", env="arithmetics"), ("did you mean 'arithmetic'?",)),
     "missing reward file": (words("rl", env="evn.py:reward"), ("no file evn.py", "did you mean 'env.py'?")),
     "missing function": (words("rl", env="env.py:rewrad"), ("has no 'rewrad'", "did you mean 'reward'?")),

@@ -497,7 +497,7 @@ def test_what_is_no_address_of_an_engine_is_refused(
     with pytest.raises(UserError, match=re.escape(f"--engines {address}: {said}")):
         host_and_port(address, "--engines")
     assert main(["engine", "--engines", address]) == 2
-    assert "an engine listens at --listen HOST:PORT" in " ".join(capsys.readouterr().err.split())
+    assert "give an engine --listen HOST:PORT" in " ".join(capsys.readouterr().err.split())
 
 
 def test_several_processes_share_the_engines_out() -> None:

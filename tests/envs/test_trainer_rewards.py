@@ -207,7 +207,7 @@ def test_failure_names_its_function(trl: str, name: str, kind: InvalidKind, reas
         ("{}:accuracy,accuracy", "has accuracy twice: give it once, with a weight"),
         ("{}:accuracy*2,think", "give each function with a weight as a term of its own: trl:FILE:f"),
         ("{}:accuracy,", "'' is not the name of a function"),
-        ("{}", "does not say which function: write .*rewards.py:accuracy or"),
+        ("{}", "names no function: write .*rewards.py:accuracy or"),
         ("{}:name", "is 'a-reward-model' .*, not a reward function of TRL.*--reward-model FOLDER"),
         (
             "trl:accuracy_reward_of_nobody",

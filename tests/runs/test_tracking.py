@@ -162,10 +162,10 @@ def test_a_tracker_whose_start_returns_nothing_gets_its_steps(
     ("kind", "told"),
     {
         "Raising": ": log failed, and the run continues: ConnectionError: no route to the tracker (mine.py:",
-        "Broken": " could not start, and the run goes on without it: PermissionError: no key (mine.py:",
-        "Wrong": " could not start, and the run goes on without it: TypeError: start returned 7: return a dict",
+        "Broken": " could not start, and the run continues without it: PermissionError: no key (mine.py:",
+        "Wrong": " could not start, and the run continues without it: TypeError: start returned 7: return a dict",
         "Hanging": " did not finish within 0.2 s and was ended (--resume delivers the rest): it has no step",
-        "Killed": " has ended, and the run goes on without it (exit code -9, SIGKILL)",
+        "Killed": " has ended, and the run continues without it (exit code -9, SIGKILL)",
     }.items(),
 )
 def test_a_tracker_that_fails_hangs_or_is_killed_neither_stops_nor_changes_a_run(

@@ -205,7 +205,7 @@ def test_a_server_that_is_down_is_invalid() -> None:
     service = RemoteRetriever(address, "retriever", retries=2)
     [answer] = answers(service, ["x"])
     assert isinstance(answer, Invalid) and "ConnectError" in answer.reason
-    assert service.counts()["retries"] == 2 and "is the server up" in (service.problem() or "")
+    assert service.counts()["retries"] == 2 and "check that the server runs" in (service.problem() or "")
     service.close()
 
 

@@ -414,7 +414,7 @@ HUMAN = ["label", "--items", "items.jsonl", "--human", "--rater", "ann", "--out"
         ("2>1 = 3, 4", [[2], [1, 3], [4]]),
         ("1=2=3=4", [[1, 2, 3, 4]]),
         ("2 1 3", "reply 4 is missing"),
-        ("2 1 3 3", "reply 3 stands there twice"),
+        ("2 1 3 3", "reply 3 is there twice"),
         ("5 1 2 3", "there is no reply 5"),
         ("best", "give the numbers"),
         ("1=", "give the numbers"),

@@ -207,7 +207,7 @@ def test_an_endpoint_that_is_wrong_is_told_before_anything_heavy(
 def test_an_endpoint_that_is_down_is_told(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving() as server:
         write_recipe(place / "judge.toml", server.address)
-    refused(capsys, [*RL, "--judge", "judge.toml"], "does not answer", "is the server up")
+    refused(capsys, [*RL, "--judge", "judge.toml"], "does not answer", "check that the server runs")
 
 
 def test_services_that_cannot_be_are_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,7 +75,7 @@ class FromRowsOptions(TypedDict, total=False):
     """Read only the first N rows."""
     fields: dict[str, str]
     """Rename columns: --fields.prompt question --fields.answer solution. A reward finds them under both names. A dot
-    reaches into a column: --fields.answer reward_model.ground_truth."""
+    selects a key inside a column: --fields.answer reward_model.ground_truth."""
     prompt_template: str | None
     """Build each prompt from columns: "Question: {question}\nAnswer:". Write a literal brace as {{ or }}. On the
     command line, \n and \t mean a newline and a tab."""
@@ -84,8 +84,8 @@ class ChatTemplateOptions(TypedDict, total=False):
     """Options of several verbs."""
 
     chat_template: str | None
-    """Chat template: a Jinja file, or chatml. Default: the one in the model's folder. It replaces the model's own. A
-    run saves it with its checkpoints."""
+    """Chat template: a Jinja file, or chatml. Default: the one in the model's folder. A run saves it with its
+    checkpoints."""
     chat_template_kwargs: dict[str, Any]
     """Variables of the chat template: --chat-template-kwargs enable_thinking=false. In a recipe, a table. A run saves
     them with its checkpoints, where later commands find them."""
@@ -97,35 +97,35 @@ class DataOptions(ChatTemplateOptions, FromRowsOptions, total=False):
     """Build each response from columns, like --prompt-template (sft)."""
     too_long: Literal["skip", "truncate", "refuse"]
     """Treatment of rows that exceed the model's context: drop and count them (skip), cut them (truncate), or stop
-    (refuse). truncate cuts the start of prompts, the end of demonstrations, and the middle of what an episode shows
-    later. refuse measures all rows before the first step. In rl, a prompt is too long if it leaves no room for a
+    (refuse). truncate cuts the start of prompts, the end of demonstrations, and the middle of later observations of an
+    episode. refuse measures all rows before the first step. In rl, a prompt is too long if it leaves no room for a
     reply."""
     chat: bool | None
     """Wrap plain prompts in the model's chat template, as the message of a user; --no-chat sends them as bare text.
-    Responses of sft, prefer and reward-model are then the assistant's. Default: as in the run that the model comes
-    from, or else yes for instruct models (whose template ends replies as the model does). Rows of messages are always
-    wrapped."""
+    Responses of sft, prefer and reward-model are then the assistant's. Default: as in the run that trained the model;
+    for other models, yes if they are instruct models (whose template ends replies as the model does). Rows of messages
+    are always wrapped."""
     system: str | None
-    """System message before these prompts, and before rows of messages that have none. Default: that of the run that
-    the model comes from."""
+    """System message before these prompts, and before rows of messages that have none. Default: the system message of
+    the run that trained the model."""
 
 class ModelOptions(TypedDict, total=False):
     """Options of several verbs."""
 
     lora: int | None
     """Train LoRA adapters of this rank instead of all weights. Gradients and optimizer state then take a fraction of
-    the memory. Checkpoints hold the adapters in PEFT's format. A model that is an adapter goes on with that one."""
+    the memory. Checkpoints hold the adapters in PEFT's format. If --model is an adapter, training continues with it."""
     lora_alpha: float | None
     """LoRA alpha: adapters are scaled by alpha / rank. Default: twice the rank (arXiv 2405.09673)."""
     lora_targets: tuple[str, ...]
     """Matrices to adapt: all-linear, or any of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj."""
     quantize: Literal["nf4", "int8"] | None
-    """Keep the frozen weights in 4 bits (nf4, as QLoRA does) or 8 (int8); needs --lora. They are unpacked for each
+    """Keep the frozen weights in 4 bits (nf4, as in QLoRA) or 8 (int8); needs --lora. They are dequantised for each
     product."""
     frozen_weights: Literal["float32", "bfloat16"]
-    """Type in which weights that are not trained are held: the base of LoRA, a reference, teachers, reward models and
-    judges of this machine. bfloat16 takes half the memory, and loses nothing of a checkpoint stored in bfloat16: with
-    --precision bfloat16, products are the same. Norms, biases and adapters stay in float32."""
+    """Type of the weights that are not trained: the base of LoRA, a reference, teachers, reward models and judges of
+    this machine. bfloat16 takes half the memory, and is exact for a checkpoint stored in bfloat16: with --precision
+    bfloat16, products are the same. Norms, biases and adapters stay in float32."""
     rslora: bool
     """Scale adapters by alpha / sqrt(rank) (rsLoRA), so that large ranks learn as fast as small ones."""
     dora: bool
@@ -154,8 +154,8 @@ class OptimizerOptions(TypedDict, total=False):
     memory. Results do not depend on it."""
     recompute: Literal["none", "layers"]
     """Activations to recompute in the backward pass (gradient checkpointing). layers: each layer keeps only its input,
-    which costs a second forward pass. Results do not depend on it. Models through transformers also recompute their
-    layers by themselves where activations would not fit."""
+    which costs a second forward pass. Results do not depend on it. Models of transformers also recompute their layers
+    without this option where activations would not fit."""
     router_balance: float
     """Mixtures of experts: coefficient of the load-balancing loss (Switch: 0.01). It is computed over the whole
     optimizer batch."""
@@ -182,8 +182,8 @@ class HardwareOptions(TypedDict, total=False):
     threads: int | None
     """CPU threads. Default: PyTorch's choice."""
     compiled: bool
-    """Compile the inner loops: on a CPU if there is a C compiler, on a GPU if there is Triton. --no-compiled uses plain
-    PyTorch operations."""
+    """Compile the inner loops: on a CPU with a C compiler, on a GPU with Triton. --no-compiled uses plain PyTorch
+    operations."""
     deterministic: bool
     """On a GPU, use algorithms that give the same bits each time. --no-deterministic allows others, some of which are
     faster."""
@@ -199,7 +199,7 @@ class ProcessesOptions(TypedDict, total=False):
     shard: bool
     """Shard weights, gradients and optimizer state across the processes (FSDP2)."""
     collective_timeout: float
-    """Timeout for collective operations, in seconds: a process that takes longer is considered lost."""
+    """Timeout of collective operations, in seconds: a process that takes longer counts as lost."""
     restarts: int
     """Restarts after a crash, from the newest checkpoint. Needs --processes above 1."""
 
@@ -218,37 +218,35 @@ class RunOptions(TypedDict, total=False):
     resume: bool
     """Continue the run in --out from its newest intact checkpoint, bit for bit."""
     overwrite: bool
-    """Delete the run that is in --out and start anew."""
+    """Delete the run in --out and start again."""
     accept_changes: bool
-    """With --resume: accept that tasks, model or reward have changed, or that a part of the record is lost. run.json
-    notes it."""
+    """With --resume: accept changed tasks, model or reward, or a record with missing parts. run.json notes it."""
     save_every: int
     """Steps between checkpoints. One more is written at the end."""
     keep: int
     """Checkpoints to keep, the newest ones."""
     record: Literal["tokens", "sample", "full"]
-    """Per-token data to record. tokens: ids and the sampler's log-probabilities. sample: for 8 groups a step, also what
-    the update computed (log-probabilities of learner and reference, entropy, weight in the loss). full: the same for
+    """Per-token data to record. tokens: ids and the sampler's log-probabilities. sample: for 8 groups a step, also the
+    values of the update (log-probabilities of learner and reference, entropy, weight in the loss). full: the same for
     all groups. Results do not depend on it."""
     record_after: bool
     """Also record log-probabilities after the step's update: one more forward pass over the groups of --record."""
     health: Literal["warn", "stop", "log", "off"]
-    """Reaction to trouble: entropy collapse, runaway length or KL, no signal, jumps of the reward, skipped updates.
-    stop saves a checkpoint first. After 5 steps in a row whose gradients were all not finite, the run stops, unless
+    """Reaction to health findings: entropy collapse, runaway length or KL, no signal, jumps of the reward, skipped
+    updates. stop saves a checkpoint first. After 5 consecutive steps without a finite gradient, the run stops, unless
     this is off."""
     track: tuple[str, ...]
     """Trackers to log to: wandb, trackio, mlflow, swanlab, prometheus, or your own as my.py:Mine. Each runs in a
-    process of its own and cannot hold up a step. prometheus:PORT serves /metrics. TensorBoard's files are always
+    process of its own and cannot delay a step. prometheus:PORT serves /metrics. TensorBoard's files are always
     written."""
     track_project: str
-    """Project of the trackers. Default: that of the tracker's own variable (WANDB_PROJECT ...), or posttrain."""
+    """Project of the trackers. Default: the tracker's own variable (WANDB_PROJECT ...), or posttrain."""
     hook: tuple[str, ...]
-    """Functions of your own that are called after a step: (step, metrics, rollouts). An object with on_step,
-    on_evaluation or on_checkpoint also sees these. They change no result; posttrain.StopRun ends the run with a
-    checkpoint."""
+    """Your own functions, called after each step: (step, metrics, rollouts). An object may have on_step, on_evaluation
+    and on_checkpoint. They change no result; posttrain.StopRun ends the run with a checkpoint."""
     profile: str
-    """Steps to profile with torch's profiler, such as 3:5. The folder profile gets a table by kind of work and kernel,
-    and a trace of each phase for ui.perfetto.dev."""
+    """Steps to profile with torch's profiler, such as 3:5. Writes a table by kind of work and kernel into the folder
+    profile, and a trace of each phase for ui.perfetto.dev."""
     quiet: bool
     """Show no progress."""
 
@@ -268,8 +266,8 @@ class TrainingOptions(
     eval_every: int
     """Steps between evaluations on the held-out tasks (0: only before and after training)."""
     forget: str | None
-    """Texts, or prompts with responses, whose loss is measured at every evaluation (forget/loss): what training makes
-    the model forget. At the sampling temperature, where replies are sampled."""
+    """Texts, or prompts with responses, whose loss is measured at every evaluation (forget/loss), to detect forgetting.
+    Verbs that sample measure it at the sampling temperature."""
 
 class MixtureOptions(TypedDict, total=False):
     """Options of several verbs."""
@@ -279,7 +277,8 @@ class MixtureOptions(TypedDict, total=False):
     [sft.mixture.maths] of a recipe. A part may have its own split, limit and prompt_template; in rl it has its own env,
     and may have max_tokens, temperature, max_turns, max_episode_tokens, max_tool_calls, env_timeout and env_memory."""
     mixture_temperature: float
-    """Temperature T of parts without weights: a part of n tasks has the weight n^(1/T). 1: by size; large: equal."""
+    """Temperature T of a mixture without weights: a part of n tasks has the weight n^(1/T). 1: by size; large:
+    equal."""
 
 class PassesOptions(MixtureOptions, TrainingOptions, total=False):
     """Options of several verbs."""
@@ -289,7 +288,7 @@ class PassesOptions(MixtureOptions, TrainingOptions, total=False):
     steps: int | None
     """Optimizer updates, instead of --epochs. Required for rows without end."""
     rows: int
-    """Batch size: prompts per optimizer update, each with all of its responses."""
+    """Batch size: prompts per optimizer update, each with all its responses."""
 
 class RetrieverOptions(TypedDict, total=False):
     """Options of several verbs."""
@@ -304,20 +303,20 @@ class EnvLimitOptions(TypedDict, total=False):
     env_timeout: float
     """Timeout of one call of the environment, in seconds. A call that exceeds it makes the reward invalid."""
     env_memory: float
-    """Memory limit of an environment process, in GiB (0: none). Beyond it the reward is invalid."""
+    """Memory limit of an environment process, in GiB (0: none). A process that exceeds it makes the reward invalid."""
 
 class SFTOptions(EnvLimitOptions, RetrieverOptions, PassesOptions, total=False):
     """Options of posttrain sft."""
 
     mask: Literal["assistant", "last", "all"]
-    """Messages that are trained: assistant (each one of the assistant, or the response), last (its last message, the
-    earlier ones are context), or all (every token, prompts too). A message with "train": false or "weight": 0 is never
-    trained."""
+    """Messages that are trained: assistant (every assistant message, or the response), last (the last assistant
+    message; earlier ones are context), or all (every token, prompts too). A message with "train": false or "weight": 0
+    is never trained."""
     token_weight: Literal["equal", "probability", "uncertainty"]
     """Weight of each token in the loss, without a gradient: equal, its probability p (Dynamic Fine-Tuning), or
     uncertainty, p (1 - p)."""
     min_reward: float | None
-    """Keep rollouts with at least this reward: those of a recorded run, or replies that run through --env."""
+    """Keep rollouts with at least this reward: of a recorded run, or of replies that run through --env."""
     hidden: int
     """From scratch: hidden size."""
     layers: int
@@ -329,7 +328,7 @@ class SFTOptions(EnvLimitOptions, RetrieverOptions, PassesOptions, total=False):
     intermediate: int | None
     """From scratch: hidden size of the MLP. Default: 8/3 of --hidden, rounded up to a multiple of 32."""
     context: int
-    """From scratch: context length in tokens, prompt and reply together."""
+    """From scratch: context length in tokens, for prompt and reply together."""
     tokenizer: str
     """From scratch: bpe or characters, trained on the rows, or the folder of a model or run to take the tokenizer
     from."""
@@ -341,8 +340,8 @@ class SFTOptions(EnvLimitOptions, RetrieverOptions, PassesOptions, total=False):
     verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
     verl:score.py:compute_score. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown,
     functions, gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa,
-    shapes, textarena, unscored, verdict, word-problems and worked-sums. In sft, rows with replies run through it; for
-    other rows its row_to_task writes the demonstrations, if it has one."""
+    shapes, textarena, unscored, verdict, word-problems and worked-sums. In sft, the replies of rows run through it; for
+    rows without replies, its row_to_task, if any, writes the demonstrations."""
     model: str | None
     """Model to start from: a Hugging Face folder, a GGUF file, the folder of a run, or org/name. In sft, leave it out
     to train from scratch. org/name, or org/name@revision, is a model of the Hugging Face hub."""
@@ -358,8 +357,8 @@ class SamplingOptions(TypedDict, total=False):
     """Column with the sampling temperature of a task, instead of --temperature; where it is null, that holds. Training
     takes the log-probabilities of each token at the temperature that sampled it."""
     top_p: float
-    """Sample from the smallest set of tokens with this total probability. Training needs 1: anything else would change
-    the distribution that is sampled."""
+    """Sample from the smallest set of tokens with this total probability. Training needs 1: other values change the
+    sampled distribution."""
     top_k: int
     """Sample from the K most likely tokens (0: all). Training needs 0."""
     stop: tuple[str, ...]
@@ -370,20 +369,20 @@ class CurriculumOptions(TypedDict, total=False):
 
     curriculum: Literal["uniform", "solve-rate", "stages"]
     """Order of the tasks. uniform: each once per epoch. solve-rate: those that the policy solves about half of the time
-    come first. stages: by a column, the lowest value first; a stage ends when the policy is good at it."""
+    come first. stages: by a column, the lowest value first; a stage ends at --curriculum-accuracy."""
     curriculum_column: str
-    """Column with the stage of a task, for --curriculum stages: numbers, or texts in alphabetical order."""
+    """Column with the stage of a task, for --curriculum stages: numbers, or strings in alphabetical order."""
     curriculum_accuracy: float
     """Running accuracy at which a stage of --curriculum stages ends."""
     curriculum_floor: float
-    """Share of the prompts that the curriculum does not choose. solve-rate: they are every task in turn, so that none
-    is forgotten. stages: they are tasks of earlier stages."""
+    """Share of the prompts that the curriculum does not choose. solve-rate: they go through all tasks in turn, so that
+    no task is dropped for good. stages: they are tasks of earlier stages."""
     curriculum_decay: float
-    """Decay of what the curriculum has seen. solve-rate: of a task's results, at each further visit. stages: of the
+    """Decay of the curriculum's running means. solve-rate: of a task's results, at each further visit. stages: of the
     stage's results, at each step."""
     curriculum_sharpness: float
-    """Exponent s of --curriculum solve-rate: a task comes with weight (p (1 - p))^s, p its solve rate. 0 is
-    indifferent."""
+    """Exponent s of --curriculum solve-rate: a task is drawn with weight (p (1 - p))^s, p its solve rate. At 0 all
+    tasks have equal weight."""
 
 class EpisodeOptions(TypedDict, total=False):
     """Options of several verbs."""
@@ -395,40 +394,40 @@ class EpisodeOptions(TypedDict, total=False):
     max_tool_calls: int | None
     """Maximum number of tool results in an episode. Default: no limit."""
     episode_timeout: float | None
-    """Timeout of an episode, in seconds: after it, no further turn is shown. Default: none. Results then depend on the
-    clock."""
+    """Timeout of an episode, in seconds: after it, no further turn begins. Default: none. With a timeout, results
+    depend on the clock."""
 
 class EnvWorkerOptions(EnvLimitOptions, total=False):
     """Options of several verbs."""
 
     env_workers: int | None
-    """Environment processes. Default: one per CPU core. 0 runs the environment in this process, without limits: for
+    """Environment processes. Default: one per CPU core. 0 runs the environment in this process, without limits, for
     debuggers."""
 
 class ServiceOptions(RetrieverOptions, total=False):
     """Options of several verbs."""
 
     reward_model: tuple[str, ...]
-    """Reward model: the folder of a sequence classifier with one label. Without --env, its score is the reward; an
-    environment asks it as "reward-model". Name several with NAME=FOLDER."""
+    """Reward model: the folder of a sequence classifier with one label. Without --env, its score is the reward;
+    environments ask it under the name "reward-model". Name several with NAME=FOLDER."""
     judge: tuple[str, ...]
     """Judge: the TOML recipe of a model behind an OpenAI endpoint, or of a checkpoint that reasons. Without --env, its
-    verdict is the reward; an environment asks it as "judge". Name several with NAME=RECIPE."""
+    verdict is the reward; environments ask it under the name "judge". Name several with NAME=RECIPE."""
 
 class StepRewardOptions(ServiceOptions, total=False):
     """Options of several verbs."""
 
     step_delimiter: str
-    """Reward each step of a reply by --reward-model, trained on labelled steps. The text between steps; or line, or a
-    regular expression between slashes: "/(?=Step [0-9])/"; reply: each reply of an episode is one step; spans: the
-    environment names where steps end. Without --env, steps alone earn rewards."""
+    """Reward each step of a reply with --reward-model, a model trained on labelled steps. The text between steps; or
+    line, or a regular expression between slashes: "/(?=Step [0-9])/"; reply: each reply of an episode is one step;
+    spans: the environment names where steps end. Without --env, only steps earn rewards."""
     step_aggregate: Literal["none", "sum", "mean", "min", "last", "product"]
-    """Aggregate of step rewards, a part "process" of the reward. none: each step has its own, at its last token, as
-    grpo-process, --advantage to-go and critics read them."""
+    """Aggregate of step rewards, added to the reward as its part "process". none: each step keeps its own reward, at
+    its last token, as grpo-process, --advantage to-go and critics read them."""
     step_rewards: Literal["always", "if-right"]
     """Replies whose steps earn rewards: all of them, or those whose outcome is right (P-GRPO)."""
     step_weight: float
-    """Weight of step rewards beside the outcome."""
+    """Weight of step rewards relative to the outcome's."""
     step_score: Literal["probability", "score"]
     """The reward of a step: the probability that it is right (sigmoid of the reward model's score), or the score."""
 
@@ -439,7 +438,8 @@ class ReplicaOptions(TypedDict, total=False):
     """Replies that are decoded at once: bounds the memory of the KV cache."""
     replicas: int
     """Sampling engines, each in a process of its own with a copy of the weights (0: none). An engine that dies is
-    restarted. Samples do not depend on their number. With 0, the local engine shares this process, and vLLM has one."""
+    restarted. Samples do not depend on their number. With 0, the local engine runs in this process, and vLLM in one of
+    its own."""
 
 class EngineOptions(ReplicaOptions, total=False):
     """Options of several verbs."""
@@ -447,25 +447,25 @@ class EngineOptions(ReplicaOptions, total=False):
     engine: Literal["local", "vllm"]
     """Sampling engine: local, with the learner's own weights, or vllm, in a process of its own."""
     engine_devices: tuple[int, ...]
-    """GPUs of engines in processes of their own (--replicas, --engine vllm), in turn. Default: those that no training
-    process uses; if there are none, the same."""
+    """GPUs of engines in processes of their own (--replicas, --engine vllm), in turn. Default: the GPUs that no
+    training process uses; if there are none, the training GPUs."""
     engine_cache: float
     """KV cache limit in GiB: of vLLM, or of the local engine's cache of episodes between turns. The local engine
-    computes dropped entries again, to the same bits."""
+    recomputes dropped entries, bit for bit."""
     engine_timeout: float
-    """Timeout of an engine in another process, in seconds, for a weight sync or a decoding step. After it, an engine of
-    several is restarted; a single one ends the run."""
+    """Timeout of an engine in another process, in seconds, for a weight sync or a decoding step. After it, one of
+    several engines is restarted; a single engine ends the run."""
     weight_sync: Literal["copied", "adapter", "nccl", "ipc"]
     """Transport of new weights to vLLM. copied: all of them through host memory, adapters merged. adapter: with --lora,
-    the base once and then only the adapters. nccl, ipc: with --replicas, from GPU to GPU, or within one GPU; these two
-    are vLLM's own and have not been tried on GPUs yet."""
+    the base once, then only the adapters. nccl, ipc: with --replicas, from GPU to GPU, or within one GPU; both are
+    vLLM's own, and have not been tested on GPUs yet."""
     launch: Literal["local", "ray"]
-    """Where --replicas run: on this machine, or wherever a Ray cluster has room. RAY_ADDRESS names the cluster; without
-    it, one is started here. All machines must see --out under the same path."""
+    """Where --replicas run: on this machine, or on a Ray cluster. RAY_ADDRESS names the cluster; without it, one is
+    started here. All machines must see --out under the same path."""
     replica_cpus: float
     """--launch ray: CPUs for each replica. With --device cuda it also takes a GPU."""
     engines: tuple[str, ...]
-    """Sample with engines that listen here or on other machines (posttrain engine --listen). They must see --out under
+    """Sample with engines that listen on this or other machines (posttrain engine --listen). They must see --out under
     the same path."""
     engine_token: str | None
     """File with the secret for --engines. Default: the variable POSTTRAIN_ENGINE_TOKEN."""
@@ -497,7 +497,7 @@ class RLOptions(
     critic: Literal["separate", "shared"] | None
     """Algorithms with a critic: a backbone of its own, or a head on the policy's. Default: separate."""
     critic_model: str | None
-    """Model the critic starts from: a checkpoint, a reward model, or the critic of a run. Default: --model."""
+    """Model that the critic starts from: a checkpoint, a reward model, or the critic of a run. Default: --model."""
     critic_lr: float | None
     """Peak learning rate of the critic. Default: --lr."""
     ptx: str | None
@@ -514,19 +514,20 @@ class RLOptions(
     divides. Evaluations draw from the policy alone."""
     async_steps: int
     """Sample this many steps ahead of the update (0: synchronous). Rollouts then come from older weights. A
-    --correction, or a ratio with --old-policy sampler, makes up for most of that: only for replies of one token is a
-    weight per token exact."""
+    --correction, or a ratio with --old-policy sampler, corrects most of the bias; a weight per token is exact only for
+    replies of one token."""
     tokens_per_step: int
-    """Maximum number of tokens that one step samples of a reply (0: no limit). A longer reply goes on in the next step,
-    with newer weights, and its group is learned from once all of it is complete. For environments of one turn."""
+    """Maximum number of tokens of a reply that one step samples (0: no limit). A longer reply continues in the next
+    step, with newer weights; its group enters an update once all its replies are complete. For environments of one
+    turn."""
     routing_replay: bool
-    """Mixtures of experts: learn each token with the experts that sampled it. With the local engine."""
+    """Mixtures of experts: update each token with the experts that sampled it. With the local engine."""
     success: float | None
     """Reward from which a reply counts as right, for accuracy and pass@k. Default: the environment's own SUCCESS.
-    Algorithms that learn from right replies use it too."""
+    Algorithms that imitate right replies use it too."""
     eval_tasks: tuple[str, ...]
-    """Rows to evaluate on, instead of a held-out share of --tasks. Each of several sets has figures of its own too, and
-    may have a name: --eval-tasks easy=a.jsonl hard=b.jsonl."""
+    """Rows to evaluate on, instead of a held-out share of --tasks. Several sets have figures of their own too, and may
+    have names: --eval-tasks easy=a.jsonl hard=b.jsonl."""
     eval_samples: int
     """Replies per held-out task in each evaluation."""
     eval_limit: int
@@ -536,9 +537,9 @@ class RLOptions(
     ]
     """Advantage estimator; gae adds a critic."""
     baseline: Literal["none", "batch", "group", "others", "greedy"]
-    """Baseline: the mean reward to subtract, or the reward of one more reply, which is greedy."""
+    """Baseline: the mean reward to subtract, or the reward of one additional greedy reply."""
     scale: Literal["none", "batch", "group", "mean"]
-    """Divide advantages by the standard deviation of the group, of the batch, by the group's mean reward, or not at
+    """Divide advantages by the standard deviation of the group or of the batch, by the group's mean reward, or not at
     all."""
     baseline_weight: Literal["equal", "length", "gradient"]
     """Weight of each reward in the baseline. gradient is the optimal baseline, with one backward pass per rollout."""
@@ -551,7 +552,7 @@ class RLOptions(
     part_weights: str
     """Weights of the reward's named parts: correct=1 format=0.5."""
     advantage_k: int
-    """k of pass@k: one of k replies has to be right. Below --group."""
+    """k of pass@k: at least one of k replies has to be right. Below --group."""
     gae_lambda: float
     """Lambda of generalized advantage estimation (GAE)."""
     gae_alpha: float
@@ -561,11 +562,11 @@ class RLOptions(
     k_step: int
     """k-step advantage: rewards of this many tokens, then the critic's value."""
     turn_weight: float
-    """Weight of a turn's advantage among turns of the same state, beside its rollout's."""
+    """Weight of a turn's advantage among turns of the same state, relative to its rollout's."""
     turn_gamma: float
     """Discount factor per turn."""
     turn_state: Literal["observation", "history"]
-    """Turns of the same state: those behind the same observation, or behind the same whole context."""
+    """State of a turn: the observation before it, or the whole context before it."""
     surrogate: Literal[
         "clip", "ratio", "log-probability", "weighted", "soft-gate", "divergence-mask", "gamma-weight", "expected-q"
     ]
@@ -584,7 +585,8 @@ class RLOptions(
     ratio: Literal["token", "sequence-mean", "sequence-sum", "sequence-value", "causal", "geometric"]
     """Importance ratio: per token or per sequence. geometric is GMPO's clipped geometric mean."""
     old_policy: Literal["start", "sampler"]
-    """Denominator of the ratio: log-probabilities of the weights at the start of the step, or those of sampling."""
+    """Denominator of the ratio: log-probabilities under the weights at the start of the step, or under the
+    sampler's."""
     correction: Literal["truncate", "icepop", "sequence", "sequence-truncate", "none"]
     """Importance weight for an engine that differs from the learner, lags behind (--async-steps, --replay) or explores
     (--epsilon-greedy). none: no weight. One per token is unbiased for replies of one token alone."""
@@ -596,15 +598,15 @@ class RLOptions(
     """Estimator of the KL; exact sums over the whole vocabulary. In the loss k2 and exact have the gradient of the KL
     per token, in the reward k1 that of a reply."""
     kl: float
-    """Coefficient of the KL penalty to the reference, the starting model (0: none, and no reference is kept)."""
+    """Coefficient of the KL penalty to the reference, the starting model (0: no penalty and no reference)."""
     kl_where: Literal["loss", "reward"]
-    """Where the KL goes: into the loss, or subtracted from the reward."""
+    """Place of the KL: in the loss, or subtracted from the reward."""
     kl_unit: Literal["token", "response"]
-    """Estimate the KL per token, or from the ratio of the whole response; in the loss."""
+    """Unit of the KL in the loss: each token, or the ratio of the whole response."""
     kl_weighed: bool
-    """Multiply the KL estimate by the ratio to the old policy, so that its gradient is that of the KL per token."""
+    """Multiply the KL estimate by the ratio to the old policy, which gives it the gradient of the KL per token."""
     kl_control: Literal["fixed", "adaptive", "halving-doubling"]
-    """How the KL coefficient changes from step to step."""
+    """Control of the KL coefficient from step to step."""
     kl_target: float
     """Target KL of the controller, in nats per token."""
     kl_horizon: float
@@ -614,7 +616,7 @@ class RLOptions(
     entropy_target: float
     """Target entropy in nats per token; the coefficient is tuned to hold it."""
     entropy_where: Literal["loss", "reward"]
-    """Where the entropy goes: into the loss, or as -log pi of each token into the reward."""
+    """Place of the entropy: in the loss, or as -log pi of each token in the reward."""
     top_entropy: float
     """Learn only from this share of the tokens, those with the highest entropy (1: all)."""
     clip_cov: float
@@ -627,13 +629,13 @@ class RLOptions(
     value_coefficient: float
     """Coefficient of the value loss."""
     critic_warmup: int
-    """Steps at the start in which only the critic learns."""
+    """Number of first steps in which only the critic learns."""
     critic_tau: float
     """Target networks of action values: rate at which they follow each update."""
     value_network: bool
     """Learn a value network beside the action values; its slow copy alone gives their targets."""
     divergence: Literal["reverse-kl", "forward-kl", "jensen-shannon", "sampled"]
-    """Divergence of the student from its teacher. sampled looks at the sampled tokens only."""
+    """Divergence of the student from its teacher. sampled uses only the sampled tokens."""
     distillation: float
     """Weight of the teacher, in the loss or in each token's reward."""
     jsd_beta: float
@@ -645,15 +647,15 @@ class RLOptions(
     teacher_update_rate: float
     """Share of the way to the policy's weights that an update of the teacher goes (1: it becomes the policy)."""
     branches: int
-    """Rollouts that branch at a tool result which raised the entropy (0: none)."""
+    """Rollouts that branch at a tool result that raised the entropy (0: none)."""
     branch_first: float
     """Share of a group that starts at the prompt, with --branches."""
     branch_tokens: int
-    """Tokens of a reply from which --branches estimates entropy."""
+    """Tokens at the start of a reply from which --branches estimates entropy."""
     branch_threshold: float
     """Branch where alpha + beta x the rise in entropy is above this."""
     branch_credit: Literal["soft", "hard"]
-    """Advantage of tokens that branches share: each rollout's own, or their mean."""
+    """Advantage of tokens that branches share: the advantage of each rollout (soft), or the mean over them (hard)."""
     dynamic_sampling: int
     """Dynamic sampling: replace groups without signal, up to N times --prompts (0: off)."""
     overlong_filter: bool
@@ -661,7 +663,7 @@ class RLOptions(
     overlong_cache: int
     """Overlong penalty: tokens before the limit over which it grows to -1 (0: none)."""
     reward_floor: float
-    """Map rewards from 0..1 to this..1, as -1 (0: as they are)."""
+    """Map rewards from 0..1 to this..1, such as -1 (0: unchanged)."""
     length_penalty: float
     """Deduction from the reward for each sampled token (0: none)."""
     length_reward: float
@@ -684,7 +686,7 @@ class RLOptions(
     """End a step's updates after one whose KL to the policy before them is above this, in nats per token (0: never)."""
     replay: int
     """Replay buffer, in rollouts (0: on-policy, only the step's own). A --correction, or a ratio with --old-policy
-    sampler, makes up for the weights that sampled them."""
+    sampler, corrects for the weights that sampled them."""
     reference_every: int
     """Steps between updates of the reference to the policy (0: never)."""
     reference_update_rate: float
@@ -703,8 +705,8 @@ class PreferOptions(AlgorithmOptions, PassesOptions, total=False):
     verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
     verl:score.py:compute_score. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown,
     functions, gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa,
-    shapes, textarena, unscored, verdict, word-problems and worked-sums. In sft, rows with replies run through it; for
-    other rows its row_to_task writes the demonstrations, if it has one."""
+    shapes, textarena, unscored, verdict, word-problems and worked-sums. In sft, the replies of rows run through it; for
+    rows without replies, its row_to_task, if any, writes the demonstrations."""
     link: Literal[
         "sigmoid",
         "robust",
@@ -737,15 +739,15 @@ class PreferOptions(AlgorithmOptions, PassesOptions, total=False):
     divergence: Literal["reverse-kl", "forward-kl", "jensen-shannon", "alpha"]
     """Divergence from the reference, in place of the reverse KL."""
     tail: float
-    """Weight of the tokens by which a response is longer than the one it is compared with. 1: as the others."""
+    """Weight of the tokens by which a response is longer than the other one of its comparison. 1: as other tokens."""
     denominator: Literal["comparison", "prompt"]
     """Average the loss over comparisons, or over prompts."""
     preference: float
-    """Weight of the comparisons in the loss, beside --imitation."""
+    """Weight of the comparisons in the loss, relative to --imitation."""
     margin: float
     """Target margin: how much higher the better response's scaled score must be (0: none)."""
     row_margins: float
-    """Weight of the margins that rows give (0: ignore them)."""
+    """Weight of the margins in the rows (0: ignore them)."""
     imitation: float
     """Weight of the likelihood of the better responses in the loss (0: none)."""
     imitation_per: Literal["tokens", "responses", "sums"]
@@ -764,17 +766,17 @@ class RewardModellingOptions(AlgorithmOptions, PassesOptions, total=False):
     """Options of posttrain reward-model."""
 
     pooling: Literal["last", "mean"]
-    """Token states to score: a reply's last one, or the mean over its tokens. transformers cannot load mean."""
+    """Hidden states to score: of a reply's last token, or the mean over its tokens. transformers cannot load mean."""
     head: Literal["linear", "mlp"]
-    """The head: one linear layer, or two with a tanh between. transformers cannot load mlp."""
+    """Head of the reward model: one linear layer, or two with a tanh between. transformers cannot load mlp."""
     env: str
     """Reward function or environment: my.py:reward, package.module:name, a verifier such as verify:exact_match, or a
     built-in name. Settings follow the name: search-qa,topk=5. Add verifiers up with weights: "verify:exact_match*0.9 +
     verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
     verl:score.py:compute_score. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown,
     functions, gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa,
-    shapes, textarena, unscored, verdict, word-problems and worked-sums. In sft, rows with replies run through it; for
-    other rows its row_to_task writes the demonstrations, if it has one."""
+    shapes, textarena, unscored, verdict, word-problems and worked-sums. In sft, the replies of rows run through it; for
+    rows without replies, its row_to_task, if any, writes the demonstrations."""
     link: Literal["sigmoid", "plackett-luce", "cross-entropy", "squared-error"]
     """Loss on the scores of responses."""
     beta: float
@@ -792,7 +794,7 @@ class RewardModellingOptions(AlgorithmOptions, PassesOptions, total=False):
     margin: float
     """Target margin: how much higher the better response's scaled score must be (0: none)."""
     row_margins: float
-    """Weight of the margins that rows give (0: ignore them)."""
+    """Weight of the margins in the rows (0: ignore them)."""
     sign_penalty: float
     """Penalty for better responses that score below 0, and worse ones above."""
     size_penalty: float
@@ -803,7 +805,7 @@ class DistillOptions(RLOptions, total=False):
 
     teachers: dict[str, str]
     """Teachers that tasks choose with a column "teacher": --teachers.maths runs/maths --teachers.code runs/code. Tasks
-    without a choice have --teacher."""
+    without a choice use --teacher."""
     teacher_prompt_template: str | None
     """Prompt for the teacher in place of the student's, built from columns: "{hint} {prompt}". A column
     "teacher_prompt" (text, or a list of messages) does the same."""
@@ -813,18 +815,18 @@ class SearchOptions(TypedDict, total=False):
 
     search: tuple[Literal["best-of-n", "beam", "best-first", "lookahead", "mcts"], ...]
     """Search for each reply: the policy proposes steps, and --reward-model, a process reward model, chooses among them.
-    best-of-n: whole replies. beam: the best partial replies go on. best-first: the best one goes on. lookahead: a beam
-    that values steps by greedy rollouts. mcts: PUCT. Of several, each finds --samples replies."""
+    best-of-n: whole replies. beam: continues the best partial replies. best-first: continues the best one. lookahead: a
+    beam that values steps by greedy rollouts. mcts: PUCT. Of several searches, each finds --samples replies."""
     search_width: int
-    """Partial replies that a beam keeps; whole replies with which best-first ends."""
+    """Number of partial replies that a beam keeps, or of whole replies after which best-first ends."""
     search_proposals: int
     """Steps that are proposed after each partial reply. best-of-n samples --search-width times as many whole
     replies."""
     search_tokens: int | None
-    """Budget of sampled tokens per reply, those of discarded steps and rollouts included. Default: as many as best-of-n
-    takes at most."""
+    """Budget of sampled tokens per reply, those of discarded steps and rollouts included. Default: the most that best-
+    of-n can take."""
     search_lookahead: int
-    """Steps of a rollout of --search lookahead."""
+    """Number of steps in a rollout of --search lookahead."""
     search_exploration: float
     """The constant c of PUCT, for --search mcts: higher values visit more partial replies."""
     choose: Literal["best", "majority", "weighted"]
@@ -850,7 +852,7 @@ class EvaluationOptions(
     against: str | None
     """Second model: the two are compared task by task."""
     suite: str | None
-    """TOML file of several evaluations, one table each, whose keys are options of this command; in place of --tasks."""
+    """TOML file of several evaluations, instead of --tasks: one table each, whose keys are options of this command."""
     samples: int
     """Replies per task."""
     k: tuple[int, ...]
@@ -867,8 +869,8 @@ class SearchedOptions(SearchOptions, ServiceOptions, total=False):
     """Text at which a step ends; or line, or a regular expression between slashes: "/(?=Step [0-9])/"; reply: the reply
     is one step."""
     step_aggregate: Literal["sum", "mean", "min", "last", "product"]
-    """Value of a partial reply, of the probabilities of its steps: last for reward models of the chance that the reply
-    will be right; min or product for those of whether the step is right."""
+    """Value of a partial reply, from the probabilities of its steps: last if the reward model predicts whether the
+    reply will be right; min or product if it predicts whether the step is right."""
 
 class SampleOptions(ReplicaOptions, HardwareOptions, SearchedOptions, EnvWorkerOptions, DataOptions, total=False):
     """Options of posttrain sample."""
@@ -876,9 +878,9 @@ class SampleOptions(ReplicaOptions, HardwareOptions, SearchedOptions, EnvWorkerO
     samples: int
     """Replies per prompt, for each model, temperature, top-p and seed."""
     temperature: tuple[float, ...]
-    """Sampling temperatures; each is used. 0 is greedy, one reply."""
+    """Sampling temperatures; each is used. 0 is greedy and gives one reply."""
     top_p: tuple[float, ...]
-    """Sample from the smallest set of tokens with this total probability; several: each is used."""
+    """Sample from the smallest set of tokens with this total probability. Of several values, each is used."""
     top_k: int
     """Sample from the K most likely tokens (0: all)."""
     seed: tuple[int, ...]
@@ -888,23 +890,23 @@ class SampleOptions(ReplicaOptions, HardwareOptions, SearchedOptions, EnvWorkerO
     stop: tuple[str, ...]
     """Strings that end a reply."""
     kind: str
-    """Column that names the kind of a prompt, where kinds have settings of their own."""
+    """Column with the kind of a prompt, for --kinds."""
     kinds: dict[str, dict[str, str]]
     """Settings by kind of prompt: --kinds.code.temperature 0.2,0.6 --kinds.code.max_tokens 512. Or a table
-    [sample.kinds.code] of a recipe. They are samples, temperature, top_p, top_k, max_tokens and stop."""
+    [sample.kinds.code] in a recipe. The settings are samples, temperature, top_p, top_k, max_tokens and stop."""
     adaptive: int | None
     """Sample up to this many replies for prompts whose first --samples replies disagree."""
     disagreement: float
-    """With --adaptive: threshold of disagreement. With an environment or a reward model it is the highest score minus
-    the lowest; else 1 minus the mean edit similarity of two replies, from 0 to 1."""
+    """With --adaptive: threshold of disagreement. Disagreement is the highest score minus the lowest, with an
+    environment or a reward model; else 1 minus the mean edit similarity of two replies, from 0 to 1."""
     distinct: bool
-    """Keep equal replies to a prompt once, with their count (times)."""
+    """Write equal replies to a prompt once, with their number in "times"."""
     out: str
     """File to write: one line of JSON per prompt."""
     resume: bool
     """Continue the file in --out after its last whole line. Options, tasks and models must be the same."""
     overwrite: bool
-    """Replace the file that is in --out."""
+    """Replace the file at --out."""
     quiet: bool
     """Show no progress."""
 
@@ -916,7 +918,7 @@ class LabelOptions(EnvWorkerOptions, SeedOptions, FromRowsOptions, total=False):
     resume: bool
     """Continue the file in --out after its last whole line. Rows and labeller must be the same."""
     overwrite: bool
-    """Replace files that exist."""
+    """Replace existing files."""
     best: str | None
     """Also write prompts with their best responses to this file, for sft."""
     top: int
@@ -977,8 +979,8 @@ def prefer(tasks: Rows, model: str | PathLike[str] | None = None, **options: Unp
 def reward_model(
     tasks: Rows, model: str | PathLike[str] | None = None, **options: Unpack[RewardModellingOptions]
 ) -> Run:
-    """Train a reward model from pairs, rankings, labels or scores. Rows are those of `prefer`, or have a
-    "response" with its "score", or with "steps".
+    """Train a reward model from pairs, rankings, labels or scores. Rows are as for `prefer`, or have a
+    "response" with a "score" or with "steps".
 
     `tasks`: a path, rows in memory, a generator, or a function that makes rows without end. Options are
     those of `posttrain reward-model --help-all`.
@@ -994,7 +996,7 @@ def distill(
     **options: Unpack[DistillOptions],
 ) -> Run:
     """On-policy distillation: a teacher scores what a student samples. `teacher`: a model of any size with
-    the same tokenizer. With `env`, replies are scored too.
+    the same tokenizer. With `env`, replies are scored as well.
 
     `tasks`: a path, rows in memory, a generator, or a function that makes rows without end. Options are
     those of `posttrain distill --help-all`.
@@ -1023,8 +1025,7 @@ def sample(
     env: str | Callable[..., Any] | None = None,
     **options: Unpack[SampleOptions],
 ) -> Written:
-    """Sample replies to label or to learn from. Replies have scores where `env` or a reward model gives
-    them.
+    """Sample replies to label or to learn from. With `env` or a reward model, replies have scores.
 
     `tasks`: a path, rows in memory, a generator, or a function that makes rows without end. Options are
     those of `posttrain sample --help-all`.

@@ -42,7 +42,7 @@ class SequenceMean(Aggregate):
 
 @dataclass(frozen=True)
 class TokenMean(Aggregate):
-    """Gives every token the same weight, so that long replies are not diluted: rambling costs its full length.
+    """Gives every token the same weight, so that the tokens of long replies are not diluted.
 
     1 / sum_j n_j (DAPO, arXiv 2503.14476, eq. 12).
     """
@@ -86,7 +86,7 @@ class SequenceSum(Aggregate):
 
 @dataclass(frozen=True)
 class ConstantLength(Aggregate):
-    """Like the sequence sum, free of a bias towards long wrong replies, at a scale that does not depend on the budget.
+    """Removes the bias towards long wrong replies, as the sequence sum does, at a scale independent of the budget.
 
     1 / (B length), `length` being the episode's token budget, never the padded width (Dr. GRPO, arXiv 2503.20783,
     section 3.2 and listing 1, MAX_TOKENS).

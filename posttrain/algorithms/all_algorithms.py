@@ -90,7 +90,7 @@ def lookup(name: str, table: Mapping[str, AnyAlgorithm], kinds: Mapping[type[Any
 
     if name in EVERY:
         verb = verb_of(EVERY[name])
-        raise UserError(f"{name} belongs to posttrain {verb}: posttrain {verb} --algorithm {name}")
+        raise UserError(f"{name} is an algorithm of another verb: run posttrain {verb} --algorithm {name}")
     told = near_or_where(name.lower(), table, "posttrain algorithms")
     raise UserError(f"unknown algorithm {name!r}{told}; your own is my.py:name")
 

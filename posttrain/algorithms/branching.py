@@ -21,31 +21,35 @@ PAPER = "ARPO, arXiv 2507.19849"
 
 @dataclass(frozen=True)
 class Branching(Component):
-    """Samples again where a tool's answer has left the policy unsure, rather than from the prompt alone.
+    """Branches rollouts where a tool result makes the policy uncertain, instead of starting all at the prompt.
 
-    `first` x M rollouts of a group begin with the prompt. Behind each tool's answer the entropy H_t of the reply's first
-    `tokens` tokens is compared with that of the episode's first ones, H_0. Where alpha + beta (H_t - H_0) / log V exceeds
-    the threshold, `branches` further rollouts of the group begin right behind the answer. The remaining members of the group
-    begin with the prompt (ARPO, arXiv 2507.19849, section 3.1).
+    `first` x M rollouts of a group begin with the prompt. After each tool result, the entropy H_t of the reply's first
+    `tokens` tokens is compared with H_0, that of the episode's first ones. Where alpha + beta (H_t - H_0) / log V exceeds
+    the threshold, `branches` further rollouts of the group begin right after the result. The remaining members of the
+    group begin with the prompt (ARPO, arXiv 2507.19849, section 3.1).
 
     credit   credit of tokens that d rollouts share. `soft`: in each rollout that rollout's own. `hard`: in each the mean
              over the d rollouts.
     """
 
     branches: int = setting(
-        1, "branches", "Rollouts that branch at a tool result which raised the entropy (0: none).", above=0, absent=0
+        1, "branches", "Rollouts that branch at a tool result that raised the entropy (0: none).", above=0, absent=0
     )
     first: float = setting(
         0.5, "branch-first", "Share of a group that starts at the prompt, with --branches.", above=0, below=1
     )
-    tokens: int = setting(20, "branch-tokens", "Tokens of a reply from which --branches estimates entropy.", above=0)
+    tokens: int = setting(
+        20, "branch-tokens", "Tokens at the start of a reply from which --branches estimates entropy.", above=0
+    )
     alpha: float = setting(0.5, least=0, most=1)
     beta: float = setting(0.2, above=0)
     threshold: float = setting(
         0.5, "branch-threshold", "Branch where alpha + beta x the rise in entropy is above this."
     )
     credit: Literal["soft", "hard"] = setting(
-        "soft", "branch-credit", "Advantage of tokens that branches share: each rollout's own, or their mean."
+        "soft",
+        "branch-credit",
+        "Advantage of tokens that branches share: the advantage of each rollout (soft), or the mean over them (hard).",
     )
     needs = frozenset({Need.GROUP})
     source = f"{PAPER}, section 3.1"

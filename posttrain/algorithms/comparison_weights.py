@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from posttrain.core.component import Component
 
 Shares = Sequence[Sequence[float]]
-"""Shares of the units of each preference example of an optimizer batch: their weights relative to each other."""
+"""Shares of the units of each preference example in an optimizer batch: their relative weights."""
 
 
 class Denominator(Component):

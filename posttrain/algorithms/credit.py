@@ -54,7 +54,7 @@ class Advantage(Component):
 
 @dataclass(frozen=True)
 class Baselined(Advantage):
-    """Compares a rollout with others, which needs no critic: R minus a baseline, over a scale.
+    """Compares a rollout with others, so that no critic is needed: R minus a baseline, over a scale.
 
     Nine papers differ only in these choices.
 
@@ -73,12 +73,13 @@ class Baselined(Advantage):
     """
 
     baseline: Literal["none", "batch", "group", "others", "greedy"] = setting(
-        "group", "baseline", "Baseline: the mean reward to subtract, or the reward of one more reply, which is greedy."
+        "group", "baseline", "Baseline: the mean reward to subtract, or the reward of one additional greedy reply."
     )
     scale: Literal["none", "batch", "group", "mean"] = setting(
         "none",
         "scale",
-        "Divide advantages by the standard deviation of the group, of the batch, by the group's mean reward, or not at all.",
+        "Divide advantages by the standard deviation of the group or of the batch, by the group's mean reward, or not at "
+        "all.",
     )
     weight: Literal["equal", "length", "gradient"] = setting(
         "equal",
@@ -154,7 +155,7 @@ class Baselined(Advantage):
         elif self.scale == "mean":
             if bool((reward < 0).any()):
                 raise UserError(
-                    f"--scale mean divides by a group's mean reward, which needs rewards of at least 0, and one is "
+                    f"--scale mean needs rewards of at least 0, as it divides by a group's mean reward, and one is "
                     f"{reward.min().item():g}: leave it out, or change the reward"
                 )
             advantage = advantage / (over_group(reward) / count + self.eps)
@@ -191,7 +192,7 @@ class Baselined(Advantage):
 
 @dataclass(frozen=True)
 class ToGo(Advantage):
-    """Credits a token only with what came after it, which it can still have changed: less variance at no bias.
+    """Credits a token only with rewards that come after it, which it can influence: less variance without bias.
 
     The sum of step rewards and KL penalties from the token on, and the final reward. `baseline="group"` first subtracts
     the mean of the group's total rewards from the final one. `whiten`: over all tokens of the batch,
@@ -235,7 +236,7 @@ class ToGo(Advantage):
 
 @dataclass(frozen=True)
 class Unrewarded(Advantage):
-    """Learns nothing from rewards, which are only reported: for algorithms with a teacher."""
+    """Reports rewards without learning from them: for algorithms with a teacher."""
 
     formula = "0: rewards are reported, and not learned from"
     source = "GKD, arXiv 2306.13649, section 3: its own loss, without a reward"
@@ -258,7 +259,7 @@ class Earned(Advantage):
 
 @dataclass(frozen=True)
 class StepRewards(Advantage):
-    """Credits the steps of a reply apart from each other, without a critic: GRPO with process supervision.
+    """Credits each step of a reply separately, without a critic: GRPO with process supervision.
 
     All step rewards of the group are normalised together, the final reward among them: with the step that ends at the last
     token, or else as a step of its own. The advantage of a token is the sum of the normalised rewards of the steps that end
@@ -337,14 +338,14 @@ class StepRewards(Advantage):
 
 @dataclass(frozen=True)
 class Decoupled(Advantage):
-    """Keeps several rewards apart until each is normalised, so that none drowns in another's spread.
+    """Normalises each of several rewards separately, so that a reward with a large spread does not hide the others.
 
-    Each named part of the reward is normalised within the group, (r_k - mean) / (std + eps), then they are added with their
-    weights, then divided by the standard deviation of the whole batch, so that more parts make no larger step (GDPO, arXiv
-    2601.05242). A part that is equal in a whole group adds exactly 0 there. The reward itself plays no role.
+    Each named part of the reward is normalised within the group, (r_k - mean) / (std + eps), then they are added with
+    their weights, then divided by the standard deviation of the whole batch, so that more parts make no larger step
+    (GDPO, arXiv 2601.05242). A part that is equal in a whole group adds exactly 0 there. The total reward is not used.
 
-    weights   the weight of each part, as "correct=1 format=0.5"; a part that is not named here weighs 1.
-    whiten    divide by the batch's standard deviation. Its mean, which the paper subtracts, is 0: that of every group is.
+    weights   the weight of each part, as "correct=1 format=0.5"; parts without a weight have 1. whiten    divide by the
+    batch's standard deviation. Its mean, which the paper subtracts, is 0: that of every group is.
     """
 
     weights: tuple[str, ...] = setting((), "part-weights", "Weights of the reward's named parts: correct=1 format=0.5.")
@@ -381,7 +382,9 @@ class Decoupled(Advantage):
     def __call__(self, scores: Scores) -> Tensor:
         weight = self.weight_of()
         if unknown := [name for name in weight if name not in scores.parts]:
-            raise UserError(f"--part-weights names {unknown[0]}; the reward's parts are {', '.join(scores.parts)}")
+            raise UserError(
+                f"--part-weights names {unknown[0]}, not a part of the reward: name one of {', '.join(scores.parts)}"
+            )
         normalised = Baselined("group", "group", eps=self.eps)
         total = torch.zeros_like(scores.reward, dtype=torch.float64)
         for name, values in scores.parts.items():
@@ -391,17 +394,20 @@ class Decoupled(Advantage):
 
 @dataclass(frozen=True)
 class PassAtK(Advantage):
-    """Rewards a group for one right reply among any k, so that replies need not all be alike: diversity pays.
+    """Rewards a group for one right reply among any k, so that diverse replies pay.
 
     Each k of the N rollouts of a group would share the reward 1 if any of them is right, else 0. The advantage of a rollout
     is the mean, over all such subsets that hold it, of their reward minus the mean R over all subsets, over the standard
     deviation sigma over all subsets (arXiv 2508.10751, its analytical derivation): a sum that has a closed form. With W
     wrong rollouts in the group, R = 1 - C(W, k) / C(N, k) and sigma = sqrt(R (1 - R)).
 
-    A group of which every k hold a right one, or none does, has advantage exactly 0: one with W < k learns nothing more.
+    A group in which every subset of k has a right reply, or none has, has advantage exactly 0: this includes all groups
+    with W < k.
     """
 
-    k: int = setting(2, "advantage-k", "k of pass@k: one of k replies has to be right. Below --group.", least=1)
+    k: int = setting(
+        2, "advantage-k", "k of pass@k: at least one of k replies has to be right. Below --group.", least=1
+    )
     needs = frozenset({Need.GROUP, Need.SUCCESS})
     source = "Pass@k training, arXiv 2508.10751, analytical derivation"
 
@@ -438,7 +444,7 @@ class PassAtK(Advantage):
 
 @dataclass(frozen=True)
 class GAE(Advantage):
-    """Assigns credit token by token with a critic; lambda trades its bias against the variance of sampled returns.
+    """Assigns credit token by token with a critic; lambda trades its bias against the variance of returns.
 
     Generalized advantage estimation over the sampled tokens only (arXiv 1506.02438, eq. 16):
     delta_t = r_t + gamma V_{t+1} - V_t with V = 0 after the last token, and A_t = delta_t + gamma lambda A_{t+1}. Tool text
@@ -447,8 +453,8 @@ class GAE(Advantage):
 
     alpha     a lambda of its own for every length, 1 - 1 / (alpha n_i), at least 0 (VAPO, arXiv 2504.05118, eq. 8).
     whiten    (A - mean) / (std + eps) over all tokens of the batch.
-    bootstrap a reply that was cut off has not ended: the critic's value of the last state that it saw, before the last
-              token, stands in for all that the last token earned, whose own advantage is 0 (fixed-length segments: PPO,
+    bootstrap a reply that was cut off has not ended: the critic's value of the last observed state, before the last
+              token, replaces the rewards of the last token, whose own advantage is 0 (fixed-length segments: PPO,
               arXiv 1707.06347, section 5; time limits: Pardo et al. 2018, arXiv 1712.00378, section 3).
     """
 
@@ -506,7 +512,7 @@ class GAE(Advantage):
 
 @dataclass(frozen=True)
 class KStep(Advantage):
-    """Trusts what was earned over the next k tokens, then the critic's value of the state behind them.
+    """Sums the rewards of the next k tokens, then adds the critic's value of the state after them.
 
     A_t = sum_{j<k} gamma^j r_{t+j} + gamma^k V_{t+k} - V_t, over the sampled tokens only, with V = 0 after the last one
     (A3C, arXiv 1602.01783, section 4). k 1 is the TD residual; from the longest reply's length on it is the return minus V.

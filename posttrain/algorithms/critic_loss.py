@@ -52,7 +52,7 @@ class Value(CriticLoss):
     )
     coefficient: float = setting(0.1, "value-coefficient", "Coefficient of the value loss.", least=0)
     lam: float | None = setting(None, least=0, most=1)
-    warmup: int = setting(0, "critic-warmup", "Steps at the start in which only the critic learns.", least=0)
+    warmup: int = setting(0, "critic-warmup", "Number of first steps in which only the critic learns.", least=0)
     needs = frozenset({Need.VALUE})
     wants = frozenset({"value"})
 

@@ -24,9 +24,10 @@ from posttrain.algorithms.settings import change, flags, settings_of
 from posttrain.core.component import Component, Need
 
 SYMBOLS = (
-    "Symbols: lp, old, ref, mu: log-probability of a sampled token under the policy, the policy before the step's updates, "
+    "Symbols: lp, old, ref, mu: log-probability of a sampled token under the policy, the policy before the step's "
+    "updates, "
     "the reference, the engine. B: number of rollouts; n_i: trained tokens of rollout i; R_i: its reward; m_i: all its "
-    "sampled tokens; budget: the maximum of m_i. sg(): stop-gradient. A is 0 behind the last token."
+    "sampled tokens; budget: the maximum of m_i. sg(): stop-gradient. A is 0 after the last token."
 )
 OF_TEACHERS = "p, q: the policy's and the teacher's probabilities over the vocabulary; tea: log q of a sampled token."
 SYMBOLS_OF_PREFERENCES = (
@@ -430,7 +431,8 @@ def _(algorithm: PreferenceAlgorithm, measured: Sequence[str]) -> list[str]:
         "|---|---|---|",
         *(f"| `{option}` | `{formula}` | {source} |" for option, formula, source in axes(algorithm)),
         "",
-        f"Command: `posttrain prefer --algorithm {algorithm.name}`. All settings: `posttrain algorithms {algorithm.name}`.",
+        f"Command: `posttrain prefer --algorithm {algorithm.name}`. All settings: `posttrain algorithms "
+        f"{algorithm.name}`.",
         "",
     ]
 

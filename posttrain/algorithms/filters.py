@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DynamicSampling(Component):
-    """Keeps the number of informative groups constant as tasks become too easy or stay too hard.
+    """Keeps the number of groups with a signal constant as tasks become too easy or stay too hard.
 
-    Groups whose rewards are all equal teach nothing and are replaced by others until the step is full (DAPO, arXiv
-    2503.14476, eq. 11). A group is kept if its rewards differ and, where asked for, its share of successes is within (low,
-    high). `rounds` is the budget: at most that many times the step's prompts are sampled; then the step continues with the
-    groups that it has.
+    Groups whose rewards are all equal give no gradient and are replaced by others until the step is full (DAPO, arXiv
+    2503.14476, eq. 11). A group is kept if its rewards differ and, where asked for, its share of successes is within
+    (low, high). `rounds` is the budget: at most `rounds` times the step's prompts are sampled; then the step continues
+    with the groups that were kept.
     """
 
     rounds: int = setting(
@@ -71,8 +71,8 @@ class DynamicSampling(Component):
 class OverlongFilter(Component):
     """Avoids punishing good reasoning that was merely cut off.
 
-    Truncated episodes leave the loss and its denominators, and stay in their group's statistics (DAPO, arXiv 2503.14476,
-    section 3.4). Truncated means out of tokens, context or turns, according to the stop reason.
+    Truncated episodes are excluded from the loss and its denominators, but not from their group's statistics (DAPO, arXiv
+    2503.14476, section 3.4). Truncated means out of tokens, context or turns, according to the stop reason.
     """
 
     formula = "without episodes that were cut off, which count in their group's statistics only"
@@ -89,8 +89,8 @@ class OverlongFilter(Component):
 
 
 class TokenSelection(Component):
-    """Map from what is known of a step's tokens before its updates to those that keep their advantage; it becomes 0
-    elsewhere, and every denominator stays that of the full batch.
+    """Map from a step's tokens, before its updates, to the tokens that keep their advantage. It becomes 0 elsewhere, and
+    every denominator stays that of the full batch.
     """
 
     option: ClassVar[str] = "a selection of tokens of your own"  # the option that selects it, for messages
@@ -106,7 +106,7 @@ class TokenSelection(Component):
 
 @dataclass(frozen=True)
 class TopEntropy(TokenSelection):
-    """Spends the update on the tokens where a reply could have gone another way: those with high entropy.
+    """Restricts the update to the tokens with high entropy, at which replies diverge.
 
     The `share` of the step's tokens with the highest entropy keep their advantage, that of the others becomes 0; every
     denominator stays that of the full batch (arXiv 2506.01939, eq. 6).
@@ -139,13 +139,13 @@ class TopEntropy(TokenSelection):
 
 @dataclass(frozen=True)
 class CovarianceClip(TokenSelection):
-    """Keeps the entropy from collapsing: leaves out a few of the tokens whose update would lower it most.
+    """Prevents entropy collapse: leaves out a few of the tokens whose update would lower the entropy most.
 
-    These are likely tokens with a high advantage, or unlikely ones with a low one: the entropy falls by the covariance of lp
-    and A over all tokens of the step (Clip-Cov, arXiv 2505.22617). cov = (old - mean(old)) (A - mean(A)). Of
-    the tokens with low < cov < high, share x (tokens of the step) become without an advantage, at least one. The paper
-    draws them at random; here they are evenly spaced in the order of cov, which needs no random numbers. Its covariance is
-    of the log-probabilities of each update (in verl, of each micro-batch); here of the step's start.
+    These are likely tokens with a high advantage, or unlikely ones with a low one: the entropy falls by the covariance of
+    lp and A over all tokens of the step (Clip-Cov, arXiv 2505.22617). cov = (old - mean(old)) (A - mean(A)). Of the
+    tokens with low < cov < high, share x (tokens of the step) get advantage 0, at least one. The paper draws them at
+    random; here they are evenly spaced in the order of cov, which needs no random numbers. It computes the covariance
+    from the log-probabilities of each update (verl: of each micro-batch); here it is computed at the step's start.
     """
 
     share: float = setting(
@@ -183,17 +183,18 @@ class CovarianceClip(TokenSelection):
 
 @dataclass(frozen=True)
 class CovariancePenalty(Component):
-    """Keeps the entropy from collapsing: holds the tokens whose update would lower it most near the old policy.
+    """Prevents entropy collapse: holds the tokens whose update would lower the entropy most near the old policy.
 
-    coefficient x |lp - old| is subtracted from what is maximised at the `share` of the step's tokens with the highest cov =
-    (old - mean(old)) (A - mean(A)), at least one (KL-Cov, arXiv 2505.22617). |lp - old| for the KL is that of
-    the authors' code. The covariance is of the step's start, as with --clip-cov.
+    coefficient x |lp - old| is subtracted from what is maximised at the `share` of the step's tokens with the highest cov
+    = (old - mean(old)) (A - mean(A)), at least one (KL-Cov, arXiv 2505.22617). |lp - old| in place of the KL is as in the
+    authors' code. The covariance is computed at the step's start, as with --clip-cov.
     """
 
     share: float = setting(
         2e-4,
         "kl-cov",
-        "KL-Cov: penalise the distance to the old policy at this share of the tokens, those whose update lowers the entropy "
+        "KL-Cov: penalise the distance to the old policy at this share of the tokens, those whose update lowers the "
+        "entropy "
         "most (0: none).",
         above=0,
         most=1,
@@ -226,17 +227,17 @@ def covariances(logp: list[Tensor], advantage: list[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Replay(Component):
-    """Uses each rollout more than once, where sampling is what costs.
+    """Uses each rollout more than once, where sampling is the main cost.
 
     Every update learns from as many rollouts as a minibatch of the step has, drawn from the last `capacity` ones. Older
-    weights have sampled most of them, which needs a correction, or a ratio to the sampler.
+    weights sampled most of them, so a correction, or a ratio to the sampler, is needed.
     """
 
     capacity: int = setting(
         4096,
         "replay",
         "Replay buffer, in rollouts (0: on-policy, only the step's own). A --correction, or a ratio with --old-policy "
-        "sampler, makes up for the weights that sampled them.",
+        "sampler, corrects for the weights that sampled them.",
         above=0,
         absent=0,
     )

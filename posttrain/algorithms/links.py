@@ -56,7 +56,7 @@ class PreferenceLink(Component):
 
 @dataclass(frozen=True)
 class Sigmoid(PreferenceLink):
-    """Makes the better response likelier to win: Bradley and Terry's model of comparisons.
+    """Raises the probability that the better response wins: Bradley and Terry's model of comparisons.
 
     -(1 - e) log sigma(x) - e log sigma(-x), x = beta (s_w - s_l) - margin; e: the share of labels assumed to be wrong.
     """
@@ -86,7 +86,7 @@ class Sigmoid(PreferenceLink):
 
 @dataclass(frozen=True)
 class Robust(PreferenceLink):
-    """Undoes the bias of wrong labels: its mean under labels flipped with probability e is that of DPO under true ones.
+    """Removes the bias of wrong labels: with labels flipped with probability e, its mean is DPO's loss on true labels.
 
     ((1 - e) (-log sigma(x)) - e (-log sigma(-x))) / (1 - 2 e), x = beta (s_w - s_l).
     """
@@ -110,7 +110,7 @@ class Robust(PreferenceLink):
 
 @dataclass(frozen=True)
 class Square(PreferenceLink):
-    """Asks for a difference of a fixed size instead of an ever larger one, so that certain labels do not overfit.
+    """Regresses the difference to a fixed size, so that certain labels do not overfit.
 
     (s_w - s_l - 1 / (2 beta))^2 (IPO, arXiv 2310.12036, eq. 17).
     """
@@ -129,7 +129,7 @@ class Square(PreferenceLink):
 
 @dataclass(frozen=True)
 class Hinge(PreferenceLink):
-    """Pulls on a comparison until it is won clearly enough, and then leaves it alone.
+    """Has a gradient only until the better response wins by a margin.
 
     max(0, 1 - x), x = beta (s_w - s_l) - margin (SLiC-HF, arXiv 2305.10425, eq. 1; on log ratios: RSO, arXiv 2309.06657).
     """
@@ -149,7 +149,7 @@ class Hinge(PreferenceLink):
 
 @dataclass(frozen=True)
 class SelfPlay(PreferenceLink):
-    """Gives each response a target of its own: half of 1 / beta above the reference for a win, as much below for a loss.
+    """Gives each response a target of its own: 1 / (2 beta) above the reference for a win, as much below for a loss.
 
     (s_w - 1 / (2 beta))^2 + (s_l + 1 / (2 beta))^2, both terms, unscaled (SPPO, arXiv 2405.00675, eq. 4.7 with P = 1).
     """
@@ -169,7 +169,7 @@ class SelfPlay(PreferenceLink):
 
 @dataclass(frozen=True)
 class AnchoredUp(PreferenceLink):
-    """Raises the better response and lowers the worse one, each against the reference: for responses that the policy lags.
+    """Raises the better response and lowers the worse one: for better responses than the policy's own.
 
     1 - sigma(beta s_w) + sigma(beta s_l) (APO-zero, arXiv 2408.06266, eq. 7).
     """
@@ -187,7 +187,7 @@ class AnchoredUp(PreferenceLink):
 
 @dataclass(frozen=True)
 class AnchoredDown(PreferenceLink):
-    """Lowers both responses, the worse one more: for responses that the policy is already better than.
+    """Lowers both responses, the worse one more: for worse responses than the policy's own.
 
     sigma(beta s_w) + 1 - sigma(beta (s_w - s_l)) (APO-down, arXiv 2408.06266, eq. 8).
     """
@@ -205,7 +205,7 @@ class AnchoredDown(PreferenceLink):
 
 @dataclass(frozen=True)
 class Contrast(PreferenceLink):
-    """Keeps the likelihood of the better response from falling, by a term that judges each response alone.
+    """Keeps the likelihood of the better response from falling, with a term for each single response.
 
     -log sigma(x_w) - 1/2 log sigma(-x_w) - 1/2 log sigma(-x_l), x = beta s (NCA, arXiv 2402.05369, for pairs).
     """
@@ -224,7 +224,7 @@ class Contrast(PreferenceLink):
 
 @dataclass(frozen=True)
 class ReverseKL(PreferenceLink):
-    """Matches the policy's preference to the labels' by the reverse KL, which seeks a mode, where DPO's forward one covers.
+    """Matches the policy's preference to the labels' by the mode-seeking reverse KL, where DPO uses the forward KL.
 
     KL((q, 1 - q) || (1 - e, e)), q = sigma(beta (s_w - s_l)) (EXO, arXiv 2402.00856, eq. 16 for pairs).
     """
@@ -247,10 +247,10 @@ class ReverseKL(PreferenceLink):
 
 @dataclass(frozen=True)
 class ClassifierLink(PreferenceLink):
-    """Learns to distinguish good responses from bad ones, each by itself, by a threshold between their rewards.
+    """Classifies single responses as good or bad, by a threshold between their rewards.
 
     -log sigma(x_w - d) - log sigma(-(x_l - d)), x = beta s, d the mean of x over all responses so far (BCO, arXiv
-    2404.04656; without the weights that it gives where good and bad ones are of other prompts).
+    2404.04656, without its density-ratio weights for good and bad responses to different prompts).
     """
 
     beta: float = setting(0.1, "beta", BETA, above=0, first_hour=True)
@@ -273,11 +273,11 @@ class ClassifierLink(PreferenceLink):
 
 @dataclass(frozen=True)
 class Prospect(PreferenceLink):
-    """Learns from labels of single responses, by the value that people see in gains and losses against what is usual.
+    """Learns from labels of single responses, by prospect theory's value of gains and losses.
 
     good: w_d (1 - sigma(beta (s - z))); bad: w_u (1 - sigma(beta (z - s))). z, the drift, is the mean of s over the
-    optimizer batch, its prompts with other prompts' responses, at least 0 and without a gradient (KTO, arXiv 2402.01306,
-    eq. 8).
+    optimizer batch, each prompt paired with another prompt's response, at least 0 and without a gradient (KTO, arXiv
+    2402.01306, eq. 8).
     """
 
     beta: float = setting(0.1, "beta", BETA, above=0, first_hour=True)
@@ -300,10 +300,10 @@ class Prospect(PreferenceLink):
 
 @dataclass(frozen=True)
 class PlackettLuce(PreferenceLink):
-    """Learns a whole ranking as choices one after the other: the best of all, the best of the rest, and so on.
+    """Models a whole ranking as successive choices: the best of all, the best of the rest, and so on.
 
-    Of each response that is better than others: log(1 + sum over these of e^(beta (s_l - s_w))). Over a ranking without
-    ties that is the Plackett-Luce likelihood (DPO, arXiv 2305.18290, appendix A.3, eq. 18); tied ones are not compared.
+    For each response w that is better than others l: log(1 + sum_l e^(beta (s_l - s_w))). Over a ranking without ties
+    that is the Plackett-Luce likelihood (DPO, arXiv 2305.18290, appendix A.3, eq. 18); tied responses are not compared.
     """
 
     beta: float = setting(1.0, "beta", BETA, above=0, first_hour=True)
@@ -311,7 +311,7 @@ class PlackettLuce(PreferenceLink):
 
     @property
     def formula(self) -> str:
-        return f"of each w: log(1 + sum over the l that it beats of e^({self.beta:g} (s_l - s_w)))"
+        return f"for each w: log(1 + sum over the l that it beats of e^({self.beta:g} (s_l - s_w)))"
 
     def units(self, comparisons: Sequence[Comparison]) -> list[int]:
         return [c.better for c in comparisons]
@@ -341,7 +341,7 @@ class CrossEntropy(PreferenceLink):
 
 @dataclass(frozen=True)
 class SquaredError(PreferenceLink):
-    """Learns the scores that responses were given, such as grades of several people.
+    """Regresses on the scores of responses, such as ratings by several people.
 
     (s - y)^2.
     """

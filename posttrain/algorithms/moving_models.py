@@ -15,7 +15,7 @@ def moved(model: str, every: int, rate: float) -> str:
 
 @dataclass(frozen=True)
 class MovingReference(Component):
-    """Moves the reference to the policy: to the policy's own weights (rate 1), or a share of the way (below 1)."""
+    """Updates the reference from the policy: to the policy's weights (rate 1), or part of the way (below 1)."""
 
     every: int = setting(
         1, "reference-every", "Steps between updates of the reference to the policy (0: never).", least=0, absent=0

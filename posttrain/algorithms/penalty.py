@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Control(Component):
-    """Control of a coefficient from step to step. A function of the last coefficient, which is training state."""
+    """Control of a coefficient from step to step: a function of the last coefficient, which is training state."""
 
     def __call__(self, coefficient: float, measured: float, rollouts: int) -> float:
         """Return the next coefficient. `measured`: KL in nats per token over the step's `rollouts` rollouts."""
@@ -25,7 +25,7 @@ class Control(Component):
 
 @dataclass(frozen=True)
 class Adaptive(Control):
-    """Holds a KL without knowing the right coefficient, by small proportional changes.
+    """Holds a target KL by small proportional changes of the coefficient.
 
     beta *= 1 + clip(kl / target - 1, -0.2, 0.2) rollouts / horizon (Ziegler et al. 2019, arXiv 1909.08593).
     """
@@ -50,7 +50,7 @@ class Adaptive(Control):
 
 @dataclass(frozen=True)
 class HalvingDoubling(Control):
-    """Finds the size of the coefficient fast: a start that is wrong by orders of magnitude is corrected in some steps.
+    """Finds the size of the coefficient fast: a few steps correct a start that is wrong by orders of magnitude.
 
     beta / 2 if kl < target / 1.5, beta x 2 if kl > 1.5 target (PPO, arXiv 1707.06347, section 4).
     """
@@ -70,12 +70,12 @@ class HalvingDoubling(Control):
 
 @dataclass(frozen=True)
 class EarlyStop(Component):
-    """Ends a step's updates once they have moved the policy far enough, whatever their planned number.
+    """Ends a step's updates early, once they have moved the policy by the target KL.
 
-    After an update whose tokens have a mean of r - 1 - log r above `kl`, r = exp(lp - old), no further update of the step is
-    made: that estimates KL(old || policy) in nats per token, as it was before the update (the early stopping of PPO's
-    implementations: Spinning Up 2018, which stops at 1.5 x its target; Huang et al. 2022, "The 37 implementation details of
-    PPO", which stop after an epoch). Groups of updates that are not made are not learned from. The learning rate's schedule
+    After an update whose tokens have a mean of r - 1 - log r above `kl`, r = exp(lp - old), no further update of the step
+    is made. The mean estimates KL(old || policy) in nats per token, as it was before the update (the early stopping of
+    PPO's implementations: Spinning Up 2018, which stops at 1.5 x its target; Huang et al. 2022, "The 37 implementation
+    details of PPO", which stop after an epoch). Groups of skipped updates are not used. The learning rate's schedule
     counts the updates that are made.
     """
 
@@ -104,7 +104,7 @@ CONTROLS: dict[str, Control | None] = {"fixed": None, "adaptive": Adaptive(), "h
 
 @dataclass(frozen=True)
 class KL(Component):
-    """Keeps the policy near another one, so that it does not trade its language for reward.
+    """Keeps the policy near another one, so that its language does not degrade as the reward rises.
 
     Estimated per token, with x = ref - lp (Schulman 2020, "Approximating KL divergence"):
 
@@ -113,26 +113,26 @@ class KL(Component):
     reverse KL. `exact` sums over the vocabulary at every sampled token; `forward` = exp(x) x - (exp(x) - 1) estimates the
     other direction, KL(ref || policy).
 
-    `loss`: beta k is subtracted from what is maximised, token by token. So what was sampled before a token is held fixed:
-    `k2` and `exact` have the gradient of the KL at each token, and none of them that of the KL of a reply, in which a token
-    also counts for where it leads. `reward`: beta times the sum of k over the response is subtracted from the rollout's
-    reward, before advantages. There `k1` has the gradient of the KL of a reply; the others, whose own gradient is then left
-    out, have that of no KL (docs/algorithms/expected-gradients.md).
+    `loss`: beta k is subtracted from the objective, token by token. The tokens before each token are held fixed: `k2` and
+    `exact` have the gradient of the KL at each token, and no estimator has that of the KL of a reply, which includes a
+    token's effect on later tokens. `reward`: beta times the sum of k over the response is subtracted from the rollout's
+    reward, before advantages. There `k1` has the gradient of the KL of a reply; the others, whose own gradient is then
+    missing, do not have the gradient of any KL (docs/algorithms/expected-gradients.md).
 
-    All this holds at tokens that the policy itself has sampled. In a step's later updates, and of rollouts of older weights
-    (`ahead`, `tokens_per_step`, `replay`), others have sampled them, and nothing in the loss corrects for that: ratio and
-    correction weigh the gain alone. `exact` is the true KL at each token then too, but where the older weights went. The
-    KL that steers a `control` weighs each token as the algorithm's correction does (truncate, where it has none).
+    All this holds for tokens that the policy itself sampled. In a step's later updates, and in rollouts of older weights
+    (`ahead`, `tokens_per_step`, `replay`), other weights sampled them, and the loss does not correct for that: ratio and
+    correction apply only to the surrogate. `exact` is then still the true KL at each token, but at contexts of the older
+    weights. The KL that a `control` reads weighs each token by the algorithm's correction (truncate, where it has none).
 
     unit      `token`: k of each token. `response`: k of the whole response's ratio, x = sum_t (ref_t - lp_t), at each of its
-              tokens, so that with a mean over them it counts once (DeepSeek-R1, arXiv 2501.12948, eq. 2). With k3 its
-              spread grows with length.
-    weighed   the estimate times the ratio exp(lp - old), with its gradient: what others have sampled then estimates the KL
-              of the policy, and on policy k1 and k3 in the loss have the gradient of the KL per token (DeepSeek-V3.2,
-              arXiv 2512.02556, section 3.1).
+              tokens, so that a mean over them counts it once (DeepSeek-R1, arXiv 2501.12948, eq. 2). With k3 its
+              variance grows with length.
+    weighed   the estimate times the ratio exp(lp - old), with its gradient: tokens that other weights sampled then
+              estimate the KL of the policy, and on policy k1 and k3 in the loss have the gradient of the KL per token
+              (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
     against   `reference`: the frozen starting model. `old`: the policy before the step's updates, from which the tokens
               were sampled, so that the estimators estimate KL(old || policy) (PPO's penalty, arXiv 1707.06347, eq. 8).
-              Of rollouts that lag behind, it has sampled them only under --old-policy sampler.
+              For rollouts of older weights, this is true only with --old-policy sampler.
     control   control of beta from step to step; None: it is fixed.
     """
 
@@ -145,25 +145,25 @@ class KL(Component):
     beta: float = setting(
         0.04,
         "kl",
-        "Coefficient of the KL penalty to the reference, the starting model (0: none, and no reference is kept).",
+        "Coefficient of the KL penalty to the reference, the starting model (0: no penalty and no reference).",
         least=0,
         absent=0,
         first_hour=True,
     )
     where: Literal["loss", "reward"] = setting(
-        "loss", "kl-where", "Where the KL goes: into the loss, or subtracted from the reward."
+        "loss", "kl-where", "Place of the KL: in the loss, or subtracted from the reward."
     )
     unit: Literal["token", "response"] = setting(
-        "token", "kl-unit", "Estimate the KL per token, or from the ratio of the whole response; in the loss."
+        "token", "kl-unit", "Unit of the KL in the loss: each token, or the ratio of the whole response."
     )
     weighed: bool = setting(
         False,
         "kl-weighed",
-        "Multiply the KL estimate by the ratio to the old policy, so that its gradient is that of the KL per token.",
+        "Multiply the KL estimate by the ratio to the old policy, which gives it the gradient of the KL per token.",
     )
     against: Literal["reference", "old"] = "reference"
     control: Control | None = setting(
-        None, "kl-control", "How the KL coefficient changes from step to step.", choices=CONTROLS
+        None, "kl-control", "Control of the KL coefficient from step to step.", choices=CONTROLS
     )
 
     @property
@@ -222,16 +222,17 @@ class KL(Component):
 
 @dataclass(frozen=True)
 class Entropy(Component):
-    """Keeps the policy exploring: coefficient x H is added to what is maximised.
+    """Keeps the policy exploring: coefficient x H is added to the objective.
 
-    `loss`: H of each token is added to its gain, so that a token's own distribution is kept wide. `reward`: -lp of every
-    sampled token is earned with it, before advantages, so that a token also counts for the entropy of what follows it (the
-    soft return of maximum-entropy reinforcement learning, Haarnoja et al. 2018, arXiv 1812.05905, eq. 1).
+    `loss`: H of each token is added to its objective, which keeps the token's own distribution wide. `reward`: -lp of
+    every sampled token is added to its reward, before advantages, so that a token is also credited with the entropy of
+    later tokens (the soft return of maximum-entropy reinforcement learning, Haarnoja et al. 2018, arXiv 1812.05905, eq.
+    1).
 
     In the loss, H is the entropy of the whole distribution at each sampled token. With a `target`, in nats per token, the
     coefficient is tuned: after each step it grows by rate (target - H), and is never below 0 (Haarnoja et al. 2018, arXiv
-    1812.05905, eq. 18; for language models Skywork-OR1, arXiv 2505.22312). That H is estimated from what the
-    step sampled; where older weights did (`ahead`, `tokens_per_step`), it is the policy's own at the tokens they chose.
+    1812.05905, eq. 18; for language models Skywork-OR1, arXiv 2505.22312). That H is estimated from the step's samples;
+    where older weights sampled them (`ahead`, `tokens_per_step`), it is the policy's entropy at their tokens.
     """
 
     coefficient: float = setting(
@@ -250,7 +251,7 @@ class Entropy(Component):
     )
     rate: float = setting(0.01, above=0)  # change of the coefficient per step and nat
     where: Literal["loss", "reward"] = setting(
-        "loss", "entropy-where", "Where the entropy goes: into the loss, or as -log pi of each token into the reward."
+        "loss", "entropy-where", "Place of the entropy: in the loss, or as -log pi of each token in the reward."
     )
 
     @property

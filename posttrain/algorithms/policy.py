@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Imitation(Component):
-    """Learns more from rare successes than their advantage alone would teach.
+    """Adds a likelihood loss on rare successes to the signal of their advantage.
 
     coefficient x the negative log-likelihood of successes, a mean over their tokens (VAPO, arXiv 2504.05118, eq. 11 and 12).
     """
@@ -55,13 +55,13 @@ class Imitation(Component):
 
 @dataclass(frozen=True)
 class Pretraining(Component):
-    """Keeps what pretraining taught while rewards pull elsewhere.
+    """Retains abilities from pretraining during RL.
 
-    coefficient x the language-model loss on texts of the user's, in every update (PPO-ptx, InstructGPT, arXiv 2203.02155,
+    coefficient x the language-model loss on the user's texts, in every update (PPO-ptx, InstructGPT, arXiv 2203.02155,
     eq. 2).
 
-    weight        of each token: see `posttrain.algorithms.token_weights`.
-    mask_prompt   whether of rows with prompt and response the response alone is learned.
+    weight        of each token: see `posttrain.algorithms.token_weights`. mask_prompt   whether only the response is
+    learned, in rows with prompt and response.
     """
 
     coefficient: float = setting(
@@ -71,7 +71,8 @@ class Pretraining(Component):
     weight: TokenWeight = setting(
         "equal",
         "ptx-weight",
-        "Weight of each token of --ptx texts, without a gradient: equal, its probability p (DFT), or uncertainty, p (1 - p) "
+        "Weight of each token of --ptx texts, without a gradient: equal, its probability p (DFT), or uncertainty, p (1 - "
+        "p) "
         "(CHORD).",
     )
     mask_prompt: bool = False
@@ -107,7 +108,7 @@ class Algorithm(AlgorithmBase):
     old: Literal["start", "sampler"] = setting(
         "start",
         "old-policy",
-        "Denominator of the ratio: log-probabilities of the weights at the start of the step, or those of sampling.",
+        "Denominator of the ratio: log-probabilities under the weights at the start of the step, or under the sampler's.",
     )
     correction: Correction | None = (
         None  # for an engine whose log-probabilities differ from the learner's, or whose weights are older

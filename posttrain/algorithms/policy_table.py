@@ -58,7 +58,7 @@ _ALGORITHMS = (
         surrogate=WeightedLogProbability(at="reward"),
         aggregate=SequenceSum(),
         minibatches=2,
-        stated="no number of updates is part of the method: two, so that the ratios differ from 1",
+        stated="the method fixes no number of updates: two, so that the ratios differ from 1",
         idea="Each reward weighed by the ratios before it",
     ),
     Algorithm(
@@ -132,7 +132,8 @@ _ALGORITHMS = (
     ),
     Algorithm(
         "grpo-sequence",
-        "GRPO with the ratio of the whole response (DeepSeek-R1, arXiv 2501.12948, eq. 1); its eq. 2 is --kl-unit response",
+        "GRPO with the ratio of the whole response (DeepSeek-R1, arXiv 2501.12948, eq. 1); its eq. 2 is --kl-unit "
+        "response",
         advantage=Baselined("group", "group"),
         ratio=(OverSequence("sum"),),
         surrogate=Clip(0.2, 0.2),
@@ -144,7 +145,8 @@ _ALGORITHMS = (
     ),
     Algorithm(
         "iterative-grpo",
-        "GRPO whose reference is replaced by the policy every so many steps (DeepSeekMath, arXiv 2402.03300, algorithm 1)",
+        "GRPO whose reference is replaced by the policy every so many steps (DeepSeekMath, arXiv 2402.03300, algorithm "
+        "1)",
         advantage=Baselined("group", "group"),
         surrogate=Clip(0.2, 0.2),
         aggregate=SequenceMean(),
@@ -232,7 +234,7 @@ _ALGORITHMS = (
         advantage=PassAtK(),
         surrogate=Clip(0.2, 0.2),
         aggregate=TokenMean(),
-        stated="the advantage is the idea, and goes with any number: one",
+        stated="the method fixes no number of updates: one",
         idea="Rewards one right reply among any k",
     ),
     Algorithm(
@@ -252,7 +254,7 @@ _ALGORITHMS = (
         surrogate=SoftGate(),
         aggregate=SequenceMean(),
         minibatches=4,
-        stated="as gspo, chosen here",
+        stated="chosen here, as for gspo",
         idea="A gate that fades instead of a clip",
     ),
     Algorithm(
@@ -294,7 +296,7 @@ _ALGORITHMS = (
         surrogate=Clip(2e-3, 2.5e-3),
         aggregate=SequenceSum(),
         minibatches=4,
-        stated="as gspo, chosen here",
+        stated="chosen here, as for gspo",
         idea="GSPO whose long replies weigh by their length",
     ),
     Algorithm(
@@ -306,7 +308,7 @@ _ALGORITHMS = (
         aggregate=TokenMean(),
         old="sampler",
         minibatches=8,
-        stated="8 in the authors' code, and up to 64 to show that it is stable",
+        stated="8 in the authors' code, and up to 64 in its tests of stability",
         idea="Soft weight of the whole reply's ratio",
     ),
     Algorithm(
@@ -330,7 +332,7 @@ _ALGORITHMS = (
         aggregate=TokenMean(),
         select=(CovarianceClip(),),
         minibatches=8,
-        stated="chosen here: several, as the ratio asks for",
+        stated="chosen here: several, as the ratio needs",
         idea="Leaves out tokens that lower the entropy most",
     ),
     Algorithm(
@@ -341,7 +343,7 @@ _ALGORITHMS = (
         aggregate=TokenMean(),
         covariance=CovariancePenalty(),
         minibatches=8,
-        stated="chosen here: several, as the penalty asks for",
+        stated="chosen here: several, as the penalty needs",
         idea="Holds tokens that lower the entropy most",
     ),
     Algorithm(

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Margin(Component):
-    """Asks the better response to be better by a margin: the same for all, or that of the data row.
+    """Requires the better response to win by a margin: a constant, or the margin of the data row.
 
     constant + scale x the comparison's own margin (SimPO, arXiv 2405.14734, eq. 6; Llama 2, arXiv 2307.09288, eq. 2).
     """
@@ -39,7 +39,7 @@ class Margin(Component):
         creates=True,
     )
     scale: float = setting(
-        0.0, "row-margins", "Weight of the margins that rows give (0: ignore them).", least=0, creates=True
+        0.0, "row-margins", "Weight of the margins in the rows (0: ignore them).", least=0, creates=True
     )
 
     @property
@@ -58,7 +58,7 @@ class Margin(Component):
 
 @dataclass(frozen=True)
 class Imitated(Component):
-    """Keeps the better responses likely, while comparisons alone may lower both of two.
+    """Keeps the better responses likely, as comparisons alone may lower both responses.
 
     coefficient x the negative log-likelihood of responses that are better than another and worse than none. per "tokens":
     the mean over all their tokens of the optimizer batch; "responses": the mean over them of each one's mean (RPO); "sums":
@@ -112,7 +112,7 @@ class PreferenceAlgorithm(AlgorithmBase):
         PerComparison(), "denominator", "Average the loss over comparisons, or over prompts.", choices=DENOMINATORS
     )
     coefficient: float = setting(
-        1.0, "preference", "Weight of the comparisons in the loss, beside --imitation.", above=0
+        1.0, "preference", "Weight of the comparisons in the loss, relative to --imitation.", above=0
     )
     margin: Margin | None = None
     imitation: Imitated | None = None

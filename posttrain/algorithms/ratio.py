@@ -24,7 +24,7 @@ LARGEST_LOG_RATIO = 40.0  # nats: e^40 = 2e17, whose square is still finite in f
 
 
 class RatioStep(Component):
-    """Step of a ratio. `formula` completes "r_it = ..." for a reader."""
+    """Step of a ratio. `formula` is the right-hand side of "r_it = ..."."""
 
     @property
     def multiplies(self) -> bool:
@@ -65,7 +65,7 @@ class OverSequence(RatioStep):
 
 @dataclass(frozen=True)
 class SequenceValueTokenGradient(RatioStep):
-    """Clips by the whole sequence, yet lets advantages differ from token to token.
+    """Clips by the whole sequence, and allows advantages that differ between tokens.
 
     The value of the sequence's ratio with each token's own gradient (GSPO-token, arXiv 2507.18071, eq. 14).
     """
@@ -80,7 +80,7 @@ class SequenceValueTokenGradient(RatioStep):
 
 @dataclass(frozen=True)
 class PessimisticClip(RatioStep):
-    """Keeps single outlying tokens from deciding the ratio of a sequence, with a clip that may be wide.
+    """Limits the effect of single outlying tokens on the ratio of a sequence, with a wide clip per token.
 
     Each token's log ratio is clipped to (-width, width), but only where that lowers the objective (GMPO, arXiv 2507.20673,
     eq. 4).
@@ -101,11 +101,11 @@ class PessimisticClip(RatioStep):
 
 @dataclass(frozen=True)
 class Causal(RatioStep):
-    """Weighs each token by how likely the policy is to get so far: the product of the ratios up to and including it.
+    """Weighs each token by the probability of reaching it: the product of the ratios up to and including it.
 
-    Exact for what is known at that token, as a reward that is earned there (`--weight-at reward`, Precup et al. 2000) or an
-    action value of the policy itself. Rewards that come later depend on later tokens, which it leaves as they were sampled.
-    Its variance grows with length.
+    Exact for a reward earned at that token (`--weight-at reward`, Precup et al. 2000) and for an action value of the
+    policy itself. Later rewards depend on later tokens, whose sampling it does not correct. Its variance grows with
+    length.
     """
 
     formula = "exp(sum_{s<=t} (lp_s - old_s))"
@@ -122,8 +122,8 @@ class Correction(Component):
     """Corrects for an engine whose log-probabilities differ from the learner's: vLLM's, older weights (`async_steps`), or a
     mixture with uniform tokens (`epsilon_greedy`).
 
-    A weight without a gradient, c = pi_old / mu per token. This gap is not the ratio's (pi / pi_old); the weight multiplies
-    what is maximised, outside any clip.
+    A weight without a gradient, c = pi_old / mu per token. This gap is not the ratio's (pi / pi_old); the weight
+    multiplies the objective, outside any clip.
 
     truncate   min(c, cap) for each token (truncated importance sampling, Yao et al. 2025, "Your efficient RL framework
                secretly brings you off-policy RL training").
@@ -132,9 +132,9 @@ class Correction(Component):
     sequence-truncate   min(product of c over the rollout, cap) for all of its tokens (Liu et al. 2025, "When speed kills
                stability").
 
-    As far as the cap is not reached, a weight per token is unbiased for replies of one token alone: it leaves the tokens
-    before and behind as the sampler chose them. It takes away much of the bias at little variance. The product over the
-    rollout has no such bias, but the more variance the longer the reply: nearly all weights of long ones are 0 or the cap.
+    Below the cap, a weight per token is unbiased only for replies of one token, as it does not correct the tokens before
+    and after. It removes much of the bias at little variance. The product over the rollout has no such bias, but its
+    variance grows with length: nearly all weights of long replies are 0 or the cap.
     """
 
     kind: Literal["truncate", "icepop", "sequence", "sequence-truncate"] = setting(
@@ -180,11 +180,11 @@ class Correction(Component):
 
 @dataclass(frozen=True)
 class OffPolicyMask(Component):
-    """Leaves out bad replies that the policy would hardly give any more, which teach it little and disturb it much.
+    """Leaves out bad replies that are unlikely under the current policy, which teach little and destabilise training.
 
     M = 0 for the tokens with A < 0 of a rollout whose mean of old - lp is above `delta`, in nats per token, else 1; M
-    multiplies what is maximised (DeepSeek-V3.2, arXiv 2512.02556, section 3.1). The mean estimates KL(old || policy). `old`
-    is that of the ratio; the paper's are the probabilities of sampling, which is --old-policy sampler.
+    multiplies the objective (DeepSeek-V3.2, arXiv 2512.02556, section 3.1). The mean estimates KL(old || policy). `old`
+    is that of the ratio; the paper uses the sampler's probabilities, as --old-policy sampler does.
     """
 
     delta: float = setting(

@@ -18,7 +18,7 @@ from posttrain.core.lazy_torch import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-TAIL = "Weight of the tokens by which a response is longer than the one it is compared with. 1: as the others."
+TAIL = "Weight of the tokens by which a response is longer than the other one of its comparison. 1: as other tokens."
 LENGTH_DESENSITISED = "; LD-DPO, arXiv 2409.06411"
 
 
@@ -64,11 +64,11 @@ class Score(Component):
 class LogRatio(Score):
     """Log ratio of the response to the reference: the reward for which the policy would be optimal.
 
-    s = sum_t (lp_t - ref_t), or its mean over the response's tokens (DPO, arXiv 2305.18290, eq. 5). With another divergence
-    than the reverse KL, s = f'(pi / ref): forward 1 - e^-d, Jensen-Shannon log(2 / (1 + e^-d)), alpha (e^((a - 1) d) - 1) /
-    (a - 1), d the sum and a = 1 - the paper's alpha (f-DPO, arXiv 2309.16240, table 1; constants that make them 0 where
-    both models agree). With a tail below 1, tokens behind the length of the shorter of
-    two compared responses weigh less, so that length itself is not learned (LD-DPO, arXiv 2409.06411).
+    s = sum_t (lp_t - ref_t), or its mean over the response's tokens (DPO, arXiv 2305.18290, eq. 5). With another
+    divergence than the reverse KL, s = f'(pi / ref): forward 1 - e^-d, Jensen-Shannon log(2 / (1 + e^-d)), alpha (e^((a -
+    1) d) - 1) / (a - 1), d the sum and a = 1 - the paper's alpha (f-DPO, arXiv 2309.16240, table 1; constants that make
+    them 0 where both models agree). With a tail below 1, tokens beyond the length of the shorter of two compared
+    responses weigh less, so that length itself is not learned (LD-DPO, arXiv 2409.06411).
     """
 
     mean: bool = setting(
@@ -182,10 +182,10 @@ SCORES: dict[str, Score] = {
 
 @dataclass(frozen=True)
 class PolicyWeight(Component):
-    """Lets comparisons count as much as the policy would have made their responses itself, as if they were on policy.
+    """Weighs comparisons by the policy's probability of their responses, to approximate on-policy data.
 
-    Each comparison weighs w(y_w) w(y_l) besides, each label w(y), w(y) = exp(mean_t (lp_t - log sum_v pi_v^2)), without a
-    gradient (WPO, arXiv 2406.11827, eq. 2, with sampled alignment: section 3.2).
+    A comparison has the additional weight w(y_w) w(y_l), a label w(y), w(y) = exp(mean_t (lp_t - log sum_v pi_v^2)),
+    without a gradient (WPO, arXiv 2406.11827, eq. 2, with sampled alignment: section 3.2).
     """
 
     source = "WPO, arXiv 2406.11827, eq. 2 and section 3.2"

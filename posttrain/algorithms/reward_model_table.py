@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScorePenalty(Component):
-    """Keeps scores near 0, which comparisons leave free, with better responses above it and worse ones below.
+    """Keeps scores near 0, better responses above and worse ones below: comparisons alone do not fix the zero point.
 
     sign (relu(-r_w) + relu(r_l)) + size (r_w^2 + r_l^2).
     """

@@ -30,7 +30,7 @@ LABELS = ("name", "paper", "stated", "idea")
 
 @dataclass(frozen=True)
 class Flag:
-    """Short name of a setting, and its possible places."""
+    """Short name of a setting, and the places it can set."""
 
     name: str  # with underscores
     help: str
@@ -359,9 +359,7 @@ def _in_several(
     named = place[0].replace("_", "-")
     if named not in classes:
         above = ".".join(whole.split(".")[: -len(place)])
-        raise UserError(
-            f"{written}: {above} holds no {named!r}{near(named, classes)} (there are: {', '.join(classes)})"
-        )
+        raise UserError(f"{written}: {above} has no {named!r}{near(named, classes)} (there are: {', '.join(classes)})")
     if len(place) == 1:
         raise UserError(f"{written}: name a setting of {named}: {', '.join(_hints(classes[named]))}")
     at = next((i for i, part in enumerate(current) if type(part) is classes[named]), None)

@@ -26,12 +26,12 @@ class Shaping(Component):
 
 @dataclass(frozen=True)
 class SoftOverlong(Shaping):
-    """Discourages replies that run into the token budget before they are cut off, instead of punishing the cut alone.
+    """Penalises replies that approach the token budget, instead of only those that are cut off.
 
-    Added to the reward of an episode of m_i sampled tokens: 0 up to limit - cache, then falling linearly to -1 at the limit,
-    -1 above (DAPO, arXiv 2503.14476, eq. 13). Under rewards of 0 and 1 that is the whole distance between wrong and right:
-    a right reply at the limit is worth a short wrong one. Under -1 and 1, as in the paper, it is half of it (--reward-floor
-    -1).
+    Added to the reward of an episode of m_i sampled tokens: 0 up to limit - cache, then falling linearly to -1 at the
+    limit, -1 above (DAPO, arXiv 2503.14476, eq. 13). With rewards of 0 and 1 that is the whole distance between wrong and
+    right: a right reply at the limit earns as much as a short wrong one. With -1 and 1, as in the paper, it is half the
+    distance (--reward-floor -1).
     """
 
     limit: int | None = setting(
@@ -61,7 +61,9 @@ class SoftOverlong(Shaping):
             return self
         cache = self.cache or max(1, limit // 5)
         if cache >= limit:
-            raise UserError(f"--overlong-cache {cache} must be below the tokens that an episode may have, {limit}")
+            raise UserError(
+                f"--overlong-cache {cache} must be below the maximum number of tokens of an episode, {limit}"
+            )
         return replace(self, limit=limit, cache=cache)
 
     def __call__(self, scores: Scores) -> Tensor:
@@ -73,14 +75,15 @@ class SoftOverlong(Shaping):
 
 @dataclass(frozen=True)
 class RewardFloor(Shaping):
-    """Maps rewards from 0..1 to floor..1, so that a wrong reply is punished and not merely unrewarded.
+    """Maps rewards from 0..1 to floor..1, so that a wrong reply has a negative reward.
 
-    floor + (1 - floor) R. Under a baseline and a standard deviation of the group it changes nothing by itself; it changes
-    the weight of a penalty beside it, and whatever has no baseline. DAPO's rewards are -1 and 1 (arXiv 2503.14476, eq. 7).
+    floor + (1 - floor) R. With a baseline and a standard deviation of the group it changes nothing by itself; it changes
+    the relative weight of other penalties, and estimators without a baseline. DAPO's rewards are -1 and 1 (arXiv
+    2503.14476, eq. 7).
     """
 
     floor: float = setting(
-        -1.0, "reward-floor", "Map rewards from 0..1 to this..1, as -1 (0: as they are).", most=0, absent=0
+        -1.0, "reward-floor", "Map rewards from 0..1 to this..1, such as -1 (0: unchanged).", most=0, absent=0
     )
     source = "DAPO, arXiv 2503.14476, eq. 7"
 
@@ -94,7 +97,7 @@ class RewardFloor(Shaping):
         if bool(((reward < 0) | (reward > 1)).any()):
             low, high = reward.min().item(), reward.max().item()
             raise UserError(
-                f"--reward-floor maps rewards of 0..1, and this step's are {low:g} to {high:g}: leave it out, or change "
+                f"--reward-floor needs rewards of 0..1, and this step's are {low:g} to {high:g}: leave it out, or change "
                 "the reward"
             )
         return self.floor * (1 - reward)
@@ -102,8 +105,8 @@ class RewardFloor(Shaping):
 
 @dataclass(frozen=True)
 class LengthPenalty(Shaping):
-    """Makes every token cost something, so that of two right replies the shorter one is better: -cost m_i, linear in the
-    sampled tokens of the episode.
+    """Deducts a cost per token, so that of two right replies the shorter one earns more: -cost m_i, linear in the sampled
+    tokens of the episode.
     """
 
     cost: float = setting(
@@ -123,14 +126,18 @@ class LengthPenalty(Shaping):
 
 @dataclass(frozen=True)
 class GroupLength(Shaping):
-    """Rewards brevity among right replies, and never a wrong one for being short.
+    """Rewards brevity only among right replies.
 
     lambda = 1/2 - (n_i - shortest) / (longest - shortest) of the group; successes earn lambda, others min(0, lambda),
     times `weight`. 0 where all of a group are equally long (Kimi k1.5, arXiv 2501.12599, section 2.3.3).
     """
 
     weight: float = setting(
-        0.1, "length-reward", "Reward for being among the shorter replies of the group (0: none).", least=0, absent=0
+        0.1,
+        "length-reward",
+        "Weight of the reward for the shorter right replies of a group (0: none).",
+        least=0,
+        absent=0,
     )
     needs = frozenset({Need.GROUP, Need.SUCCESS})
     source = "Kimi k1.5, arXiv 2501.12599, section 2.3.3"

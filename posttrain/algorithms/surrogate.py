@@ -43,7 +43,7 @@ class Surrogate(Component):
 
 @dataclass(frozen=True)
 class LogProbability(Surrogate):
-    """The plain policy gradient, for rollouts that the current policy has sampled: lp A (Williams 1992, eq. 4)."""
+    """The plain policy gradient, for rollouts of the current policy: lp A (Williams 1992, eq. 4)."""
 
     formula = "lp A"
     source = "REINFORCE, Williams 1992, eq. 4"
@@ -55,7 +55,7 @@ class LogProbability(Surrogate):
 
 @dataclass(frozen=True)
 class ImportanceRatio(Surrogate):
-    """Lets several updates use the same rollouts without bias, where something else keeps the steps small.
+    """Lets several updates use the same rollouts, where another component keeps the steps small.
 
     r A: importance sampling without a clip (TRPO's surrogate, arXiv 1502.05477, eq. 14).
     """
@@ -69,12 +69,13 @@ class ImportanceRatio(Surrogate):
 
 @dataclass(frozen=True)
 class Clip(Surrogate):
-    """Keeps several updates on the same rollouts from moving the policy too far: gains beyond the clip earn nothing.
+    """Keeps several updates on the same rollouts from moving the policy too far: gains beyond the clip have no gradient.
 
     min(r A, clip(r, 1 - low, 1 + high) A), a pessimistic bound (PPO, arXiv 1707.06347, eq. 7).
 
-    high > low leaves rare tokens more room to become likelier: DAPO's clip-higher (arXiv 2503.14476, eq. 10). `dual`,
-    above 1, bounds what a bad token can cost: where A < 0, no less than dual A (Ye et al. 2020, arXiv 1912.09729, eq. 5).
+    high > low lets the probability of rare tokens rise further: DAPO's clip-higher (arXiv 2503.14476, eq. 10). `dual`,
+    above 1, bounds the loss of a bad token: where A < 0, the objective is at least dual A (Ye et al. 2020, arXiv
+    1912.09729, eq. 5).
     """
 
     low: float = setting(0.2, "clip-low", "Clip the ratio below 1 minus this.", least=0, most=1)
@@ -123,10 +124,10 @@ class Clip(Surrogate):
 
 @dataclass(frozen=True)
 class WeightedLogProbability(Surrogate):
-    """Learns off policy from every token: a capped weight shrinks a gradient, where PPO's clip removes it.
+    """Keeps the gradient of every off-policy token: a capped weight shrinks a gradient that PPO's clip would remove.
 
-    sg(r) lp A, the off-policy policy gradient, its importance weight without a gradient. With `high`, the weight is capped
-    at 1 + high (CISPO, arXiv 2506.13585, eq. 4). The cap is on the weight and so always above 1.
+    sg(r) lp A, the off-policy policy gradient, its importance weight without a gradient. With `high`, the weight is
+    capped at 1 + high (CISPO, arXiv 2506.13585, eq. 4). The cap applies to the weight, so it is always above 1.
 
     at   the factor that a weight r_t multiplies. `token`: the advantage of token t. `reward`: the reward earned
          at token t, A_t - A_{t+1}, wherever that counts: sg(sum_{k>=t} r_k (A_k - A_{k+1})) lp, A_{n+1} = 0: per-decision
@@ -187,11 +188,11 @@ class WeightedLogProbability(Surrogate):
 
 @dataclass(frozen=True)
 class SoftGate(Surrogate):
-    """Lets a token's gradient fade as its ratio moves away from 1, where a clip removes it at a border.
+    """Fades a token's gradient out smoothly as its ratio moves away from 1, where a clip cuts it off.
 
     (4 / tau) sigma(tau (r - 1)) A, whose gradient at r = 1 is that of r A (SAPO, arXiv 2511.20347, eq. 5 and 6). tau is
-    `positive` where A > 0 and `negative` elsewhere: a larger one fades faster, as tokens that are pushed down should, for
-    that raises many others.
+    `positive` where A > 0 and `negative` elsewhere: a larger tau fades faster. It suits tokens that are pushed down,
+    since that raises many other tokens.
     """
 
     positive: float = setting(1.0, above=0)  # temperature where A > 0
@@ -214,13 +215,13 @@ class SoftGate(Surrogate):
 
 @dataclass(frozen=True)
 class DivergenceMask(Surrogate):
-    """Holds each token within a trust region of probabilities, not of ratios: a rare token may become twice as likely.
+    """Holds each token within a trust region of probabilities, not of ratios: a rare token may double its probability.
 
     M r A with M = 0 for a token that has left the region in the direction that its advantage pushes (A > 0 and r > 1, or
     A < 0 and r < 1), else 1 (DPPO, arXiv 2602.04879, with its binary divergences of the sampled token against all others,
     p and q its probabilities now and before). `tv`: |p - q|. `kl`: q log(q / p) + (1 - q) log((1 - q) / (1 - p)).
 
-    low, high   most divergence where A < 0, and where A > 0. The authors' code has 0.15 for tv and 0.05 for kl.
+    low, high   maximum divergence where A < 0, and where A > 0. The authors' code has 0.15 for tv and 0.05 for kl.
     """
 
     divergence: Literal["tv", "kl"] = "tv"
@@ -270,7 +271,7 @@ class DivergenceMask(Surrogate):
 
 @dataclass(frozen=True)
 class GammaWeight(Surrogate):
-    """Uses replies of far older policies: the weight of a whole reply rises to its peak near 1, and fades beyond it.
+    """Uses replies of far older policies: the weight of a whole reply peaks near ratio 1, and fades beyond it.
 
     sg(r^k exp(lambda (1 - r))) lp A, r the ratio of the whole reply, not normalised by its length (VESPO, arXiv 2602.10693).
     The weight is 1 at r = 1 and largest at k / lambda. Replies with A < 0 have a k and a lambda of their own.
@@ -303,7 +304,7 @@ class GammaWeight(Surrogate):
 
 @dataclass(frozen=True)
 class ExpectedQ(Surrogate):
-    """Learns from the value of every possible token instead of the sampled one alone, which takes away that variance.
+    """Learns from the values of all tokens instead of only the sampled one, which removes the variance of sampling.
 
     sum_a pi(a) min_k Q_k(a), exact over the vocabulary: discrete soft actor-critic (arXiv 1910.07207, eq. 12).
     """

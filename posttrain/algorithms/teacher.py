@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FIELDS = {"reverse-kl": "reverse_kl", "forward-kl": "forward_kl", "jensen-shannon": "jensen_shannon"}
-"""Divergence -> the field of `Outputs` that has it. The sampled one needs log-probabilities alone."""
+"""Divergence -> its field of `Outputs`. The sampled one needs only log-probabilities."""
 
 
 @dataclass(frozen=True)
 class Distillation(Component):
-    """Gives a signal for every token, where a reward gives one for a reply: the policy moves towards a teacher.
+    """Moves the policy towards a teacher, with a signal for every token where a reward has one for a reply.
 
     reverse-kl      KL(p || q), summed over the vocabulary at every sampled token: seeks what the teacher finds likely.
     forward-kl      KL(q || p): covers all that the teacher finds likely.
@@ -38,7 +38,7 @@ class Distillation(Component):
     divergence: Literal["reverse-kl", "forward-kl", "jensen-shannon", "sampled"] = setting(
         "reverse-kl",
         "divergence",
-        "Divergence of the student from its teacher. sampled looks at the sampled tokens only.",
+        "Divergence of the student from its teacher. sampled uses only the sampled tokens.",
     )
     coefficient: float = setting(
         1.0, "distillation", "Weight of the teacher, in the loss or in each token's reward.", above=0

@@ -14,7 +14,7 @@ TokenWeight = Literal["equal", "probability", "uncertainty"]
 """equal         1, the likelihood itself.
 probability   p: the loss is then minus the probability, up to a constant, and unlikely tokens no longer dominate it (Dynamic
               Fine-Tuning, arXiv 2508.05629).
-uncertainty   p (1 - p): tokens that are certain, and those that the policy would hardly give, count little (CHORD-phi,
+uncertainty   p (1 - p): tokens that are certain, and tokens that are unlikely under the policy, count little (CHORD-phi,
               arXiv 2508.11408)."""
 FORMULAS: dict[TokenWeight, str] = {"equal": "", "probability": "sg(p) ", "uncertainty": "sg(p (1 - p)) "}
 SOURCES: dict[TokenWeight, str] = {

@@ -22,24 +22,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TurnGroups(Advantage):
-    """Distinguishes a good turn of a bad episode from a bad one, without a critic: group-in-group advantages (GiGPO).
+    """Credits single turns without a critic, also good turns of bad episodes: group-in-group advantages (GiGPO).
 
     Each turn has the advantage of its rollout in the group plus `weight` times its own among the turns of the group that
-    began in the same state: R_t less their mean, over their standard deviation. A state in which a single turn began, or
-    whose turns all earned the same, adds nothing (arXiv 2505.10978, eq. 3 to 8).
+    began in the same state: R_t less their mean, over their standard deviation. A state with a single turn, or whose
+    turns all earned the same, adds nothing (arXiv 2505.10978, eq. 3 to 8).
 
-    state    `observation`: turns before which the environment wrote the same text, as in the paper. `history`: the whole
-             context is the same, for environments whose text alone does not determine what follows.
+    state    `observation`: turns that follow the same text of the environment, as in the paper. `history`: turns with the
+    same whole context, for environments whose text alone does not determine the state.
     """
 
     weight: float = setting(
-        1.0, "turn-weight", "Weight of a turn's advantage among turns of the same state, beside its rollout's.", above=0
+        1.0,
+        "turn-weight",
+        "Weight of a turn's advantage among turns of the same state, relative to its rollout's.",
+        above=0,
     )
     gamma: float = setting(0.95, "turn-gamma", "Discount factor per turn.", least=0, most=1)
     state: Literal["observation", "history"] = setting(
         "observation",
         "turn-state",
-        "Turns of the same state: those behind the same observation, or behind the same whole context.",
+        "State of a turn: the observation before it, or the whole context before it.",
     )
     scale: Literal["none", "group"] = setting(
         "group", "scale", "Divide advantages by the standard deviation of the group."

@@ -37,8 +37,7 @@ def converse(model: str, config: Chat) -> None:
     chat = tokenizer.chat_template is not None
     if config.system is not None and not chat:
         raise UserError(
-            f"{folder} has no chat template, so it knows no system message: leave out --system, or give "
-            "--chat-template chatml"
+            f"{folder} has no chat template, which --system needs: leave out --system, or give --chat-template chatml"
         )
     kinds = {kind.replace("_", "-"): getattr(config, kind) for kind in SCORERS}
     raters = {name: kind for kind, given in kinds.items() for name, _ in named_services(given, kind)}
@@ -86,7 +85,7 @@ def dialogue(
                 say(f"({name}: {_answer_text(answer)})")
             said = Turn(messages=[{"role": "assistant", "content": str(reply)}]) if chat else Turn(text=str(reply))
             so_far = _joined(asked, said)
-        say(f"(that was turn {MAX_TURNS}: begin anew)")
+        say(f"(that was turn {MAX_TURNS}, the last one: start again)")
         return 0.0
 
     return environment

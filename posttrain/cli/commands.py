@@ -215,7 +215,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
         None,
     ):
         option = f"--{given.replace('_', '-')}"
-        raise UserError(f"{option} has no effect without --model: the folder whose tokenizer reads what it shows")
+        raise UserError(f"{option} has no effect without --model: add the folder whose tokenizer it needs")
     tasks = chat.of(load_tasks(config, None))
     told = about(config.env) if config.env else []
     if config.env and success_of(config.env, None) is None:
@@ -331,7 +331,7 @@ def _training_of(command: list[str], by: str, checked: bool = True) -> Training:
     kinds = list(training())
     if command and command[0] == "posttrain":
         raise UserError(
-            f"leave out the word posttrain behind the two dashes: -- {' '.join(command[1:2] or kinds[:1])} ..."
+            f"leave out the word posttrain after the two dashes: -- {' '.join(command[1:2] or kinds[:1])} ..."
         )
     if not command or command[0] not in kinds:
         raise UserError(

@@ -75,7 +75,7 @@ def data(
     from posttrain.runs.terminal.output import Output, columns, fancy, wrapped
 
     if number < 0:
-        raise UserError(f"--number {number} must be 0 or more: it is how many rows are shown")
+        raise UserError(f"--number {number} must be at least 0, the number of rows shown")
     loaded = load_rows(rows, split, limit)
     known, way = None, Chatting()
     if model is not None:

@@ -65,7 +65,7 @@ def _front_page() -> list[str]:
     return [
         "posttrain: post-training for language models",
         "",
-        "Start with the files of a first run, which say what to type next:",
+        "Start with the files of a first run; the command prints what to type next:",
         "  posttrain init first",
         "",
         "Train and evaluate:",
@@ -89,7 +89,7 @@ def _all_commands() -> list[str]:
         *lines,
         "",
         "Help on a command: posttrain rl --help; --help-all shows every option.",
-        "Options may stand in a recipe: posttrain rl --config recipe.toml --steps 100",
+        "Options may be in a recipe: posttrain rl --config recipe.toml --steps 100",
         "reads its table [rl]; the command line wins. Version: posttrain --version",
     ]
 

@@ -166,7 +166,7 @@ def rollouts(
     from posttrain.runs.terminal.printing import say
 
     if number < 1:
-        raise UserError(f"--number {number} must be from 1: it is how many rollouts are shown")
+        raise UserError(f"--number {number} must be at least 1, the number of rollouts shown")
     names = EVERY if json else READ
     with input_bounds.memory():
         rows, place, again = _rows_and_place(run, step, held_out, names, clock=not json)
@@ -184,11 +184,9 @@ def rollouts(
         try:
             show(rows, number)
         except (TypeError, ValueError, AttributeError, LookupError) as error:
-            raise UserError(f"{place} holds what no run writes ({one_line(error)}): --json prints it") from error
+            raise UserError(f"{place} has invalid values ({one_line(error)}): print it with --json") from error
         if again:
-            say(
-                f"{again} rollouts of earlier steps, replayed in this one, are not shown: they stand in its table alone"
-            )
+            say(f"{again} rollouts of earlier steps, replayed in this one, are not shown: they are only in its table")
         if number < len(rows):
             say(f"{number} of {len(rows):,} rollouts of {place}: --number shows more")
             if Path(run).is_dir():
@@ -263,12 +261,12 @@ def view(
     if export is None:
         if where or rollouts is not None:
             option = "--where" if where else "--rollouts"
-            raise UserError(f"{option} chooses what goes into a file: it goes with --export FILE")
+            raise UserError(f"{option} has no effect without --export FILE: add it, or leave {option} out")
         with input_bounds.memory():
             view_command.serve(runs, port, browser)
         return 0
     if rollouts is not None and rollouts < 1:
-        raise UserError(f"--rollouts {rollouts} must be from 1: it is how many go into the file")
+        raise UserError(f"--rollouts {rollouts} must be at least 1, the number of rollouts in the file")
     if browser or port:
         raise UserError("--export writes a file and serves nothing: leave out --port and --browser")
     with input_bounds.memory():
@@ -313,7 +311,7 @@ def query(
     from posttrain.system.bounded_process import BoundedProcess
 
     if number < 1:
-        raise UserError(f"--number {number} must be from 1: it is how many rows are shown")
+        raise UserError(f"--number {number} must be at least 1, the number of rows shown")
     if not (0 < timeout <= 1e6 and 0 < memory <= 1e6):
         raise UserError(f"--timeout {timeout:g} and --memory {memory:g} must be above 0, and at most a million")
     late = f"the question took longer than {timeout:g} s: narrow it, or raise --timeout"
@@ -334,7 +332,7 @@ def query(
         counted = f"{len(rows)} row{'' if len(rows) == 1 else 's'}"
         table(f"first {counted}" if more else counted, names, cells, upright=True)
     if more:
-        print(f"there are more than {number:,} rows: --number says how many are shown", file=sys.stderr)
+        print(f"there are more than {number:,} rows: show more with --number", file=sys.stderr)
     return 0
 
 

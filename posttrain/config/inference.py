@@ -44,7 +44,7 @@ class Evaluation(
     against: str | None = option(None, group="model", first_hour=True, value="FOLDER")
     """Second model: the two are compared task by task."""
     suite: str | None = option(None, group="data", first_hour=True, value="FILE")
-    """TOML file of several evaluations, one table each, whose keys are options of this command; in place of --tasks."""
+    """TOML file of several evaluations, instead of --tasks: one table each, whose keys are options of this command."""
     samples: int = option(8, above=0, group="sampling", first_hour=True)
     """Replies per task."""
     k: tuple[int, ...] = option((1, 4, 8), above=0, group="evaluation", first_hour=True)
@@ -56,7 +56,10 @@ class Evaluation(
 
     def __post_init__(self) -> None:
         if len(self.search) > 1:
-            raise UserError(f"--search {' '.join(self.search)}: eval takes one search, and compares models")
+            raise UserError(
+                f"--search {' '.join(self.search)}: eval takes one search: give one, and compare searches in separate "
+                "runs"
+            )
         if not self.search:
             super().__post_init__()
 
@@ -71,7 +74,7 @@ class Chat(ChatTemplateGroup):
     """Talk to a model; a model without a chat template continues text."""
 
     system: str | None = option(None, group="sampling", first_hour=True)
-    """System message. Default: that of the run that the model comes from."""
+    """System message. Default: the system message of the run that trained the model."""
     temperature: float = option(0.7, least=0, group="sampling", first_hour=True)
     """Sampling temperature; 0 is greedy."""
     max_tokens: int = option(256, above=0, group="sampling", first_hour=True)
@@ -79,7 +82,7 @@ class Chat(ChatTemplateGroup):
     reward_model: tuple[str, ...] = option((), group="environment", value="FOLDER")
     """Show the score of a reward model under each reply. Name several with NAME=FOLDER."""
     judge: tuple[str, ...] = option((), group="environment", value="RECIPE")
-    """Show the verdict of a judge under each reply; a TOML recipe of a judge that scores. Name several with
+    """Show the verdict of a judge under each reply: the TOML recipe of a judge that scores. Name several with
     NAME=RECIPE."""
     device: str = option("auto", group="scale", first_hour=True)
     """Where to compute: auto, cpu, cuda, cuda:1 ..."""
@@ -94,14 +97,14 @@ class ServePolicy(HardwareGroup, ChatTemplateGroup):
     model: str = option("", group="model", first_hour=True, value="FOLDER")
     """Model to serve: the folder of a checkpoint or of a run."""
     port: int = option(8000, least=0, most=65_535, group="scale", first_hour=True)
-    """Port on this machine (0: any free one). The server answers this machine only."""
+    """Port on this machine (0: any free one). The server accepts connections from this machine only."""
     name: str | None = option(None, group="model")
     """Name that clients use for the model. Default: the text of --model."""
     token: str | None = option(None, group="scale", value="FILE")
-    """File with a token that every request must carry (Authorization: Bearer TOKEN), as OpenAI's clients send their
-    key."""
+    """File with a token that every request must carry (Authorization: Bearer TOKEN). OpenAI's clients send it as their
+    API key."""
     max_tokens: int | None = option(None, above=0, group="sampling", first_hour=True)
-    """Maximum number of tokens in a reply, whatever a request asks for. Default: what the context holds."""
+    """Maximum number of tokens in a reply, whatever a request asks for. Default: as many as fit the context."""
     requests: int = option(1024, above=0, most=1_000_000, group="scale")
     """Maximum number of requests in progress. Further ones are refused (429)."""
     slots: int = option(256, above=0, group="scale")
@@ -111,7 +114,7 @@ class ServePolicy(HardwareGroup, ChatTemplateGroup):
     engine_cache: float = option(4.0, above=0, group="scale", value="GIB")
     """vLLM: KV cache limit, in GiB."""
     engine_timeout: float = option(120.0, above=0, most=86_400, group="scale", value="SECONDS")
-    """vLLM: timeout of a decoding step, in seconds. After it the server ends."""
+    """vLLM: timeout of a decoding step, in seconds. The server exits when a step exceeds it."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class ServeEngine(HardwareGroup):
     model: str = option("", group="model", first_hour=True, value="FOLDER")
     """Model that the run starts from. Only its tokenizer and sizes are read; the weights come from the run."""
     listen: str = option("127.0.0.1:7000", group="scale", first_hour=True, value="HOST:PORT")
-    """Address to listen on. 0.0.0.0 listens on all of this machine's; port 0 takes any free one."""
+    """Address to listen on. 0.0.0.0 listens on all addresses of this machine; port 0 takes any free port."""
     engine_token: str | None = option(None, group="scale", first_hour=True, value="FILE")
     """File with the secret that runs must present. Default: the variable POSTTRAIN_ENGINE_TOKEN."""
     slots: int = option(256, above=0, group="scale")
@@ -129,7 +132,7 @@ class ServeEngine(HardwareGroup):
     engine: Literal["local", "vllm"] = option("local", group="scale", first_hour=True)
     """Sampling engine: local or vllm."""
     engine_cache: float = option(4.0, above=0, group="scale", value="GIB")
-    """KV cache limit in GiB: of vLLM, or of what the local engine keeps of episodes between turns."""
+    """KV cache limit in GiB: of vLLM, or of the local engine's cache of episodes between turns."""
 
 
 @dataclass(frozen=True)
@@ -137,16 +140,16 @@ class Check(StepRewardGroup, EnvLimitGroup, Data):
     """Run a reward or an environment on sample replies, before any training."""
 
     model: str | None = option(None, group="model", first_hour=True, value="FOLDER")
-    """Also test what this model's tokenizer and chat template make of prompts, and whether they fit its context. The
+    """Also apply this model's tokenizer and chat template to the prompts, and check that they fit its context. The
     folder of a checkpoint or of a run; no weights are read."""
     limit: int | None = option(4, above=0, first_hour=True)
-    """Read only the first N rows; the first few tasks are tried."""
+    """Read only the first N rows, and try the first few tasks."""
     replies: str | None = option(None, group="data", first_hour=True, value="FILE")
-    """Text file of sample replies, one per line. Default: each task's own answer, and some hostile ones."""
+    """Text file of sample replies, one per line. Default: each task's own answer, and some hostile replies."""
     verifiers: bool = option(False, group="environment", first_hour=True)
-    """List the verifiers that work by name: the columns that each reads, its settings, what it gives."""
+    """List the verifiers available by name, with the columns that each reads, its settings and its result."""
     verbose: bool = option(False, group="record", first_hour=True)
-    """Show every task and case, and texts in full. By default: the first task, and what is wrong with the others."""
+    """Show every task and case, and texts in full. Default: the first task, and the problems of the others."""
 
 
 @dataclass(frozen=True)
@@ -154,14 +157,14 @@ class Sample(ReplicaGroup, HardwareGroup, SearchedGroup, EnvWorkerGroup, Data, g
     """Sample replies to every prompt over a grid of settings: examples to label or to learn from."""
 
     model: tuple[str, ...] = option((), group="model", first_hour=True, value="FOLDER")
-    """Model to sample from: the folder of a checkpoint or of a run. Of several, each replies to every prompt; all are
+    """Model to sample from: the folder of a checkpoint or of a run. Several models each reply to every prompt; all are
     in memory at once."""
     samples: int = option(4, above=0, most=1024, first_hour=True)
     """Replies per prompt, for each model, temperature, top-p and seed."""
     temperature: tuple[float, ...] = option((1.0,), least=0, first_hour=True)
-    """Sampling temperatures; each is used. 0 is greedy, one reply."""
+    """Sampling temperatures; each is used. 0 is greedy and gives one reply."""
     top_p: tuple[float, ...] = option((1.0,), above=0, most=1)
-    """Sample from the smallest set of tokens with this total probability; several: each is used."""
+    """Sample from the smallest set of tokens with this total probability. Of several values, each is used."""
     top_k: int = option(0, least=0, most=10**9)
     """Sample from the K most likely tokens (0: all)."""
     seed: tuple[int, ...] = option((0,), least=-(2**62), most=2**62)
@@ -171,23 +174,23 @@ class Sample(ReplicaGroup, HardwareGroup, SearchedGroup, EnvWorkerGroup, Data, g
     stop: tuple[str, ...] = option((), value="TEXT")
     """Strings that end a reply."""
     kind: str = option("", value="COLUMN")
-    """Column that names the kind of a prompt, where kinds have settings of their own."""
+    """Column with the kind of a prompt, for --kinds."""
     kinds: dict[str, dict[str, str]] = option(factory=dict, value="VALUE")
     """Settings by kind of prompt: --kinds.code.temperature 0.2,0.6 --kinds.code.max_tokens 512. Or a table
-    [sample.kinds.code] of a recipe. They are samples, temperature, top_p, top_k, max_tokens and stop."""
+    [sample.kinds.code] in a recipe. The settings are samples, temperature, top_p, top_k, max_tokens and stop."""
     adaptive: int | None = option(None, above=1, most=1024)
     """Sample up to this many replies for prompts whose first --samples replies disagree."""
     disagreement: float = option(0.5, least=0)
-    """With --adaptive: threshold of disagreement. With an environment or a reward model it is the highest score minus
-    the lowest; else 1 minus the mean edit similarity of two replies, from 0 to 1."""
+    """With --adaptive: threshold of disagreement. Disagreement is the highest score minus the lowest, with an
+    environment or a reward model; else 1 minus the mean edit similarity of two replies, from 0 to 1."""
     distinct: bool = False
-    """Keep equal replies to a prompt once, with their count (times)."""
+    """Write equal replies to a prompt once, with their number in "times"."""
     out: str = option("items.jsonl", group="record", first_hour=True, value="FILE")
     """File to write: one line of JSON per prompt."""
     resume: bool = option(False, group="record", first_hour=True)
     """Continue the file in --out after its last whole line. Options, tasks and models must be the same."""
     overwrite: bool = option(False, group="record", first_hour=True)
-    """Replace the file that is in --out."""
+    """Replace the file at --out."""
     quiet: bool = option(False, group="record")
     """Show no progress."""
 
@@ -197,24 +200,24 @@ class Label(EnvWorkerGroup, SeedGroup, FromRows, group="labels"):
     """Label replies with a reward model, a judge, a function or a person; write the best ones, or pairs."""
 
     tasks: str = option("", first_hour=False)
-    """Another name of --items."""
+    """Another name for --items."""
     items: str = option("", group="data", first_hour=True, value="ROWS")
     """Rows with responses: preference data in any form, or a file that posttrain sample wrote."""
     with_: str = option("", first_hour=True, value="LABELLER")
     """Labeller: reward-model=FOLDER, judge=RECIPE.toml, or a reward function (my.py:reward). Leave it out to use the
-    labels that are there."""
+    labels in the rows."""
     human: bool = option(False, first_hour=True)
     """Let a person label in this terminal: replies are shuffled and ranked."""
     rater: str = option("", first_hour=True, value="NAME")
-    """Name of that person, recorded with each label."""
+    """With --human: name of the person, recorded with each label."""
     agreement: tuple[str, str] | None = option(None, first_hour=True, value="FILE")
-    """Compare two files of labels for the same prompts, and report how far they agree."""
+    """Compare two files of labels for the same prompts, and report their agreement."""
     out: str = option("labelled.jsonl", group="record", first_hour=True, value="FILE")
     """File to write: the rows with "scores", "comparisons" or "ranks"."""
     resume: bool = option(False, group="record", first_hour=True)
     """Continue the file in --out after its last whole line. Rows and labeller must be the same."""
     overwrite: bool = option(False, group="record", first_hour=True)
-    """Replace files that exist."""
+    """Replace existing files."""
     best: str | None = option(None, first_hour=True, value="FILE")
     """Also write prompts with their best responses to this file, for sft."""
     top: int = option(1, above=0)
@@ -269,7 +272,7 @@ class RetrieverBuild(OptionGroup, group="data"):
     """Passages: rows with title and text, or with contents, and optionally an id. A file, a folder or the name of a
     dataset."""
     out: str = option("runs/index", group="record", first_hour=True, value="FOLDER")
-    """Folder of the index. It appears complete, or not at all."""
+    """Folder of the index. It is created only once the index is complete."""
     split: str | None = None
     """Split of a dataset that has several."""
     limit: int | None = option(None, above=0)
@@ -279,7 +282,7 @@ class RetrieverBuild(OptionGroup, group="data"):
     k1: float = option(0.9, least=0, most=100, group="model")
     """BM25: saturation of term counts."""
     b: float = option(0.4, least=0, most=1, group="model")
-    """BM25: how much long passages are discounted, from 0 to 1."""
+    """BM25: length normalisation of passages, from 0 (none) to 1 (full)."""
     encoder: str | None = option(None, group="model", first_hour=True, value="ENCODER")
     """Dense index: the folder of an encoder that transformers loads, or a function my.py:encode(texts, kind). kind is
     query or passage; it returns an array with a row for each text."""
@@ -292,14 +295,14 @@ class RetrieverBuild(OptionGroup, group="data"):
     passage_prefix: str = option("", group="model", value="TEXT")
     """Encoder folder: text before each passage, such as "passage: "."""
     longest: int = option(256, above=0, group="model")
-    """Encoder folder: maximum number of tokens read of a text."""
+    """Encoder folder: maximum number of tokens read from a text."""
     faiss: str | None = option(None, group="model")
     """Dense index: a type of FAISS index (Flat, HNSW32, "IVF256,PQ32" ...). Default: exact products with every
     vector."""
     device: str = option("auto", group="scale")
     """Encoder folder: where to compute: auto, cpu, cuda ..."""
     overwrite: bool = option(False, group="record", first_hour=True)
-    """Replace the index that is in --out."""
+    """Replace the index at --out."""
 
 
 @dataclass(frozen=True)
@@ -307,7 +310,7 @@ class RetrieverServe(OptionGroup, group="scale"):
     """Serve an index over HTTP, with the protocol of Search-R1."""
 
     host: str = option("127.0.0.1", first_hour=True)
-    """Address to bind to. Without --token, every client that reaches it may send queries."""
+    """Address to bind to. Without --token, every client that can reach it may send queries."""
     port: int = option(8000, least=0, most=65_535, first_hour=True)
     """Port (0: any free one, which is printed)."""
     token: str | None = option(None, value="FILE")
@@ -316,4 +319,4 @@ class RetrieverServe(OptionGroup, group="scale"):
     topk: int = option(3, above=0, most=100, group="sampling", first_hour=True)
     """Passages per query without a topk of its own."""
     encoder: str | None = option(None, group="model", first_hour=True, value="ENCODER")
-    """Dense index: the encoder, if it has moved since the index was built."""
+    """Dense index: path of the encoder, if it has moved since the index was built."""

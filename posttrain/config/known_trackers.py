@@ -52,7 +52,7 @@ def check_trackers(given: Iterable[str]) -> None:
     for spec in trackers_of(given):
         name = spec.partition(":")[0]
         if name == "tensorboard":
-            raise UserError("--track tensorboard: every run writes TensorBoard's files: leave it out")
+            raise UserError("--track tensorboard has no effect, as every run writes TensorBoard's files: leave it out")
         if name not in TRACKERS and ":" not in spec:
             raise UserError(f"--track {spec}: no such tracker{near_or_all(spec, [*TRACKERS, 'my.py:Mine'])}")
         if name in TRACKERS and (library := TRACKERS[name].library) and not installed(library):
@@ -60,14 +60,19 @@ def check_trackers(given: Iterable[str]) -> None:
         if name in TRACKERS:
             _check_address(name, spec)
         elif not (isinstance(kind := tracker_class(spec), type) and hasattr(kind, "finish")):
-            raise UserError(f"--track {spec} is no tracker: write a class that extends posttrain.Tracker")
+            raise UserError(f"--track {spec} is not a tracker: write a class that extends posttrain.Tracker")
 
 
 def _check_address(name: str, spec: str) -> None:
     """Raise UserError for an address behind the name of a tracker that takes none, or that is none."""
     address = spec.partition(":")[2]
     if name != "prometheus" and address:
-        raise UserError(f"--track {spec}: {name} takes no address: its library's own variables set the server")
+        raise UserError(
+            f"--track {spec}: {name} takes no address: set the server with the library's own environment variables"
+        )
     port = address.rpartition(":")[2]
     if name == "prometheus" and not (re.fullmatch(r"([^:]+:)?\d{0,5}", address) and int(port or 0) < 1 << 16):
-        raise UserError(f"--track {spec}: write prometheus:PORT or prometheus:HOST:PORT, with a port from 0 to 65535")
+        raise UserError(
+            f"--track {spec} is not an address: write prometheus:PORT or prometheus:HOST:PORT, with a port from 0 to "
+            "65535"
+        )

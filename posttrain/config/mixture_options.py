@@ -25,7 +25,7 @@ PART: dict[str, Any] = {
     "env_timeout": float,
     "env_memory": float,
 }
-"""Settings of a part, with their types. But for the weight they are options of the run, whose values are the defaults."""
+"""Settings of a part, with their types. All but the weight are options of the run, whose values are the defaults."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class MixtureGroup(OptionGroup, group="data"):
     [sft.mixture.maths] of a recipe. A part may have its own split, limit and prompt_template; in rl it has its own env,
     and may have max_tokens, temperature, max_turns, max_episode_tokens, max_tool_calls, env_timeout and env_memory."""
     mixture_temperature: float = option(1.0, above=0, most=1e6)
-    """Temperature T of parts without weights: a part of n tasks has the weight n^(1/T). 1: by size; large: equal."""
+    """Temperature T of a mixture without weights: a part of n tasks has the weight n^(1/T). 1: by size; large:
+    equal."""
 
 
 AnyMixture = TypeVar("AnyMixture", bound=MixtureGroup)
@@ -59,10 +60,12 @@ def parts_of(config: AnyMixture) -> dict[str, AnyMixture]:
         own = _read_part(config, name, given)
         own.pop("weight", None)
         if not own.get("tasks"):
-            raise UserError(f"--mixture.{name}.tasks is missing: the rows of this part")
+            raise UserError(f"--mixture.{name}.tasks is missing: give the rows of this part")
         found[name] = replace(config, mixture={}, mixture_temperature=1.0, **own)
         if "env" in settings_of(config) and not getattr(found[name], "env", ""):
-            raise UserError(f"--mixture.{name}.env is missing: what scores the replies of this part")
+            raise UserError(
+                f"--mixture.{name}.env is missing: give the reward or environment that scores the replies of this part"
+            )
     return found
 
 
@@ -91,13 +94,15 @@ def check_mixture(config: MixtureGroup) -> None:
         return
     if getattr(config, "tasks", ""):
         raise UserError(
-            "--tasks is the only set of rows, and --mixture names several: make it a part, or leave one out"
+            "--tasks and --mixture both give rows: make --tasks a part of the mixture, or leave one of them out"
         )
     if getattr(config, "curriculum", "uniform") == "stages":
-        raise UserError("--curriculum stages is of one set of rows, and --mixture has several: leave one of them out")
+        raise UserError("--curriculum stages needs one set of rows, and --mixture has several: leave one of them out")
     parts_of(config)
     if config.mixture_temperature != 1 and any("weight" in own for own in config.mixture.values()):
-        raise UserError("--mixture-temperature is for weights by size, and the parts have weights: leave one out")
+        raise UserError(
+            "--mixture-temperature has no effect where parts have weights: leave it out, or leave the weights out"
+        )
     weights_of(config, dict.fromkeys(config.mixture, 1))
 
 
@@ -106,17 +111,17 @@ def _read_part(config: MixtureGroup, name: str, given: Any) -> dict[str, Any]:
     if not name or PART_SEPARATOR in name:
         raise UserError(f"--mixture.{name}: a part has a name without {PART_SEPARATOR}")
     if not isinstance(given, Mapping):
-        raise UserError(f"--mixture.{name} holds settings: --mixture.{name}.tasks rows.jsonl")
+        raise UserError(f"--mixture.{name} needs settings: --mixture.{name}.tasks rows.jsonl")
     bounds = {f.name: setting_of(f).bounds for f in fields(config)}
     read: dict[str, Any] = {}
     for word, value in given.items():
         plain, where = word.replace("-", "_"), f"--mixture.{name}.{word}"
         known = list(settings_of(config))
         if plain not in known:
-            raise UserError(f"{where}: no setting of a part{near_or_all(plain, known, len(known))}")
+            raise UserError(f"{where}: not a setting of a part{near_or_all(plain, known, len(known))}")
         read[plain] = convert(value, PART[plain], where)
         if plain == "weight" and not 0 < read[plain] < float("inf"):
-            raise UserError(f"{where} must be above 0, not {read[plain]:g}: leave a part out that is not wanted")
+            raise UserError(f"{where} must be above 0, not {read[plain]:g}: to skip a part, leave it out")
         if plain in bounds:
             bounds[plain].check(where, read[plain])
     return read

@@ -29,7 +29,7 @@ GROUPS = (
     "scale",
     "record",
 )
-"""The headings, in the order in which --help shows them."""
+"""Headings of --help, in the order shown."""
 
 
 class OptionGroup:

@@ -39,7 +39,7 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
             if text != text.encode("utf-8", "replace").decode():
                 raise UserError(f"--{name.replace('_', '-')} {text!r:.60} is not valid text: write it in UTF-8")
     if not all(getattr(config, "stop", ())):
-        raise UserError("--stop holds an empty text, at which every reply would end: leave it out for none")
+        raise UserError("--stop has an empty string, at which every reply would end: leave it out")
     if isinstance(config, Label):
         return _validate_label(config)
     if isinstance(config, Chat):
@@ -47,13 +47,13 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
         return None
     if isinstance(config, ServePolicy | ServeEngine):
         if not config.model:
-            raise UserError("--model is missing: the folder of a checkpoint, or of a run")
+            raise UserError("--model is missing: give the folder of a checkpoint or of a run")
         return None
     mixed = isinstance(config, RL | Passes) and bool(config.mixture)
     if isinstance(config, RL | Passes):
         check_mixture(config)
     if not config.tasks and not mixed:
-        raise UserError("--tasks is missing: a file of rows, such as train.jsonl")
+        raise UserError("--tasks is missing: give a file of rows, such as train.jsonl")
     if isinstance(config, Training):
         _validate_record(config)
     if isinstance(config, RL):
@@ -67,15 +67,15 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
             )
     if isinstance(config, RL | Evaluation | Check) and not isinstance(config, Distill) and not (config.env or mixed):
         raise UserError(
-            "--env is missing: what scores the replies, such as my.py:reward or a built-in name (gsm8k); or --reward-model, "
-            "or --judge"
+            "--env is missing: give what scores the replies, such as my.py:reward or a built-in name (gsm8k); or "
+            "--reward-model, or --judge"
         )
     if isinstance(config, Evaluation):
         check_search(config, config.env, (config.temperature,), config.top_k)
     if isinstance(config, Prefer | RewardModelling | RL | Evaluation | Sample) and not config.model:
-        raise UserError("--model is missing: the folder of a checkpoint, or of a run of posttrain sft")
+        raise UserError("--model is missing: give the folder of a checkpoint, or of a run of posttrain sft")
     if isinstance(config, Distill) and not (config.teacher or config.teachers):
-        raise UserError("--teacher is missing: the folder of a model with the student's tokenizer, or of a run")
+        raise UserError("--teacher is missing: give the folder of a model with the student's tokenizer, or of a run")
     if isinstance(config, RL):
         _validate_rl(config)
     if isinstance(config, Sample):
@@ -99,10 +99,10 @@ def _validate_record(config: Training) -> None:
         return
     if config.record == "tokens":
         raise UserError(
-            "--record-after adds to the numbers of single tokens: give --record sample or full with it, or --no-record-after"
+            "--record-after has no effect without --record sample or full: add one of them, or give --no-record-after"
         )
     if isinstance(config, RewardModelling):
-        raise UserError("--record-after is of log-probabilities, and a reward model has none: leave it out")
+        raise UserError("--record-after records log-probabilities, and a reward model has none: leave it out")
 
 
 def check_bounds(config: Any) -> None:
@@ -126,7 +126,9 @@ def _services(config: RL | Evaluation | Check | Sample | Chat) -> list[str]:
     given = {kind.replace("_", "-"): getattr(config, kind, ()) for kind in SERVICES}
     names = [n for kind, values in given.items() for n, _ in named_services(values, kind)]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UserError(f"two services are called {twice!r}: give them names, such as --judge strict=RECIPE")
+        raise UserError(
+            f"two services have the name {twice!r}: give them different names, such as --judge strict=RECIPE"
+        )
     return names
 
 
@@ -140,30 +142,32 @@ def _validate_sample(config: Sample) -> None:
     check_search(config, config.env, config.temperature, config.top_k)
     if config.adaptive is not None and config.adaptive <= config.samples:
         raise UserError(
-            f"--adaptive {config.adaptive} must be more than --samples {config.samples}, with which it begins"
+            f"--adaptive {config.adaptive} must be above --samples {config.samples}: raise it, or lower --samples"
         )
     if bool(config.kind) != bool(config.kinds):
         raise UserError(
-            "--kind names the column and --kinds the settings: give both, or none"
+            "--kind has no effect without --kinds: give the settings of each kind with --kinds, or leave --kind out"
             if config.kind
-            else "--kinds has settings, and --kind is missing: the column that names the kind of a prompt"
+            else "--kinds needs --kind: give the column that names the kind of a prompt"
         )
 
 
 def _validate_engines(config: RL) -> None:
     if twice := [address for address in config.engines if config.engines.count(address) > 1]:
-        raise UserError(f"--engines names {twice[0]} twice: each answers one run at a time")
+        raise UserError(
+            f"--engines has {twice[0]} twice, and an engine serves one connection at a time: give each engine once"
+        )
     if config.engine_token is not None and not config.engines:
-        raise UserError("--engine-token is for --engines: give their addresses too, or leave it out")
+        raise UserError("--engine-token has no effect without --engines: give their addresses too, or leave it out")
     if config.engine_devices and config.engine == "local" and not config.replicas:
         raise UserError(
-            "--engine-devices is for engines in processes of their own: give --replicas too, or leave it out"
+            "--engine-devices has no effect without engines in processes of their own: add --replicas, or leave it out"
         )
     engines = config.replicas + len(config.engines)
     if 0 < engines < config.processes:
         raise UserError(
-            f"each of {config.processes} processes samples with engines of its own: give as many at least (--replicas, "
-            "--engines)"
+            f"each of {config.processes} processes needs an engine of its own: give at least {config.processes} "
+            "(--replicas, --engines)"
         )
 
 
@@ -171,27 +175,26 @@ def _validate_label(config: Label) -> None:
     ways = [("--with", bool(config.with_)), ("--human", config.human), ("--agreement", config.agreement is not None)]
     given = [name for name, there in ways if there]
     if len(given) > 1:
-        raise UserError(f"{' and '.join(given)} exclude each other: one labeller at a time")
+        raise UserError(f"{' and '.join(given)} exclude each other: give one labeller")
     if config.agreement is not None:
         return
     if not config.tasks:
-        raise UserError("--items is missing: a file of rows with responses, such as posttrain sample writes")
+        raise UserError("--items is missing: give a file of rows with responses, such as posttrain sample writes")
     named = not config.with_ or config.service or ":" in config.env
     if not named and split_options(config.with_)[0] not in set(BUILTIN) - set(LABELLERS):
         raise UserError(
-            f"--with {config.with_:.60} names nothing that labels: write --with reward-model=FOLDER, "
+            f"--with {config.with_:.60} is not a labeller: write --with reward-model=FOLDER, "
             "--with judge=RECIPE.toml, or --with my.py:reward"
         )
     if config.human and config.flip:
-        raise UserError(
-            "--flip is noise for experiments: first label with --human, then flip what --items LABELS holds"
-        )
+        raise UserError("--flip does not go with --human: label first, then run --items LABELS --flip SHARE")
     if config.human and not config.rater.strip():
-        raise UserError("--rater is missing: the name of the person who labels")
+        raise UserError("--rater is missing: give the name of the person who labels")
     if not given and not (config.flip or config.best or config.pairs):
         raise UserError(
-            "nothing to do: say what labels (--with reward-model=FOLDER, --with judge=RECIPE.toml, --with my.py:reward, "
-            "--human), or what to write of items that have scores (--best FILE, --pairs FILE, --flip SHARE)"
+            "nothing to do: give a labeller (--with reward-model=FOLDER, --with judge=RECIPE.toml, --with "
+            "my.py:reward, "
+            "--human), or an output for items that have scores (--best FILE, --pairs FILE, --flip SHARE)"
         )
     for option_name, needs in (("top", "best"), ("at_least", "best"), ("pair", "pairs"), ("margin", "pairs")):
         if option_name in config.given and getattr(config, needs) is None:
@@ -210,8 +213,8 @@ def _validate_rl(config: RL) -> None:
         )
     if config.top_p != 1 or config.top_k != 0:
         raise UserError(
-            "--top-p and --top-k change the distribution that is sampled, and the gradient would be that of another: "
-            "leave them at 1 and 0 in training, no --correction can see what they cut off (evaluation takes them)"
+            "--top-p and --top-k sample from a truncated distribution, which biases the gradient and which no "
+            "--correction undoes: leave them at 1 and 0 in training (evaluation accepts them)"
         )
 
 
@@ -238,8 +241,8 @@ def continued(config: AnyTraining, recorded: Mapping[str, Any]) -> AnyTraining:
     if differing:
         other = ", ".join(differing)
         raise UserError(
-            f"cannot resume {config.out} with other options ({other}): leave them out, or start "
-            "a new run without --resume in another --out"
+            f"cannot resume {config.out} with other options ({other}): leave them out, or start a new run in another "
+            "--out without --resume"
         )
     ours = anew | (config.given & free)
     kept = {name: tuple(v) if isinstance(v, list) else v for name, v in recorded.items() if name not in ours}

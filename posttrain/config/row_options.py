@@ -44,14 +44,14 @@ class FromRows(OptionGroup, group="data"):
     tasks: str = option("", first_hour=True, value="ROWS")
     """The rows: a .jsonl, .json, .csv or .parquet file, a folder, the name of a dataset, or my.py:rows. A Hugging Face
     dataset of several configurations is named with one: openai/gsm8k:main. my.py:rows is a function that yields rows,
-    without end if it likes."""
+    possibly without end."""
     split: str | None = None
     """Split of a dataset that has several."""
     limit: int | None = option(None, above=0)
     """Read only the first N rows."""
     fields: dict[str, str] = option(factory=dict, first_hour=True, value="COLUMN")
-    """Rename columns: --fields.prompt question --fields.answer solution. A reward finds them under both names.
-    A dot reaches into a column: --fields.answer reward_model.ground_truth."""
+    """Rename columns: --fields.prompt question --fields.answer solution. A reward finds them under both names. A dot
+    selects a key inside a column: --fields.answer reward_model.ground_truth."""
     prompt_template: str | None = None
     """Build each prompt from columns: "Question: {question}\\nAnswer:". Write a literal brace as {{ or }}. On the
     command line, \\n and \\t mean a newline and a tab."""
@@ -62,8 +62,8 @@ class ChatTemplateGroup(OptionGroup, group="model"):
     """Options of chat templates."""
 
     chat_template: str | None = None
-    """Chat template: a Jinja file, or chatml. Default: the one in the model's folder. It replaces the model's own. A run
-    saves it with its checkpoints."""
+    """Chat template: a Jinja file, or chatml. Default: the one in the model's folder. A run saves it with its
+    checkpoints."""
     chat_template_kwargs: dict[str, Any] = option(factory=dict, value="KEY=VALUE")
     """Variables of the chat template: --chat-template-kwargs enable_thinking=false. In a recipe, a table. A run saves
     them with its checkpoints, where later commands find them."""
@@ -82,22 +82,22 @@ class Data(ChatTemplateGroup, FromRows, group="data"):
     """Build each response from columns, like --prompt-template (sft)."""
     too_long: Literal["skip", "truncate", "refuse"] = "skip"
     """Treatment of rows that exceed the model's context: drop and count them (skip), cut them (truncate), or stop
-    (refuse). truncate cuts the start of prompts, the end of demonstrations, and the middle of what an episode shows
-    later. refuse measures all rows before the first step. In rl, a prompt is too long if it leaves no room for a
+    (refuse). truncate cuts the start of prompts, the end of demonstrations, and the middle of later observations of an
+    episode. refuse measures all rows before the first step. In rl, a prompt is too long if it leaves no room for a
     reply."""
     env: str = option("", group="environment", first_hour=True)
     """Reward function or environment: my.py:reward, package.module:name, a verifier such as verify:exact_match, or a
-    built-in name. Settings follow the name: search-qa,topk=5. Add verifiers up with weights: "verify:exact_match*0.9
-    + verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
+    built-in name. Settings follow the name: search-qa,topk=5. Add verifiers up with weights: "verify:exact_match*0.9 +
+    verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
     verl:score.py:compute_score. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown,
     functions, gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa,
-    shapes, textarena, unscored, verdict, word-problems and worked-sums. In sft, rows with replies run through it; for
-    other rows its row_to_task writes the demonstrations, if it has one."""
+    shapes, textarena, unscored, verdict, word-problems and worked-sums. In sft, the replies of rows run through it; for
+    rows without replies, its row_to_task, if any, writes the demonstrations."""
     chat: bool | None = option(None, group="model")
     """Wrap plain prompts in the model's chat template, as the message of a user; --no-chat sends them as bare text.
-    Responses of sft, prefer and reward-model are then the assistant's. Default: as in the run that the model comes from,
-    or else yes for instruct models (whose template ends replies as the model does). Rows of messages are always
-    wrapped."""
+    Responses of sft, prefer and reward-model are then the assistant's. Default: as in the run that trained the model;
+    for other models, yes if they are instruct models (whose template ends replies as the model does). Rows of messages
+    are always wrapped."""
     system: str | None = option(None, group="model", value="TEXT")
-    """System message before these prompts, and before rows of messages that have none. Default: that of the run that
-    the model comes from."""
+    """System message before these prompts, and before rows of messages that have none. Default: the system message of
+    the run that trained the model."""

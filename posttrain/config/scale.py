@@ -11,7 +11,7 @@ class Plan(OptionGroup, group="scale"):
     """Simulate a pilot run's job on other machines: steps per hour, who is idle, what limits it."""
 
     gpus: int | None = option(None, above=0, most=4096, first_hour=True)
-    """Split N devices between engines and learners in every way, and name the best."""
+    """Try every split of N devices between engines and learners, and report the best."""
     engines: tuple[int, ...] = option((), first_hour=True)
     """Numbers of engines to try, without --gpus. Default: 1 2 4."""
     learners: tuple[int, ...] = option((), first_hour=True)
@@ -19,19 +19,21 @@ class Plan(OptionGroup, group="scale"):
     async_steps: tuple[int, ...] = option((0, 1, 2, 4), first_hour=True)
     """Values of --async-steps to try. Step n learns from what the weights after step n - 1 - async_steps sampled."""
     tokens_per_step: int | None = option(None, above=0, first_hour=True)
-    """Also try every setting with this --tokens-per-step: longer replies go on in the next step, with its weights."""
+    """Also try every setting with this --tokens-per-step: longer replies continue in the next step, with its
+    weights."""
     prompts: int | None = option(None, above=0, first_hour=True)
     """Prompts per step. Default: the pilot's."""
     group: int | None = option(None, above=0, first_hour=True)
-    """Rollouts per prompt. Default: the pilot's. Members of its groups are then drawn anew."""
+    """Rollouts per prompt. Default: the pilot's. With another number, rollouts are resampled from the pilot's
+    groups."""
     weight_sync_seconds: float | None = option(None, least=0, value="SECONDS")
-    """Duration of a weight sync, in seconds. Default: the pilot's, which is next to none where weights are shared."""
+    """Duration of a weight sync, in seconds. Default: the pilot's, which is near 0 where weights are shared."""
     gradients: float = option(0.0, least=0, value="SECONDS")
-    """Seconds per step in which several learners sum their gradients: the pilot, with one, cannot know."""
+    """Seconds per step in which several learners sum their gradients. A pilot with one learner does not measure it."""
     steps: int | None = option(None, least=8, most=100_000)
-    """Steps to simulate; the first fifth is not counted. Default: what takes a second for each setting."""
+    """Steps to simulate; the first fifth is not counted. Default: as many as take a second for each setting."""
     json: bool = option(False, first_hour=True)
-    """Print JSON instead, with all settings."""
+    """Print JSON with all settings instead of a table."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +51,15 @@ class Launch(OptionGroup, group="scale"):
     slurm: bool = option(False, first_hour=True)
     """Print an sbatch script: posttrain launch --slurm --nodes 2 --gpus-per-node 8 -- rl --tasks ... > job.sbatch"""
     nodes: int = option(1, above=0, most=10_000, first_hour=True)
-    """Machines."""
+    """Number of machines."""
     gpus_per_node: int = option(0, least=0, most=64, first_hour=True)
-    """GPUs of each machine (0: none)."""
+    """GPUs per machine (0: none)."""
     processes_per_node: int | None = option(None, above=0, most=1024, first_hour=True)
     """Training processes on each machine. Default: one per GPU, or one."""
     cpus_per_process: int | None = option(None, above=0, most=1024, first_hour=True)
-    """CPU cores of each process. Default: Slurm's."""
+    """CPU cores per process. Default: Slurm's."""
     time: str | None = option(None, first_hour=True)
-    """Time limit, as Slurm writes it: 30, 12:00:00, 2-00:00:00. Default: the partition's."""
+    """Time limit in Slurm's format: 30, 12:00:00, 2-00:00:00. Default: the partition's."""
     partition: str | None = option(None, first_hour=True)
     """Partition. Default: Slurm's."""
     account: str | None = option(None, first_hour=True)
@@ -69,7 +71,7 @@ class Launch(OptionGroup, group="scale"):
     venv: str | None = option(None, first_hour=True, value="FOLDER")
     """Virtual environment that has posttrain. Default: the nodes' python."""
     container: str | None = option(None, first_hour=True, value="IMAGE")
-    """Image that has posttrain, for Apptainer: a .sif file or docker://..."""
+    """Apptainer image that has posttrain: a .sif file or docker://..."""
     save_seconds: int = option(120, above=0, most=65_535, first_hour=True, value="SECONDS")
     """Seconds before the time limit at which the run finishes its step and saves."""
     directives: tuple[str, ...] = option((), first_hour=True, value="OPTION")

@@ -18,17 +18,17 @@ class SearchGroup(OptionGroup, group="search"):
 
     search: tuple[Literal["best-of-n", "beam", "best-first", "lookahead", "mcts"], ...] = ()
     """Search for each reply: the policy proposes steps, and --reward-model, a process reward model, chooses among them.
-    best-of-n: whole replies. beam: the best partial replies go on. best-first: the best one goes on. lookahead: a beam that
-    values steps by greedy rollouts. mcts: PUCT. Of several, each finds --samples replies."""
+    best-of-n: whole replies. beam: continues the best partial replies. best-first: continues the best one. lookahead: a
+    beam that values steps by greedy rollouts. mcts: PUCT. Of several searches, each finds --samples replies."""
     search_width: int = option(4, above=0, most=1024)
-    """Partial replies that a beam keeps; whole replies with which best-first ends."""
+    """Number of partial replies that a beam keeps, or of whole replies after which best-first ends."""
     search_proposals: int = option(4, above=0, most=1024)
     """Steps that are proposed after each partial reply. best-of-n samples --search-width times as many whole replies."""
     search_tokens: int | None = option(None, above=0)
-    """Budget of sampled tokens per reply, those of discarded steps and rollouts included. Default: as many as best-of-n
-    takes at most."""
+    """Budget of sampled tokens per reply, those of discarded steps and rollouts included. Default: the most that
+    best-of-n can take."""
     search_lookahead: int = option(1, above=0)
-    """Steps of a rollout of --search lookahead."""
+    """Number of steps in a rollout of --search lookahead."""
     search_exploration: float = option(1.25, least=0)
     """The constant c of PUCT, for --search mcts: higher values visit more partial replies."""
     choose: Literal["best", "majority", "weighted"] = "best"
@@ -44,8 +44,8 @@ class SearchedGroup(SearchGroup, ServiceGroup, group="search"):
     """Text at which a step ends; or line, or a regular expression between slashes: "/(?=Step [0-9])/"; reply: the reply
     is one step."""
     step_aggregate: Aggregate = "last"
-    """Value of a partial reply, of the probabilities of its steps: last for reward models of the chance that the reply
-    will be right; min or product for those of whether the step is right."""
+    """Value of a partial reply, from the probabilities of its steps: last if the reward model predicts whether the
+    reply will be right; min or product if it predicts whether the step is right."""
 
     def __post_init__(self) -> None:
         if not self.search:
@@ -68,7 +68,7 @@ def check_search(config: Any, env: str | None, temperatures: Sequence[float], to
                 f"{option} has no effect without --search {' or '.join(wanted)}".rstrip() + ": leave it out"
             )
         if name in OF_REWARDS and config.search:
-            raise UserError(f"{option} has no effect with --search, where steps earn no reward: leave it out")
+            raise UserError(f"{option} has no effect with --search, which gives no step rewards: leave it out")
     if not config.search:
         return
     if config.step_delimiter == SPANS:
@@ -83,7 +83,7 @@ def check_search(config: Any, env: str | None, temperatures: Sequence[float], to
     if not env and (config.judge or len(config.reward_model) > 1):
         other = "--judge" if config.judge else "a second --reward-model"
         raise UserError(
-            f"{other} has no effect beside --search without --env: leave it out, or add the --env that asks it"
+            f"{other} has no effect with --search and without --env: leave it out, or add an --env that asks it"
         )
     check_proposals(config, "--", temperatures, top_k)
 
@@ -93,14 +93,13 @@ def check_proposals(config: SearchGroup, where: str, temperatures: Sequence[floa
     same = f"{where}temperature 0" if 0 in temperatures else f"{where}top-k 1" if top_k == 1 else ""
     if same and config.search and config.search_width * config.search_proposals > 1:
         raise UserError(
-            f"{same} proposes the same step again and again: give a higher one, or --search-width 1 and "
-            "--search-proposals 1"
+            f"{same} proposes the same step each time: raise it, or give --search-width 1 and --search-proposals 1"
         )
 
 
 OF_STEPS = ("step_delimiter", "step_aggregate")
-"""Options of the steps of a search; where there are step rewards, they are theirs without one."""
+"""Options that a search shares with step rewards."""
 OF_REWARDS = ("step_rewards", "step_weight", "step_score")
-"""Options of step rewards alone."""
+"""Options that only step rewards have."""
 OF_SOME = {"search_lookahead": ("lookahead",), "search_exploration": ("mcts",)}
-"""Options of one search alone -> the search."""
+"""Option -> the searches that it applies to."""

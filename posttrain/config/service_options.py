@@ -12,10 +12,10 @@ from posttrain.core.reply_steps import expression_of
 from posttrain.core.types import UserError
 
 LABELLERS = ("reward-model", "judge")
-"""Services that label."""
+"""Services that can label."""
 
 SCORERS = ("reward_model", "judge")
-"""Options that name services which say how good a reply is."""
+"""Options that name services which score replies."""
 
 SERVICES = (*SCORERS, "retriever")
 """Options that name services."""
@@ -64,10 +64,10 @@ def check_delimiter(delimiter: str) -> None:
         try:
             re.compile(expression)
         except re.error as error:
-            raise UserError(f"--step-delimiter {delimiter} is no regular expression: {error}") from error
+            raise UserError(f"--step-delimiter {delimiter} is not a regular expression: {error}") from error
     elif "\\n" in delimiter:
         raise UserError(
-            f"--step-delimiter {delimiter} is a backslash and an n, which no reply has: for new lines write "
+            f"--step-delimiter {delimiter} is a backslash and an n, which no reply contains: for new lines write "
             f'--step-delimiter "/{delimiter}/"'
         )
 
@@ -77,7 +77,7 @@ def process_model(config: Any) -> str:
     names = [name for name, _ in named_services(config.reward_model, "reward-model")]
     if len(names) > 1 and PROCESS_MODEL not in names:
         raise UserError(
-            f"of several reward models the one that scores steps is called {PROCESS_MODEL}: "
+            f"several reward models, and none is named {PROCESS_MODEL}: name the one that scores steps with "
             f"--reward-model {PROCESS_MODEL}=FOLDER"
         )
     return PROCESS_MODEL if PROCESS_MODEL in names else names[0]

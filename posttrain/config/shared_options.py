@@ -22,8 +22,8 @@ class SamplingGroup(OptionGroup, group="sampling"):
     """Column with the sampling temperature of a task, instead of --temperature; where it is null, that holds. Training
     takes the log-probabilities of each token at the temperature that sampled it."""
     top_p: float = option(1.0, above=0, most=1)
-    """Sample from the smallest set of tokens with this total probability. Training needs 1: anything else would
-    change the distribution that is sampled."""
+    """Sample from the smallest set of tokens with this total probability. Training needs 1: other values change the
+    sampled distribution."""
     top_k: int = option(0, least=0, most=10**9)
     """Sample from the K most likely tokens (0: all). Training needs 0."""
     stop: tuple[str, ...] = option((), value="TEXT")
@@ -41,8 +41,8 @@ class EpisodeGroup(OptionGroup, group="environment"):
     max_tool_calls: int | None = option(None, least=0)
     """Maximum number of tool results in an episode. Default: no limit."""
     episode_timeout: float | None = option(None, above=0, value="SECONDS")
-    """Timeout of an episode, in seconds: after it, no further turn is shown. Default: none. Results then depend on
-    the clock."""
+    """Timeout of an episode, in seconds: after it, no further turn begins. Default: none. With a timeout, results
+    depend on the clock."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class EnvLimitGroup(OptionGroup, group="environment"):
     env_timeout: float = option(10.0, above=0, most=86_400, value="SECONDS", on_resume="free")
     """Timeout of one call of the environment, in seconds. A call that exceeds it makes the reward invalid."""
     env_memory: float = option(4.0, least=0, value="GIB", on_resume="free")
-    """Memory limit of an environment process, in GiB (0: none). Beyond it the reward is invalid."""
+    """Memory limit of an environment process, in GiB (0: none). A process that exceeds it makes the reward invalid."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class EnvWorkerGroup(EnvLimitGroup, group="environment"):
     """Processes for environments, and what each may take."""
 
     env_workers: int | None = option(None, least=0, most=1024, on_resume="free")
-    """Environment processes. Default: one per CPU core. 0 runs the environment in this process, without limits: for
+    """Environment processes. Default: one per CPU core. 0 runs the environment in this process, without limits, for
     debuggers."""
 
 
@@ -78,11 +78,11 @@ class ServiceGroup(RetrieverGroup, group="environment"):
     """Models that environments may ask."""
 
     reward_model: tuple[str, ...] = option((), first_hour=True, value="FOLDER")
-    """Reward model: the folder of a sequence classifier with one label. Without --env, its score is the reward; an
-    environment asks it as "reward-model". Name several with NAME=FOLDER."""
+    """Reward model: the folder of a sequence classifier with one label. Without --env, its score is the reward;
+    environments ask it under the name "reward-model". Name several with NAME=FOLDER."""
     judge: tuple[str, ...] = option((), first_hour=True, value="RECIPE")
-    """Judge: the TOML recipe of a model behind an OpenAI endpoint, or of a checkpoint that reasons. Without --env,
-    its verdict is the reward; an environment asks it as "judge". Name several with NAME=RECIPE."""
+    """Judge: the TOML recipe of a model behind an OpenAI endpoint, or of a checkpoint that reasons. Without --env, its
+    verdict is the reward; environments ask it under the name "judge". Name several with NAME=RECIPE."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,16 +94,16 @@ class StepRewardGroup(ServiceGroup, group="environment"):
     """Rewards for the steps of a reply."""
 
     step_delimiter: str = option("", value="TEXT")
-    """Reward each step of a reply by --reward-model, trained on labelled steps. The text between steps; or line, or a
-    regular expression between slashes: "/(?=Step [0-9])/"; reply: each reply of an episode is one step; spans: the
-    environment names where steps end. Without --env, steps alone earn rewards."""
+    """Reward each step of a reply with --reward-model, a model trained on labelled steps. The text between steps; or
+    line, or a regular expression between slashes: "/(?=Step [0-9])/"; reply: each reply of an episode is one step;
+    spans: the environment names where steps end. Without --env, only steps earn rewards."""
     step_aggregate: Literal["none", Aggregate] = "none"
-    """Aggregate of step rewards, a part "process" of the reward. none: each step has its own, at its last token, as
-    grpo-process, --advantage to-go and critics read them."""
+    """Aggregate of step rewards, added to the reward as its part "process". none: each step keeps its own reward, at
+    its last token, as grpo-process, --advantage to-go and critics read them."""
     step_rewards: Literal["always", "if-right"] = "always"
     """Replies whose steps earn rewards: all of them, or those whose outcome is right (P-GRPO)."""
     step_weight: float = 1.0
-    """Weight of step rewards beside the outcome."""
+    """Weight of step rewards relative to the outcome's."""
     step_score: Literal["probability", "score"] = "probability"
     """The reward of a step: the probability that it is right (sigmoid of the reward model's score), or the score."""
 
@@ -146,8 +146,8 @@ class ReplicaGroup(OptionGroup, group="scale"):
     """Replies that are decoded at once: bounds the memory of the KV cache."""
     replicas: int = option(0, least=0, most=1024, on_resume="free")
     """Sampling engines, each in a process of its own with a copy of the weights (0: none). An engine that dies is
-    restarted. Samples do not depend on their number. With 0, the local engine shares this process, and vLLM has
-    one."""
+    restarted. Samples do not depend on their number. With 0, the local engine runs in this process, and vLLM in one of
+    its own."""
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,8 @@ class HardwareGroup(OptionGroup, group="scale"):
     threads: int | None = option(None, above=0, on_resume="free")
     """CPU threads. Default: PyTorch's choice."""
     compiled: bool = True
-    """Compile the inner loops: on a CPU if there is a C compiler, on a GPU if there is Triton. --no-compiled uses plain
-    PyTorch operations."""
+    """Compile the inner loops: on a CPU with a C compiler, on a GPU with Triton. --no-compiled uses plain PyTorch
+    operations."""
     deterministic: bool = option(True, on_resume="free")
     """On a GPU, use algorithms that give the same bits each time. --no-deterministic allows others, some of which are
     faster."""

@@ -36,18 +36,18 @@ class ModelGroup(OptionGroup, group="model"):
     train from scratch. org/name, or org/name@revision, is a model of the Hugging Face hub."""
     lora: int | None = option(None, above=0, most=65_536, first_hour=True, value="RANK")
     """Train LoRA adapters of this rank instead of all weights. Gradients and optimizer state then take a fraction of
-    the memory. Checkpoints hold the adapters in PEFT's format. A model that is an adapter goes on with that one."""
+    the memory. Checkpoints hold the adapters in PEFT's format. If --model is an adapter, training continues with it."""
     lora_alpha: float | None = option(None, above=0, most=1e6)
     """LoRA alpha: adapters are scaled by alpha / rank. Default: twice the rank (arXiv 2405.09673)."""
     lora_targets: tuple[str, ...] = option(("all-linear",), value="NAME")
     """Matrices to adapt: all-linear, or any of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj."""
     quantize: Literal["nf4", "int8"] | None = None
-    """Keep the frozen weights in 4 bits (nf4, as QLoRA does) or 8 (int8); needs --lora. They are unpacked for each
+    """Keep the frozen weights in 4 bits (nf4, as in QLoRA) or 8 (int8); needs --lora. They are dequantised for each
     product."""
     frozen_weights: Literal["float32", "bfloat16"] = "float32"
-    """Type in which weights that are not trained are held: the base of LoRA, a reference, teachers, reward models and
-    judges of this machine. bfloat16 takes half the memory, and loses nothing of a checkpoint stored in bfloat16: with
-    --precision bfloat16, products are the same. Norms, biases and adapters stay in float32."""
+    """Type of the weights that are not trained: the base of LoRA, a reference, teachers, reward models and judges of
+    this machine. bfloat16 takes half the memory, and is exact for a checkpoint stored in bfloat16: with --precision
+    bfloat16, products are the same. Norms, biases and adapters stay in float32."""
     rslora: bool = False
     """Scale adapters by alpha / sqrt(rank) (rsLoRA), so that large ranks learn as fast as small ones."""
     dora: bool = False
@@ -78,8 +78,8 @@ class OptimizerGroup(OptionGroup, group="optimisation"):
     of its memory. Results do not depend on it."""
     recompute: Literal["none", "layers"] = option("none", on_resume="free")
     """Activations to recompute in the backward pass (gradient checkpointing). layers: each layer keeps only its input,
-    which costs a second forward pass. Results do not depend on it. Models through transformers also recompute their
-    layers by themselves where activations would not fit."""
+    which costs a second forward pass. Results do not depend on it. Models of transformers also recompute their layers
+    without this option where activations would not fit."""
     router_balance: float = option(0.0, least=0)
     """Mixtures of experts: coefficient of the load-balancing loss (Switch: 0.01). It is computed over the whole
     optimizer batch."""
@@ -99,7 +99,7 @@ class ProcessesGroup(OptionGroup, group="scale"):
     shard: bool = option(False, on_resume="anew")
     """Shard weights, gradients and optimizer state across the processes (FSDP2)."""
     collective_timeout: float = option(600.0, above=0, most=86_400, value="SECONDS", on_resume="anew")
-    """Timeout for collective operations, in seconds: a process that takes longer is considered lost."""
+    """Timeout of collective operations, in seconds: a process that takes longer counts as lost."""
     restarts: int = option(0, least=0, on_resume="anew")
     """Restarts after a crash, from the newest checkpoint. Needs --processes above 1."""
 
@@ -113,35 +113,35 @@ class RunGroup(OptionGroup, group="record"):
     resume: bool = option(False, first_hour=True, on_resume="anew")
     """Continue the run in --out from its newest intact checkpoint, bit for bit."""
     overwrite: bool = option(False, first_hour=True, on_resume="anew")
-    """Delete the run that is in --out and start anew."""
+    """Delete the run in --out and start again."""
     accept_changes: bool = option(False, on_resume="anew")
-    """With --resume: accept that tasks, model or reward have changed, or that a part of the record is lost. run.json notes
-    it."""
+    """With --resume: accept changed tasks, model or reward, or a record with missing parts. run.json notes it."""
     save_every: int = option(50, above=0, on_resume="free")
     """Steps between checkpoints. One more is written at the end."""
     keep: int = option(2, above=0, on_resume="free")
     """Checkpoints to keep, the newest ones."""
     record: Literal["tokens", "sample", "full"] = option("sample", on_resume="free")
-    """Per-token data to record. tokens: ids and the sampler's log-probabilities. sample: for 8 groups a step, also
-    what the update computed (log-probabilities of learner and reference, entropy, weight in the loss). full: the same
-    for all groups. Results do not depend on it."""
+    """Per-token data to record. tokens: ids and the sampler's log-probabilities. sample: for 8 groups a step, also the
+    values of the update (log-probabilities of learner and reference, entropy, weight in the loss). full: the same for
+    all groups. Results do not depend on it."""
     record_after: bool = option(False, on_resume="free")
     """Also record log-probabilities after the step's update: one more forward pass over the groups of --record."""
     health: Literal["warn", "stop", "log", "off"] = option("warn", on_resume="free")
-    """Reaction to trouble: entropy collapse, runaway length or KL, no signal, jumps of the reward, skipped updates.
-    stop saves a checkpoint first. After 5 steps in a row whose gradients were all not finite, the run stops, unless
+    """Reaction to health findings: entropy collapse, runaway length or KL, no signal, jumps of the reward, skipped
+    updates. stop saves a checkpoint first. After 5 consecutive steps without a finite gradient, the run stops, unless
     this is off."""
     track: tuple[str, ...] = option((), value="TRACKER", on_resume="free")
-    """Trackers to log to: wandb, trackio, mlflow, swanlab, prometheus, or your own as my.py:Mine. Each runs in a process of
-    its own and cannot hold up a step. prometheus:PORT serves /metrics. TensorBoard's files are always written."""
+    """Trackers to log to: wandb, trackio, mlflow, swanlab, prometheus, or your own as my.py:Mine. Each runs in a
+    process of its own and cannot delay a step. prometheus:PORT serves /metrics. TensorBoard's files are always
+    written."""
     track_project: str = option("", value="NAME", on_resume="free")
-    """Project of the trackers. Default: that of the tracker's own variable (WANDB_PROJECT ...), or posttrain."""
+    """Project of the trackers. Default: the tracker's own variable (WANDB_PROJECT ...), or posttrain."""
     hook: tuple[str, ...] = option((), value="my.py:NAME", on_resume="free")
-    """Functions of your own that are called after a step: (step, metrics, rollouts). An object with on_step, on_evaluation
-    or on_checkpoint also sees these. They change no result; posttrain.StopRun ends the run with a checkpoint."""
+    """Your own functions, called after each step: (step, metrics, rollouts). An object may have on_step, on_evaluation
+    and on_checkpoint. They change no result; posttrain.StopRun ends the run with a checkpoint."""
     profile: str = option("", value="FIRST:LAST", on_resume="anew")
-    """Steps to profile with torch's profiler, such as 3:5. The folder profile gets a table by kind of work and kernel,
-    and a trace of each phase for ui.perfetto.dev."""
+    """Steps to profile with torch's profiler, such as 3:5. Writes a table by kind of work and kernel into the folder
+    profile, and a trace of each phase for ui.perfetto.dev."""
     quiet: bool = option(False, on_resume="anew")
     """Show no progress."""
 
@@ -153,8 +153,8 @@ class Training(RunGroup, SeedGroup, ProcessesGroup, HardwareGroup, HeldOutGroup,
     eval_every: int = option(0, least=0, group="evaluation", first_hour=True)
     """Steps between evaluations on the held-out tasks (0: only before and after training)."""
     forget: str | None = option(None, group="evaluation", value="ROWS")
-    """Texts, or prompts with responses, whose loss is measured at every evaluation (forget/loss): what training makes the
-    model forget. At the sampling temperature, where replies are sampled."""
+    """Texts, or prompts with responses, whose loss is measured at every evaluation (forget/loss), to detect forgetting.
+    Verbs that sample measure it at the sampling temperature."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Passes(MixtureGroup, Training, group="optimisation"):
     steps: int | None = option(None, above=0, first_hour=True, on_resume="free")
     """Optimizer updates, instead of --epochs. Required for rows without end."""
     rows: int = option(32, above=0, first_hour=True)
-    """Batch size: prompts per optimizer update, each with all of its responses."""
+    """Batch size: prompts per optimizer update, each with all its responses."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
 
 
@@ -178,13 +178,14 @@ class SFT(EnvLimitGroup, RetrieverGroup, Passes):
     rows: int = option(16, above=0)
     """Batch size: rows per optimizer update."""
     mask: Mask = option("assistant", group="optimisation")
-    """Messages that are trained: assistant (each one of the assistant, or the response), last (its last message, the earlier
-    ones are context), or all (every token, prompts too). A message with "train": false or "weight": 0 is never trained."""
+    """Messages that are trained: assistant (every assistant message, or the response), last (the last assistant
+    message; earlier ones are context), or all (every token, prompts too). A message with "train": false or "weight": 0
+    is never trained."""
     token_weight: Literal["equal", "probability", "uncertainty"] = option("equal", group="optimisation")
     """Weight of each token in the loss, without a gradient: equal, its probability p (Dynamic Fine-Tuning), or uncertainty,
     p (1 - p)."""
     min_reward: float | None = option(None, group="data")
-    """Keep rollouts with at least this reward: those of a recorded run, or replies that run through --env."""
+    """Keep rollouts with at least this reward: of a recorded run, or of replies that run through --env."""
     lr: float = option(1e-4, above=0)
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
     hidden: int = option(128, above=0, group="model", first_hour=True)
@@ -198,7 +199,7 @@ class SFT(EnvLimitGroup, RetrieverGroup, Passes):
     intermediate: int | None = option(None, above=0, group="model")
     """From scratch: hidden size of the MLP. Default: 8/3 of --hidden, rounded up to a multiple of 32."""
     context: int = option(512, above=1, group="model", first_hour=True)
-    """From scratch: context length in tokens, prompt and reply together."""
+    """From scratch: context length in tokens, for prompt and reply together."""
     tokenizer: str = option("bpe", group="model", first_hour=True)
     """From scratch: bpe or characters, trained on the rows, or the folder of a model or run to take the tokenizer from."""
     vocab: int = option(4096, above=0, group="model")
@@ -235,9 +236,9 @@ class RewardModelling(AlgorithmGroup, Passes):
     """Algorithm: bradley-terry, k-wise, plackett-luce, outcome, regression, or your own as my.py:name. outcome learns
     from labels of whole replies or of their steps."""
     pooling: Literal["last", "mean"] = option("last", group="model")
-    """Token states to score: a reply's last one, or the mean over its tokens. transformers cannot load mean."""
+    """Hidden states to score: of a reply's last token, or the mean over its tokens. transformers cannot load mean."""
     head: Literal["linear", "mlp"] = option("linear", group="model")
-    """The head: one linear layer, or two with a tanh between. transformers cannot load mlp."""
+    """Head of the reward model: one linear layer, or two with a tanh between. transformers cannot load mlp."""
     epochs: float = option(1.0, above=0)
     """Passes over the rows. More than one soon overfits (InstructGPT used one)."""
 
@@ -249,26 +250,26 @@ class EngineGroup(ReplicaGroup, group="scale"):
     engine: Literal["local", "vllm"] = option("local", first_hour=True)
     """Sampling engine: local, with the learner's own weights, or vllm, in a process of its own."""
     engine_devices: tuple[int, ...] = option((), value="GPU", on_resume="free")
-    """GPUs of engines in processes of their own (--replicas, --engine vllm), in turn. Default: those that no training
-    process uses; if there are none, the same."""
+    """GPUs of engines in processes of their own (--replicas, --engine vllm), in turn. Default: the GPUs that no
+    training process uses; if there are none, the training GPUs."""
     engine_cache: float = option(4.0, above=0, value="GIB")
-    """KV cache limit in GiB: of vLLM, or of the local engine's cache of episodes between turns. The local engine computes
-    dropped entries again, to the same bits."""
+    """KV cache limit in GiB: of vLLM, or of the local engine's cache of episodes between turns. The local engine
+    recomputes dropped entries, bit for bit."""
     engine_timeout: float = option(120.0, above=0, most=86_400, value="SECONDS", on_resume="free")
-    """Timeout of an engine in another process, in seconds, for a weight sync or a decoding step. After it, an engine
-    of several is restarted; a single one ends the run."""
+    """Timeout of an engine in another process, in seconds, for a weight sync or a decoding step. After it, one of
+    several engines is restarted; a single engine ends the run."""
     weight_sync: Literal["copied", "adapter", "nccl", "ipc"] = option("copied", on_resume="free")
-    """Transport of new weights to vLLM. copied: all of them through host memory, adapters merged. adapter: with
-    --lora, the base once and then only the adapters. nccl, ipc: with --replicas, from GPU to GPU, or within one GPU;
-    these two are vLLM's own and have not been tried on GPUs yet."""
+    """Transport of new weights to vLLM. copied: all of them through host memory, adapters merged. adapter: with --lora,
+    the base once, then only the adapters. nccl, ipc: with --replicas, from GPU to GPU, or within one GPU; both are
+    vLLM's own, and have not been tested on GPUs yet."""
     launch: Literal["local", "ray"] = option("local", on_resume="free")
-    """Where --replicas run: on this machine, or wherever a Ray cluster has room. RAY_ADDRESS names the cluster;
-    without it, one is started here. All machines must see --out under the same path."""
+    """Where --replicas run: on this machine, or on a Ray cluster. RAY_ADDRESS names the cluster; without it, one is
+    started here. All machines must see --out under the same path."""
     replica_cpus: float = option(1.0, above=0, most=1024, on_resume="free")
     """--launch ray: CPUs for each replica. With --device cuda it also takes a GPU."""
     engines: tuple[str, ...] = option((), value="HOST:PORT", on_resume="free")
-    """Sample with engines that listen here or on other machines (posttrain engine --listen). They must see --out
-    under the same path."""
+    """Sample with engines that listen on this or other machines (posttrain engine --listen). They must see --out under
+    the same path."""
     engine_token: str | None = option(None, value="FILE", on_resume="free")
     """File with the secret for --engines. Default: the variable POSTTRAIN_ENGINE_TOKEN."""
     engine_restarts: int = option(5, least=0, on_resume="free")
@@ -296,7 +297,7 @@ class RL(
     critic: Literal["separate", "shared"] | None = option(None, group="algorithm")
     """Algorithms with a critic: a backbone of its own, or a head on the policy's. Default: separate."""
     critic_model: str | None = option(None, group="algorithm", value="FOLDER")
-    """Model the critic starts from: a checkpoint, a reward model, or the critic of a run. Default: --model."""
+    """Model that the critic starts from: a checkpoint, a reward model, or the critic of a run. Default: --model."""
     critic_lr: float | None = option(None, above=0, group="algorithm")
     """Peak learning rate of the critic. Default: --lr."""
     ptx: str | None = option(None, group="algorithm", value="ROWS")
@@ -312,22 +313,22 @@ class RL(
     sampler's probability is then (1 - E) p + E / V, by which a --correction, or a ratio with --old-policy sampler, divides.
     Evaluations draw from the policy alone."""
     async_steps: int = option(0, least=0, most=1000, group="sampling")
-    """Sample this many steps ahead of the update (0: synchronous). Rollouts then come from older weights. A --correction,
-    or a ratio with --old-policy sampler, makes up for most of that: only for replies of one token is a weight per token
-    exact."""
+    """Sample this many steps ahead of the update (0: synchronous). Rollouts then come from older weights. A
+    --correction, or a ratio with --old-policy sampler, corrects most of the bias; a weight per token is exact only for
+    replies of one token."""
     tokens_per_step: int = option(0, least=0, group="sampling")
-    """Maximum number of tokens that one step samples of a reply (0: no limit). A longer reply goes on in the next
-    step, with newer weights, and its group is learned from once all of it is complete. For environments of one
+    """Maximum number of tokens of a reply that one step samples (0: no limit). A longer reply continues in the next
+    step, with newer weights; its group enters an update once all its replies are complete. For environments of one
     turn."""
     routing_replay: bool = option(False, group="sampling")
-    """Mixtures of experts: learn each token with the experts that sampled it. With the local engine."""
+    """Mixtures of experts: update each token with the experts that sampled it. With the local engine."""
     lr: float = option(1e-6, above=0)
     success: float | None = option(None, group="environment", value="REWARD")
     """Reward from which a reply counts as right, for accuracy and pass@k. Default: the environment's own SUCCESS.
-    Algorithms that learn from right replies use it too."""
+    Algorithms that imitate right replies use it too."""
     eval_tasks: tuple[str, ...] = option((), group="evaluation", value="ROWS")
-    """Rows to evaluate on, instead of a held-out share of --tasks. Each of several sets has figures of its own too, and
-    may have a name: --eval-tasks easy=a.jsonl hard=b.jsonl."""
+    """Rows to evaluate on, instead of a held-out share of --tasks. Several sets have figures of their own too, and may
+    have names: --eval-tasks easy=a.jsonl hard=b.jsonl."""
     eval_samples: int = option(1, above=0, group="evaluation")
     """Replies per held-out task in each evaluation."""
     eval_limit: int = option(500, above=0, group="evaluation")
@@ -348,18 +349,18 @@ class Distill(RL):
     """Reward function or environment to use beside the teacher, as in rl. Without one, replies are only sampled. The
     distillation algorithms report its rewards and learn nothing from them unless --advantage is set."""
     algorithm: str = "distill-reverse-kl"
-    """Algorithm: distill-reverse-kl, distill-forward-kl, distill-jsd, distill-k1, or one of rl, which the teacher
-    joins. Those of rl learn from rewards (grpo ...)."""
+    """Algorithm: distill-reverse-kl, distill-forward-kl, distill-jsd, distill-k1, or one of rl. Those of rl (grpo ...) learn
+    from rewards and the teacher."""
     teacher: str | None = option(None, group="model", first_hour=True, value="MODEL")
     """Teacher: the folder of a checkpoint or of a run, of any size, with the student's tokenizer. For distill-k1 also
     an OpenAI-compatible endpoint: http://host:8000/v1, or http://host:8000/v1#MODEL."""
     teachers: dict[str, str] = option(factory=dict, group="model", value="MODEL")
-    """Teachers that tasks choose with a column "teacher": --teachers.maths runs/maths --teachers.code runs/code.
-    Tasks without a choice have --teacher."""
+    """Teachers that tasks choose with a column "teacher": --teachers.maths runs/maths --teachers.code runs/code. Tasks
+    without a choice use --teacher."""
     teacher_prompt_template: str | None = option(None, group="data")
     """Prompt for the teacher in place of the student's, built from columns: "{hint} {prompt}". A column
     "teacher_prompt" (text, or a list of messages) does the same."""
     prompts: int = option(64, above=0, most=1_000_000)
     group: int = option(1, above=0, most=1_000_000)
-    """Rollouts per prompt; one is enough where none are compared."""
+    """Rollouts per prompt; one is enough for algorithms that do not compare rollouts."""
     lr: float = option(1e-5, above=0)

@@ -42,7 +42,7 @@ def load(place: str) -> Any:
 
 
 OPTION_OF = {"items": "tasks", "by": "with_"}
-"""Parameters of Python functions -> their options, where the names differ."""
+"""Parameter of a Python function -> its option, where the names differ."""
 CHAT = "talk to it  posttrain chat {path}"
 CONFIG, FUNCTIONS = "posttrain.config", "posttrain.training.verbs"
 
@@ -86,7 +86,7 @@ VERBS: dict[str, Verb] = {
         heading="train",
         help="Train a reward model from pairs, rankings, labels or scores.",
         example="--tasks pairs.jsonl --model runs/sft --out runs/reward-model",
-        reads='Rows are those of `prefer`, or have a "response" with its "score", or with "steps".',
+        reads='Rows are as for `prefer`, or have a "response" with a "score" or with "steps".',
         given=("tasks", "model"),
         learns="scores",
         use="ask it      posttrain label --items items.jsonl --with reward-model={path}\n"
@@ -98,7 +98,7 @@ VERBS: dict[str, Verb] = {
         heading="train",
         help="On-policy distillation: a teacher scores what a student samples.",
         example="--tasks rows.jsonl --model runs/sft --teacher MODEL",
-        reads="`teacher`: a model of any size with the same tokenizer. With `env`, replies are scored too.",
+        reads="`teacher`: a model of any size with the same tokenizer. With `env`, replies are scored as well.",
         given=("tasks", "model", "teacher", "env"),
         learns="rollouts",
         use=CHAT,
@@ -126,7 +126,7 @@ VERBS: dict[str, Verb] = {
         heading="evaluate",
         help="Sample replies to label or to learn from.",
         example="--tasks rows.jsonl --model runs/sft --out items.jsonl",
-        reads="Replies have scores where `env` or a reward model gives them.",
+        reads="With `env` or a reward model, replies have scores.",
         given=("tasks", "model", "env"),
     ),
     "label": Verb(
@@ -139,7 +139,7 @@ VERBS: dict[str, Verb] = {
         given=("items", "by"),
     ),
 }
-"""The verbs by name. A recipe has a table for each."""
+"""Verbs by name. Each has a table in a recipe."""
 
 
 def training() -> dict[str, Verb]:

@@ -86,7 +86,7 @@ class Pictures:
             if hashlib.sha256(data := _read(place)).hexdigest() == digest:
                 return data
         if there:
-            raise PictureError(f"{there[0]} is not the picture that it was when its hash was taken: put that back")
+            raise PictureError(f"{there[0]} has changed since its hash was taken: put the original back")
         raise PictureError(f"there is no picture sha256:{digest[:12]}...: give its file, or put the run's folder back")
 
     def take(self, name: str) -> bytes | None:
@@ -139,7 +139,7 @@ def opened(data: bytes, what: str = "the picture") -> Image:
     from PIL import Image
 
     if len(data) > MOST_BYTES:
-        raise PictureError(f"{what} has {len(data):,} bytes, {MOST_BYTES:,} are the most: make it smaller")
+        raise PictureError(f"{what} has {len(data):,} bytes, at most {MOST_BYTES:,} are allowed: make it smaller")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         try:
@@ -148,11 +148,13 @@ def opened(data: bytes, what: str = "the picture") -> Image:
             raise PictureError(f"{what} has more than {MOST_PIXELS:,} pixels: make it smaller") from None
         except Exception as error:  # decoders raise any exception on damaged bytes
             raise PictureError(
-                f"{what} is no picture that can be read ({', '.join(FORMATS)}): {_error_text(error)}"
+                f"{what} is not a readable picture ({', '.join(FORMATS)}): {_error_text(error)}"
             ) from None
     width, height = image.size
     if width * height > MOST_PIXELS or not width * height:
-        raise PictureError(f"{what} has {width:,} x {height:,} pixels, {MOST_PIXELS:,} are the most: make it smaller")
+        raise PictureError(
+            f"{what} has {width:,} x {height:,} pixels, at most {MOST_PIXELS:,} are allowed: make it smaller"
+        )
     return image
 
 
@@ -190,7 +192,7 @@ def parts(content: Sequence[Any]) -> list[dict[str, Any]]:
         elif kind == "image" and part.get("image") is not None:
             found.append({"type": "image", "image": PICTURES.put(part["image"])})
         elif isinstance(kind, str) and kind not in ("text", "image"):
-            raise PictureError(f"a message has a part of the type {short(kind)}: text and image are all that is read")
+            raise PictureError(f"a message has a part of the type {short(kind)}: use text or image")
         else:
             raise PictureError(
                 f'a message has the part {short(part)}; expected {{"type": "text", "text": ...}} or '
@@ -247,7 +249,7 @@ def _encoded(image: Any) -> bytes:
     width, height = image.size
     if width * height > MOST_PIXELS:
         raise PictureError(
-            f"the picture has {width:,} x {height:,} pixels, {MOST_PIXELS:,} are the most: make it smaller"
+            f"the picture has {width:,} x {height:,} pixels, at most {MOST_PIXELS:,} are allowed: make it smaller"
         )
     into = io.BytesIO()
     try:

@@ -54,7 +54,7 @@ def to_labelled(row: Row) -> Task | None:
         found.get(name) is None for name in ("scores", "comparisons", "ranks", "pairs")
     ):
         raise UserError(
-            "the responses have no labels yet: add them with posttrain label, for example --with reward-model=FOLDER"
+            "the responses have no labels: add them with posttrain label, for example --with reward-model=FOLDER"
         )
     LabelledResponses.of(found)  # checked here, where errors get the row's place
     return found

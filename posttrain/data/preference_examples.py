@@ -78,7 +78,8 @@ def to_compared(row: Row) -> Task | None:
     task = to_item(row)
     if task is not None and not task["comparisons"]:
         raise UserError(
-            "it labels a single response, and comparisons are required: give chosen and rejected, or use --algorithm kto"
+            "the row labels a single response, and this algorithm needs comparisons: give chosen and rejected, or use "
+            "--algorithm kto"
         )
     return task
 
@@ -89,10 +90,12 @@ def to_judged(row: Row) -> Task | None:
     if task is None:
         return None
     if any(isinstance(response, list) for response in task["responses"]):
-        raise UserError("the row labels the steps of a solution, and a label of the whole response is required")
+        raise UserError(
+            "the row labels the steps of a solution, and this algorithm needs a label of the whole response"
+        )
     for label in (label for labels in task["labels"] for label in labels):
         if not 0 <= label <= 1:
-            raise UserError(f"the score is {label:g}, and a label is required: true or false, 1 or 0")
+            raise UserError(f"the score is {label:g}, and this algorithm needs a label: true or false, 1 or 0")
     return task
 
 
@@ -115,8 +118,8 @@ def _read(row: Row) -> tuple[dict[str, Any], Said | None]:
             return prompt, _single(row, name)
     there = ", ".join(str(name)[:40] for name in list(row)[:12])
     raise UserError(
-        f"the row has {there}; a row of preferences has a prompt and one of: {FORMS}; "
-        "a column of another name is given as --fields.prompt COLUMN, --fields.chosen COLUMN and so on"
+        f"the row has {there}; a row of preferences has a prompt and one of: {FORMS}; name other columns with "
+        "--fields.prompt COLUMN, --fields.chosen COLUMN and so on"
     )
 
 
@@ -140,8 +143,8 @@ def said_of(row: Row) -> tuple[dict[str, Any], list[str], str]:
             return _prompt(row), [_reply(row[name], name)], name
     there = ", ".join(str(name)[:40] for name in list(row)[:12])
     raise UserError(
-        f"the row has {there}, and no responses: posttrain sample makes them, or give chosen and rejected "
-        "(--fields.chosen COLUMN where a column has another name)"
+        f"the row has {there}, and no responses: make them with posttrain sample, or give chosen and rejected "
+        "(--fields.chosen COLUMN for another column name)"
     )
 
 
@@ -250,7 +253,7 @@ def _texts(responses: Any) -> list[str]:
     if not isinstance(responses, list) or not all(isinstance(text, str) for text in responses):
         raise UserError("responses must be a list of texts")
     if not 0 < len(responses) <= MOST:
-        raise UserError(f"responses must be 1 to {MOST}, and are {len(responses)}")
+        raise UserError(f"a row must have 1 to {MOST} responses, and has {len(responses)}")
     return responses
 
 
@@ -262,7 +265,7 @@ def _preferred(pairs: Any, preferred: Any, count: int) -> list[list[float]]:
         first, second = _places(pair, count, "pairs")
         if which not in (0, 1, 2):
             raise UserError(
-                f"preferred holds {which!r:.40}; it is 1 for the first of a pair, 2 for the second, 0 for a tie"
+                f"preferred has {which!r:.40}; it must be 1 for the first of a pair, 2 for the second, 0 for a tie"
             )
         if which:
             found.append([first, second, 1.0, 0.0] if which == 1 else [second, first, 1.0, 0.0])
@@ -304,7 +307,7 @@ def _by_value(values: Any, count: int, name: str, sign: float) -> list[list[floa
 def _places(pair: Any, count: int, name: str) -> list[int]:
     whole = isinstance(pair, list) and len(pair) == 2 and all(type(place) is int for place in pair)
     if not whole or not all(0 <= place < count for place in pair) or pair[0] == pair[1]:
-        raise UserError(f"{name} holds {pair!r:.40}; each is two different places of responses, 0 to {count - 1}")
+        raise UserError(f"{name} has {pair!r:.40}; each must be two different places of responses, 0 to {count - 1}")
     return list(pair)
 
 
@@ -355,7 +358,9 @@ def _steps(row: Row, name: str) -> Said | None:
     if "mistake_index" in row:
         first = row["mistake_index"]
         if first is not None and (type(first) is not int or not 0 <= first < len(steps)):
-            raise UserError(f"mistake_index is {first!r:.40}; it is null or the place of a step, 0 to {len(steps) - 1}")
+            raise UserError(
+                f"mistake_index is {first!r:.40}; it must be null or the place of a step, 0 to {len(steps) - 1}"
+            )
         steps = steps if first is None else steps[: first + 1]
         labels = [float(place != first) for place in range(len(steps))]
     elif _there(row, "labels"):
@@ -373,7 +378,7 @@ def _label(value: Any, name: str) -> float:
         return float(value > 0)
     if isinstance(value, float) and 0 < value < 1:
         return value
-    raise UserError(f"{name} is {value!r:.40}; it is true or false, 1 or 0 (or -1), or a probability between")
+    raise UserError(f"{name} is {value!r:.40}; it must be true or false, 1 or 0 (or -1), or a probability between")
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def read_value(value: pa.Scalar, column: str, where: str) -> Any:
     except Exception as error:  # as above
         fix = "write it as text or a number"
         raise UserError(
-            f"{where}: column {column} has a value that Python cannot hold: {one_line(error)}; {fix}"
+            f"{where}: column {column} has a value that Python cannot represent: {one_line(error)}; {fix}"
         ) from error
 
 

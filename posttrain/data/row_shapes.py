@@ -100,7 +100,7 @@ def _of_alpaca(row: Row) -> Task:
     messages = [{"role": "system", "content": _text(system, "system")}] if system else []
     for number, pair in enumerate(history, 1):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise UserError(f"history: entry {number} is {short(pair)}; each is [instruction, output]")
+            raise UserError(f"history: entry {number} is {short(pair)}; it must be [instruction, output]")
         for role, text in zip(("user", "assistant"), pair, strict=True):
             messages.append({"role": role, "content": _text(text, f"history: entry {number}")})
     return {**row, "prompt": [*messages, {"role": "user", "content": prompt}], **answer}
@@ -124,7 +124,7 @@ def _message(turn: Any, number: int) -> dict[str, Any]:
         raise UserError(f'{where} must be an object with "from" and "value", and is {short(turn)}')
     role = FROM.get(turn["from"]) if isinstance(turn["from"], str) else None
     if role is None:
-        raise UserError(f"{where}: from is {short(turn['from'])}; it is one of {', '.join(FROM)}")
+        raise UserError(f"{where}: from is {short(turn['from'])}; it must be one of {', '.join(FROM)}")
     text = _text(turn["value"], f"{where}: value")
     if turn["from"] != "function_call":
         weight = {} if turn.get("weight") is None else {"weight": turn["weight"]}
@@ -134,7 +134,7 @@ def _message(turn: Any, number: int) -> dict[str, Any]:
         called = {"name": call["name"], "arguments": call["arguments"]}
     except (ValueError, LookupError, TypeError, RecursionError):
         raise UserError(
-            f'{where}: a function_call is JSON such as {{"name": "search", "arguments": {{}}}}, and is {short(text)}'
+            f'{where}: a function_call must be JSON such as {{"name": "search", "arguments": {{}}}}, and is {short(text)}'
         ) from None
     return {"role": role, "content": None, "tool_calls": [{"type": "function", "function": called}]}
 

@@ -186,17 +186,13 @@ def load_rows(
         name, rows = "the list of rows", _in_memory(source, split, limit)
     elif (path := _place(source)).is_file():
         if split is not None:
-            raise UserError(f"{source} is a single file and has no split {split!r}; leave split out")
+            raise UserError(f"{source} is a single file and has no split {split!r}: leave split out")
         name, rows = path.name, _of_files([path], limit)
     elif path.is_dir():
         name, rows = str(source), _in_folder(path, split, limit)
     elif os.path.lexists(path):
-        kind = (
-            "a link that leads to no file"
-            if path.is_symlink()
-            else "a pipe or a device, and rows are read more than once"
-        )
-        raise UserError(f"{source} is {kind}: name a file of rows, such as train.jsonl")
+        kind = "a link that leads to no file" if path.is_symlink() else "a pipe or a device, which cannot be read twice"
+        raise UserError(f"{source} is {kind}: give a file of rows, such as train.jsonl")
     else:
         name, rows = str(source), _on_hub(source, path, split, limit)
     if not len(rows):
@@ -225,7 +221,7 @@ def _in_memory(source: Iterable[Mapping[str, Any]], split: str | None, limit: in
             f"expected a list of rows, not a mapping; pass one of its values: {', '.join(map(str, source))}"
         )
     if split is not None:
-        raise UserError(f"rows in memory have no split {split!r}; leave split out")
+        raise UserError(f"rows in memory have no split {split!r}: leave split out")
     rows: list[Row] = []
     try:
         for row in islice(source, limit):
@@ -280,7 +276,7 @@ def _on_hub(source: str | Path, path: Path, split: str | None, limit: int | None
             rows = datasets.load_dataset(named.name, configuration, split=split, revision=named.revision)
         except Exception as error:  # many types: for the network, the name, the configuration, the split
             if unreached:
-                why = f"{unreached}, where a dataset of that name may be, and none was downloaded before"
+                why = f"{unreached}, and no dataset of that name was downloaded before"
                 raise UserError(f"{missing}, and {why}") from None
             raise UserError(f"{missing}, and {problem(error, named, 'dataset')}") from error
     return _of_dataset(rows, None, str(named), limit)
@@ -292,7 +288,7 @@ def _of_dataset(found: Any, split: str | None, name: str, limit: int | None) -> 
         split = _choose(found, split, name)
         found, name = found[split], f"{name} {split}"
     elif split is not None:
-        raise UserError(f"{name} is a dataset without splits; leave split {split!r} out")
+        raise UserError(f"{name} is a dataset without splits: leave split {split!r} out")
     table: pa.Table = found.with_format("arrow")[:][:limit]
     return Rows([Columns(Table(table), f"{name} row ")], digest("dataset", found._fingerprint, limit))
 

@@ -104,7 +104,7 @@ class Tasks(Sequence[Task]):
         try:
             task = self.conversion(row)
             if task is None:
-                raise UserError("this row was not left out before: row_to_task must depend on the row alone")
+                raise UserError("this row made a task before: row_to_task must depend only on the row")
             return identified(task, self.conversion.kept)
         except UserError as error:
             raise UserError(f"{self.rows.where(number)}: {error}") from error
@@ -321,7 +321,7 @@ def draw(
         else:
             missed += 1
         if missed >= min(n, LARGE):
-            fix = "shorten them, or have them cut with --too-long truncate"
+            fix = "shorten them, or cut them with --too-long truncate"
             raise UserError(f"none of {missed:,} rows fits into the model's context: {fix}")
         number += 1
     return drawn, number

@@ -197,7 +197,11 @@ def own_id(task: Task) -> str | None:
     try:
         return _text(id if isinstance(id, str) else str(id), "the id")
     except ValueError as error:  # a number of thousands of digits
-        raise error if isinstance(error, UserError) else UserError("the id is too long a number") from error
+        raise (
+            error
+            if isinstance(error, UserError)
+            else UserError("the id is a number with too many digits: write it as text")
+        ) from error
 
 
 def key_of(task: Task, copies: Set[str] = frozenset()) -> int:
@@ -314,7 +318,7 @@ def _checked(task: Task) -> Task:
         try:
             task = {**task, "tools": json.loads(task["tools"])}
         except ValueError:
-            raise UserError("tools is text and no JSON: give a list of JSON schemas of functions") from None
+            raise UserError("tools is text but not JSON: give a list of JSON schemas of functions") from None
     return task
 
 
@@ -363,7 +367,7 @@ def _content(content: Any, role: str, name: str) -> str | list[dict[str, Any]]:
     if all(part["type"] == "text" for part in found):
         return _text("".join(part["text"] for part in found), name)
     if role == "assistant":
-        raise UserError(f"{name} has a picture: a model that reads them writes text, so give them to another role")
+        raise UserError(f"{name} has a picture, and models write only text: give it to another role")
     return [{**part, "text": _text(part["text"], name)} if part["type"] == "text" else part for part in found]
 
 
@@ -376,7 +380,7 @@ def _check_stop(stop: Any) -> None:
         raise UserError(f"stop must be text or a list of texts, not {type(stop).__name__}; leave it out for none")
     for each in stops:
         if not _text(each, "stop" if stops is not stop else "each stop"):
-            raise UserError("stop holds an empty text, at which every reply would end; leave it out for none")
+            raise UserError("stop has an empty string, at which every reply would end: leave it out")
 
 
 def not_text(value: Any, what: str) -> UserError:
@@ -392,7 +396,7 @@ def _text(value: Any, name: str) -> str:
         raise not_text(value, f"{name} must be text")
     value = str.__str__(value)
     if not _is_text(value):
-        raise UserError(f"{name} holds half a surrogate pair, which is not a character; remove it")
+        raise UserError(f"{name} has half a surrogate pair, which is not a character: remove it")
     return value
 
 
@@ -418,13 +422,13 @@ def _met(task: Task, need: Sequence[str]) -> Task:
         if "response" in need and (last["role"] != "assistant" or not said):
             raise UserError("the messages must end with the assistant turn to imitate, and it must not be empty")
         if "prompt" in need and "response" not in need and last["role"] == "assistant":
-            raise UserError("the messages end with an assistant turn; drop it, the model is to write it")
+            raise UserError("the messages end with an assistant turn, which the model is to write: remove it")
         return {key: value for key, value in task.items() if key != "prompt"}
     if missing:
         there = [str(key)[:40] for key, value in task.items() if not _blank(value)]
         has = quoted_names(there[:12]) + (", ..." if len(there) > 12 else "") or "nothing"
         named = " ".join(f"--fields.{name} COLUMN" for name in missing)
-        raise UserError(f"no {' and no '.join(missing)}; the row has: {has}; say which column it is: {named}")
+        raise UserError(f"no {' and no '.join(missing)}; the row has: {has}; name its column: {named}")
     if "response" in need:
         task = {**task, "response": _text(task["response"], "response")}
     if "messages" in task and "prompt" in task:
@@ -462,7 +466,7 @@ def _dumps(value: Any) -> str:
     try:
         return json.dumps(value, sort_keys=True, default=_json)
     except (ValueError, RecursionError) as error:
-        raise UserError("a value holds itself, or lists within lists without end: rows hold plain values") from error
+        raise UserError("a value contains itself, or is nested without end: rows must have plain values") from error
 
 
 def _written(value: Any) -> str:

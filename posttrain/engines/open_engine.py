@@ -36,7 +36,7 @@ def open_engine(
     if the model changes. `many`: open a pool if it names engines.
     """
     if kind == "local" and many.weight_sync == "adapter":
-        raise UserError("--weight-sync adapter requires --engine vllm")
+        raise UserError("--weight-sync adapter requires --engine vllm: add it, or leave --weight-sync out")
     if kind == "local" and not many:
         return embedded(model, tokenizer, slots, precision, cache_gib, rests=not serving, own=own)
     if (decoder := backbone_of(model)).sees:

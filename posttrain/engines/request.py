@@ -31,13 +31,13 @@ class Request:
             raise UserError("empty prompt: give the task a prompt, or the tokenizer a BOS token")
         if self.given >= context:
             raise UserError(
-                f"a prompt of {self.given} tokens leaves no room in the model's context of {context}: "
-                "shorten it, or leave such rows out"
+                f"a prompt of {self.given} tokens leaves no room in the model's context of {context}: shorten the prompt, "
+                "or leave such rows out"
             )
         if (largest := max(max(self.prompt), max(self.own, default=0), 0)) >= vocab:
             raise UserError(
-                f"the tokenizer gives token {largest}, the model's vocabulary has {vocab}: "
-                "they do not belong together, or the prompt holds a special token that the model lacks"
+                f"the tokenizer gives token {largest}, the model's vocabulary has {vocab}: use the model's own tokenizer, "
+                "or remove special tokens that the model lacks from the prompt"
             )
         return self
 

@@ -48,8 +48,8 @@ class WeightProbe:
             logits = weights.head.logits(hidden)
         if not logits.isfinite().all():
             raise UserError(
-                "the model's probabilities are not finite: its weights are damaged or too large, or training drove them "
-                "there (a smaller --lr, or --max-grad-norm)"
+                "the model's probabilities are not finite: its weights are damaged, or training made them too large: try a "
+                "smaller --lr, or --max-grad-norm"
             )
         self._before, self._table = self._table, logits.float().log_softmax(-1).cpu()
 

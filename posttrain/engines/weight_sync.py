@@ -240,8 +240,8 @@ def offered(offer: Offer, memory: Tensor | None) -> Tensor:
         file = user_files.opened(offer["file"])
     except OSError as error:
         raise UserError(
-            f"{offer['file']} cannot be read ({one_line(error)}): engines elsewhere need the run's folder on a disk that "
-            "both machines see under the same path"
+            f"{offer['file']} cannot be read ({one_line(error)}): engines on other machines need the run's folder under the "
+            "same path, on a shared disk"
         ) from error
     with file:
         size = os.fstat(file.fileno()).st_size

@@ -68,7 +68,7 @@ def _reason(task: Task, mask: Mask) -> str:
     """Return why nothing of a task is imitated."""
     if "messages" in task and not any(learned_of(task["messages"], mask)):
         return (
-            'each reply of the assistant is context ("train": false, or "weight": 0): train one, or leave the row out'
+            'all replies of the assistant are context ("train": false, or "weight": 0): train one, or leave the row out'
         )
     return "no reply after a prompt of at least one token"
 

@@ -45,9 +45,9 @@ def _term(text: str, spec: str) -> RewardTerm:
     except ValueError:
         weight = math.nan
     if not text or (weight is not None and not math.isfinite(weight)):
-        raise UserError(f'--env {spec:.80}: a sum is written "{PREFIX}exact_match*0.9 + {PREFIX}tags*0.1"')
+        raise UserError(f'--env {spec:.80} is not a sum of rewards: write "{PREFIX}exact_match*0.9 + {PREFIX}tags*0.1"')
     for name in text[: found.end(1) if found else None].split(",") if text.startswith(TRL) else ():
         if _WEIGHT.fullmatch(name):
             fix = " + ".join(f"{TRL}FILE:{one}" for one in ("f*0.5", "g*0.2"))
-            raise UserError(f"--env {spec:.80}: each function with a weight is a term of its own: {fix}")
+            raise UserError(f"--env {spec:.80}: give each function with a weight as a term of its own: {fix}")
     return RewardTerm(found[1] if found else text, weight)

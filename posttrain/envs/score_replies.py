@@ -56,4 +56,4 @@ def compare(services: Services, name: str, pairs: Sequence[dict[str, object]]) -
 def _refused(event: object) -> str:
     if isinstance(event, Ask):
         return f"asked services {MOST_ASKS} times about one reply"
-    return "asks for a second reply: only environments of one turn can score replies that are there"
+    return "asks for a second reply: only environments of one turn can score given replies"

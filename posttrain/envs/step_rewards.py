@@ -96,8 +96,8 @@ def with_step_rewards(env: str | Callable[..., Any], how: StepScoring) -> Callab
     function = load_env(env)
     if is_group_reward(function):
         raise UserError(
-            "--step-delimiter: this --env scores whole groups at once, and steps are scored reply by reply: give a reward "
-            "of one reply, def reward(task, reply)"
+            "--step-delimiter does not go with an --env that scores whole groups: give a reward of one reply, def "
+            "reward(task, reply)"
         )
     return (_AsyncStepped if is_async(function) else _Stepped)(env, how)
 
@@ -169,7 +169,7 @@ class _Wrapped:
         if isinstance(done.reward, Invalid):
             return done.reward
         if done.sides:
-            return Invalid("--step-delimiter: a game of several sides has no step rewards")
+            return Invalid("--step-delimiter does not go with a game of several sides: leave it out")
         outcome = done.rewards.get(OUTCOME)
         if outcome is None:
             outcome = done.reward + played.earned + math.fsum(span.reward for span in done.spans)
@@ -180,8 +180,10 @@ class _Wrapped:
             if not steps:
                 continue
             if question is None:
-                seen = "token ids, or messages behind text"
-                return Invalid(f"--step-delimiter: this environment shows {seen}, which a reward model cannot read")
+                seen = "token ids, or messages after text"
+                return Invalid(
+                    f"--step-delimiter does not go with this environment, as a reward model cannot read {seen}: leave it out"
+                )
             scores = yield Ask(self.how.service, question(steps))
             if isinstance(scores, Invalid):
                 return scores
@@ -208,8 +210,8 @@ class _Wrapped:
         """Return the verdict with a reward for each step."""
         if len(spans) > MOST_SPANS:
             return Invalid(
-                f"--step-delimiter: an episode has {len(spans)} step rewards, and may have {MOST_SPANS}: give longer "
-                "steps, or --step-aggregate"
+                f"--step-delimiter: an episode has {len(spans)} step rewards, and may have at most {MOST_SPANS}: give "
+                "longer steps, or --step-aggregate"
             )
         assert not isinstance(done.reward, Invalid), "an invalid reward has been returned"
         return Graded({OUTCOME: outcome, **done.rewards, "reward": done.reward}, spans)

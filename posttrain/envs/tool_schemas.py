@@ -42,21 +42,19 @@ def _schema(function: Callable[..., Any]) -> dict[str, Any]:
 
     name = getattr(function, "__name__", "")
     if not re.fullmatch(r"[\w.-]{1,64}", name) or name == "<lambda>":
-        raise UserError(
-            f"{short(function)} has no name that a model could call it by: give a function written with def"
-        )
+        raise UserError(f"{short(function)} has no name for calls: give a function written with def")
     parsed = docstring_parser.parse(inspect.getdoc(function) or "")
     said = {part.arg_name: " ".join((part.description or "").split()) for part in parsed.params}
     about = "\n\n".join(part for part in (parsed.short_description, parsed.long_description) if part)
     if parsed.short_description and parsed.long_description and not parsed.blank_after_short_description:
         about = f"{parsed.short_description}\n{parsed.long_description}"
     if not about:
-        raise UserError(f"{name} has no docstring: say in one what it does, for the model to know")
+        raise UserError(f"{name} has no docstring: describe the function in one, as the model reads it")
     hints = _hints(function, name)
     properties, required = {}, []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise UserError(f"{name} takes {parameter}: a model calls it with named parameters alone")
+            raise UserError(f"{name} takes {parameter}: a model calls it only with named parameters")
         if parameter.name not in hints:
             raise UserError(f"{name}: the parameter {parameter.name!r} needs a type hint")
         if not said.get(parameter.name):
@@ -87,7 +85,7 @@ def _described(hint: Any, text: str, name: str) -> dict[str, Any]:
         try:
             found["enum"] = json.loads(choices[1])
         except ValueError:
-            raise UserError(f"{name}: {choices[1]} are no choices: write them as JSON, in double quotes") from None
+            raise UserError(f"{name}: {choices[1]} are not choices: write them as JSON, in double quotes") from None
         text = text[: choices.start()].strip()
     return {**found, "description": text}
 
@@ -109,7 +107,7 @@ def _of_hint(hint: Any, name: str) -> dict[str, Any]:
     if origin is Literal:
         kinds = {SIMPLE.get(type(value)) for value in args}
         if None in kinds:
-            raise UserError(f"{name}: {hint} holds other than text and numbers")
+            raise UserError(f"{name}: {hint} has values other than text and numbers")
         listed = sorted(map(str, kinds))
         return {"type": listed[0] if len(listed) == 1 else listed, "enum": list(args)}
     if origin is tuple:
@@ -123,7 +121,7 @@ def _of_hint(hint: Any, name: str) -> dict[str, Any]:
         return {**found, "additionalProperties": _of_hint(args[1], name)}
     if origin is typing.Annotated:
         return _of_hint(args[0], name)
-    raise UserError(f"{name}: {short(hint)} is no type that JSON has: use str, int, float, bool, list, dict, Literal")
+    raise UserError(f"{name}: {short(hint)} is not a type of JSON: use str, int, float, bool, list, dict, Literal")
 
 
 def _is_sequence(origin: Any) -> bool:

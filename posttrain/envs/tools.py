@@ -24,8 +24,8 @@ from posttrain.envs.play.env_outputs import cleaned, read_schema
 from posttrain.envs.tool_schemas import validator_of
 
 Then = Literal["answer", "end", "invalid"]
-"""Effect of a failed call on the episode: the model sees the error and continues, it ends and is scored, or it is
-invalid.
+"""Effect of a failed call on the episode: the model sees the error and the episode continues, it ends and is scored, or it
+is invalid.
 """
 
 
@@ -69,7 +69,7 @@ class Tools:
     ) -> None:
         for then in (malformed, raising):
             if then not in get_args(Then):
-                raise UserError(f"a call that fails leads to one of {', '.join(get_args(Then))}, not {then!r}")
+                raise UserError(f"the effect of a failed call must be one of {', '.join(get_args(Then))}, not {then!r}")
         self.schemas = [read_schema(function) for function in functions]
         self._functions = {
             schema["function"]["name"]: function for schema, function in zip(self.schemas, functions, strict=True)

@@ -117,7 +117,7 @@ class Report:
             lines.append(head + (_cut(cases[0].asked, room) if cases[0].shown else "shows nothing") + rewards)
             for case in shown:
                 lines += self._case(case, told, verbose)
-        more = [f"({hidden} more cases: --verbose shows them)"] if hidden else []
+        more = [f"({hidden} more cases: show them with --verbose)"] if hidden else []
         return [*lines, *more, "", *self._services(), *self._model(), *self._verdicts()]
 
     def _by_task(self) -> dict[str, list[Case]]:
@@ -146,7 +146,7 @@ class Report:
         lines = []
         for name in self.asked:
             what = "passages" if "retriever" in name else "numbers from 0 to 1"
-            how = f"{what} were made up as its answers" if name in self.made_up else "it answered itself"
+            how = f"{what} were made up as its answers" if name in self.made_up else "it answered"
             option = OPTIONS.get(name)
             ways = option or " or ".join(given.replace(" ", f" {name}=", 1) for given in OPTIONS.values())
             lines.append(f"it asks the service {name}: {how}" + (f"; {ways} asks it" if name in self.made_up else ""))
@@ -165,7 +165,7 @@ class Report:
             if case.seen.problem is not None:
                 problems.append(f"the model cannot be shown task {case.task}: {case.seen.problem}")
             elif case.seen.prompt >= self.context:
-                what = f"of {case.seen.prompt} tokens; the model's context holds {self.context} with the reply"
+                what = f"of {case.seen.prompt} tokens; the model's context holds {self.context}, reply included"
                 problems.append(f"task {case.task} begins with a prompt {what}: shorten it, or leave the row out")
         return list(dict.fromkeys(problems))
 
@@ -206,19 +206,19 @@ class Report:
         if different := [case for case in self.cases if not case.repeats]:
             where = f"task {different[0].task}, {different[0].kind}"
             lines.append(
-                f"two calls disagree on {len(different)} of {total} ({where}): seed what is random from the task"
+                f"two calls disagree on {len(different)} of {total} ({where}): seed random numbers from the task"
             )
         if unfinished := sum(case.result is None for case in self.cases):
             lines.append(f"still asking after {TURNS} turns on {unfinished} of {total}")
         if not self.cases:
-            return ["nothing was tried: there are no replies", "check failed"]
+            return ["nothing was tried, as there are no replies: give some with --replies FILE", "check failed"]
         slowest = max(self.cases, key=lambda case: case.seconds)
         lines.append(f"slowest call {_duration(slowest.seconds)} (task {slowest.task}, {slowest.kind})")
         if self.rewards:
             low, high = min(self.rewards), max(self.rewards)
             lines.append(f"rewards from {low:g} to {high:g} over {len(self.rewards)} of {total} cases")
         undecided = self.constant and not self.known and not self.given and self.ok
-        told = "undecided: nothing is wrong with it, and no reply earned more than another"
+        told = "undecided: no error, and no reply earned more than another"
         lines.append(told if undecided else "check passed" if self.ok else "check failed")
         return lines
 
@@ -227,7 +227,7 @@ class Report:
         if self.known:
             return ": nothing can be learned from it"
         if self.given:
-            return ": if one of them is right, the reward does not see it"
+            return ": if one of them is right, the reward misses it"
         which = "your answer column is not a full reply" if self.answered else "no column of yours is a full reply"
         return f": {which}; give some with --replies FILE, or name a column that has them with --fields.response COLUMN"
 

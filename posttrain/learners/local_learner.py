@@ -340,7 +340,7 @@ class LocalLearner:
                     if owner not in known:
                         continue
                     if known[owner] != set(AdamW.MOMENTS):
-                        raise UserError(f"{file} does not belong to this model: unexpected tensor {owner}")
+                        raise UserError(f"{file} is not a file of this model: it has the unexpected tensor {owner}")
                     self.optimizer.begin(parameter)
                     for key, value in self.optimizer.state[parameter].items():
                         read_rows(file, stored, f"{owner}/{key}", self._as_stored(parameter, value))

@@ -82,7 +82,7 @@ def load_model(
     loader: Callable[..., Model] = LOADERS.get(kind, _load_other)
     narrow = {} if matrices is None else {"matrices": matrices}
     if narrow and loader not in (_load_decoder, _load_other):
-        raise UserError(f"--frozen-weights narrows the matrices of a decoder, and a {kind} is none: leave it out")
+        raise UserError(f"--frozen-weights needs the matrices of a decoder, and a {kind} is not one: leave it out")
     try:
         if shard is not None and loader is _load_decoder:
             return _load_decoder(folder, source, dtype, torch.device(device), shard, shares, matrices)

@@ -144,8 +144,8 @@ def new_critic(kind: type[Critic], folder: Path | None, policy: Model, seed: int
     backbone, score = load_backbone(folder, device)
     if backbone.config.vocab < policy.config.vocab:
         raise UserError(
-            f"the critic in {folder} knows {backbone.config.vocab} tokens, the policy {policy.config.vocab}: "
-            "they must share a tokenizer"
+            f"the critic in {folder} has {backbone.config.vocab} tokens and the policy {policy.config.vocab}: give a critic "
+            "with the policy's tokenizer"
         )
     critic: Critic
     if kind is ValueModel:
@@ -159,8 +159,8 @@ def new_critic(kind: type[Critic], folder: Path | None, policy: Model, seed: int
         if left.keys() == own.keys():
             if any(left[name].shape != own[name].shape for name in own):
                 raise UserError(
-                    f"the critic in {stored} is of another size than the policy beside it, where its sizes are read: "
-                    "start from its base, with --critic-model"
+                    f"the critic in {stored} has another size than the policy beside it: start from the critic's base "
+                    "model, with --critic-model"
                 )
             with torch.no_grad():
                 for name, parameter in own.items():

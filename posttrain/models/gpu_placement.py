@@ -31,7 +31,7 @@ class GPUPlacement:
         for name, devices in (("--learner-devices", learner_devices), ("--engine-devices", engine_devices)):
             if odd := [d for d in devices if not 0 <= d < gpus]:
                 there = f"it has {gpus}, from 0 to {gpus - 1}" if gpus else "it has none"
-                raise UserError(f"{name} {odd[0]} is no GPU of this machine: {there}")
+                raise UserError(f"{name} {odd[0]} is not a GPU of this machine: {there}")
             if len(set(devices)) < len(devices):
                 raise UserError(f"{name} names a GPU twice: {' '.join(map(str, devices))}")
         return cls(gpus, local, int(os.environ.get("LOCAL_RANK", "0")), learner_devices, engine_devices)

@@ -21,7 +21,7 @@ LEFT = ("*/*", "consolidated*", "*.fp16.*", "*.index.fp16.json")
 """Files that are not: copies in other formats (original/, onnx/), of Mistral's own form, of another precision."""
 
 FOUND: dict[tuple[str, str, str], Path] = {}
-"""The folder of each model that this process has asked for, by name, address and cache: a run asks several times."""
+"""Folder of each model that this process has opened, by name, address and cache. A run opens a model several times."""
 
 
 def downloaded(named: HubName) -> Path:
@@ -88,7 +88,7 @@ def _refuse_without_weights(named: HubName, files: list[str]) -> None:
                         "and give its path as the model")  # fmt: skip
     other = [file for file in files if file.endswith((".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx"))]
     if other:
-        raise UserError(f"{named} holds no safetensors but {other[0]}: choose a model or a revision that has them")
+        raise UserError(f"{named} has no safetensors, only {other[0]}: choose a model or a revision that has them")
     if "config.json" not in files and "tokenizer.json" not in files:
         raise UserError(f"{named} holds no checkpoint: config.json and model.safetensors are missing")
 

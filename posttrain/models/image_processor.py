@@ -109,7 +109,7 @@ class ImageProcessor:
         if getattr(self._theirs, "merge_size", merged) != merged:
             raise UserError(
                 f"preprocessor_config.json merges {self._theirs.merge_size} patches a side, and the model {merged}: copy "
-                "the file that belongs to it"
+                "the file of this model"
             )
         time, height, width = map(int, made["image_grid_thw"][0])
         grid = (time, height // merged, width // merged)

@@ -179,7 +179,7 @@ def load_reward_model(
     shape = ScoreShape(source.get("posttrain_pooling", "last"), source.get("posttrain_head", "linear"))
     if shape.pooling not in ("last", "mean") or shape.head not in ("linear", "mlp"):
         raise UserError(
-            f"{folder}: {NOTE if is_adapter(folder) else 'config.json'} has an unknown form of reward model: "
+            f"{folder}: {NOTE if is_adapter(folder) else 'config.json'} describes an unknown form of reward model: "
             f"{shown(shape.pooling)}, {shown(shape.head)}"
         )
     model, found = _read(folder, shape, 0, device, matrices)

@@ -13,10 +13,10 @@ from typing import Any
 from torch import Tensor
 
 GATHER = "gathered"
-"""The attribute of a parameter that gathers it from all processes. All of them have to call it in the same order."""
+"""The attribute of a parameter that gathers it from all processes. All processes must call it in the same order."""
 
 MEETING = "meeting"
-"""The attribute of a sharded model: a context for calls by all processes, which reports one that is lost."""
+"""The attribute of a sharded model: a context for calls by all processes, which reports a lost process."""
 
 
 def asked_by_all(model: Any) -> AbstractContextManager[None]:

@@ -82,7 +82,7 @@ def read_state(file: Path, places: Mapping[str, Tensor]) -> None:
     """Fill tensors in place, by name. Raises UserError if the file is damaged or has other names or shapes."""
     with open_tensors(file) as stored:
         if odd := set(stored.keys()) ^ places.keys():
-            raise UserError(f"{file} does not belong to this model: unexpected tensor {min(odd)}")
+            raise UserError(f"{file} is not a file of this model: it has the unexpected tensor {min(odd)}")
         for name, place in places.items():
             read_rows(file, stored, name, place)
 
@@ -91,7 +91,7 @@ def read_rows(file: Path, stored: Any, name: str, place: Tensor) -> None:
     """Fill a tensor in place with the stored tensor of this name; for a sharded one, read only this process's rows."""
     found = stored.get_slice(name)
     if tuple(found.get_shape()) != place.shape:
-        raise UserError(f"{file} does not belong to this model: unexpected tensor {name}")
+        raise UserError(f"{file} is not a file of this model: it has the unexpected tensor {name}")
     first, own = here(place)
     if own.shape == place.shape:
         own.copy_(stored.get_tensor(name))

@@ -32,8 +32,7 @@ FILE_BYTES = 5_000_000_000  # maximal size of one file of weights
 
 
 DTYPES = ("F64", "F32", "F16", "BF16")
-"""Supported types of stored weights. Integers and 8-bit floats are quantized: their numbers mean nothing without
-scales.
+"""Supported types of stored weights. Integers and 8-bit floats are quantized and need scales, so they are refused.
 """
 
 
@@ -64,8 +63,8 @@ def check_finite(file: Path, name: str, tensor: Tensor) -> None:
     """Raise UserError if a weight is NaN or infinite. The sum is checked first: it takes one pass over memory."""
     if not math.isfinite(tensor.sum(dtype=torch.float32).item()) and not tensor.isfinite().all():
         raise UserError(
-            f"{file}: {name} holds numbers that are not finite (NaN or infinity, as {tensor.dtype}): training would "
-            "spread them; use a checkpoint from before they arose"
+            f"{file}: {name} has numbers that are not finite (NaN or infinity, as {tensor.dtype}): use an earlier "
+            "checkpoint"
         )
 
 

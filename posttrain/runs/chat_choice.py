@@ -74,7 +74,7 @@ class Chatting:
             return []
         if shown is not None and shown.messages is None and not _plain(shown, tasks):
             said = (
-                "the environment shows bare text, without the model's chat template: have it yield Turn(messages=[...])"
+                "the environment shows bare text, without the model's chat template: yield Turn(messages=[...]) instead"
             )
             return [said] if self.on else []
         if not any(isinstance(task.get("prompt"), str) for task in tasks.examples()):
@@ -89,8 +89,8 @@ class Chatting:
         """Raise UserError if --chat was given and the environment shows text of its own."""
         if given and shown is not None and shown.messages is None:
             raise UserError(
-                "--chat is of the prompts of rows, and this environment shows text of its own: have it yield "
-                "Turn(messages=[...]), or leave out --chat"
+                "--chat has no effect on the text that this environment yields: yield Turn(messages=[...]) instead, or "
+                "leave out --chat"
             )
 
 
@@ -119,7 +119,9 @@ def chatting(asked: Asked | None, folder: Path | None, tokenizer: Templated, end
             "leave the prompts as they are with --no-chat"
         )
     if system is not None and not chat:
-        raise UserError("--system is a message, and the prompts are sent as bare text: add --chat, or leave it out")
+        raise UserError(
+            "--system needs prompts in a chat template, and these are bare text: add --chat, or leave --system out"
+        )
     if system is None and chat and isinstance(known.get("system"), str):
         system = known["system"]
     return Chatting(chat, system, because, template)

@@ -114,7 +114,7 @@ def newest(run: Path, say: Callable[[str], None] = lambda text: None) -> Path | 
     for folder, damage in examined(run):
         if damage is None:
             return folder
-        say(f"checkpoint {folder} is damaged ({damage}): using the one before it, if there is one")
+        say(f"checkpoint {folder} is damaged ({damage}): using the previous one, if any")
     return None
 
 
@@ -152,8 +152,8 @@ def resolve(model: str) -> Path:
     if found is not None:
         return found
     if listed(path):
-        raise UserError(f"{path} is a run whose checkpoints are all damaged: put a copy of one back, or train it anew")
-    raise UserError(f"{path} is a run without a checkpoint: let it train for --save-every steps first")
+        raise UserError(f"{path} is a run whose checkpoints are all damaged: put a copy of one back, or train again")
+    raise UserError(f"{path} is a run without a checkpoint: wait until it has trained for --save-every steps")
 
 
 def step_of(folder: Path) -> int:
@@ -192,7 +192,7 @@ def load_state(folder: Path) -> dict[str, Any]:
         torch.set_rng_state(torch.frombuffer(bytearray(rng), dtype=torch.uint8))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
         why = " ".join(str(error).split())[:100]
-        raise UserError(f"{path} is damaged ({why}): delete its checkpoint to use the one before it") from error
+        raise UserError(f"{path} is damaged ({why}): delete its checkpoint to use the previous checkpoint") from error
     return state
 
 

@@ -21,7 +21,7 @@ from posttrain.envs.reward_sums import is_sum, own_name, terms_of
 from posttrain.system.user_code import source_file
 
 READ = {".json", ".jsonl", ".csv", ".tsv", ".gz", ".parquet", ".arrow", ".safetensors", ".jinja", ".model"}
-"""Endings of files with rows or models: a folder may contain logs and notes too."""
+"""Endings of files with rows or models; logs and notes in a folder are ignored."""
 WHOLE = 256 << 20  # bytes: half a second to read
 SAMPLES, SAMPLE_BYTES = 256, 1 << 16  # for larger files: 16 MiB in all
 ROWS = 1000  # rows sampled evenly from rows in memory

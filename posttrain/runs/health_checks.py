@@ -21,7 +21,8 @@ def stalled(history: History) -> str | None:
     if series is None or min(series.values[-limit:]) < 1:
         return None
     return (
-        f"every update of the last {limit} steps was skipped because its gradient was not finite: the weights stand still\n"
+        f"every update of the last {limit} steps was skipped because its gradient was not finite: the weights do not "
+        "change\n"
         f"usual causes: {_NOT_FINITE}"
     )
 
@@ -286,10 +287,10 @@ _ALL = (
     stalled, skipped, drop, jump, entropy, length, kl, invalid, signal, solved, held_out, critic, likelihood, routing,
 )  # fmt: skip
 CHECKS: dict[str, Check] = {check.__name__: check for check in _ALL}
-"""Name of a finding -> its message, or None while there is no fault."""
+"""Name of a finding -> its check: returns the message, or None without a fault."""
 
 FATAL = frozenset({"stalled"})
 """Findings that end a run unless the health check is off: continuing would change nothing."""
 
 GOOD = frozenset({"solved"})
-"""Good news: never a reason to stop."""
+"""Findings that are good news and never stop a run."""

@@ -44,7 +44,7 @@ class Lines:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._file.close()
-            raise UserError(f"--out {path} is being written by another process: wait for its end") from error
+            raise UserError(f"--out {path} is being written by another process: wait until it ends") from error
         self._told = {**plain(follows_from), "day": self.day}
         self._kept = there and overwrite  # a file to be replaced is kept until there is a first row
         with writing(path):

@@ -31,14 +31,14 @@ class HealthLimits:
     again: int = 30
     """Steps for which a fault must have been absent before it is reported again."""
     noise: float = 6.0
-    """Standard errors beyond which a change of the reward is none of its noise. High, for thousands of looks."""
+    """Standard errors beyond which a change of the reward is not noise. High, as there are thousands of checks."""
     entropy: float = 0.33
     """Entropy has collapsed below this share of its start, times the share of wrong replies that is left: solving a
     task takes entropy, about in proportion. Healthy runs stayed above 0.48."""
     entropy_alone: float = 0.1
     """The same where no accuracy measures the progress."""
     accurate: float = 0.05
-    """Accuracy from which on it measures the progress; below, rewards seldom reach the threshold of success."""
+    """Accuracy from which it measures progress; below, rewards seldom reach the threshold of success."""
     length: float = 2.0
     """Replies have blown up if they are so many times longer than at the start and no more accurate."""
     gain: float = 0.02

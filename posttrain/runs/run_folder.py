@@ -48,7 +48,7 @@ READ = (
     "algorithm",
     *SERVICES,
 )
-"""Options that may name files. If the content of one of these, or of `env`, changes, it is another run."""
+"""Options that may name files. A run whose content of one of these, or of `env`, changes is another run."""
 
 
 class RunFolder(Generic[AnyTraining]):
@@ -188,7 +188,7 @@ class RunFolder(Generic[AnyTraining]):
         if lost and not config.accept_changes:
             raise UserError(
                 f"cannot resume {self.path}, whose record is incomplete: {', '.join(lost)}; put a copy of it back, or "
-                "continue without with --accept-changes"
+                "continue without it with --accept-changes"
             )
         self.config = chosen
         before = run.get("inputs", {})
@@ -196,13 +196,15 @@ class RunFolder(Generic[AnyTraining]):
         refused = [self._named(name) for name in other]
         if refused and not config.accept_changes:
             raise UserError(
-                f"cannot resume {self.path}: {', '.join(refused)} changed since the run began; put back what was there, "
-                "begin a new run in another --out, or continue with what is there now with --accept-changes"
+                f"cannot resume {self.path}: {', '.join(refused)} changed since the run began; restore them, start a new "
+                "run in another --out, or continue with the changes with --accept-changes"
             )
         for name in other:
-            warn(f"{self._named(name)} changed since the run began: the run goes on with it, as {RUN} records")
+            warn(
+                f"{self._named(name)} changed since the run began: the run continues with the change, and {RUN} notes it"
+            )
         for name in fingerprint.rewritten(before, self._inputs):
-            tell(f"{self._named(name)} was written since the run began; its size and samples of it are the same")
+            tell(f"{self._named(name)} was rewritten since the run began, with the same size and samples")
         self._noted = {
             **({"changed": {name: before[name] for name in other}} if other else {}),
             **({"lost": lost} if lost else {}),
@@ -226,7 +228,7 @@ class RunFolder(Generic[AnyTraining]):
             )
         raise UserError(
             f"cannot resume {self.path}: it ended before its first checkpoint (--save-every {config.save_every}), so there "
-            f"is nothing to go on from; {over}"
+            f"is nothing to continue; {over}"
         )
 
     @cached_property

@@ -69,7 +69,7 @@ def _where_runs_are(folder: Path) -> str:
             names = ", ".join(str(path) for path in found[:4]) + (", ..." if len(found) > 4 else "")
             return f"{'there is no such folder; ' if beside != folder else ''}there are {names}"
     if os.path.exists(folder / "lock"):
-        return "it has only just begun: try again in a few seconds"
+        return "it has just begun: try again in a few seconds"
     return f"pass a folder with a {RUN} in it" if os.path.isdir(folder) else "there is no such folder"
 
 

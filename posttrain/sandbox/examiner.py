@@ -191,7 +191,7 @@ class Examiner:
     def _resolved(self, kind: str, content: Any) -> Any:
         known = len(self._exported) if kind == "callback" else 0 if kind == "name" else MOST_REFERENCES
         if type(content) is not int or not 0 <= content < known:
-            raise NotPlain("a reference that is none")
+            raise NotPlain("an invalid reference")
         if kind == "ref":
             return self._remotes.setdefault(content, RemoteObject(self, content))
         return self._exported[content]

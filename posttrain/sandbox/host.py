@@ -55,9 +55,7 @@ class Sandbox:
 
     def __init__(self) -> None:
         if not syscalls.LINUX or syscalls.release() < (5, 3):
-            raise UserError(
-                "the sandbox needs Linux 5.3 or later: run this in a virtual machine or container that has it"
-            )
+            raise UserError("the sandbox needs Linux 5.3 or later: use a virtual machine or container that has it")
         self._lock = threading.Lock()
         told = os.environ.get(TELL)
         if told not in (None, "", UNPROTECTED, DENIED):
@@ -69,8 +67,8 @@ class Sandbox:
             self.close()
             raise UserError(
                 "generated code cannot be run safely here: this system has no "
-                f"{' and no '.join(self.protections.missing)} (active: {self.protections}); use a kernel that has it, "
-                f"or set {TELL}={UNPROTECTED} to run it all the same"
+                f"{' and no '.join(self.protections.missing)} (active: {self.protections}); use a kernel that has it, or "
+                f"set {TELL}={UNPROTECTED} to run it anyway"
             )
 
     def start(self, limits: ProgramLimits | None = None, output: bool = False) -> Program:

@@ -103,7 +103,7 @@ def decode(form: Any, resolve: Callable[[str, Any], Any]) -> Any:
     except NotPlain:
         raise
     except (ValueError, TypeError, ArithmeticError, RecursionError, KeyError) as error:
-        raise NotPlain(f"a form that is none: {type(error).__name__}") from None
+        raise NotPlain(f"a malformed value: {type(error).__name__}") from None
 
 
 def _decode(form: Any, resolve: Callable[[str, Any], Any]) -> Any:

@@ -136,7 +136,7 @@ class GenerativeJudge:
             raise UserError(f"{where} has no chat template: leave out chat, or put chat_template.jinja into its folder")
         if not self.model.eos_ids and tokenizer.eos_id is None and not recipe.stop:
             raise UserError(
-                f"{where} names no end-of-sequence token: set eos_token_id in its config.json, or give a stop"
+                f"{where} has no end-of-sequence token: set eos_token_id in its config.json, or give a stop"
             )
         words = recipe.words if recipe.scale is None else (f"{recipe.scale[0]:g}", f"{recipe.scale[1]:g}")
         verdicts = {f"{recipe.marker} {word}": tokenizer.encode(f"{recipe.marker} {word}") for word in words}
@@ -171,9 +171,11 @@ class GenerativeJudge:
         except UserError as error:
             return f"it cannot be read: {error}"
         if len(tokens) + self._least > self.context:
-            return f"the question has {len(tokens)} tokens, and the context of {self.context} holds the verdict too"
+            return (
+                f"the question has {len(tokens)} tokens, with no room for the verdict in the context of {self.context}"
+            )
         if not tokens or max(tokens) >= self.model.config.vocab:
-            return f"the tokenizer of {self.folder} makes no tokens of it that its model knows"
+            return f"the tokenizer of {self.folder} gives tokens that its model does not have"
         return _Question(id, text, tokens)
 
     def _tokens(self, text: str) -> list[int]:

@@ -35,7 +35,7 @@ FIRST = {"A": 1.0, "tie": 0.5, "B": 0.0}
 """Verdict of a comparison -> value for the reply that was shown as A."""
 PATH = "chat/completions"
 REFUSING = (400, 415, 422, 500, 501)
-"""HTTP statuses of endpoints that do not support an output format."""
+"""HTTP statuses with which endpoints refuse an output format."""
 TRIED = ("What is 2 + 2?", "2 + 2 is 4.", "2 + 2 is 5.")
 
 
@@ -116,7 +116,7 @@ class Judge:
             plain = {name: value for name, value in body.items() if name != "response_format"}
             if not isinstance(self.endpoint.try_once(self._call(plain, retries=1)), EndpointFailure):
                 where = f"{self.name} at {self.recipe.endpoint}"
-                fix = f'cannot do structured = "{self.recipe.structured}": put structured = "none" into its recipe'
+                fix = f'does not support structured = "{self.recipe.structured}": set structured = "none" in its recipe'
                 return f"{where} {fix}; it reports {found.reason}"
         key = f"look at {self.recipe.key_env}" if self.recipe.key_env else "name its variable as key_env"
         way = found.way(key, "the recipe's endpoint and model")

@@ -184,7 +184,7 @@ def _found_object(text: str) -> dict[str, Any] | None:
             if found is not None:
                 raise _Ambiguous("more than one JSON object")
             if text.count("{", 0, place) > text.count("}", 0, place):
-                raise _Ambiguous("a JSON object within what is none")
+                raise _Ambiguous("a JSON object within invalid JSON")
             found = more
         place = text.find("{", end)
     raise _Ambiguous("too many braces")
@@ -200,7 +200,7 @@ def _once_each(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse(word: str) -> Any:
-    raise ValueError(f"{word} is no number")
+    raise ValueError(f"{word} is not a number")
 
 
 def _instructions(recipe: Recipe, criteria: Sequence[Criterion]) -> str:

@@ -24,7 +24,7 @@ RUBRIC = (
     "How well the reply does what it was asked to do: it is right, complete, clear, and no longer than it has to be."
 )
 OPERATION = ("key_env", "calls", "timeout", "retries", "requests_per_minute", "prompt_price", "reply_price", "cache")
-"""Settings without influence on the answers."""
+"""Settings that do not affect the answers."""
 PLACES = ("prompt", "response", "reference")
 """Placeholders of a template."""
 
@@ -38,7 +38,7 @@ class Criterion:
     rubric: str
     """Description of a good reply."""
     weight: float = option(1.0, above=0)
-    """Its share, relative to the others'."""
+    """Weight of the part, relative to the others."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Recipe:
     endpoint: str
     """Address of an OpenAI-compatible server, up to /v1: http://127.0.0.1:8000/v1."""
     model: str
-    """Name of the model there."""
+    """Name of the model on that server."""
     kind: Literal["scalar", "pairwise"] = "scalar"
     """scalar: a score for a reply; pairwise: which of two replies is better, asked in both orders."""
     rubric: str = RUBRIC
@@ -56,28 +56,28 @@ class Recipe:
     criteria: tuple[Criterion, ...] = ()
     """Instead of one rubric: [[criteria]] with name, rubric and weight. The reward is their weighted mean."""
     together: bool = True
-    """All criteria in one call, or each in a call of its own."""
+    """Whether one call asks for all criteria, or each criterion has a call of its own."""
     scale: tuple[float, float] = (1.0, 10.0)
     """Lowest and highest score of a scalar judge."""
     reason: bool = True
-    """Whether the judge writes down its reasons before its verdict."""
+    """Whether the judge writes its reasons before its verdict."""
     structured: Literal["schema", "object", "none"] = "schema"
     """Structured output to request from the endpoint: output that follows the JSON schema, any JSON object, or nothing.
     Answers are checked against the schema in every case."""
     max_tokens: int = option(512, above=0)
-    """Most tokens of an answer."""
+    """Maximum number of tokens in an answer."""
     temperature: float = option(0.0, least=0)
-    """Of the judge's sampling."""
+    """Sampling temperature of the judge."""
     key_env: str = ""
-    """The environment variable that holds the key, if the endpoint wants one."""
+    """Environment variable with the key, if the endpoint needs one."""
     calls: int = option(64, above=0, most=4096)
-    """How many calls are in the air at once."""
+    """Maximum number of concurrent calls."""
     requests_per_minute: float | None = option(None, above=0)
-    """Most calls begun in a minute; default: no limit."""
+    """Maximum number of calls begun per minute. Default: no limit."""
     timeout: float = option(60.0, above=0, most=86_400)
-    """Time limit of a call."""
+    """Timeout of a call."""
     retries: int = option(5, least=0, most=100)
-    """How often a call is made again after 408, 429, 5xx, a time-out or a lost connection."""
+    """Number of retries of a call after 408, 429, 5xx, a timeout or a lost connection."""
     prompt_price: float = option(0.0, least=0)
     """Cost of a million prompt tokens, in any currency: it is counted in the timings."""
     reply_price: float = option(0.0, least=0)
@@ -104,7 +104,7 @@ class Generative:
     template: str
     """Prompt template, such as "{prompt}\\n{response}\\n"; {reference} is a known good answer. A brace is {{ or }}."""
     chat: bool = False
-    """Show that as a message of the user, by the checkpoint's chat template."""
+    """Wrap the prompt as a user message in the checkpoint's chat template."""
     marker: str = "verdict:"
     """Text before the verdict; the last one in a reply counts."""
     words: tuple[str, str] = ("yes", "no")
@@ -114,17 +114,17 @@ class Generative:
     votes: int = option(1, above=0, most=1024)
     """Replies to each question. The answer is the mean of their verdicts."""
     answer: Literal["share", "probability"] = "share"
-    """Value of a vote: its verdict, 1 or 0, or the probability of the first word where the verdict stands."""
+    """Value of a vote: its verdict, 1 or 0, or the probability of the first word at the place of the verdict."""
     temperature: float = option(0.0, least=0)
-    """Of its sampling; 0: greedy, which is one vote."""
+    """Sampling temperature; 0 is greedy and gives one vote."""
     max_tokens: int = option(256, above=0)
     """Token budget of a reply. One that is cut off is no vote."""
     stop: tuple[str, ...] = ()
     """Strings that end a reply, besides the end-of-sequence token."""
     seed: int = option(0, least=-(2**62), most=2**62)
-    """Decides the votes, together with the text of a question."""
+    """Random seed: seed and question determine the votes."""
     slots: int = option(256, above=0)
-    """How many votes are sampled at once."""
+    """Number of votes sampled at once."""
 
     @property
     def pattern(self) -> Pattern:
@@ -157,20 +157,20 @@ def generative_of(content: Mapping[str, Any], where: str = "") -> Generative:
     places = [place for _, place in parse_template(recipe.template, f"{where}template") if place is not None]
     if unknown := [place for place in places if place not in PLACES]:
         raise UserError(
-            f"{where}template has a place {{{unknown[0]:.40}}}; there are {{prompt}}, {{response}} and {{reference}}"
+            f"{where}template has the unknown place {{{unknown[0]:.40}}}; give {{prompt}}, {{response}} or {{reference}}"
         )
     if "response" not in places:
         raise UserError(f"{where}template has no place {{response}}: the judge would not see what it judges")
     if not recipe.marker.strip():
-        raise UserError(f"{where}marker is empty; it is what stands before the verdict, such as verdict:")
+        raise UserError(f"{where}marker is empty; give the text before the verdict, such as verdict:")
     if not all(word.strip() for word in recipe.words) or recipe.words[0].casefold() == recipe.words[1].casefold():
         raise UserError(f'{where}words are {recipe.words!r:.80}; give two, the good one first: ["yes", "no"]')
     if not all(recipe.stop):
-        raise UserError(f"{where}stop holds an empty text, at which every reply would end: leave it out for none")
+        raise UserError(f"{where}stop has an empty string, at which every reply would end: leave it out")
     if recipe.scale is not None:
         _check_scale(recipe.scale, where)
         if {"words", "answer"} & content.keys():
-            raise UserError(f"{where}scale excludes words and answer: a score is the answer as it stands")
+            raise UserError(f"{where}scale does not go with words and answer: leave out scale, or these")
     if recipe.votes > 1 and recipe.temperature == 0:
         raise UserError(
             f"{where}votes {recipe.votes} at temperature 0 are all the same: give a temperature, such as 1.0"
@@ -195,7 +195,7 @@ def recipe_of(content: Mapping[str, Any], where: str = "") -> Recipe:
     for name in names:
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name) or name in ("reward", "reason") or names.count(name) > 1:
             raise UserError(
-                f"{where}a criterion is called {name!r:.80}; a name is its own, of letters, digits, _ and -"
+                f"{where}a criterion has the name {name!r:.80}; give each a different name of letters, digits, _ and -"
             )
     return recipe
 

@@ -67,7 +67,7 @@ def _read_question(content: Any) -> tuple[str, int] | str:
         return f"a retriever is asked with {FORM}"
     k = asked.get("k", 3)
     if type(k) is not int or not 0 < k <= MOST_TOPK:
-        return f"k is {short(k)}; from 1 to {MOST_TOPK} passages may be asked for"
+        return f"k is {short(k)}; it must be from 1 to {MOST_TOPK}"
     return asked["query"][:LONGEST_QUERY], k
 
 

@@ -174,7 +174,9 @@ class RewardModelService:
                 transcript.imitate(self.tokenizer.encode(content, start=True))
             elif in_steps and _steps(content):
                 if self.model.shape.pooling == "mean":
-                    return _invalid(f"the reward model {self.folder} pools over a reply, and scores no steps of it")
+                    return _invalid(
+                        f"the reward model {self.folder} pools over whole replies, so it cannot score steps"
+                    )
                 asked = self._as_trained({name: content[name] for name in ("prompt", "messages") if name in content})
                 transcript = demonstrate_steps(asked, content["steps"], self.tokenizer, content.get("begun", ""))
             elif (of == {"prompt", "response"} and _texts(content)) or (of == {"messages"} and _chat(content)):

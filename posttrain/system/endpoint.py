@@ -63,8 +63,8 @@ class EndpointFailure:
         if self.status in (401, 403):
             return key
         if self.status == 404 or self.rubbish:
-            return f"an endpoint ends in /v1 as a rule; look at {place}"
-        return f"is the server up, and {place} right?" if self.again else f"look at {place}"
+            return f"an endpoint usually ends in /v1; check {place}"
+        return f"check that the server runs, and {place}" if self.again else f"look at {place}"
 
 
 def key_in(variable: str) -> str | None:

@@ -52,7 +52,7 @@ def refused(
         return 415, "the body must be JSON: send Content-Type: application/json"
     given = [said.get("authorization", "").removeprefix("Bearer "), said.get("x-api-key", "")]
     if token is not None and not any([_equal(one.strip(), token) for one in given]):
-        return 401, "this server wants its token: send Authorization: Bearer TOKEN, or x-api-key: TOKEN"
+        return 401, "this server needs its token: send Authorization: Bearer TOKEN, or x-api-key: TOKEN"
     return None
 
 
@@ -89,7 +89,7 @@ def bound(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         listening.close()
         why = getattr(error, "strerror", None) or "ports end at 65535"
-        way = "choose another --port, or 0 for any" if port else "look at --host"
+        way = "choose another --port, or 0 for any free one" if port else "check --host"
         raise UserError(f"--port {port} cannot be used on {host}: {why}; {way}") from None
     return listening
 

@@ -87,7 +87,10 @@ def reached(address: str, seconds: float = SECONDS) -> bool:
 
 def problem(error: BaseException, of: HubName, kind: str = "model") -> str:
     """Return the reason why the hub returned no model or dataset, with the fix, in one line."""
-    return meaning(error, of, kind) or f"the hub gave no {kind} {of}: {one_line(error.__cause__ or error)}"
+    return (
+        meaning(error, of, kind)
+        or f"the {kind} {of} could not be downloaded from the hub: {one_line(error.__cause__ or error)}"
+    )
 
 
 def meaning(error: BaseException, of: HubName, kind: str = "model") -> str | None:
@@ -119,16 +122,16 @@ def _meaning(error: BaseException, of: HubName, kind: str) -> str | None:
     if status == 401:
         return f"the hub refuses your token (HF_TOKEN): make a new one at {constants.ENDPOINT}/settings/tokens"
     if status == 403:
-        return f"your token (HF_TOKEN) gives no access to {of.name}: give it this right, or use another one"
+        return f"your token (HF_TOKEN) has no access to {of.name}: grant it access, or use another token"
     if status is not None and (status == 429 or status >= 500):
-        return f"the hub answers with an error ({status}) for {of.name}: repeat the command later"
+        return f"the hub failed with status {status} for {of.name}: repeat the command later"
     if status is not None and status >= 400:
         told = getattr(error, "server_message", None) or one_line(error).partition(" for url ")[0]
-        return f"the hub refuses this for {of.name} ({status}): {inline(told)}"
+        return f"the hub refused the request for {of.name} ({status}): {inline(told)}"
     if type(error).__name__ in ("ReadTimeout", "WriteTimeout", "ConnectTimeout", "PoolTimeout"):
-        return "the hub does not answer: repeat the command later, finished files are kept"
+        return "the hub does not answer: repeat the command later; finished files are kept"
     if type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "requests"):
-        return f"the connection to the hub broke off ({one_line(error)}): repeat the command, finished files are kept"
+        return f"the connection to the hub broke ({one_line(error)}): repeat the command; finished files are kept"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
         cache = Path(constants.HF_HUB_CACHE)
         return f"{of.name} cannot be written to {cache} ({error.strerror}): make room there, or set HF_HOME"

@@ -83,10 +83,8 @@ def split_name(spec: str) -> tuple[str, str]:
     if spec.rstrip(":").endswith(".py"):
         file = spec.rstrip(":")
         known = _defined(Path(file)) or ["reward"]
-        raise UserError(
-            f"{spec} does not say which function: write {' or '.join(f'{file}:{name}' for name in known[:5])}"
-        )
-    raise UserError(f"{spec!r} names nothing of your own: write my.py:{spec} or package.module:{spec}")
+        raise UserError(f"{spec} names no function: write {' or '.join(f'{file}:{name}' for name in known[:5])}")
+    raise UserError(f"{spec!r} has no file or module: write my.py:{spec} or package.module:{spec}")
 
 
 def _defined(file: Path) -> list[str]:
@@ -109,7 +107,7 @@ def _import_module(target: str) -> ModuleType:
         return importlib.import_module(target)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{target}.".startswith(f"{error.name}."):
-            raise UserError(f"there is no module {target!r} here or among the installed packages") from error
+            raise UserError(f"there is no module {target!r} in this folder or among the installed packages") from error
         raise UserError(f"{target} does not import: {describe_error(error, None)}") from error
     except UserError as error:  # its message has the fix
         raise UserError(f"{target}: {error}") from error

@@ -42,8 +42,8 @@ def adjust(algorithm: Algorithm, run: RL, single_turn: bool = True, by_group: bo
         counting = algorithm.needing(Need.EPISODE_TOKENS)
         parts = f"{' and '.join(counting)} {'counts' if len(counting) == 1 else 'count'}"
         raise UserError(
-            f"{algorithm.name}: its {parts} the tokens of an episode, which in this environment may have several replies: "
-            "set their maximum with --max-episode-tokens"
+            f"{algorithm.name}: its {parts} the tokens of an episode, which here may have several replies: set their "
+            "maximum with --max-episode-tokens"
         )
     check_ranges(algorithm)
     problems = (
@@ -94,8 +94,7 @@ def _contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]
     of_k = algorithm.advantage.k if isinstance(algorithm.advantage, PassAtK) else 0
     yield (
         0 < run.group <= of_k,
-        f"a group of {run.group} has one subset of {of_k} at most, and nothing to compare: --group must be above "
-        f"--advantage-k",
+        f"a group of {run.group} has at most one subset of {of_k} to compare: set --group above --advantage-k",
     )
     yield (
         bool(algorithm.ratio) and not algorithm.surrogate.uses_ratio,
@@ -107,34 +106,34 @@ def _contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]
     )
     yield (
         soft != isinstance(algorithm.surrogate, ExpectedQ) or soft != isinstance(algorithm.advantage, Earned),
-        "action values, their expectation and what a token earns belong together: see posttrain algorithms sac",
+        "action values, their expectation and rewards per token need each other: see posttrain algorithms sac",
     )
     yield (
         run.recompute != "none" and algorithm.trust_region is not None,
         "its second derivatives need the activations of all layers at once: leave out --recompute, and lower "
         "--tokens-per-microbatch",
     )
-    yield soft and not algorithm.widens, "its temperature must be above 0: tune it with --entropy-target"
+    yield soft and not algorithm.widens, "its temperature must be above 0: set --entropy-target, which tunes it"
     yield soft and bool(algorithm.select), f"its critic learns from every token: leave out {_selecting(algorithm)}"
     yield (
         run.chooses("gae_lambda") and run.chooses("gae_alpha"),
-        "--gae-lambda already sets lambda, the same for every length: leave out --gae-alpha",
+        "--gae-lambda already sets one lambda for every length: leave out --gae-alpha",
     )
     yield (
         baselined is not None and baselined.baseline in ("none", "greedy") and baselined.weight != "equal",
-        "--baseline-weight weighs the rewards of a mean, which --baseline none and greedy have not: leave it out",
+        "--baseline-weight has no effect with --baseline none or greedy, which take no mean: leave it out",
     )
     yield (
         Need.GREEDY in algorithm.needs and algorithm.branching is not None,
-        "rollouts that branch have no greedy one among them: leave out --baseline greedy",
+        "rollouts that branch include no greedy reply: leave out --baseline greedy",
     )
     yield (
         baselined is not None and (baselined.baseline, baselined.scale) == ("none", "batch"),
-        "without a baseline equal rewards would be divided by nothing: set --scale none, or choose a --baseline",
+        "without a baseline equal rewards would be divided by 0: set --scale none, or choose a --baseline",
     )
     yield (
         algorithm.trust_region is not None and bool(run.router_balance or run.router_z),
-        "its line search knows nothing of the routers' losses: leave out --router-balance and --router-z",
+        "its line search does not include the routers' losses: leave out --router-balance and --router-z",
     )
     yield from older_weights.contradictions(algorithm, run)
     yield from _contradictions_of_redistribution(algorithm)
@@ -163,19 +162,19 @@ def _contradictions_of_partial_replies(
     told, tokens = "--tokens-per-step", run.tokens_per_step
     yield (
         tokens > 0 and not single_turn,
-        f"{told} is for environments whose episodes are one reply: one of several turns cannot be interrupted and continued",
+        f"{told} needs episodes of one reply, as an episode of several turns cannot be interrupted: leave it out",
     )
     yield (
         tokens > 0 and by_group,
-        f"the reward scores whole groups, whose replies {told} would end in different steps: leave it out",
+        f"the reward scores whole groups, and with {told} their replies would end in different steps: leave it out",
     )
     yield (
         tokens > 0 and algorithm.sampling is not None,
-        f"groups that are not whole cannot be replaced: leave out {told}",
+        f"incomplete groups cannot be replaced: leave out {told}",
     )
     yield (
         tokens > 0 and Need.GREEDY in algorithm.needs,
-        f"a greedy reply has to be whole before its group is: leave out {told}",
+        f"a greedy reply must be complete before its group: leave out {told}",
     )
     yield (
         by_group and Need.GREEDY in algorithm.needs,
@@ -191,19 +190,19 @@ def _contradictions_of_penalty(algorithm: Algorithm, run: RL) -> Iterator[tuple[
     kl = algorithm.kl
     yield (
         kl is not None and kl.estimator == "exact" and kl.against == "old",
-        "the old policy's whole distributions are not kept: leave out --kl-estimator exact",
+        "the old policy's full distributions are not kept: leave out --kl-estimator exact",
     )
     yield (
         kl is not None and kl.where == "reward" and kl.against == "old",
-        "its KL is to the policy that sampled, and 0 when rewards are given: leave out --kl-where",
+        "its KL is to the policy that sampled, so it is 0 in the reward: leave out --kl-where",
     )
     yield (
         kl is not None and kl.unit == "response" and (kl.where == "reward" or kl.estimator == "exact" or kl.weighed),
-        "a response's ratio gives an estimate of its KL, in the loss and without a weight: leave out --kl-unit response",
+        "--kl-unit response works only in the loss, with an unweighed estimate: leave it out",
     )
     yield (
         kl is not None and kl.weighed and (kl.where == "reward" or kl.against == "old" or kl.estimator == "exact"),
-        "the ratio weighs an estimate of the KL to the reference, in the loss: leave out --kl-weighed",
+        "--kl-weighed works only for an estimate of the KL to the reference, in the loss: leave it out",
     )
     for option, name in _in_the_reward(algorithm):
         yield (
@@ -212,7 +211,7 @@ def _contradictions_of_penalty(algorithm: Algorithm, run: RL) -> Iterator[tuple[
         )
         yield (
             isinstance(algorithm.advantage, PassAtK),
-            f"looks at what is right alone, from which no {name} is subtracted: leave out {option}",
+            f"reads only whether replies are right, from which no {name} is subtracted: leave out {option}",
         )
         yield (
             isinstance(algorithm.advantage, Decoupled),
@@ -220,16 +219,16 @@ def _contradictions_of_penalty(algorithm: Algorithm, run: RL) -> Iterator[tuple[
         )
         yield (
             algorithm.replay is not None,
-            f"the {name} of rollouts of earlier steps is not known: leave out --replay, or {option}",
+            f"the {name} of rollouts of earlier steps is unknown: leave out --replay, or {option}",
         )
     entropy = algorithm.entropy
     yield (
         entropy is not None and entropy.where == "reward" and entropy.target is not None,
-        "a target is reached by the bonus in the loss: leave out --entropy-where reward, or --entropy-target",
+        "--entropy-target tunes only a bonus in the loss: leave out --entropy-where reward, or --entropy-target",
     )
     yield (
         algorithm.moving is not None and Need.REFERENCE not in algorithm.needs,
-        "it has no reference that --reference-every could replace: give it a KL penalty, such as --kl 0.01",
+        "--reference-every has no effect without a reference: give it a KL penalty, such as --kl 0.01",
     )
     yield from _contradictions_of_reward_parts(algorithm)
     yield from _contradictions_of_replay(algorithm, run)
@@ -237,7 +236,7 @@ def _contradictions_of_penalty(algorithm: Algorithm, run: RL) -> Iterator[tuple[
     yield from _contradictions_of_sharding(algorithm, run)
     yield (
         algorithm.pretraining is not None and not run.ptx,
-        "mixes in the likelihood of text of your own: give it with --ptx FILE",
+        "needs texts whose likelihood it adds to the loss: give them with --ptx FILE",
     )
 
 
@@ -247,28 +246,28 @@ def _contradictions_of_teacher(algorithm: Algorithm, run: RL) -> Iterator[tuple[
     divergence = algorithm.teacher.divergence if algorithm.teacher is not None else "jensen-shannon"
     yield (
         algorithm.teacher is not None and not taught,
-        "learns from a teacher: posttrain distill --teacher FOLDER runs it",
+        "learns from a teacher: run it with posttrain distill --teacher FOLDER",
     )
     teacher_moves = algorithm.teacher is not None and algorithm.teacher.every > 0
     yield (
         run.chooses("teacher_update_rate") and not teacher_moves,
-        "its teacher does not move: leave out --teacher-update-rate, or give --teacher-every",
+        "--teacher-update-rate has no effect on a fixed teacher: leave it out, or give --teacher-every",
     )
     yield (
         teacher_moves and isinstance(run, Distill) and bool(run.teachers or not run.teacher),
-        "--teacher-every moves the one teacher of --teacher to the policy: leave out --teachers, or this",
+        "--teacher-every updates only the teacher of --teacher: leave out --teachers, or --teacher-every",
     )
     yield (
         unrewarded and algorithm.teacher is None,
-        "--advantage none learns nothing from rewards, and there is no teacher",
+        "--advantage none has nothing to learn from without a teacher: leave it out, or run posttrain distill",
     )
     yield (
         taught and not unrewarded and not run.env,
-        "learns from rewards beside its teacher: give --env, or --advantage none for the teacher alone",
+        "learns from rewards and its teacher: give --env, or --advantage none to learn only from the teacher",
     )
     yield (
         algorithm.teacher is not None and algorithm.replay is not None,
-        "a teacher reads the step's own rollouts: leave out --replay",
+        "a teacher scores only the step's own rollouts: leave out --replay",
     )
     rewarding = {
         "--dynamic-sampling": algorithm.sampling,
@@ -282,11 +281,11 @@ def _contradictions_of_teacher(algorithm: Algorithm, run: RL) -> Iterator[tuple[
         and unrewarded
         and algorithm.teacher is not None
         and not algorithm.teacher.sampled,
-        f"{_selecting(algorithm)} chooses where rewards are learned from, and none are: leave it out",
+        f"{_selecting(algorithm)} selects where rewards are learned from, and this algorithm learns from none: leave it out",
     )
     yield (
         run.chooses("jsd_beta") and divergence != "jensen-shannon",
-        f"--jsd-beta is of jensen-shannon, not of {divergence}: leave it out",
+        f"--jsd-beta has no effect with {divergence}, only with jensen-shannon: leave it out",
     )
 
 
@@ -307,9 +306,8 @@ def _contradictions_of_reward_parts(algorithm: Algorithm) -> Iterator[tuple[bool
     advantage.weight_of()  # raises for invalid weights
     yield (
         bool(algorithm.shaping),
-        "compares the named parts of rewards, to which a reward for length adds nothing: set --overlong-cache 0, leave "
-        "out --length-reward, "
-        "and return it as a part of your own",
+        "compares the named parts of rewards, and rewards for length are no part: set --overlong-cache 0, leave out "
+        "--length-reward, and return length as a part of your reward",
     )
 
 
@@ -317,11 +315,11 @@ def _contradictions_of_replay(algorithm: Algorithm, run: RL) -> Iterator[tuple[b
     kl, replay, rollouts = algorithm.kl, algorithm.replay, run.prompts * run.group
     yield (
         replay is not None and algorithm.trust_region is not None,
-        "its step is bounded on tokens of the policy before it, and older weights have sampled others: leave out --replay",
+        "its trust region needs tokens of the current policy, not of older weights: leave out --replay",
     )
     yield (
         replay is not None and isinstance(algorithm.critic, Value),
-        "a state's value is not known of rollouts of earlier steps: leave out --replay, or --advantage gae",
+        "the values of rollouts of earlier steps are unknown: leave out --replay, or --advantage gae",
     )
     weighed = kl is not None and kl.weighed
     yield (
@@ -331,11 +329,11 @@ def _contradictions_of_replay(algorithm: Algorithm, run: RL) -> Iterator[tuple[b
             or algorithm.early_stop is not None
             or (algorithm.old == "start" and (weighed or algorithm.off_policy_mask is not None))
         ),
-        "compares with the policy at the step's start, which is not known of rollouts of earlier steps: leave out --replay",
+        "compares with the policy at the step's start, which is unknown for rollouts of earlier steps: leave out --replay",
     )
     yield (
         replay is not None and replay.capacity < rollouts,
-        f"--replay {replay.capacity if replay else 0} is less than a step's {rollouts} rollouts",
+        f"--replay {replay.capacity if replay else 0} is below a step's {rollouts} rollouts: raise it",
     )
 
 
@@ -343,22 +341,28 @@ def _contradictions_of_critic(algorithm: Algorithm, run: RL) -> Iterator[tuple[b
     critic, shared = algorithm.critic, run.critic == "shared"
     own = [name for name in ("critic", "critic_lr", "critic_model") if getattr(run, name) is not None]
     told = ", ".join(f"--{name.replace('_', '-')}" for name in own)
-    yield critic is None and bool(own), f"it has no critic, {told} would change nothing: --advantage gae brings one"
+    yield (
+        critic is None and bool(own),
+        f"{told} has no effect without a critic: leave it out, or add a critic with --advantage gae",
+    )
     warmup = critic.warmup if critic is not None else 0
     yield (
         warmup >= run.steps,
-        f"its critic warms up for {warmup} of {run.steps} steps, the policy would learn nothing: "
-        "set --critic-warmup below --steps",
+        f"its critic warms up for {warmup} of {run.steps} steps, so the policy would not train: set --critic-warmup below "
+        "--steps",
     )
     yield (
         shared and warmup > 0,
-        "a critic that warms up alone would move the policy's backbone: --critic separate, or --critic-warmup 0",
+        "a warm-up of a shared critic would move the policy's backbone: give --critic separate, or --critic-warmup 0",
     )
     yield (
         shared and isinstance(critic, SoftQ),
         "its moving-average targets need a backbone of the critic's own: leave out --critic shared",
     )
-    yield shared and algorithm.trust_region is not None, "a trust region is for the policy alone: --critic separate"
+    yield (
+        shared and algorithm.trust_region is not None,
+        "a trust region needs a backbone of the policy's own: give --critic separate",
+    )
     yield (
         shared and bool(run.critic_model),
         "a shared critic has the policy's backbone: leave out --critic-model",
@@ -368,7 +372,7 @@ def _contradictions_of_critic(algorithm: Algorithm, run: RL) -> Iterator[tuple[b
 def _contradictions_of_sharding(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
     yield (
         run.shard and algorithm.trust_region is not None,
-        "its step is found from whole gradients, and no process has one: leave out --shard",
+        "its step needs whole gradients, which no process has: leave out --shard",
     )
     yield (
         run.shard and Need.GRADIENT_NORM in algorithm.needs,
@@ -389,14 +393,14 @@ def _ineffective_settings(algorithm: Algorithm, run: RL, single_turn: bool) -> I
     branching = [f"--{name.replace('_', '-')}" for name in own if run.chooses(name)]
     yield (
         bool(branching) and algorithm.branching is not None and (single_turn or run.max_turns == 1),
-        f"{', '.join(branching)} would have no effect: rollouts branch behind answers of tools, and here an episode is one "
+        f"{', '.join(branching)} would have no effect: rollouts branch after tool results, and here an episode is one "
         "reply: leave it out",
     )
     clips = [f"--{name.replace('_', '-')}" for name in ("clip_low", "clip_high", "clip_dual") if run.chooses(name)]
     yield (
         bool(clips) and algorithm.surrogate.clips and algorithm.on_policy and algorithm.old == "start",
         f"{', '.join(clips)} would have no effect: with one update per step every ratio is exactly 1, and nothing is "
-        "clipped; take several, such as --minibatches 4, or leave it out",
+        "clipped; set more, such as --minibatches 4, or leave it out",
     )
     compared = {
         "off_policy_mask": algorithm.off_policy_mask,
@@ -407,5 +411,5 @@ def _ineffective_settings(algorithm: Algorithm, run: RL, single_turn: bool) -> I
     yield (
         bool(still) and algorithm.on_policy and algorithm.old == "start",
         f"{', '.join(still)} would have no effect: with one update per step old and current log-probabilities are the same; "
-        "take several, such as --minibatches 4, or leave it out",
+        "set more, such as --minibatches 4, or leave it out",
     )

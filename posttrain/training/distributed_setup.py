@@ -28,15 +28,17 @@ def open_world(config: Training) -> Iterator[World]:
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         if config.processes > 1:
             raise UserError(
-                "processes are started by the command posttrain; a program of your own is started by torchrun "
+                "--processes starts processes only from the command posttrain: start your program with torchrun "
                 f"--nproc-per-node {config.processes}"
             )
         if config.collective_timeout != Training.collective_timeout:
-            raise UserError("--collective-timeout requires --processes > 1")
+            raise UserError("--collective-timeout requires --processes above 1: add it, or leave the timeout out")
         if config.restarts:
-            raise UserError("--restarts requires --processes > 1")
+            raise UserError("--restarts requires --processes above 1: add it, or leave --restarts out")
         if config.shard:
-            raise UserError("--shard requires --processes > 1: it shards the weights across them")
+            raise UserError(
+                "--shard requires --processes above 1, across which it shards the weights: add it, or leave --shard out"
+            )
         with held():
             yield Alone()
         return

@@ -50,7 +50,7 @@ def summary(
     groups = [np.asarray(rewards, dtype=np.float64) for rewards in per_task_rewards if len(rewards)]
     if not groups:
         raise UserError(
-            "no task has a valid reward: look at the reasons in the rollouts, the verifier failed every time"
+            "no task has a valid reward, as the verifier failed every time: look at the reasons in the rollouts"
         )
     result: dict[str, Any] = {"tasks": len(groups), "samples": sum(map(len, groups))}
     means = [float(rewards.mean()) for rewards in groups]

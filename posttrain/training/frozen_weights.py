@@ -23,7 +23,9 @@ def frozen_type(config: Any, packed: str = "") -> torch.dtype | None:
     if getattr(config, "frozen_weights", "float32") == "float32":
         return None
     if packed := packed or config.quantize:
-        raise UserError(f"--quantize {packed} holds frozen weights in less than bfloat16: leave out --frozen-weights")
+        raise UserError(
+            f"--quantize {packed} already stores frozen weights in fewer bits than bfloat16: leave out --frozen-weights"
+        )
     return torch.bfloat16
 
 
@@ -31,7 +33,7 @@ def refuse_rounded_moves(config: Any, option: str, rate: float) -> None:
     """Raise UserError if a frozen model moves in steps that bfloat16 would round away."""
     if rate < 1 and frozen_type(config) is not None:
         raise UserError(
-            f"{option} {rate:g} moves weights by less than --frozen-weights bfloat16 can hold: leave out one of them"
+            f"{option} {rate:g} makes changes too small for --frozen-weights bfloat16: leave one of them out"
         )
 
 
@@ -40,6 +42,6 @@ def refuse_useless(config: Training, model: Model, others: Mapping[str, Model]) 
     services = [name for kind in SCORERS for name in getattr(config, kind, ())]
     if frozen_type(config) is not None and not (is_adapted(model) or others or services):
         raise UserError(
-            "--frozen-weights bfloat16 has no effect: all weights are trained, with no reference, teacher or reward model "
-            "beside them; leave it out, or train adapters with --lora RANK"
+            "--frozen-weights bfloat16 has no effect, as all weights are trained and there is no reference, teacher or "
+            "reward model: leave it out, or train adapters with --lora RANK"
         )

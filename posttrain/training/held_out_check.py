@@ -29,10 +29,10 @@ def overlap(model: str, tasks: str, held_out: float, split_seed: int) -> str | N
         if not _learned(run, own):
             continue
         if not share:
-            return f"{folder} was trained on all of {tasks}: what is held out here is not new to it"
+            return f"{folder} was trained on all of {tasks}, also on the tasks held out here: evaluate on other tasks"
         if seed != split_seed or share < held_out:
             whose = f"--held-out {share:g} --split-seed {seed}"
-            return f"{folder} was trained on some of the tasks that are held out here: its own are {whose}"
+            return f"{folder} was trained on some of the tasks held out here: evaluate with its own split, {whose}"
     return None
 
 

@@ -70,7 +70,7 @@ class Hooks:
             except StopRun as asked:
                 self.stop = self.stop or f"hook {name}: {str(asked) or 'no reason is given'}"
             except (Exception, SystemExit) as error:
-                message = f"hook {name} failed, and the run goes on: {describe_error(error, source_file(function))}"
+                message = f"hook {name} failed, and the run continues: {describe_error(error, source_file(function))}"
                 failed += [message] if message not in self._shown else []
                 self._shown.add(message)
         return failed
@@ -89,6 +89,6 @@ def _opened(given: Any) -> Any:
             raise UserError(f"--hook {given}: {describe_error(error, None)}") from error
     if not callable(hook) and not _methods(hook):
         raise UserError(
-            f"--hook {given} is no hook: write a function (step, metrics, rollouts), or {', '.join(METHODS)}"
+            f"--hook {given} is not a hook: write a function (step, metrics, rollouts), or {', '.join(METHODS)}"
         )
     return hook

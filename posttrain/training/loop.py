@@ -100,7 +100,7 @@ def interruptible(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
         if not asked:
             asked = True
             told.put(
-                "interrupted: finishing this step, then saving (once more: stop at once, the last checkpoint stays)"
+                "interrupted: finishing this step, then saving (press again to stop at once; the last checkpoint stays)"
             )
 
     def tell() -> None:

@@ -36,8 +36,8 @@ def lost_reasoning_line(tokenizer: Tokenizer, tasks: Iterable[Task], mask: Mask 
     if not rows:
         return ""
     name = tokenizer.reasoning_name
-    why = "reads none" if name is None else "drops that of earlier turns" if not trained else "drops it"
-    on = " (--chat-template-kwargs enable_thinking=true may show it)" if _off(tokenizer) and trained else ""
+    why = "reads none" if name is None else "drops the reasoning of earlier turns" if not trained else "drops it"
+    on = " (--chat-template-kwargs enable_thinking=true may keep it)" if _off(tokenizer) and trained else ""
     return (
         f"{rows:,} of {read:,} rows have reasoning that the model does not see, {trained:,} of them in a trained reply: "
         f"the chat template {why}{on}"

@@ -26,11 +26,9 @@ def mixed_tasks(
     Raises UserError, with the name of the part, for rows that cannot be read or have no end.
     """
     if rows is not None or env is not None:
-        raise UserError("--mixture names rows and environments by itself: leave out those that were passed as objects")
+        raise UserError("--mixture already names rows and environments: leave out tasks and env passed as objects")
     if getattr(config, "eval_tasks", None):
-        raise UserError(
-            "--eval-tasks is one set of rows, and --mixture has several: use --held-out, a share of each part"
-        )
+        raise UserError("--eval-tasks does not go with --mixture: use --held-out, a share of each part")
     train: dict[str, Tasks] = {}
     held_out: dict[str, Tasks] = {}
     for name, own in parts_of(config).items():

@@ -19,7 +19,7 @@ from posttrain.algorithms.surrogate import WeightedLogProbability
 from posttrain.config.training import RL
 
 REPLAYED = Correction(cap=10.0)
-"""Default correction under replay, where ratios far from 1 are no noise (ACER, arXiv 1611.01224, 3.1, c = 10)."""
+"""Default correction with replay, where ratios far from 1 are real, not noise (ACER, arXiv 1611.01224, 3.1, c = 10)."""
 
 
 def options_of_older_rollouts(algorithm: Algorithm, run: RL) -> list[str]:
@@ -65,19 +65,22 @@ def contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
     )
     yield (
         updates > 1 and not algorithm.weighs_updates,
-        f"{updates} updates per step learn from what the weights before them sampled, which nothing corrects: give "
+        f"{updates} updates per step learn from samples of earlier weights, which nothing corrects: give "
         "--correction truncate or a ratio with --surrogate clip, or set --epochs 1 --minibatches 1",
     )
     sampler = algorithm.old == "sampler"
-    yield sampler and not ratio, f"it has no ratio, it maximises {algorithm.surrogate.formula}: leave out --old-policy"
+    yield (
+        sampler and not ratio,
+        f"it has no ratio, as it maximises {algorithm.surrogate.formula}: leave out --old-policy",
+    )
     yield (
         sampler and algorithm.correction is not None,
         "a ratio to the sampler's own probabilities leaves nothing to correct: leave out --correction, or --old-policy",
     )
     yield (
         ratio and algorithm.replay is not None and not sampler,
-        "of rollouts of earlier steps only the sampler's probabilities are known: leave out --correction, and give "
-        "--old-policy sampler",
+        "rollouts of earlier steps have only the sampler's probabilities: leave out --correction, and give --old-policy "
+        "sampler",
     )
     yield from _contradictions_of_reward_weights(algorithm)
 

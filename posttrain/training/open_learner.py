@@ -77,7 +77,7 @@ def policy(config: Training, folder: Path, device: torch.device, world: World) -
         model = held_model(config, folder, device, world, frozen=True, changes=True)
         adapt(config, decoder_of(model), folder)
     if config.train_vision and (model.decoder is None or not model.decoder.sees):
-        raise UserError(f"--train-vision has no effect: the model in {folder} reads text alone; leave it out")
+        raise UserError(f"--train-vision has no effect, as the model in {folder} reads only text: leave it out")
     return model
 
 
@@ -149,7 +149,7 @@ def refuse_without_lora(config: Training) -> None:
     """Raise UserError for options of adapters where there are none."""
     for name, value, default in _adapter_options(config)[1:]:
         if value != default:
-            raise UserError(f"{name} has no effect without --lora RANK: give it, or leave it out")
+            raise UserError(f"{name} has no effect without --lora RANK: add --lora, or leave {name} out")
 
 
 def _adapter_options(config: Training) -> list[tuple[str, Any, Any]]:
@@ -194,8 +194,8 @@ def _refuse_other(config: Training, decoder: Backbone, folder: Path) -> None:
             told = " ".join(own) if isinstance(own, tuple) else own if isinstance(own, str) else f"{own:g}"
             has = f"with {option} {told}" if own else f"without {option}"
             raise UserError(
-                f"{folder} is an adapter {has}, which is continued: leave the option out, or posttrain merge it "
-                "and begin a new one"
+                f"{folder} is an adapter {has}, which training continues: leave the option out, or merge it with posttrain "
+                "merge and start a new one"
             )
 
 
@@ -205,7 +205,9 @@ def new_learner(
     """Open the learner of a run. `options`: further arguments of the learner."""
     losses = RouterLosses(config.router_balance, config.router_z)
     if losses and (model.decoder is None or model.decoder.routers is None):
-        raise UserError("--router-balance and --router-z are of mixtures of experts, which this model is not")
+        raise UserError(
+            "--router-balance and --router-z need a mixture of experts, and this model is dense: leave them out"
+        )
     refuse_useless(config, model, options.get("others", {}))
     if config.recompute == "layers":
         _recompute_layers(model, options.get("critic"))
@@ -215,7 +217,7 @@ def new_learner(
     for held in (model, *options.get("others", {}).values()):
         if held.decoder is None and not decoders_in(cast(nn.Module, held)):
             raise UserError(
-                f"--shard deals out the layers of a decoder, and a {type(held).__name__} is none: leave it out"
+                f"--shard shards the layers of a decoder, and a {type(held).__name__} is not one: leave it out"
             )
     from posttrain.learners.fsdp import FSDPLearner
     from posttrain.learners.process_group import Processes
@@ -228,7 +230,7 @@ def _recompute_layers(model: Model, critic: Any) -> None:
     """Make the trained decoders recompute their layers. Raises UserError if there is no decoder."""
     if not (decoders := decoders_in(cast(nn.Module, model))):
         raise UserError(
-            f"--recompute layers is of a decoder's layers, and a {type(model).__name__} is none: leave it out"
+            f"--recompute layers needs the layers of a decoder, and a {type(model).__name__} is not one: leave it out"
         )
     for decoder in [*decoders, *(decoders_in(critic) if critic is not None else [])]:
         decoder.recompute_layers()
@@ -243,7 +245,7 @@ def replay_experts(config: RL, model: Model) -> None:
     if config.engine != "local":
         raise UserError("--routing-replay needs an engine that records experts: leave out --engine vllm")
     if config.tokens_per_step:
-        raise UserError("--routing-replay is of replies that one step samples: leave out --tokens-per-step")
+        raise UserError("--routing-replay needs replies that one step samples: leave out --tokens-per-step")
     from posttrain.models.hf.transformers_folder import replay_routing
 
     replay_routing(cast(Any, model))

@@ -109,15 +109,15 @@ def named_teachers(config: Distill) -> Iterator[tuple[str, str, str]]:
 def _check_moves(config: Distill, teacher: Distillation, models: Mapping[str, Model], student: Model) -> None:
     """Raise UserError where the teacher cannot move to the student's weights."""
     if TEACHER not in models:
-        raise UserError(f"--teacher-every moves weights, and {config.teacher} is an endpoint: leave it out")
+        raise UserError(f"--teacher-every updates weights, and {config.teacher} is an endpoint: leave it out")
     refuse_rounded_moves(config, "--teacher-update-rate", teacher.rate)
     theirs, ours = (
         {name: parameter.shape for name, parameter in model.named_parameters()} for model in (models[TEACHER], student)
     )
     if theirs != ours:
         raise UserError(
-            f"--teacher-every moves {config.teacher} to the student's weights, and its own have other names or shapes: give "
-            "--teacher the folder of --model, or leave out --teacher-every"
+            f"--teacher-every needs a teacher with the student's weights, and those of {config.teacher} have other names or "
+            "shapes: give --teacher the folder of --model, or leave out --teacher-every"
         )
 
 
@@ -126,8 +126,7 @@ def _refuse_exact(config: Distill, algorithm: Algorithm, option: str, where: str
     if not algorithm.teacher.sampled:
         raise UserError(
             f"{algorithm.name}: {option} {where} gives log-probabilities of single tokens, and "
-            f"{algorithm.teacher.divergence} needs whole distributions: take --algorithm distill-k1, or a teacher in "
-            "a folder"
+            f"{algorithm.teacher.divergence} needs full distributions: use --algorithm distill-k1, or a teacher in a folder"
         )
     own = algorithm.teacher.temperature
     if (config.temperature if own is None else own) != 1 or (own is None and config.temperature_column):
@@ -146,5 +145,5 @@ def _check_tokens(student: Tokenizer, teacher: Tokenizer, told: str) -> None:
 
     raise UserError(
         f"{told} has another tokenizer ({len(theirs):,} tokens, the student has {len(ours):,}; {odd!r:.40} {said(theirs)} "
-        f"there and {said(ours)} here): a teacher must read the student's tokens, so take one of the same family"
+        f"there and {said(ours)} here): use a teacher of the student's family, with the same tokens"
     )

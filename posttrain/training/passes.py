@@ -50,8 +50,8 @@ def warn_repeated_prompts(tasks: AnyTasks, warn: Callable[[str], None] = warn) -
     found = [task for task in some if _repeated_by_some(task)]
     if found:
         warn(
-            f"in {len(found)} of {len(some)} rows that were looked at some responses begin with the prompt and others do "
-            f"not, as in {clip(repr(found[0]['prompt']))}: the model would learn to repeat it, or not to; take it out of all"
+            f"in {len(found)} of {len(some)} rows checked, some responses begin with the prompt and others do not, as in "
+            f"{clip(repr(found[0]['prompt']))}: remove the prompt from all responses, or the model learns to repeat it"
         )
 
 
@@ -65,7 +65,7 @@ def _repeated_by_some(task: Task) -> bool:
 def must_end(config: Passes, tasks: AnyTasks) -> None:
     """Raise UserError for rows without end if the run's length is given in passes over them."""
     if isinstance(tasks, Stream) and config.steps is None:
-        raise UserError("these rows have no end, so --epochs has no meaning: give --steps")
+        raise UserError("--epochs has no meaning for rows without end: give --steps")
 
 
 def check(items: ExampleStream[Any], held_out: ExampleStream[Any] | None) -> None:

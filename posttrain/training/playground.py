@@ -252,7 +252,7 @@ def _warn_or_refuse(problem: str, resumed: bool) -> None:
     """Warn of a service that is down if a run is resumed; else raise UserError."""
     if not resumed:
         raise UserError(problem)
-    warn(f"{problem}; the run continues with the answers that it has, and further requests are invalid")
+    warn(f"{problem}; the run continues with the answers so far, and further requests are invalid")
 
 
 def _open_retrievers(

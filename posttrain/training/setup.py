@@ -78,7 +78,7 @@ def choose_device(name: str, learner_devices: tuple[int, ...] = ()) -> torch.dev
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() or learner_devices else "cpu"
     if learner_devices and name != "cuda":
-        raise UserError(f"--learner-devices names GPUs, and --device {name} something else: leave one of them out")
+        raise UserError(f"--learner-devices names GPUs, and --device {name} is not a GPU: leave one of them out")
     if name == "cuda" and ("LOCAL_RANK" in os.environ or learner_devices):
         placement = GPUPlacement.here(learner_devices)
         if placement.gpus:
@@ -226,10 +226,10 @@ def rehearse(
                 break  # another reply would not help, or would take as long
     if not begun:
         raise UserError(
-            f"the environment fails before it shows the model anything: {reasons[0]}; correct it, or the columns that it "
-            "reads, and try it with posttrain check"
+            f"the environment fails before its first prompt: {reasons[0]}; correct it, or the columns that it reads, and "
+            "try it with posttrain check"
         )
-    warn(f"the environment could score no sample reply, the first because: {reasons[0]} (see posttrain check)")
+    warn(f"the environment scored no sample reply; the first failed: {reasons[0]} (try it with posttrain check)")
     return first
 
 
@@ -265,8 +265,8 @@ def _warn_unknown_tokens(tokenizer: TextEncoder, texts: Iterable[str], what: str
     if count > MOST_UNKNOWN * total:
         example = next(text for text, tokens in encoded if unknown in tokens)
         warn(
-            f"the model's tokenizer has no token for {count / total:.0%} of {what}, as in {clip(repr(example))}: it reads "
-            "all of that as one and the same; train with a tokenizer that knows these characters"
+            f"the model's tokenizer has no token for {count / total:.0%} of {what}, as in {clip(repr(example))}, and reads "
+            "all of it as one unknown token: train with a tokenizer that has these characters"
         )
 
 
@@ -335,15 +335,15 @@ def end_tokens(model: Model, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids that end a reply. Raises UserError if there is none, or if the tokenizer is not the model's."""
     if tokenizer.vocab_size > MOST_BEYOND * model.config.vocab:
         raise UserError(
-            f"the tokenizer has {tokenizer.vocab_size:,} tokens, the model's vocabulary {model.config.vocab:,}: they do not "
-            "belong together; copy the model's own tokenizer.json and tokenizer_config.json into its folder"
+            f"the tokenizer has {tokenizer.vocab_size:,} tokens, the model's vocabulary {model.config.vocab:,}, which do "
+            "not match: copy the model's own tokenizer.json and tokenizer_config.json into its folder"
         )
     if model.eos_ids:
         return model.eos_ids
     if tokenizer.eos_id is None:
         raise UserError(
             "neither generation_config.json nor the tokenizer of the model names an end-of-sequence token: "
-            "set eos_token_id in the first"
+            "set eos_token_id in generation_config.json"
         )
     return (tokenizer.eos_id,)
 
@@ -394,6 +394,5 @@ def reply_length_note(max_tokens: int, context: int) -> list[str]:
     if max_tokens < context:
         return []
     return [
-        f"--max-tokens {max_tokens} is more than any reply can have: the model's context is {context} tokens, "
-        "and the prompt takes its share of them"
+        f"--max-tokens {max_tokens} is more than a reply can have: the model's context is {context} tokens, prompt included"
     ]

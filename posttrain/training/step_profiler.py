@@ -91,7 +91,7 @@ def by_kind(found: list[tuple[str, float, int]]) -> dict[str, float]:
 def table(title: str, wall: float, found: list[tuple[str, float, int]], gpu: bool) -> list[str]:
     """Return a phase's part of the page, in Markdown: time by kind of work, and the longest kernels."""
     busy = sum(spent for _, spent, _ in found) or 1e-12
-    what = "the GPU's kernels" if gpu else "torch's operations (compiled decoding is not among them)"
+    what = "the GPU's kernels" if gpu else "torch's operations (without compiled decoding)"
     lines = [f"## {title}", "", f"{1e3 * wall:.0f} ms, of which {what} took {1e3 * busy:.0f}.", ""]
     lines += ["| kind of work | ms | % |", "|---|---|---|"]
     ordered = sorted(by_kind(found).items(), key=lambda row: -row[1])

@@ -43,9 +43,9 @@ def _order(config: RL, tasks: AnyTasks, success: float | None) -> TaskOrder:
         return Uniform(len(tasks), config.seed)
     name = f"--curriculum {config.curriculum}"
     if not (config.env or config.mixture):
-        raise UserError(f"{name} counts right replies, and nothing scores these: give --env, or leave it out")
+        raise UserError(f"{name} counts right replies, and nothing scores replies here: give --env, or leave it out")
     if success is None:
-        raise UserError(f"{name} counts right replies: give the reward of a right one with --success")
+        raise UserError(f"{name} counts right replies: give the reward of a right reply with --success")
     if isinstance(tasks, Stream):
         raise UserError(f"{name} needs to know all tasks, and these rows have no end: set their number with --limit")
     if config.curriculum == "solve-rate":
@@ -56,8 +56,8 @@ def _order(config: RL, tasks: AnyTasks, success: float | None) -> TaskOrder:
     for value, places in stages.items():
         if len(places) < config.prompts:
             raise UserError(
-                f"the stage {config.curriculum_column} = {_shown(value)} has {len(places)} tasks, less than a step's "
-                f"--prompts {config.prompts}: give {len(places)} or fewer, or join stages"
+                f"the stage {config.curriculum_column} = {_shown(value)} has {len(places)} tasks, fewer than a step's "
+                f"--prompts {config.prompts}: give --prompts {len(places)} or fewer, or merge stages"
             )
     least = config.prompts * config.group * (1 - config.curriculum_floor) / 2
     how = config.curriculum_floor, config.curriculum_decay, config.curriculum_accuracy
@@ -96,7 +96,7 @@ def stages_of(tasks: Tasks, column: str) -> dict[float | str, Integers]:
     if texts and others:
         raise UserError(
             f"{tasks.where(texts[0])}: {column} is {clip(repr(values[texts[0]]))}, and {values[others[0]]} in "
-            f"{tasks.where(others[0])}: make all of them numbers, or all of them texts"
+            f"{tasks.where(others[0])}: make all of them numbers, or all strings"
         )
     found: dict[Any, list[int]] = {}
     for place, value in enumerate(values if texts else numbers):
@@ -113,7 +113,7 @@ def _value(tasks: Tasks, place: int, task: Task, column: str) -> float | str:
     try:
         value = value_in(task, column)
         if not isinstance(value, int | float | str) or value != value or value in ("", float("inf"), -float("inf")):
-            raise UserError(f"{column} is {clip(repr(value))}: a stage is a number or a text")
+            raise UserError(f"{column} is {clip(repr(value))}: a stage must be a number or a string")
     except UserError as error:
         raise UserError(f"{tasks.where(place)}: {error}") from error
     return value

@@ -66,11 +66,11 @@ def with_forgetting(
     if config.forget is None:
         return measure
     if isinstance(config, RewardModelling):
-        raise UserError("--forget measures the likelihood of text, and a reward model gives none: leave it out")
+        raise UserError("--forget measures the likelihood of text, which a reward model does not have: leave it out")
     tasks = read_texts("--forget", config.forget)
     if isinstance(tasks, Stream):
         raise UserError(
-            f"--forget {config.forget}: these rows have no end, and all of them are read at every evaluation"
+            f"--forget {config.forget} has rows without end, and every evaluation reads all of them: give a finite file"
         )
     model = learner.weights()
     how = tuple(model.eos_ids), model.config.vocab, watch_lengths(config, model.config.context)

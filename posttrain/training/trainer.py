@@ -136,7 +136,7 @@ class Trainer:
             if self._beside is not None:
                 self._beside.close(0)
         if self.ill is None and self.health and self.health.motionless:
-            self.ill = "not one update could be made: the gradient of every step was not finite"
+            self.ill = "no update was made, as no gradient was finite: check the model's weights, and --precision"
         self.display.close()
         if not self.world.rank:
             self._close("stopped" if self.ill else "interrupted" if stopped else "finished")
@@ -163,12 +163,12 @@ class Trainer:
                 raise
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise UserError(
-                f"{checkpoint / TRAINING} does not fit this run ({why}): delete {checkpoint} to use the one before it"
+                f"{checkpoint / TRAINING} does not fit this run ({why}): delete {checkpoint} to use the previous checkpoint"
             ) from error
         self.done = checkpoints.step_of(checkpoint)
         if self.done > self.steps:
             raise UserError(
-                f"{self.folder} has done {self.done} steps: it cannot end at {self.steps}, ask for more steps"
+                f"{self.folder} has done {self.done} steps: it cannot end at {self.steps}: give a larger --steps"
             )
 
     def _begin(self, lines: list[str]) -> None:
@@ -185,7 +185,7 @@ class Trainer:
             with writing(self.folder):
                 self.record.health(sorted(found, key=lambda finding: finding[0]), anew=True)
         if self.saved and not self.config.quiet:
-            last = ", the last one; a larger --steps goes on" if self.done == self.steps else ""
+            last = ", the last one; a larger --steps continues the run" if self.done == self.steps else ""
             tell(f"resumed from step {self.done}{last}: {self.saved}")
         self.display.start(f"{self.config.verb} {self.folder}", self.steps, lines, self.done)
         if self.config.track and not self.world.rank:
@@ -296,8 +296,8 @@ class Trainer:
         if reasons and not self.noted_invalid:
             self.noted_invalid = True
             self.display.note(
-                f"step {trained.step.number}: {len(reasons)} of {len(trained.step.played)} rewards are invalid, the first "
-                f"because: {reasons[0]}"
+                f"step {trained.step.number}: {len(reasons)} of {len(trained.step.played)} rewards are invalid; the first: "
+                f"{reasons[0]}"
             )
 
     def _note_waiting(self, waiting: float, whole: float) -> None:
@@ -307,8 +307,8 @@ class Trainer:
         if not self.noted_waiting and len(self.recent) == RECENT_STEPS and took > NOTICED and waited > WAITING * took:
             self.noted_waiting = True
             self.display.note(
-                f"{waited / took:.0%} of the last {RECENT_STEPS} steps' time went into waiting for rewards and tools; "
-                "more processes do them side by side: --env-workers"
+                f"{waited / took:.0%} of the time of the last {RECENT_STEPS} steps was spent waiting for rewards and tools: "
+                "raise --env-workers to run more at once"
             )
 
     def _save(self) -> None:
@@ -345,9 +345,9 @@ class Trainer:
                 self._save()
                 self._wait_for_checkpoint()
         if self.saved is None:
-            return "no step was saved: fix it and begin again with --overwrite"
+            return "no step was saved: fix it and start again with --overwrite"
         step = checkpoints.step_of(self.saved)
-        also = " (and --accept-changes, if what you fix is the environment)" if self.config.env else ""
+        also = " (and --accept-changes, if you change the environment)" if self.config.env else ""
         return f"fix it and continue after step {step} with posttrain {self.config.verb} --out {self.folder} --resume{also}"
 
 

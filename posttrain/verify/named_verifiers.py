@@ -202,7 +202,7 @@ OTHERS = {
     "same_number": "is called verify:numeric",
     "without_thoughts": "finds a text: a reward of your own may judge it",
 }
-"""Other functions of `posttrain.verify`, and their alternatives."""
+"""Functions of `posttrain.verify` that are not verifiers by name -> what to use instead."""
 
 
 def find_verifier(name: str) -> NamedVerifier:

@@ -452,9 +452,7 @@ def test_settings_of_a_part_are_of_the_part_that_is_chosen_with_them_in_whatever
 
 @pytest.mark.parametrize(("single_turn", "how"), [(True, {}), (False, {"max_turns": 1})])
 def test_branches_are_refused_where_an_episode_is_one_reply(single_turn: bool, how: dict[str, Any]) -> None:
-    told = (
-        "grpo: --branches, --branch-credit would have no effect: rollouts branch behind answers of tools.*leave it out"
-    )
+    told = "grpo: --branches, --branch-credit would have no effect: rollouts branch after tool results.*leave it out"
     with pytest.raises(UserError, match=told):
         adjust(find("grpo"), run_of(branches=2, branch_credit="hard", **how), single_turn)
     assert adjust(find("arpo"), run_of(**how), single_turn).branching == Branching()
@@ -639,19 +637,19 @@ def test_row_asks_the_run_for_what_it_uses_and_for_no_more(line: str) -> None:
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # what learns from a teacher, or from nothing
-    ("grpo", {"advantage": "none"}, "--advantage none learns nothing from rewards, and there is no teacher"),
+    ("grpo", {"advantage": "none"}, "--advantage none has nothing to learn from without a teacher"),
     (
         "grpo",
         {"divergence": "sampled"},
         "--divergence cannot go with grpo.*posttrain distill --teacher FOLDER brings one",
     ),
-    ("grpo", {"teacher": "t", "env": ""}, "learns from rewards beside its teacher: give --env, or --advantage none"),
-    ("distill-jsd", {"replay": 500}, "a teacher reads the step's own rollouts: leave out --replay"),
+    ("grpo", {"teacher": "t", "env": ""}, "learns from rewards and its teacher: give --env, or --advantage none"),
+    ("distill-jsd", {"replay": 500}, "a teacher scores only the step's own rollouts: leave out --replay"),
     ("distill-jsd", {"dynamic_sampling": 2}, "learns nothing from rewards, so --dynamic-sampling would change nothing"),
     ("distill-jsd", {"kl": 0.1, "kl_where": "reward"}, "so --kl-where reward would change nothing"),
     ("distill-jsd", {"length_reward": 0.1}, "so what shapes the reward would change nothing"),
-    ("distill-jsd", {"top_entropy": 0.2}, "--top-entropy chooses where rewards are learned from, and none are"),
-    ("distill-k1", {"jsd_beta": 0.2}, "--jsd-beta is of jensen-shannon, not of sampled"),
+    ("distill-jsd", {"top_entropy": 0.2}, "--top-entropy selects where rewards are learned from"),
+    ("distill-k1", {"jsd_beta": 0.2}, "--jsd-beta has no effect with sampled"),
     ("distill-jsd", {"jsd_beta": 1.0}, "--jsd-beta must be above 0 and below 1, not 1"),
     ("distill-jsd", {"distillation": 0.0}, "--distillation must be above 0, not 0"),
     ("distill-jsd", {"teacher_temperature": 0.0}, "--teacher-temperature must be above 0, not 0"),
@@ -683,17 +681,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("ppo-kl", {"reference_every": 5}, "ppo-kl: .*--reference-every"),
     ("ppo-kl", {"kl_where": "reward"}, "ppo-kl: .*leave out --kl-where"),
     ("grpo-process", {"kl_where": "reward"}, "grpo-process: .*leave out --kl-where reward"),
-    ("grpo", {"kl_unit": "response", "kl_where": "reward"}, "grpo: .*leave out --kl-unit response"),
-    ("grpo", {"kl_unit": "response", "kl_estimator": "exact"}, "grpo: .*leave out --kl-unit response"),
-    ("deepseek-v3.2", {"kl_unit": "response"}, "deepseek-v3.2: .*leave out --kl-unit response"),
+    ("grpo", {"kl_unit": "response", "kl_where": "reward"}, "grpo: --kl-unit response .*leave it out"),
+    ("grpo", {"kl_unit": "response", "kl_estimator": "exact"}, "grpo: --kl-unit response .*leave it out"),
+    ("deepseek-v3.2", {"kl_unit": "response"}, "deepseek-v3.2: --kl-unit response .*leave it out"),
     ("grpo", {"k_step": 3}, "--k-step cannot go with grpo.*--advantage k-step"),
     ("grpo", {"advantage": "k-step", "k_step": 0}, "--k-step must be at least 1, not 0"),
     ("grpo", {"length_penalty": -1.0}, "--length-penalty must be at least 0"),
-    ("deepseek-v3.2", {"kl_where": "reward"}, "deepseek-v3.2: .*leave out --kl-weighed"),
-    ("grpo", {"kl_estimator": "exact", "kl_weighed": True}, "grpo: .*leave out --kl-weighed"),
-    ("ppo-kl", {"kl_weighed": True}, "ppo-kl: .*leave out --kl-weighed"),
-    ("gpg", {"replay": 100, "kl": 0.1, "kl_weighed": True}, "gpg: .*not known of rollouts of earlier steps"),
-    ("gpg", {"replay": 100, "off_policy_mask": 0.1}, "gpg: .*not known of rollouts of earlier steps"),
+    ("deepseek-v3.2", {"kl_where": "reward"}, "deepseek-v3.2: --kl-weighed .*leave it out"),
+    ("grpo", {"kl_estimator": "exact", "kl_weighed": True}, "grpo: --kl-weighed .*leave it out"),
+    ("ppo-kl", {"kl_weighed": True}, "ppo-kl: --kl-weighed .*leave it out"),
+    ("gpg", {"replay": 100, "kl": 0.1, "kl_weighed": True}, "gpg: .*unknown for rollouts of earlier steps"),
+    ("gpg", {"replay": 100, "off_policy_mask": 0.1}, "gpg: .*unknown for rollouts of earlier steps"),
     # terms and choices
     ("sac", {"entropy": 0.0}, "sac: .*--entropy-target"),
     ("sac", {"entropy_where": "reward"}, "sac: .*--entropy-target"),
@@ -707,7 +705,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("grpo", {"bootstrap_truncated": True}, "--bootstrap-truncated cannot go with grpo"),
     ("grpo", {"correction_cap": 3.0}, "--correction-cap cannot go with grpo.*--correction brings one"),
     ("grpo", {"correction": "none", "correction_cap": 3.0}, "--correction-cap cannot go with grpo"),
-    ("grpo", {"overlong_cache": 6}, "--overlong-cache 6 must be below .* an episode may have, 6"),
+    ("grpo", {"overlong_cache": 6}, "--overlong-cache 6 must be below .* of an episode, 6"),
     ("grpo", {"ptx_coefficient": 0.5}, "--ptx-coefficient cannot go with grpo.*--ptx FILE brings one"),
     ("ppo-ptx", {"ptx": None}, "ppo-ptx: .*--ptx FILE"),
     ("chord", {"ptx": None}, "chord: .*--ptx FILE"),
@@ -716,12 +714,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "grpo",
         {"baseline": "none", "scale": "none", "baseline_weight": "length"},
-        "grpo: --baseline-weight weighs the rewards of a mean",
+        "grpo: --baseline-weight has no effect with --baseline none",
     ),
     ("lite-ppo", {"baseline": "none"}, "lite-ppo: .*set --scale none, or choose a --baseline"),
     ("reinforce", {"group": 1, "length_reward": 0.1}, "shaping compares .*--group must be at least 2"),
     ("grpo", {"group": 1}, "--group must be at least 2, not 1"),
-    ("pass-at-k", {"advantage_k": 4, "group": 4}, "pass-at-k: a group of 4 .*--group must be above --advantage-k"),
+    ("pass-at-k", {"advantage_k": 4, "group": 4}, "pass-at-k: a group of 4 .*set --group above --advantage-k"),
     ("pass-at-k", {"kl": 0.1, "kl_where": "reward"}, "pass-at-k: .*leave out --kl-where reward"),
     ("reinforce", {"group": 1, "dynamic_sampling": 2}, "sampling compares .*--group must be at least 2"),
     # the critic
@@ -741,11 +739,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("grpo", {"critic": "shared"}, "grpo: it has no critic, --critic .*--advantage gae"),
     ("grpo", {"critic_lr": 1e-3}, "grpo: it has no critic, --critic-lr .*--advantage gae"),
     ("grpo", {"value_clip": 0.1}, "--value-clip cannot go with grpo.*--advantage gae"),
-    ("grpo", {"critic_model": "x"}, "grpo: it has no critic, --critic-model"),
+    ("grpo", {"critic_model": "x"}, "grpo: --critic-model has no effect without a critic"),
     ("sac", {"value_clip": 0.1}, "--value-clip cannot go with sac"),
     ("sac", {"critic": "shared", "critic_warmup": 0}, "sac: .*backbone of the critic's own"),
-    ("sac", {"advantage": "gae"}, "sac: .*belong together"),
-    ("sac", {"surrogate": "clip", "replay": 0}, "sac: .*belong together"),
+    ("sac", {"advantage": "gae"}, "sac: .*need each other"),
+    ("sac", {"surrogate": "clip", "replay": 0}, "sac: .*need each other"),
     ("ppo", {"critic_tau": 0.1}, "--critic-tau cannot go with ppo"),
     ("grpo", {"critic_tau": 0.1}, "--critic-tau cannot go with grpo"),
     ("ppo", {"value_network": True}, "--value-network cannot go with ppo"),
@@ -755,7 +753,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("trpo", {"advantage": "gae", "critic": "shared"}, "trpo: .*--critic separate"),
     ("vapo", {"critic_warmup": 10}, "warms up for 10 of 10 steps.*--critic-warmup below --steps"),
     # updates
-    ("gpg", {"epochs": 2, "correction": "none"}, "2 updates per step learn from what the weights before them sampled"),
+    ("gpg", {"epochs": 2, "correction": "none"}, "2 updates per step learn from samples of earlier weights"),
     ("grpo", {"minibatches": 3}, "--minibatches 3 is above --prompts 2"),
     ("dr-grpo", {"replay": 100, "correction": "truncate"}, "leave out --correction, and give --old-policy sampler"),
     ("trpo", {"replay": 100}, "leave out --replay"),
@@ -771,19 +769,19 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"surrogate": "log-probability", "kl": 0.0, "replay": 100},
         "leave out --replay, or --advantage gae",
     ),
-    ("sac", {"replay": 5}, "--replay 5 is less than a step's 6 rollouts"),
+    ("sac", {"replay": 5}, "--replay 5 is below a step's 6 rollouts"),
     # what would change nothing
     ("grpo", {"clip_high": 0.28}, "grpo: --clip-high would have no effect: with one update .*--minibatches 4"),
     ("dapo", {"minibatches": 1, "clip_low": 0.1}, "dapo: --clip-low would have no effect"),
     ("cispo", {"minibatches": 1, "settings": {"surrogate.high": 3}}, "cispo: --clip-high would have no effect"),
     ("grpo", {"off_policy_mask": 0.1}, "grpo: --off-policy-mask would have no effect: .*--minibatches 4"),
     ("grpo", {"target_kl": 0.1}, "grpo: --target-kl would have no effect: .*--minibatches 4"),
-    ("dr-grpo", {"replay": 100, "target_kl": 0.1}, "dr-grpo: .*not known of rollouts of earlier steps"),
+    ("dr-grpo", {"replay": 100, "target_kl": 0.1}, "dr-grpo: .*unknown for rollouts of earlier steps"),
     ("grpo", {"target_kl": -0.1}, "--target-kl must be above 0, not -0.1"),
     ("grpo", {"kl_cov": 0.1}, "grpo: --kl-cov would have no effect: .*--minibatches 4"),
     ("sac", {"clip_cov": 0.1}, "sac: its critic learns from every token: leave out --clip-cov"),
-    ("distill-jsd", {"kl_cov": 0.1, "minibatches": 2}, "--kl-cov chooses where rewards are learned from, and none are"),
-    ("dr-grpo", {"replay": 100, "kl_cov": 0.1}, "dr-grpo: .*not known of rollouts of earlier steps"),
+    ("distill-jsd", {"kl_cov": 0.1, "minibatches": 2}, "--kl-cov selects where rewards are learned from"),
+    ("dr-grpo", {"replay": 100, "kl_cov": 0.1}, "dr-grpo: .*unknown for rollouts of earlier steps"),
     ("grpo", {"clip_cov": 1.5}, "--clip-cov must be above 0 and at most 1, not 1.5"),
     # places
     (
@@ -1011,7 +1009,7 @@ grpo kl.control.target=0.1 there is no kl.control to change; choose one first: -
 dapo kl.coef=0.1 there is no kl to change; --set kl.beta=... makes one
 grpo imitation.x=7 there is no imitation to change; --set imitation.coefficient=... makes one
 dapo shaping.soft-overlong.buffer=7 shaping.soft-overlong has no setting 'buffer' (it has: limit, cache)
-grpo filters.overlong=7 filters holds no 'overlong'; did you mean 'overlong-filter'? (there are: overlong-filter)
+grpo filters.overlong=7 filters has no 'overlong'; did you mean 'overlong-filter'? (there are: overlong-filter)
 """
 
 

@@ -389,7 +389,7 @@ def test_an_environment_that_goes_another_way_is_noticed_and_said(
     assert [len(group) for group in grouped(rollouts)] == [SIZE] * 3
     parted = [r for r in rollouts if isinstance(r.reward, Invalid)]
     assert parted and all(r.branch and r.reward.kind is InvalidKind.DIVERGED for r in parted)  # type: ignore[union-attr]
-    assert "went another way when it was played again" in parted[0].reward.reason  # type: ignore[union-attr]
+    assert "did something else when it was replayed" in parted[0].reward.reason  # type: ignore[union-attr]
     assert describe(rollouts, None).means()["invalid/diverged"] == len(parted) / len(rollouts)
     if env is branching.fickle_tools:
         with pytest.raises(UserError, match=r"of 12 branches of this step are invalid; the first: .*`recorded`"):

@@ -545,7 +545,7 @@ def test_golden_reward_floor() -> None:
     assert shaped.tolist() == [0.0, -1.0]
     half = Scores(doubles(0.5, 0.25), **lengths)
     assert (half.reward + RewardFloor(-1.0)(half)).tolist() == [0.0, -0.5]
-    with pytest.raises(UserError, match=r"--reward-floor maps rewards of 0..1, and this step's are -1 to 2"):
+    with pytest.raises(UserError, match=r"--reward-floor needs rewards of 0..1, and this step's are -1 to 2"):
         RewardFloor()(Scores(doubles(2, -1), **lengths))
 
 

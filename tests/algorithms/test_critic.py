@@ -164,7 +164,7 @@ def test_critic_of_a_run_that_is_of_another_size_than_its_policy_is_refused(star
     )  # fmt: skip
     other = ValueModel(8, new_decoder(small, 0), 3)
     LocalLearner(policy, Optimization(), critic=other).save(tmp_path)
-    with pytest.raises(UserError, match="of another size than the policy beside it.*--critic-model"):
+    with pytest.raises(UserError, match="has another size than the policy beside it.*--critic-model"):
         new_critic(ValueModel, tmp_path, policy, seed=4)
 
 
@@ -173,7 +173,7 @@ def test_critic_with_fewer_tokens_than_the_policy_is_refused(start: Path, tmp_pa
         vocab=9, hidden=8, layers=1, heads=2, kv_heads=1, head_size=4, intermediate=8, context=64, tied=True
     )  # fmt: skip
     save_model(new_decoder(small, 0), tmp_path)
-    with pytest.raises(UserError, match="knows 9 tokens, the policy .* must share a tokenizer"):
+    with pytest.raises(UserError, match="has 9 tokens and the policy .*: give a critic with the policy's tokenizer"):
         new_critic(ValueModel, tmp_path, load_model(start), seed=3)
 
 

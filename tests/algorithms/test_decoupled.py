@@ -159,7 +159,7 @@ def test_parts_stand_on_the_scoreboard_only_where_they_are_compared() -> None:
         ([rollout({"a": 1.0}), rollout({})], "task 't' has no named parts to compare: return a dict"),
         ([rollout({"a": 1.0}), rollout({"a": 1.0, "b": 0.0}, "u")], "'u' has the parts a, b, that of task 't' a:"),
         ([rollout({"a": 1.0, "b": 1.0}), rollout({"b": 1.0}, "u")], "'u' has the parts b, that of task 't' a, b:"),
-        ([rollout({"a": 1.0}, steps=[(1, 0.5)])], "task 't' gives step rewards, which are no named parts"),
+        ([rollout({"a": 1.0}, steps=[(1, 0.5)])], "task 't' returns step rewards instead of named parts"),
     ],
 )
 def test_rewards_without_the_same_named_parts_end_the_run_in_one_line(rollouts: list[Rollout], told: str) -> None:
@@ -184,7 +184,9 @@ def test_weights_that_cannot_be_read_are_refused_before_the_run(weights: str, to
 
 
 def test_a_weight_of_a_part_that_no_reward_has_is_refused_with_those_there_are() -> None:
-    with pytest.raises(UserError, match=r"--part-weights names formal; the reward's parts are large, right"):
+    with pytest.raises(
+        UserError, match=r"--part-weights names formal, not a part of the reward: name one of large, right"
+    ):
         Decoupled(("formal=1",))(board({"large": [1.0, 2.0], "right": [0.0, 1.0]}, [0, 0]))
 
 

@@ -59,7 +59,7 @@ def test_a_row_has_a_weight_for_what_other_weights_sampled_or_is_refused(name: s
         whole = (
             name == "remax" and "tokens_per_step" in OLDER[way]
         )  # its greedy reply ends in the step that it began in
-        refused = "a greedy reply has to be whole" if whole else "leave out --replay"
+        refused = "a greedy reply must be complete" if whole else "leave out --replay"
         assert refused in str(error) and (whole or way == "--replay")
         return
     if not row.reinforces or not row.surrogate.samples:

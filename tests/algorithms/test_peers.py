@@ -154,5 +154,5 @@ def test_mean_of_a_group_scales_no_reward_below_0_and_leaves_a_group_without_any
     advantage = Baselined("group", "mean")
     none = replace(SCORES, reward=torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 1.0]).double())
     assert (advantage(none)[:3] == 0).all() and (advantage(none)[3:] != 0).all()
-    with pytest.raises(UserError, match="--scale mean divides .* at least 0, and one is -0.5: leave it out"):
+    with pytest.raises(UserError, match="--scale mean needs rewards of at least 0, .* and one is -0.5: leave it out"):
         advantage(replace(SCORES, reward=SCORES.reward - 0.5))

@@ -429,7 +429,7 @@ def test_json_has_what_the_table_has_and_no_number_that_json_lacks(
      (["{run}", "--gold", "absent.py:reward"], "there is no file absent.py"),
      (["{run}", "--classifier", "absent.json"], "absent.json cannot be read"),
      (["{run}", "--steps", "0"], "--steps is 0; it must be at least 1"),
-     (["{run}", "--sycophancy"], "name a file of them with --tasks"),
+     (["{run}", "--sycophancy"], "give a file of them with --tasks"),
      (["{run}", "--opinion", "x"], "give both"),
      (["absent"], "absent holds no run"),
      ([], "needs the folder of a run"),

@@ -258,7 +258,7 @@ def test_a_condition_that_would_hold_up_everybody_is_not_read(folder: Path, cond
     pytest.importorskip("duckdb")
     run = OpenRun(folder, "run")
     run.read()
-    with pytest.raises(UserError, match="at most 100,000 characters and brackets within 300 others|text in UTF-8"):
+    with pytest.raises(UserError, match="at most 100,000 characters and 300 nested brackets|text in UTF-8"):
         Answers([run]).of("0/rollouts", {"where": condition})
     with Questions(folder) as questions, pytest.raises(UserError, match="a question"):
         questions.ask(f"select 1 from rollouts where {condition}")

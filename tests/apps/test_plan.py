@@ -289,8 +289,8 @@ def damaged(pilot: Path, tmp_path: Path, what: str) -> Path:
     [
         ("sft", "is a run of posttrain sft, which samples nothing"),
         ("processes", "ran with --processes 2: a pilot has one process"),
-        ("short", "is too short a pilot: 3 steps are timed; 4 or more are needed"),
-        ("old", "does not say what a step's time went into"),
+        ("short", "is too short for a pilot, with 3 timed steps: run 4 or more"),
+        ("old", "lacks the times within a step"),
         ("engine", "has no seconds of decoding"),
         ("rollouts", "lacks the rollouts of the steps"),
     ],

@@ -170,7 +170,7 @@ def test_an_adapter_of_a_local_base_is_refused_unless_its_base_is_named(hub: Mod
     ready = prepared("lora-of-run", "org/lora", None, None, "org/sft@v1")
     told = json.loads(ready.files["adapter_config.json"])  # type: ignore[arg-type]
     assert (told["base_model_name_or_path"], told["revision"]) == ("org/sft", "v1")
-    assert "no model of the hub" in refused("lora-of-run", "org/lora", None, None, "sft")
+    assert "not a model of the hub" in refused("lora-of-run", "org/lora", None, None, "sft")
 
 
 @pytest.mark.parametrize("run", ["sft", "rl", "lora", "reward-model", "distill"])
@@ -212,7 +212,7 @@ def test_figures_have_the_intervals_of_the_evaluation(hub: ModelHub, tmp_path: P
     report = json.loads(Path("reward-model/report.json").read_text())["figures"]["accuracy"]
     card = text_of("reward-model")
     assert f"| held out | accuracy | {report['mean']:.4g} |" in card
-    assert "holds no figures" in refused("rl", "org/rl", None, None, None, ["rl/run.json"])
+    assert "has no figures" in refused("rl", "org/rl", None, None, None, ["rl/run.json"])
 
 
 def test_the_picture_of_the_curves_goes_along_where_there_is_one(hub: ModelHub) -> None:
@@ -279,9 +279,9 @@ def test_a_repository_with_other_content_is_refused_and_a_branch_or_replace_is_t
     [
         ("", "org/x", "a push needs a token that may write"),
         ("hf_wrong", "org/x", "the hub refuses your token (HF_TOKEN)"),
-        (READS, "org/x", "your token (HF_TOKEN) gives no access to org/x"),
-        (TOKEN, "others/x", "your token (HF_TOKEN) gives no access to others/x"),
-        (TOKEN, "x", "names no repository of the hub"),
+        (READS, "org/x", "your token (HF_TOKEN) has no access to org/x"),
+        (TOKEN, "others/x", "your token (HF_TOKEN) has no access to others/x"),
+        (TOKEN, "x", "is not a repository of the hub"),
     ],
 )
 def test_a_token_or_a_name_that_does_not_do_is_one_line(
@@ -296,7 +296,7 @@ def test_an_upload_that_breaks_off_leaves_nothing_and_the_next_goes_on(
     hub: ModelHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.refuse["/api/models/org/rl/commit"] = 500
-    assert "answers with an error (500)" in refused("rl", "org/rl")
+    assert "failed with status 500" in refused("rl", "org/rl")
     assert set(hub.repositories["org/rl"].now()) == {".gitattributes"} and hub.stored
     hub.refuse.clear()
     hub.seen.clear()
@@ -309,7 +309,7 @@ def test_an_upload_that_breaks_off_leaves_nothing_and_the_next_goes_on(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("huggingface_hub.HfApi.create_commit", interrupt)
-    assert "interrupted: org/rl is as it was before; the same command goes on" in refused("rl", "org/rl")
+    assert "interrupted: org/rl is unchanged; repeat the command to continue" in refused("rl", "org/rl")
 
 
 def test_an_unreachable_hub_is_one_line(hub: ModelHub, place: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,7 +426,7 @@ def test_folders_with_spaces_are_cut_off() -> None:
 @pytest.mark.parametrize("figure", [{"mean": "0.5"}, {"mean": float("nan")}, {"mean": 1, "low": "a", "high": 2}, {}])
 def test_figures_that_are_no_numbers_are_one_line(figure: Any, hub: ModelHub, tmp_path: Path) -> None:
     (tmp_path / "f.json").write_text(json.dumps({"figures": {"accuracy": figure}}))
-    assert "holds no figures" in refused("rl", "org/rl", None, None, None, [str(tmp_path / "f.json")])
+    assert "has no figures" in refused("rl", "org/rl", None, None, None, [str(tmp_path / "f.json")])
 
 
 @pytest.mark.parametrize("entry", [{"objective": 5}, {"sizes": 5}, {"versions": []}])
@@ -437,8 +437,8 @@ def test_a_damaged_record_of_a_run_is_one_line(entry: dict[str, Any], hub: Model
 
 @pytest.mark.parametrize("name", ["org/a--b", "org/x.git", "órg/x", "o" * 100 + "/x"])
 def test_a_name_that_the_hub_does_not_take_is_refused_before_anything_is_written(name: str, hub: ModelHub) -> None:
-    assert "is no name of the hub" in refused("sft", name)
-    assert "is no name of a branch" in refused("sft", "org/x", "a b") and "no name of a branch" in refused(
+    assert "is not a valid name on the hub" in refused("sft", name)
+    assert "is not the name of a branch" in refused("sft", "org/x", "a b") and "not the name of a branch" in refused(
         "sft", "org/x", ".."
     )
 
@@ -446,8 +446,8 @@ def test_a_name_that_the_hub_does_not_take_is_refused_before_anything_is_written
 def test_a_hub_that_refuses_or_is_silent_is_one_line(hub: ModelHub, monkeypatch: pytest.MonkeyPatch) -> None:
     for status, said in (
         (404, "(404)"),
-        (409, "answers as no hub does"),
-        (412, "refuses this for org/x (412): refused"),
+        (409, "did not answer like a hub"),
+        (412, "refused the request for org/x (412): refused"),
     ):
         hub.refuse["/api/repos/create"] = status
         assert said in refused("sft", "org/x")

@@ -192,7 +192,7 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "share above one": (words("sft", held_out=2), ("--held-out must be at least 0 and below 1, not 2",)),
     "unknown device": (words("sft", device="gpu"), ("--device gpu cannot be used",)),
     "unknown algorithm": (words("rl", algorithm="grop"), ("did you mean 'grpo'? posttrain algorithms lists all",)),
-    "algorithm of another verb": (words("rl", algorithm="dpo"), ("dpo belongs to posttrain prefer: posttrain prefer",)),
+    "algorithm of another verb": (words("rl", algorithm="dpo"), ("an algorithm of another verb: run posttrain prefer",)),
     "unknown algorithm to list": (["algorithms", "ppoo"], ("did you mean 'ppo'? posttrain algorithms lists all",)),
     "group of one": (words("rl", algorithm="grpo", group=1), ("--group must be at least 2, not 1",)),
     "reward spread where it is compared whole": (
@@ -242,13 +242,13 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "wrong type in a recipe": (["rl", "--config", "type.toml"], ("steps", "many")),
     "unknown table": (["rl", "--config", "table.toml"], ("[train] is not a table", "[sft], [rl], [prefer], [reward-model]")),
     "recipe of another verb": (["rl", "--config", "other.toml"], ("no table [rl]", "it has [sft]")),
-    "recipe of a verb without": (["chat", "start", "--config", "other.toml"], ("--config goes with",)),
+    "recipe of a verb without": (["chat", "start", "--config", "other.toml"], ("--config works only with",)),
     "unknown built-in reward": (words("rl", env="arithmetics"), ("did you mean 'arithmetic'?",)),
     "missing reward file": (words("rl", env="evn.py:reward"), ("no file evn.py", "did you mean 'env.py'?")),
     "missing function": (words("rl", env="env.py:rewrad"), ("has no 'rewrad'", "did you mean 'reward'?")),
     "reward file that does not import": (words("rl", env="unfinished.py:reward"), ("SyntaxError", "unfinished.py:1")),
     "reward that judges only right answers": (words("eval", env="strict.py:reward"), ("no number", "--env")),
-    "empty stop text": ([*words("rl"), "--stop", ""], ("--stop holds an empty text", "leave it out")),
+    "empty stop text": ([*words("rl"), "--stop", ""], ("--stop has an empty string", "leave it out")),
     "endless step of an environment": (words("rl", env_timeout=1e300), ("--env-timeout must be", "at most 86400")),
     "pass@0": (words("eval", k=0), ("--k must be above 0, not 0",)),
     "eval file not writable": (words("eval", out="rows.jsonl/x.json"), ("cannot be written",)),
@@ -276,7 +276,7 @@ def test_a_tokenizer_of_another_model_is_refused(
     known = "".join(token for token in tokenizer.vocabulary if len(token) == 1)
     many = "".join(chr(code) for code in range(0x4E00, 0x4E00 + tokenizer.vocab_size))
     Tokenizer.train([known * 9, many], 4096, "characters").save(place / "another")
-    refused(capfd, words(verb, model="another"), "do not belong together", "copy the model's own tokenizer.json")
+    refused(capfd, words(verb, model="another"), "which do not match", "copy the model's own tokenizer.json")
 
 
 @pytest.mark.parametrize("verb", ["rl", "eval"])
@@ -291,7 +291,7 @@ def test_reward_that_can_score_nothing_is_warned_of_and_then_ends_the_run_in_one
     )
     assert main(words(verb, env=f"{file}:reward", **few)) == 2
     warning, error = capfd.readouterr().err.splitlines()
-    assert warning.startswith("posttrain: warning: the environment could score no sample reply") and said in warning
+    assert warning.startswith("posttrain: warning: the environment scored no sample reply") and said in warning
     assert said in error and "Traceback" not in error
 
 

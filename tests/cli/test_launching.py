@@ -176,12 +176,12 @@ def test_directives_say_what_was_asked_in_the_quotes_that_sbatch_reads(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--", *COMMAND], "say for what: posttrain launch --slurm"),
+        (["--", *COMMAND], "a scheduler is missing: give posttrain launch --slurm"),
         (["--slurm"], "a training command follows two dashes"),
         (["--slurm", *COMMAND], "follows two dashes: posttrain launch --slurm -- rl ..."),
         (["--slurm", "--nodes", "2", "posttrain", "rl", "--tasks", "x"], "posttrain launch --slurm -- rl ..."),
-        (["--slurm", "--", "posttrain", *COMMAND], "leave out the word posttrain behind the two dashes: -- rl ..."),
-        (["--slurm", "--time", "2", "--", *COMMAND], "--time 2 is over before the run could be told to save, 120 s"),
+        (["--slurm", "--", "posttrain", *COMMAND], "leave out the word posttrain after the two dashes: -- rl ..."),
+        (["--slurm", "--time", "2", "--", *COMMAND], "--time 2 is not longer than --save-seconds 120"),
         (["--slurm", "--time", "0:59:59", "--save-seconds", "3599", "--", *COMMAND], "a shorter --save-seconds"),
         (["--slurm", "--nods", "2", "--", *COMMAND], "unknown option --nods"),
         (["--slurm", "--", "chat", "runs/rl"], "a training command follows two dashes"),
@@ -195,7 +195,7 @@ def test_directives_say_what_was_asked_in_the_quotes_that_sbatch_reads(
         (["--slurm", "--log", "a\\b", "--", *COMMAND], "cannot stand in a line of sbatch"),
         (["--slurm", "--venv", "a", "--container", "b", "--", *COMMAND], "--venv and --container"),
         (["--slurm", "--directives", "nodes=3", "--", *COMMAND], "--directives nodes is the file's own"),
-        (["--slurm", "--directives", "rm rf", "--", *COMMAND], "is no option of sbatch"),
+        (["--slurm", "--directives", "rm rf", "--", *COMMAND], "is not an option of sbatch"),
     ],
 )
 def test_what_cannot_be_launched_is_refused_in_one_line(

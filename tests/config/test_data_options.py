@@ -217,7 +217,7 @@ def test_rows_without_end_need_a_number_of_steps_or_of_rows(place: Path, capfd: 
     assert main(["sft", *SMALL, "--tasks", "my.py:sums", "--out", "run"]) == 2
     assert "give --steps" in capfd.readouterr().err
     words = "eval --model start --tasks my.py:sums --env my.py:reward --samples 1 --threads 1".split()
-    assert main(words) == 2 and "set with --limit" in capfd.readouterr().err
+    assert main(words) == 2 and "evaluate on with --limit" in capfd.readouterr().err
     assert main([*words, "--limit", "3", "--max-tokens", "4"]) == 0
     tasks = load_tasks(RL(tasks="my.py:sums", limit=5))
     assert isinstance(tasks, Tasks) and len(tasks) == 5

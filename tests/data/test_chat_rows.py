@@ -257,10 +257,10 @@ def own_text(task: Task) -> Any:
             "base",
             right,
             {"system": "be brief"},
-            "--system is a message, and the prompts are sent as bare text: add --chat",
+            "--system needs prompts in a chat template, and these are bare text: add --chat",
         ),
-        ("instruct", right, {"chat": False, "system": "a"}, "--system is a message"),
-        ("instruct", own_text, {"chat": True}, "this environment shows text of its own: have it yield Turn"),
+        ("instruct", right, {"chat": False, "system": "a"}, "--system needs prompts"),
+        ("instruct", own_text, {"chat": True}, "that this environment yields: yield Turn"),
     ],
 )
 def test_what_contradicts_itself_is_refused(

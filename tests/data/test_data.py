@@ -85,7 +85,9 @@ def test_fields_reach_into_a_column() -> None:
 
 
 def test_columns_that_a_command_line_must_quote_are_quoted() -> None:
-    refused(lambda: to_tasks([{"The Question": "?", "level": 1}]), "the row has: 'The Question', level; say which")
+    refused(
+        lambda: to_tasks([{"The Question": "?", "level": 1}]), "the row has: 'The Question', level; name its column"
+    )
 
 
 def test_templates_fill_whole_columns_and_leave_braces_in_data_alone() -> None:
@@ -152,7 +154,7 @@ def test_converter_that_changes_its_mind_is_told() -> None:
         return row if len(calls) == 1 else None
 
     tasks = to_tasks([{"prompt": "a"}], convert=moody)
-    refused(lambda: tasks[0], "row 1", "depend on the row alone")
+    refused(lambda: tasks[0], "row 1", "depend only on the row")
 
 
 USER = {"role": "user", "content": "hi"}
@@ -586,7 +588,7 @@ def test_a_row_that_holds_itself_is_refused_with_its_place() -> None:
         row["x"] = row
         return row
 
-    with pytest.raises(UserError, match="row 1: a value holds itself"):
+    with pytest.raises(UserError, match="row 1: a value contains itself"):
         to_tasks([{"prompt": "a"}], convert=circular)
 
 

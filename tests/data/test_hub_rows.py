@@ -84,5 +84,5 @@ def test_access_and_names_of_datasets_are_one_line_with_the_fix(
 
 def test_damaged_rows_of_a_dataset_give_the_reason(hub: ModelHub) -> None:
     hub.repositories["datasets/org/rows"].commit("main", {"train.jsonl": lines(ROWS) + b'{"prompt": "1'})
-    assert "the hub gave no dataset org/rows: " in refused("org/rows")
+    assert "the dataset org/rows could not be downloaded from the hub: " in refused("org/rows")
     assert "JSON parse error" in refused("org/rows")

@@ -261,36 +261,36 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "p", "chosen": "a", "rejected": "b", "margin": 10**400}, "margin must be a finite number of at most"),
     ({**two, "comparisons": [[0, 1, 1e308]]}, "share or margin must be a finite number of at most"),
     ({**two}, "responses without labels"),
-    ({**two, "responses": [], "ranks": []}, f"responses must be 1 to {MOST}, and are 0"),
+    ({**two, "responses": [], "ranks": []}, f"a row must have 1 to {MOST} responses, and has 0"),
     ({**two, "responses": ["a", 3], "ranks": [1, 2]}, "responses must be a list of texts"),
-    ({**two, "responses": ["a"] * (MOST + 1), "ranks": [1] * (MOST + 1)}, f"and are {MOST + 1}"),
+    ({**two, "responses": ["a"] * (MOST + 1), "ranks": [1] * (MOST + 1)}, f"and has {MOST + 1}"),
     ({**two, "pairs": [[0, 1]], "preferred": []}, "lists of the same length"),
     (
         {**two, "pairs": [[0, 2]], "preferred": [1]},
-        "pairs holds [0, 2]; each is two different places of responses, 0 to 1",
+        "pairs has [0, 2]; each must be two different places of responses, 0 to 1",
     ),
-    ({**two, "pairs": [[0, 1]], "preferred": [3]}, "preferred holds 3"),
-    ({**two, "comparisons": [[1, 1]]}, "comparisons holds [1, 1]"),
-    ({**two, "comparisons": [[-1, 1]]}, "comparisons holds [-1, 1]"),
-    ({**two, "comparisons": [[True, 0]]}, "comparisons holds [True, 0]"),
-    ({**two, "comparisons": [3]}, "comparisons holds 3"),
+    ({**two, "pairs": [[0, 1]], "preferred": [3]}, "preferred has 3"),
+    ({**two, "comparisons": [[1, 1]]}, "comparisons has [1, 1]"),
+    ({**two, "comparisons": [[-1, 1]]}, "comparisons has [-1, 1]"),
+    ({**two, "comparisons": [[True, 0]]}, "comparisons has [True, 0]"),
+    ({**two, "comparisons": [3]}, "comparisons has 3"),
     ({**two, "comparisons": "0 1"}, "comparisons must be a list"),
     ({**two, "comparisons": [[0, 1, -2]]}, "share is -2"),
     ({**two, "comparisons": [[0, 1, "x"]]}, "share or margin must be a finite number"),
-    ({**two, "comparisons": [[0, 1, 1, 0, 7]]}, "comparisons holds [0, 1, 1, 0, 7]"),
+    ({**two, "comparisons": [[0, 1, 1, 0, 7]]}, "comparisons has [0, 1, 1, 0, 7]"),
     ({**two, "ranks": [1, 2, 3]}, "ranks must be a list of 2 numbers"),
     ({**two, "scores": [1, "2"]}, "each of scores must be a finite number"),
     ({**two, "scores": [1, float("inf")]}, "each of scores must be a finite number"),
     ({"prompt": "p", "response": "a"}, "a response without a label"),
     ({"prompt": "p", "response": 3, "label": True}, "response must be text"),
-    ({"prompt": "p", "response": "a", "label": "good"}, "label is 'good'; it is true or false"),
+    ({"prompt": "p", "response": "a", "label": "good"}, "label is 'good'; it must be true or false"),
     ({"prompt": "p", "response": "a", "label": 2}, "label is 2"),
     ({"prompt": "p", "response": "a", "score": "high"}, "score must be a finite number"),
     ({"prompt": "p", "steps": [], "mistake_index": 0}, "steps must be a list of texts"),
     ({"prompt": "p", "steps": ["a", " "], "mistake_index": 0}, "steps must be a list of texts"),
     (
         {"prompt": "p", "steps": ["a"], "mistake_index": 1},
-        "mistake_index is 1; it is null or the place of a step, 0 to 0",
+        "mistake_index is 1; it must be null or the place of a step, 0 to 0",
     ),
     ({"prompt": "p", "steps": ["a"], "labels": [1, 0]}, "labels must be a list of 1"),
     ({"prompt": "p", "steps": ["a"]}, "steps without labels"),
@@ -436,7 +436,7 @@ def test_pairs_that_are_too_long_are_skipped_cut_or_refused_and_named() -> None:
 def test_a_token_outside_the_models_vocabulary_is_refused() -> None:
     small = items_of(ROWS)
     small.vocab = 5
-    with pytest.raises(UserError, match="the model's vocabulary has 5: no match"):
+    with pytest.raises(UserError, match="the model's vocabulary has 5: use the model's own tokenizer"):
         small[0]
 
 
@@ -459,6 +459,6 @@ def test_prompts_that_only_some_responses_repeat_are_counted() -> None:
     rows = [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for chosen, rejected in pairs]
     warn_repeated_prompts(to_tasks(rows, convert=to_compared), told.append)
     [line] = told
-    assert line.startswith("in 2 of 5 rows that were looked at") and repr(prompt) in line
+    assert line.startswith("in 2 of 5 rows checked") and repr(prompt) in line
     warn_repeated_prompts(to_tasks(rows[1:3], convert=to_compared), told.append)
     assert len(told) == 1

@@ -92,14 +92,20 @@ def test_shape_gives_way_to_what_the_user_names() -> None:
             {"conversations": [{"value": "hi"}]},
             'row 1: conversations: turn 1 must be an object with "from" and "value"',
         ),
-        ({"conversations": [{"from": "alien", "value": "hi"}]}, "turn 1: from is 'alien' .*; it is one of human, user"),
+        (
+            {"conversations": [{"from": "alien", "value": "hi"}]},
+            "turn 1: from is 'alien' .*; it must be one of human, user",
+        ),
         ({"conversations": [{"from": "human", "value": 3}]}, "turn 1: value must be text, and is 3"),
-        ({"conversations": [{"from": "function_call", "value": "f(1)"}]}, "turn 1: a function_call is JSON such as"),
+        (
+            {"conversations": [{"from": "function_call", "value": "f(1)"}]},
+            "turn 1: a function_call must be JSON such as",
+        ),
         ({"instruction": 3, "output": "x"}, "row 1: instruction must be text, and is 3"),
         ({"instruction": "a", "output": 3}, "row 1: output must be text, and is 3"),
         (
             {"instruction": "a", "output": "b", "history": [["a"]]},
-            "history: entry 1 is .*; each is .instruction, output.",
+            "history: entry 1 is .*; it must be .instruction, output.",
         ),
     ],
 )

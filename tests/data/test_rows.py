@@ -277,7 +277,11 @@ def test_a_hub_that_cannot_be_reached_is_not_asked_again_and_again(
     monkeypatch.setattr(datasets, "load_dataset", load)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    refused(lambda: load_rows("openai/gsm8k:main"), "127.0.0.1 cannot be reached", "none was downloaded before")
+    refused(
+        lambda: load_rows("openai/gsm8k:main"),
+        "127.0.0.1 cannot be reached",
+        "no dataset of that name was downloaded before",
+    )
     assert seen == [("openai/gsm8k", "main", True, True)]
     assert not constants.HF_HUB_OFFLINE and not datasets.config.HF_HUB_OFFLINE
 

@@ -172,7 +172,7 @@ def test_all_engines_gone_and_the_budget_spent_ends_it_with_exit_code_1() -> Non
     pool.load(1, 1)
     pool.submit(0, [1], Sampling())
     with pytest.raises(
-        UserError, match=r"each was lost 3 times in a row \(--engine-restarts 2\); the last one"
+        UserError, match=r"each failed 3 times in a row \(--engine-restarts 2\); the last failure"
     ) as caught:
         while True:
             for engine in world.engines:
@@ -304,7 +304,7 @@ def test_an_engine_that_was_of_use_once_is_not_started_for_ever() -> None:
     world.engines[-1].closed = True
     pool.load(2, 2)
     world.engines[-1].closed = True  # it has not answered since
-    with pytest.raises(UserError, match="lost 2 times in a row"):
+    with pytest.raises(UserError, match="failed 2 times in a row"):
         pool.load(3, 3)
 
 
@@ -373,7 +373,7 @@ def test_weights_arrive_to_the_bit_by_memory_and_by_file(tokenizer: Tokenizer, t
     assert [path.name for path in (tmp_path / "weights").iterdir()] == ["weights-0-1"], "only the last one stays"
     files.close()
     assert not (tmp_path / "weights").exists()
-    with pytest.raises(UserError, match="on a disk that both machines see"):
+    with pytest.raises(UserError, match="on a shared disk"):
         offered({"file": str(tmp_path / "gone"), "version": 0, "checksum": 0}, None)
     (tmp_path / "weights").touch()
     with pytest.raises(UserError, match="cannot be written"):
@@ -400,8 +400,8 @@ def test_what_was_said_before_the_end_is_heard() -> None:
         (b"\xff\xff\xff\xff", "announced a message of 4294967295 bytes"),
         (b"\0\0\0\x03{{{", "invalid JSON"),
         (b'\0\0\0\x07["a",1', "closed"),  # and then no more
-        (b"\0\0\0\x02[]", "no message"),
-        (b"\0\0\0\x02{}", "no message"),
+        (b"\0\0\0\x02[]", "not a message"),
+        (b"\0\0\0\x02{}", "not a message"),
         (b'\0\0\0\x09["a",NaN]', "invalid JSON"),
     ],
 )
@@ -485,8 +485,8 @@ def test_only_who_has_the_token_is_heard(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("http://a:7000/v1", "no http:// here: give a:7000 alone"),
-        ("tcp://", "no tcp:// here: give 127.0.0.1:7000 alone"),
+        ("http://a:7000/v1", "give only a:7000, without http://"),
+        ("tcp://", "give only 127.0.0.1:7000, without tcp://"),
         ("a", "give HOST:PORT"),
         ("a:70000", "give HOST:PORT"),
     ],
@@ -497,7 +497,7 @@ def test_what_is_no_address_of_an_engine_is_refused(
     with pytest.raises(UserError, match=re.escape(f"--engines {address}: {said}")):
         host_and_port(address, "--engines")
     assert main(["engine", "--engines", address]) == 2
-    assert "an engine listens at --listen HOST:PORT" in " ".join(capsys.readouterr().err.split())
+    assert "give an engine --listen HOST:PORT" in " ".join(capsys.readouterr().err.split())
 
 
 def test_several_processes_share_the_engines_out() -> None:
@@ -677,7 +677,7 @@ def test_engines_that_are_killed_stopped_or_wrong_change_no_token(tokenizer: Tok
 
         os.kill(worker_of(second), signal.SIGKILL)  # while nothing is asked of it
         assert sampled(pool, asked, lambda: os.kill(worker_of(first), signal.SIGSTOP)) == calm
-        assert re.fullmatch(r"the engine 1 is lost: .* \(exit code -9, SIGKILL\); it is started again in 0 s", said[0])
+        assert re.fullmatch(r"the engine 1 is lost: .* \(exit code -9, SIGKILL\); it restarts in 0 s", said[0])
         assert "the engine 0 is lost: it sent nothing for 2 s" in said[1]
         assert pool.counts()["resubmitted"] > 0 == pool.counts()["duplicate_answers"]
 
@@ -814,7 +814,7 @@ def test_a_run_with_an_engine_that_listens_is_the_run_without(
     run(tmp_path / "one", start)
     engine = ListeningCommand(start, "a token of 24 characters")
     monkeypatch.setenv(TOKEN, "another one of 26 characters")
-    with pytest.raises(UserError, match=r"the engine 127.0.0.1:\d+ is lost: it cannot be reached: .*same one"):
+    with pytest.raises(UserError, match=r"the engine 127.0.0.1:\d+ is lost: it cannot be reached: .*the same token"):
         run(tmp_path / "two", start, engines=(engine.address,))
     monkeypatch.setenv(TOKEN, "a token of 24 characters")
     run(tmp_path / "two", start, engines=(engine.address,))
@@ -822,7 +822,7 @@ def test_a_run_with_an_engine_that_listens_is_the_run_without(
     assert not (tmp_path / "two" / "weight-sync").exists()
     said = engine.end()
     assert engine.process.returncode == 0 and "refused     127.0.0.1: it has another token" in said
-    assert said.count("a pool      127.0.0.1") == said.count("it is gone") == 1 and said.endswith("stopped\n")
+    assert said.count("a pool      127.0.0.1") == said.count("disconnected") == 1 and said.endswith("stopped\n")
     with pytest.raises(UserError, match="cannot be reached"):
         run(tmp_path / "three", start, engines=(engine.address,))
 

@@ -159,7 +159,7 @@ def test_rubbish_and_replies_that_are_cut_off_are_invalid(trained: Path, tmp_pat
     [
         (7, "a scalar judge is asked with"),
         ("text", "the template shows {prompt}, and the question has none"),
-        ({"prompt": "x" * 60, "response": "a"}, "63 tokens, and the context of 64"),
+        ({"prompt": "x" * 60, "response": "a"}, "63 tokens, with no room for the verdict"),
         ({"prompt": "p", "response": "\ud800"}, "cannot be read"),
     ],
 )
@@ -182,8 +182,8 @@ def test_what_cannot_be_asked_is_invalid_and_costs_no_sampling(trained: Path, co
         ({"words": ["yes", "YES"]}, "the good one first"),
         ({"marker": " "}, "marker is empty"),
         ({"scale": [5, 1]}, "lowest score, then the highest"),
-        ({"scale": [1, 5], "answer": "probability"}, "scale excludes words and answer"),
-        ({"stop": ""}, "stop holds an empty text"),
+        ({"scale": [1, 5], "answer": "probability"}, "scale does not go with words and answer"),
+        ({"stop": ""}, "stop has an empty string"),
         ({"vots": 3}, "did you mean 'votes'"),
         ({"marker": "Urteil: ß"}, "can never produce 'Urteil: ß yes'"),
         ({"max_tokens": 5}, "max_tokens 5 ends every reply before its verdict, which has 11 tokens"),
@@ -330,7 +330,7 @@ def test_it_is_the_reward_of_training_evaluation_and_samples(place: Path, capsys
     )
     assert all("scores" in row for row in items.rows())
     main(["check", "--judge", "judge.toml", "--tasks", "rows.jsonl"])
-    assert "it asks the service judge: it answered itself" in capsys.readouterr().out
+    assert "it asks the service judge: it answered" in capsys.readouterr().out
 
 
 def test_a_resumed_run_repeats_every_byte(place: Path) -> None:

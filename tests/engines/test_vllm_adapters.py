@@ -131,9 +131,9 @@ def test_a_run_learns_with_adapters_handed_over_alone_and_logs_the_mismatch(
 def test_what_cannot_be_handed_over_alone_is_refused_in_one_line(tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match="requires a model with adapters: give --lora"):
         AdapterSync(tiny(tokenizer))
-    with pytest.raises(UserError, match="vLLM computes plain adapters, not DoRA: leave it out, they are merged"):
+    with pytest.raises(UserError, match="vLLM does not support DoRA: leave it out, so that adapters are merged"):
         AdapterSync(adapted(tiny(tokenizer), dora=True))
-    with pytest.raises(UserError, match="not ranks above 512"):
+    with pytest.raises(UserError, match="vLLM does not support ranks above 512"):
         AdapterSync(adapted(tiny(tokenizer), rank=600))
     with pytest.raises(UserError, match="--weight-sync adapter requires one training process with one vLLM"):
         Many(2, weight_sync="adapter").of(Alone())

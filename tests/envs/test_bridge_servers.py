@@ -76,7 +76,7 @@ def short_goodbyes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 BROKEN = {
     "hang": "did not answer within 0.6 s", "die": "ended during a call of die", "rubbish": "did not answer",
-    "no_result": "the answer of no_result is none", "wrong_id": "did not answer", "endless": "did not answer",
+    "no_result": "the answer of no_result is malformed", "wrong_id": "did not answer", "endless": "did not answer",
 }  # fmt: skip
 """What a server does -> what is said of it."""
 
@@ -333,7 +333,7 @@ def test_a_real_server_that_fails_or_is_full_is_told(real: str) -> None:
             await session.close()
         return found.reason
 
-    assert "refuses to begin" in asyncio.run(full())
+    assert "refused the reset" in asyncio.run(full())
 
 
 GOOD = json.dumps({"type": "observation", "data": {"observation": {"text": "hello"}, "reward": 0.5, "done": False}})
@@ -370,8 +370,9 @@ async def saying(*answers: str | bytes | None) -> AsyncIterator[str]:
         ("[]", "not a message"),
         (b"\xff\xfe", "not a message"), ('{"type": "state", "data": {}}', "not a message"),
         ('{"type": "observation"}', "not a message"),
-        ('{"type": "observation", "data": {}}', "is none"), (observation(observation=5), "is none"),
-        (observation(done="yes"), "is none"),
+        ('{"type": "observation", "data": {}}', "a malformed observation"),
+        (observation(observation=5), "a malformed observation"),
+        (observation(done="yes"), "a malformed observation"),
         (observation(reward="much"), "not a finite number"),
         (observation(reward=float("nan")), "not a finite number"),
         ("[" * 100_000, "not a message"), ("x" * 5_000_000, "closed the connection"),
@@ -409,7 +410,7 @@ def test_only_a_server_that_is_full_is_asked_again(code: str, tries: range) -> N
             url = f"http://127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}"
             return await scripted_async(openenv.environment(url, timeout=0.5), {"seed": 5}, ["one"])
 
-    assert "refuses to begin: no" in asyncio.run(episode()).reason
+    assert "refused the reset: no" in asyncio.run(episode()).reason
     assert len(connections) in tries
 
 

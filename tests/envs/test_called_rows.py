@@ -87,14 +87,14 @@ def test_a_template_that_shows_no_calls_is_refused(plain: Tokenizer) -> None:
     """Else the model would learn to reply nothing where the row calls."""
     tokenizer = plain.templated(SILENT, "the template")
     for more in ({}, {"tools": [{"type": "function", "function": {"name": "add"}}]}):  # the name alone is no call
-        with pytest.raises(UserError, match="does not show the call of 'add': take one that does"):
+        with pytest.raises(UserError, match="does not show the call of 'add': use one that does"):
             demonstrate({**only(row(FORMS["text"])), **more}, tokenizer, [0])
 
 
 def test_a_row_without_a_trained_reply_is_refused_with_the_marks_that_say_so(plain: Tokenizer) -> None:
     tokenizer = plain.templated(SILENT, "the template")
     for mark in ({"train": False}, {"weight": 0}):
-        with pytest.raises(UserError, match='is context \\("train": false, or "weight": 0\\): train one'):
+        with pytest.raises(UserError, match='are context \\("train": false, or "weight": 0\\): train one'):
             demonstrate({"messages": [ASKED, {"role": "assistant", "content": "2", **mark}]}, tokenizer, [0])
 
 

@@ -93,7 +93,7 @@ def test_of_further_tasks_only_what_is_wrong_is_shown_and_all_of_it_if_asked() -
     report = check(reward, tasks)
     short, whole = report.lines(), report.lines(verbose=True)
     cut = [line for line in short if "invalid" not in line]
-    assert max(map(len, cut)) <= 80 and "(9 more cases: --verbose shows them)" in short
+    assert max(map(len, cut)) <= 80 and "(9 more cases: show them with --verbose)" in short
     assert [line for line in short if line.startswith("task b")] != [] and "  empty" in "\n".join(short).split(
         "task b"
     )[1]

@@ -134,7 +134,7 @@ def test_replies_that_the_environment_does_not_ask_for_are_refused(
 
 def test_rows_with_replies_need_an_environment(tokenizer: Tokenizer) -> None:
     tasks = to_tasks([ROW], need=NEED)
-    with pytest.raises(UserError, match="row 1: the row has replies: name the environment"):
+    with pytest.raises(UserError, match="row 1: the row has replies: give the environment"):
         Transcripts(tasks, tokenizer, [1], 64, TooLong("skip", 64, print))[0]
 
 
@@ -187,7 +187,7 @@ def test_rollouts_of_a_run_are_imitated_as_they_stand(place: Path) -> None:
     assert stored({**rows[0], "reward": None, "invalid": "no judge"}, tokenizer)[1] is None
     run = sft(str(file), model=str(place / "sft"), out=str(place / "again"), rows=4, min_reward=-1.0, quiet=True)
     assert run.metrics[-1]["loss"] > 0
-    with pytest.raises(UserError, match="none of .* has the reward that --min-reward asks for"):
+    with pytest.raises(UserError, match="none of .* reaches --min-reward"):
         sft(str(file), model=str(place / "sft"), out=str(place / "none"), rows=4, min_reward=5.0, quiet=True)
 
 
@@ -329,7 +329,7 @@ def test_the_folder_of_a_run_stands_for_its_rollouts(place: Path) -> None:
 def test_replies_are_played_beside_a_response_and_a_least_reward_needs_episodes(tokenizer: Tokenizer) -> None:
     [[transcript]] = made(looking_up, tokenizer, [{**ROW, "response": "2", "replies": ["ab7", "2"]}])
     assert [kind for kind, _ in spans(transcript)] == ["prompt", "imitated", "tool", "imitated"]
-    with pytest.raises(UserError, match="--min-reward is of rollouts"):
+    with pytest.raises(UserError, match="--min-reward needs recorded rollouts"):
         made(looking_up, tokenizer, [{"id": "a", "prompt": "1+1=", "response": "2"}], min_reward=1.0)
 
 

@@ -117,14 +117,14 @@ def test_a_converter_beside_the_environment_is_found(my: Path) -> None:
 def test_a_success_beside_the_environment_that_is_no_finite_number_is_refused(tmp_path: Path, success: str) -> None:
     (tmp_path / "my.py").write_text(f"SUCCESS = {success}\ndef reward(task, reply): return 1.0\n")
     for spec in (f"{tmp_path}/my.py:reward", load_env(f"{tmp_path}/my.py:reward")):
-        with pytest.raises(UserError, match=r"^SUCCESS beside the environment is .*; it must be a finite number"):
+        with pytest.raises(UserError, match=r"^SUCCESS in the environment's module is .*; it must be a finite number"):
             success_of(spec, None)
         assert success_of(spec, 0.5) == 0.5
 
 
 def test_a_converter_beside_the_environment_that_is_no_function_is_refused(tmp_path: Path) -> None:
     (tmp_path / "my.py").write_text("row_to_task = 5\ndef reward(task, reply): return 1.0\n")
-    with pytest.raises(UserError, match=r"^row_to_task beside the environment is 5 \(int\)"):
+    with pytest.raises(UserError, match=r"^row_to_task in the environment's module is 5 \(int\)"):
         load_converter(f"{tmp_path}/my.py:reward")
 
 
@@ -182,7 +182,7 @@ def test_a_file_without_a_name_says_what_to_write() -> None:
     ("name", "said"),
     [
         ("limit", "3 (int), not a function"),
-        ("Judge", "make one beside it, such as it = Judge()"),
+        ("Judge", "create an instance, such as it = Judge()"),
         ("Game", "--env gymnasium"),
         ("game", "--env gymnasium"),
         ("backwards", "(task, reply)"),
@@ -445,7 +445,7 @@ def test_environments_of_turns_have_options_too(optioned: Path) -> None:
         ("my.py:reward,weight=x", "--env my.py:reward: weight is a number, not 'x'"),
         ("my.py:env,turns=1.5", "--env my.py:env: turns is a whole number, not '1.5'"),
         ("my.py:reward,loud=maybe", "loud is true or false, not 'maybe'"),
-        ("my.py:none,x=1", r"no option 'x'; it has none \(a parameter behind a \* is one\)"),
+        ("my.py:none,x=1", r"no option 'x'; it has none \(options are the parameters after a \*\)"),
         ("my.py:reward,weight", "the option weight has no value: write my.py:reward,weight="),
         ("search-qa,topk", "--env search-qa: the option topk has no value: write search-qa,topk=3"),
         ("gsm8k,weight=1", "--env gsm8k: no option 'weight'"),

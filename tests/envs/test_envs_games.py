@@ -315,7 +315,7 @@ def test_a_world_that_is_none_is_invalid() -> None:
         {**WORLD, "treasures": [["ruby"]]},
     ]  # fmt: skip
     for world in wrong:
-        assert "cannot be played" in scripted(adventure.adventure, {"world": world}, []).reason
+        assert "world is invalid" in scripted(adventure.adventure, {"world": world}, []).reason
     shut = {**WORLD, "rooms": [{**rooms[0], "things": []}, *rooms[1:]]}
     with pytest.raises(ValueError, match="not all treasures"):
         adventure.solution(shut)

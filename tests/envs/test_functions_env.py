@@ -90,7 +90,7 @@ def test_what_cannot_be_done_is_answered_and_changes_nothing() -> None:
 
 def test_a_mistake_is_never_paid_for() -> None:
     for worth in (0.5, -2.0):
-        with pytest.raises(UserError, match="costs from -1 to 0"):
+        with pytest.raises(UserError, match="give a mistake from -1 to 0"):
             played([SAY], mistake=worth)
 
 

@@ -195,7 +195,7 @@ def test_reward_of_groups_is_recognised_by_its_parameters(my: str) -> None:
     assert is_group_reward(rank) and is_group_reward(load_env(f"{my}:waits"))
     assert not is_group_reward(lambda task, reply: 1.0) and not is_group_reward(lambda replies, tasks: [1.0])
     assert load_env(rank) is rank and success_of(f"{my}:rank", None) == 1.0
-    with pytest.raises(UserError, match=r"takes \(tasks, replies\) and yields: a reward of a group returns a list"):
+    with pytest.raises(UserError, match=r"takes \(tasks, replies\) and yields: return a list from a reward of a group"):
         load_env(f"{my}:yields")
     with pytest.raises(UserError, match=r"a reward of a group is called with \(tasks, replies\)"):
         load_env(lambda tasks, replies, more: [1.0])
@@ -203,7 +203,9 @@ def test_reward_of_groups_is_recognised_by_its_parameters(my: str) -> None:
 
 def test_replies_that_end_in_different_steps_are_refused_for_groups() -> None:
     config = RL(tasks="rows.jsonl", env="my.py:rank", model="m", tokens_per_step=4, max_tokens=8)
-    with pytest.raises(UserError, match="the reward scores whole groups, whose replies --tokens-per-step would end"):
+    with pytest.raises(
+        UserError, match="the reward scores whole groups, and with --tokens-per-step their replies would end"
+    ):
         adjust(find("reinforce"), config, by_group=True)
     adjust(find("reinforce"), config)
 

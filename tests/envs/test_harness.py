@@ -75,7 +75,7 @@ def asking(**how: Any) -> Any:
             try:
                 await client.chat.completions.create(model="any", messages=messages, max_tokens=3, **how)
             except BadRequestError as error:
-                assert "the run says how replies are sampled" in str(error) and next(iter(how)) in str(error)
+                assert "the run sets the sampling of replies" in str(error) and next(iter(how)) in str(error)
                 return 0.0
         return 1.0
 

@@ -62,7 +62,7 @@ def test_a_message_that_cannot_be_read_or_is_out_of_turn_costs_one_episode(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     invalid = reason(event_of(pool, reply=what))
-    assert invalid.kind is InvalidKind.UNREADABLE and "sent what cannot be read" in invalid.reason
+    assert invalid.kind is InvalidKind.UNREADABLE and "sent a message that cannot be read" in invalid.reason
     assert event_of(pool, reply="ab") == Done(2.0) and not list(tmp_path.iterdir())
 
 
@@ -144,7 +144,7 @@ def test_text_that_cannot_be_tokenised_never_reaches_the_tokenizer() -> None:
         pool.ready()
         began = time.monotonic()
         invalid = reason(event_of(pool))
-        assert "yielded 100,000,000 characters; a turn may show 1,048,576" in invalid.reason
+        assert "yielded 100,000,000 characters; a turn may have at most 1,048,576" in invalid.reason
         assert time.monotonic() - began < 5.0
     with EnvPool("hostile:halves", 1) as pool:
         assert "surrogate" in reason(event_of(pool, reply="x")).reason

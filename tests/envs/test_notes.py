@@ -82,8 +82,8 @@ def test_an_episode_that_is_played_again_has_its_notes_once(tmp_path: Path) -> N
     ("env", "id", "told"),
     [
         (noting.strange, "object", "noted something whose content holds a value of type object"),
-        (noting.unnamed, "a", "note takes names, as in note(moves=7); of a dict, note(**values)"),
-        (noting.within, "a", "note was called within what is recorded: note what `recorded` returned"),
+        (noting.unnamed, "a", "note takes named values: write note(moves=7), or note(**values) for a dict"),
+        (noting.within, "a", "note was called within a recorded function: call it after `recorded` returned"),
     ],
 )
 def test_what_cannot_be_noted_makes_the_reward_invalid_and_says_why(
@@ -180,7 +180,7 @@ def test_notes_of_a_worker_are_read_as_strictly_as_all_that_it_says() -> None:
     for notes in (5, ["a"], {"a": "b" * (1 << 17)}):
         with pytest.raises(Garbled):
             read_answer(json.dumps({**message, "notes": notes}).encode())
-    with pytest.raises(Garbled, match="notes of no end"):
+    with pytest.raises(Garbled, match="notes without an end of an episode"):
         read_answer(json.dumps({"number": 3, "notes": {"a": 1}}).encode())
 
 

@@ -313,7 +313,7 @@ def test_a_replay_that_goes_another_way_is_invalid(tmp_path: Path, open_pool: Ca
     kill_idle_worker(pool)
     pool.send(0, Reply("y"))
     [(_, event)] = pool.poll(20)
-    assert isinstance(event, Done) and isinstance(event.reward, Invalid) and "played again" in event.reward.reason
+    assert isinstance(event, Done) and isinstance(event.reward, Invalid) and "replayed" in event.reward.reason
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_a_reward_that_can_read_one_form_alone_is_not_warned_of() -> None:
 
 def test_a_reward_that_scores_no_sample_reply_is_warned_of_with_its_reason() -> None:
     [warning] = said(lambda task, reply: Invalid("the sandbox is down"))
-    assert "could score no sample reply" in warning and "the sandbox is down" in warning
+    assert "scored no sample reply" in warning and "the sandbox is down" in warning
 
 
 def test_an_environment_that_waits_for_a_word_of_its_own_is_not_warned_of() -> None:
@@ -81,7 +81,7 @@ def test_an_environment_without_a_first_turn_is_refused() -> None:
         yield task["question"]
         return 1.0
 
-    with pytest.raises(UserError, match="fails before it shows the model anything: KeyError: 'question'"):
+    with pytest.raises(UserError, match="fails before its first prompt: KeyError: 'question'"):
         said(env)
 
 

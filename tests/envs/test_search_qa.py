@@ -132,9 +132,9 @@ def test_options_change_what_they_say() -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"topk": 0}, "topk is 0; it may be from 1 to 100"),
+        ({"topk": 0}, "topk is 0; it must be from 1 to 100"),
         ({"searches": -1}, "searches is -1"),
-        ({"searches": 61}, "searches is 61; it may be from 0 to 60"),
+        ({"searches": 61}, "searches is 61; it must be from 0 to 60"),
         ({"shown": -1}, "shown is -1"),
         ({"format": -0.1}, "format -0.1"),
         ({"format": 0.5}, "may outweigh a right answer"),
@@ -452,7 +452,7 @@ def test_check_plays_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     words = ["check", "--tasks", "rows.jsonl", "--retriever", "index", "--env", "search-qa,topk=1,shown=20"]
     assert main(words) == 0
     told = capsys.readouterr().out
-    assert told.endswith("check passed\n") and "it asks the service retriever: it answered itself" in told
+    assert told.endswith("check passed\n") and "it asks the service retriever: it answered" in told
     assert "Doc 1(Title:" in told and "without an answer" in told
     assert main([*words[:-1], "search-qa,searches=0", "--limit", "1"]) == 0
     assert load_env("search-qa") is search_qa

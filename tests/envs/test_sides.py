@@ -83,7 +83,7 @@ def test_sides_that_nothing_is_learned_from_are_a_part_of_the_world(tokenizer: T
 @pytest.mark.parametrize(
     ("verdict", "a", "b"),
     [
-        (Sides({"a": 1.0}), 1.0, "none for 'b', which was asked"),
+        (Sides({"a": 1.0}), 1.0, "without the side 'b' that was asked"),
         (Sides({"a": Invalid("no judge"), "b": 2.0}), "no judge", 2.0),
         (Sides({"a": float("nan"), "b": 2.0}), "nan", 2.0),
         (Sides({"a": Graded(1.0, [SpanReward(1, 1.0, 1)]), "b": 2.0}), "one of side 'b', for side 'a'", 2.0),

@@ -229,7 +229,7 @@ def test_a_long_reply_has_a_reward_for_each_step_and_too_many_are_refused_with_t
     found, _ = play(env, ["good\n" * 4095 + "good 9"])
     assert len(read_verdict(found).spans) == 4096
     found, _ = play(env, ["good\n" * 4096 + "good 9"])
-    assert isinstance(found, Invalid) and "4097 step rewards, and may have 4096" in found.reason
+    assert isinstance(found, Invalid) and "4097 step rewards, and may have at most 4096" in found.reason
     whole, _ = play(with_step_rewards(exact, StepScoring(**HOW, aggregate="min")), ["good\n" * 4096 + "good 9"])
     assert read_verdict(whole).reward == 3.0
 
@@ -298,7 +298,7 @@ def test_a_fresh_context_forgets_what_was_shown_and_messages_behind_text_cannot_
     _, asked = play(with_step_rewards(forgetting, StepScoring(**HOW)), ["good", "bad"])
     assert [content["prompt"] for content in asked] == ["a", "b"]
     found, _ = play(with_step_rewards(mixing, StepScoring(**HOW)), ["good", "bad"])
-    assert isinstance(found, Invalid) and "messages behind text" in found.reason
+    assert isinstance(found, Invalid) and "messages after text" in found.reason
 
 
 def test_ends_of_another_reply_are_no_steps_of_this_one() -> None:

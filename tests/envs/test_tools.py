@@ -152,8 +152,8 @@ def odd(city: Unit, when: set[int], what: bytes) -> None:
     [
         (untold, "needs a line on 'city' under \"Args:\""),
         (unhinted, "needs a type hint"),
-        (starred, "named parameters alone"),
-        (odd, "no type that JSON has"),
+        (starred, "only with named parameters"),
+        (odd, "not a type of JSON"),
         (lambda x: x, "has no name"),
         (print, "Args|type hint|named parameters"),
     ],
@@ -328,7 +328,7 @@ def test_tools_belong_to_the_beginning_of_a_context_and_to_a_template_that_shows
         played(late, speaker, count=1, context=2048)
     blind = Tokenizer(tokenizer.backend, tokenizer.config, "{% for m in messages %}{{ m.content }}{% endfor %}")
     with pytest.raises(
-        UserError, match=r"does not show the tool 'weather': take one that does \(--chat-template chatml\)"
+        UserError, match=r"does not show the tool 'weather': use one that does \(--chat-template chatml\)"
     ):
         played(assistant, blind, count=1, context=2048)
     found = read_turn(Turn("text", tools=[weather]))
@@ -507,7 +507,11 @@ def test_a_result_is_recorded_in_the_thread_of_its_episode() -> None:
         assert answers(pool) == {0: Turn("A")}
         pool.send(0, Reply("on"))
         [event] = answers(pool).values()
-    assert isinstance(event, Done) and isinstance(event.reward, Invalid) and "another thread" in event.reward.reason
+    assert (
+        isinstance(event, Done)
+        and isinstance(event.reward, Invalid)
+        and "a thread that is not its episode's" in event.reward.reason
+    )
 
 
 def test_an_episode_records_a_bounded_number_of_plain_results() -> None:

@@ -104,9 +104,9 @@ def refusal(family: str, on: bool | None, kind: str) -> str:
     if (kind, family) == ("system", "gemma"):
         return "System role not supported"
     if family == "mistral_nemo" and kind == "system":
-        return "rewrites what opens a reply"
+        return "rewrites the beginning of a reply"
     if (kind, family, on) == ("tools", "gemma4_v5", True):
-        return "rewrites what opens a reply"
+        return "rewrites the beginning of a reply"
     if on in OPENS.get(family, ()) and not kind.startswith("reasoning"):
         return "begins each reply with its thoughts"
     return ""
@@ -235,7 +235,7 @@ def test_turns_before_the_trained_one_are_a_prompt_as_sampling_renders_it(family
         said("other words", **thought),
     ]
     if family == "mistral_nemo":  # it moves the system message into the last turn
-        with pytest.raises(UserError, match="rewrites what opens a reply"):
+        with pytest.raises(UserError, match="rewrites the beginning of a reply"):
             demonstrate({"messages": messages}, tokenizer, ends, "last")
         return
     transcript = demonstrate({"messages": messages}, tokenizer, ends, "last")
@@ -253,7 +253,7 @@ def test_rows_that_lose_their_reasoning_are_counted_in_one_line() -> None:
     assert lost_reasoning_line(tokenizer, [plain, thinking, earlier]) == ""
     line = "1 of 3 rows have reasoning that the model does not see, 0 of them in a trained reply: "
     assert lost_reasoning_line(tokenizer, [plain, thinking, earlier], "last") == line + (
-        "the chat template drops that of earlier turns"
+        "the chat template drops the reasoning of earlier turns"
     )
     off = lost_reasoning_line(loaded("qwen3", False)[0], [plain, thinking, earlier])
     assert off.startswith("2 of 3 rows have reasoning that the model does not see, 2 of them in a trained reply")

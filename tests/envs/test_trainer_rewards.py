@@ -195,16 +195,19 @@ def test_failure_names_its_function(trl: str, name: str, kind: InvalidKind, reas
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        ("{}:stateful", "needs trainer_state, which TRL's trainer has and this does not: give the parameter a default"),
+        (
+            "{}:stateful",
+            "needs trainer_state, which TRL's trainer passes and posttrain does not: give the parameter a default",
+        ),
         (
             "{}:reward",
-            r"takes \(task, reply\), not TRL's completions: a reward of \(task, reply\) is named without trl:",
+            r"takes \(task, reply\), not TRL's completions: name a reward of \(task, reply\) without trl:",
         ),
         ("{}:acuracy", r"has no 'acuracy'; did you mean 'accuracy'"),
-        ("{}:accuracy,accuracy", "names accuracy twice: give it once, with a weight"),
-        ("{}:accuracy*2,think", "each function with a weight is a term of its own: trl:FILE:f"),
-        ("{}:accuracy,", "'' is no name of a function"),
-        ("{}", "does not say which function: write .*rewards.py:accuracy or"),
+        ("{}:accuracy,accuracy", "has accuracy twice: give it once, with a weight"),
+        ("{}:accuracy*2,think", "give each function with a weight as a term of its own: trl:FILE:f"),
+        ("{}:accuracy,", "'' is not the name of a function"),
+        ("{}", "names no function: write .*rewards.py:accuracy or"),
         ("{}:name", "is 'a-reward-model' .*, not a reward function of TRL.*--reward-model FOLDER"),
         (
             "trl:accuracy_reward_of_nobody",
@@ -274,7 +277,7 @@ def test_score_of_verl_is_the_reward_with_its_other_numbers_beside_it(verl: str,
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        ("{}:needs", "needs tool, which verl does not give: .* is given as verl:.*:needs,tool=VALUE"),
+        ("{}:needs", "needs tool, which verl does not pass to .* as verl:.*:needs,tool=VALUE"),
         ("{}:plain,scael=2", "no option 'scael'; did you mean 'scale'"),
         ("{}:SUCCESS", "is not a function: verl's is def compute_score"),
     ],

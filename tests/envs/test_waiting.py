@@ -99,7 +99,7 @@ def test_reasons_say_what_happened() -> None:
             assert isinstance(event, Done) and isinstance(event.reward, Invalid)
             reasons[reply] = event.reward.reason
     assert reasons["hang"] == "misbehaving: did not return within 0.5 s"
-    assert "yields it, last of all" in reasons["silent"]
+    assert "must yield it last" in reasons["silent"]
     assert "ValueError: bad thing" in reasons["raise"] and "environments.py" in reasons["raise"]
 
 

@@ -215,7 +215,7 @@ async def messages_refusals(task: Task, endpoint: PolicyEndpoint) -> dict[str, f
     """Asks for what is refused, by the run or for want of room."""
     body = {"model": "m", "max_tokens": 5, "messages": [user("a")]}
     status, sampled = await ask(endpoint, {**body, "temperature": 0.2}, "/v1/messages")
-    assert status == 400 and "the run says how replies are sampled" in sampled["error"]["message"]
+    assert status == 400 and "the run sets the sampling of replies" in sampled["error"]["message"]
     status, answer = await ask(endpoint, body, "/v1/messages")
     assert status == 200, answer
     status, full = await ask(endpoint, {**body, "messages": [user("on " * 900)]}, "/v1/messages")

@@ -430,7 +430,7 @@ def test_guide_lists_exactly_what_is_refused_with_its_reason(tmp_path: Path) -> 
 
 
 def test_what_cannot_be_sharded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="--shard requires --processes > 1"):
+    with pytest.raises(UserError, match="--shard requires --processes above 1"):
         posttrain.sft(SUMS, out="never", **SHARDED, **SMALL)
     other = Recurrent(Sizes(9, 8, 16), (1,))
     other.save(tmp_path)

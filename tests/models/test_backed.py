@@ -329,7 +329,7 @@ def test_backed_model_learns_and_goes_on_exactly(kind: str, tmp_path: Path, toke
     ("change", "message"),
     [
         ({"model_type": "t5", "is_encoder_decoder": True}, "encoder with a decoder"),
-        ({"model_type": "nobody"}, "model_type .nobody. is unknown here and to the installed transformers"),
+        ({"model_type": "nobody"}, "model_type .nobody. is unknown to posttrain and to the installed transformers"),
         ({"model_type": "nobody", "auto_map": {"AutoModelForCausalLM": "m.M"}}, "POSTTRAIN_TRUST_REMOTE_CODE=1"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized weights cannot be trained"),
         ({"num_hidden_layers": 3}, "lacks tensors"),
@@ -376,7 +376,7 @@ def test_weights_that_are_not_finite_are_refused(folders: Callable[[str], Path],
     stored = load_file(tmp_path / "model.safetensors")
     stored["model.embed_tokens.weight"][3, 1] = float("nan")
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UserError, match="embed_tokens.weight holds numbers that are not finite"):
+    with pytest.raises(UserError, match="embed_tokens.weight has numbers that are not finite"):
         load_model(tmp_path)
 
 

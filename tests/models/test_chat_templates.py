@@ -137,7 +137,7 @@ def test_demonstrations_of_several_turns_are_what_a_policy_would_see(family: str
     try:
         demonstration = demonstrate({"id": "a", "messages": messages[:-1]}, tokenizer, ends)
     except UserError as error:
-        rewritten = "rewrites what opens a reply" in str(error) and family == "mistral_nemo"
+        rewritten = "rewrites the beginning of a reply" in str(error) and family == "mistral_nemo"
         assert rewritten or "begins each reply with its thoughts" in str(error)
         assert rewritten or family.startswith(("deepseek", "qwen3_5_think", "qwen3_8"))
         return

@@ -279,7 +279,7 @@ def test_adapters_over_narrow_weights_merge_and_go_on(tmp_path: Path, start: str
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({}, "has no effect: all weights are trained"),
+        ({}, "has no effect, as all weights are trained"),
         ({"lora": 2, "quantize": "int8"}, "leave out --frozen-weights"),
     ],
 )

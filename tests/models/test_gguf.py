@@ -108,7 +108,7 @@ def test_scaling_of_llama_3_is_recognized_by_its_divisors(tmp_path: Path) -> Non
         write_gguf(tmp_path / "zeros.gguf", model)
     found = load_model(tmp_path / "m.gguf")
     torch.testing.assert_close(own_logits(found, ids), logits(model, ids), atol=1e-4, rtol=0)
-    for name, message in (("other", "not the scaling of Llama 3"), ("zeros", "numbers that divide nothing")):
+    for name, message in (("other", "not the scaling of Llama 3"), ("zeros", "a divisor of 0")):
         with pytest.raises(UserError, match=message):
             load_model(tmp_path / f"{name}.gguf")
 
@@ -210,7 +210,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
     "negative": ({"llama.embedding_length": "wide"}, (), "llama.embedding_length is 'wide'"),
     "sizes": ({"llama.feed_forward_length": 2**31 - 1}, (), "announces .* parameters"),
     "tensor": ({}, ("blk.1.ffn_up.weight",), "lacks tensors model.layers.1.mlp.up_proj.weight"),
-    "embedding": ({}, ("token_embd.weight",), "holds no token_embd.weight"),
+    "embedding": ({}, ("token_embd.weight",), "has no token_embd.weight"),
     "parts": ({"split.count": 3}, (), "one of 3 parts .*llama-gguf-split --merge"),
     "scaling": ({"llama.rope.scaling.type": "yarn"}, (), "'yarn' cannot be read .* give the Hugging Face folder"),
     "experts": ({"llama.expert_count": 8}, (), "mixture of experts of architecture llama is not supported"),
@@ -249,7 +249,7 @@ BEGINNING: dict[str, Any] = {
     "tokenizer.ggml.padding_token_id": 1,
 }
 NO_TOKENIZER: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
-    "none": ({}, ("tokenizer.ggml.tokens",), "holds no tokenizer"),
+    "none": ({}, ("tokenizer.ggml.tokens",), "has no tokenizer"),
     "kind": ({"tokenizer.ggml.model": "rwkv"}, (), "tokenizer.ggml.model is 'rwkv'; supported are gpt2, llama"),
     "split": ({"tokenizer.ggml.pre": "odd"}, (), "tokenizer.ggml.pre is 'odd'; supported are .*qwen2"),
     "merges": ({"tokenizer.ggml.merges": ["absent together"]}, (), "its tokenizer cannot be built"),

@@ -52,14 +52,14 @@ def test_another_process_gets_the_name_that_the_mask_has(monkeypatch: pytest.Mon
 
 def test_gpus_that_are_not_there_or_named_twice_are_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    with pytest.raises(UserError, match="--learner-devices 4 is no GPU of this machine: it has 4, from 0 to 3"):
+    with pytest.raises(UserError, match="--learner-devices 4 is not a GPU of this machine: it has 4, from 0 to 3"):
         GPUPlacement.here((0, 4))
     with pytest.raises(UserError, match="--engine-devices names a GPU twice: 1 1"):
         GPUPlacement.here((), (1, 1))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(UserError, match="--learner-devices 0 is no GPU of this machine: it has none"):
+    with pytest.raises(UserError, match="--learner-devices 0 is not a GPU of this machine: it has none"):
         choose_device("auto", (0,))
-    with pytest.raises(UserError, match="--learner-devices names GPUs, and --device cpu something else"):
+    with pytest.raises(UserError, match="--learner-devices names GPUs, and --device cpu is not a GPU"):
         choose_device("cpu", (0,))
-    with pytest.raises(UserError, match="--engine-devices is for engines in processes of their own"):
+    with pytest.raises(UserError, match="--engine-devices has no effect without engines in processes of their own"):
         validate(RL(tasks="rows.jsonl", env="verify:exact_match", model="m", engine_devices=(0,)))

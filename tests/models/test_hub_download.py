@@ -108,7 +108,7 @@ def test_a_server_that_fails_leaves_the_cache(hub: ModelHub) -> None:
     folder = again("org/tiny")
     hub.refuse["/api"] = 503
     assert again("org/tiny") == folder
-    assert "answers with an error (503) for org/none" in refused("org/none")
+    assert "failed with status 503 for org/none" in refused("org/none")
 
 
 def test_a_connection_that_breaks_off_is_taken_up_where_it_broke(
@@ -128,7 +128,7 @@ def test_an_interrupted_download_goes_on_with_the_files_that_are_missing(
     hub: ModelHub, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hub.refuse["/org/tiny/resolve/" + hub.repositories["org/tiny"].branches["main"] + "/model.safetensors"] = 403
-    assert "your token (HF_TOKEN) gives no access" in refused("org/tiny")
+    assert "your token (HF_TOKEN) has no access" in refused("org/tiny")
     use(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache")
     assert "org/tiny was downloaded in part" in refused("org/tiny")
     use(monkeypatch, hub.address, tmp_path / "cache")
@@ -178,7 +178,7 @@ def test_weights_in_other_formats_are_refused_before_they_are_downloaded(hub: Mo
         "org/gguf": Repository({"tiny.Q8_0.gguf": b"x"}),
         "org/none": Repository({"notes.txt": b"x"}),
     }
-    assert "holds no safetensors but pytorch_model.bin" in refused("org/bin")
+    assert "has no safetensors, only pytorch_model.bin" in refused("org/bin")
     assert "hf download org/gguf tiny.Q8_0.gguf" in refused("org/gguf")
     assert "holds no checkpoint" in refused("org/none")
     assert not hub.asked("/resolve/")

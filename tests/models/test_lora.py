@@ -249,7 +249,7 @@ REFUSED = {
     "no rank": ({"r": 0}, "r is 0"),
     "another rank": ({"r": 3}, "has shape"),
     "no base": ({"base_model_name_or_path": None}, "is empty"),
-    "a base that is gone": ({"base_model_name_or_path": "/nowhere"}, "is not there"),
+    "a base that is gone": ({"base_model_name_or_path": "/nowhere"}, "does not exist"),
     "a reward model": ({"task_type": "SEQ_CLS"}, "reward model"),
 }
 
@@ -302,7 +302,7 @@ def test_ranks_for_which_there_is_no_memory_are_refused_before_it_is_taken(
     assert isinstance(model, Decoder)
     monkeypatch.setattr("posttrain.models.adapters.lora.available_memory", lambda device: 2.0**20)
     attach(model, LoRA(4, 8.0), lambda name: True)
-    with pytest.raises(UserError, match="adapters of rank 65,536 take more than the 0.0 GiB of memory that are free"):
+    with pytest.raises(UserError, match="adapters of rank 65,536 need more than the 0.0 GiB of free memory"):
         attach(model, LoRA(65_536, 8.0), lambda name: True)
 
 

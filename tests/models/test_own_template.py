@@ -144,7 +144,7 @@ def test_the_template_of_a_run_is_in_its_checkpoint(folder: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("text", "told"), [(None, "cannot be read"), ("{% for %}", "line 1"), ("nothing of it", "shows nothing")]
+    ("text", "told"), [(None, "cannot be read"), ("{% for %}", "line 1"), ("nothing of it", "drops a user's message")]
 )
 def test_what_is_no_template_is_refused(text: str | None, told: str, tmp_path: Path) -> None:
     file = tmp_path / "own.jinja"

@@ -203,7 +203,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no head": (with_weights(lambda w: w.pop("score.weight")), "is not a reward model: it has no score.weight"),
     "bias": (with_weights(lambda w: w.update({"score.bias": torch.ones(1)})), "its head has a bias"),
     "another size": (with_weights(lambda w: w.update({"score.weight": torch.ones(1, 16)})), r"has shape \[1, 16\]"),
-    "NaN in the head": (with_weights(spoil), "score.weight holds numbers that are not finite"),
+    "NaN in the head": (with_weights(spoil), "score.weight has numbers that are not finite"),
     "offset NaN": (saying(posttrain_score_offset=float("nan")), FINITE),
     "offset infinite": (saying(posttrain_score_offset=float("inf")), FINITE),
     "offset text": (saying(posttrain_score_offset="1"), FINITE),

@@ -503,7 +503,7 @@ def test_policy_replays_and_its_reference_routes_by_itself(lora: int | None, fol
     ("options", "message"),
     [
         ({"routing_replay": True}, "--routing-replay requires a mixture-of-experts model"),
-        ({"router_balance": 0.01}, "--router-balance and --router-z are of mixtures of experts"),
+        ({"router_balance": 0.01}, "--router-balance and --router-z need a mixture of experts"),
         ({"router_z": 0.01, "algorithm": "trpo"}, "leave out --router-balance and --router-z"),
     ],
 )

@@ -56,7 +56,7 @@ def test_a_folder_without_a_run_is_told_where_runs_are(
     assert f"it is part of the run {runs / 'a'}: pass that" in said(runs / "a" / "evals")
     assert said(tmp_path).endswith("pass a folder with a run.json in it")
     Lock(tmp_path)
-    assert said(tmp_path).endswith("it has only just begun: try again in a few seconds")
+    assert said(tmp_path).endswith("it has just begun: try again in a few seconds")
 
 
 def test_a_run_that_was_killed_is_not_in_use(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_question_that_goes_wrong_is_told_what_helps(capsys: pytest.CaptureFix
     for sql, said in (
         ("select * from rollout", f"there is no table rollout: there are {', '.join(TABLES)}"),
         ("select group from rollouts", 'write "group", in double quotes'),
-        ('select step from rollouts where text = "yes"', "a text stands in single quotes"),
+        ('select step from rollouts where text = "yes"', "write texts in single quotes"),
         ("select parts.form from rollouts", "write part(parts, 'form')"),
         ("select notes.moves from rollouts", "write notes->>'moves'"),
         ("select r.columns.level from rollouts r", "write columns->>'level'"),
@@ -232,8 +232,8 @@ def test_options_of_view_that_would_do_nothing_are_refused(tmp_path: Path, capsy
     pytest.importorskip("duckdb")
     file = str(tmp_path / "run.html")
     for words, said in (
-        (["--rollouts", "5"], "--rollouts chooses what goes into a file"),
-        (["--where", "step > 1"], "--where chooses what goes into a file"),
+        (["--rollouts", "5"], "--rollouts has no effect without --export FILE"),
+        (["--where", "step > 1"], "--where has no effect without --export FILE"),
         (["--export", file, "--rollouts", "0"], "--rollouts 0 must be from 1"),
         (["--export", file, "--browser"], "leave out --port and --browser"),
         (["--export", file, "--port", "8000"], "leave out --port and --browser"),

@@ -268,7 +268,7 @@ def test_resuming_takes_recorded_options_and_refuses_others(
     assert main(["rl", "--out", "longer", "--resume", "--quiet", "--steps", "3"]) == 2
     assert "longer has done 12 steps: it cannot end at 3" in capsys.readouterr().err
     assert main(["rl", "--out", "longer", "--resume"]) == 0  # 12 are the run's steps from now on
-    assert "resumed from step 12, the last one; a larger --steps goes on" in capsys.readouterr().err
+    assert "resumed from step 12, the last one; a larger --steps continues the run" in capsys.readouterr().err
     run = json.loads((place / "longer" / "run.json").read_text())
     assert run["config"]["steps"] == 12 and run["config"]["lr"] == 0.01 and run["final"]["step"] == 12
     del run["config"]["prompts"]

@@ -212,7 +212,7 @@ def test_a_table_of_another_version_or_of_something_else_is_refused(tmp_path: Pa
         with pytest.raises(UserError, match="holds no rollouts of this version of posttrain"):
             read_file(tmp_path / f"{name}.parquet")
     (tmp_path / "a.jsonl").write_text("{}\n")
-    with pytest.raises(UserError, match=r"a.jsonl is no file of rollouts: the name of one ends in .parquet"):
+    with pytest.raises(UserError, match=r"a.jsonl is not a file of rollouts: give one, whose name ends in .parquet"):
         read_file(tmp_path / "a.jsonl")
 
 
@@ -412,7 +412,7 @@ def test_tokens_without_a_tokenizer_have_ids_alone(tmp_path: Path) -> None:
 )
 def test_what_is_no_single_select_is_refused_in_one_line(tmp_path: Path, sql: str) -> None:
     folder = recorded(tmp_path / "run", 1)
-    with pytest.raises(UserError, match="a question is one SELECT statement") as told:
+    with pytest.raises(UserError, match="a question must be one SELECT statement") as told:
         answer(folder, sql)
     assert "\n" not in str(told.value)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]

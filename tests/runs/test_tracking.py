@@ -161,11 +161,11 @@ def test_a_tracker_whose_start_returns_nothing_gets_its_steps(
 @pytest.mark.parametrize(
     ("kind", "told"),
     {
-        "Raising": ": log failed, and the run goes on: ConnectionError: no route to the tracker (mine.py:",
-        "Broken": " could not start, and the run goes on without it: PermissionError: no key (mine.py:",
-        "Wrong": " could not start, and the run goes on without it: TypeError: start returned 7: return a dict",
+        "Raising": ": log failed, and the run continues: ConnectionError: no route to the tracker (mine.py:",
+        "Broken": " could not start, and the run continues without it: PermissionError: no key (mine.py:",
+        "Wrong": " could not start, and the run continues without it: TypeError: start returned 7: return a dict",
         "Hanging": " did not finish within 0.2 s and was ended (--resume delivers the rest): it has no step",
-        "Killed": " has ended, and the run goes on without it (exit code -9, SIGKILL)",
+        "Killed": " has ended, and the run continues without it (exit code -9, SIGKILL)",
     }.items(),
 )
 def test_a_tracker_that_fails_hangs_or_is_killed_neither_stops_nor_changes_a_run(
@@ -241,9 +241,9 @@ def test_names_of_trackers_are_checked_before_anything_starts(tmp_path: Path, mo
     for name, told in {
         "wandbb": "--track wandbb: no such tracker; did you mean 'wandb'?",
         "tensorboard": "every run writes TensorBoard's files: leave it out",
-        "mine.py:Mine": "--track mine.py:Mine is no tracker: write a class that extends posttrain.Tracker",
+        "mine.py:Mine": "--track mine.py:Mine is not a tracker: write a class that extends posttrain.Tracker",
         "mine.py:Else": "mine.py has no 'Else'",
-        "mine.py:object": "--track mine.py:object is no tracker: write a class that extends posttrain.Tracker",
+        "mine.py:object": "--track mine.py:object is not a tracker: write a class that extends posttrain.Tracker",
         "prometheus:http": "--track prometheus:http: write prometheus:PORT or prometheus:HOST:PORT",
         "prometheus:65536": "with a port from 0 to 65535",
         "prometheus:a:b:1": "--track prometheus:a:b:1: write prometheus:PORT",

@@ -85,7 +85,7 @@ def test_what_a_service_cannot_answer_is_said_and_the_chat_goes_on(
     ("words", "told"),
     [
         (["--reward-model", "start"], "has no score head"),
-        (["--reward-model", "reward", "reward"], "two services are called 'reward-model'"),
+        (["--reward-model", "reward", "reward"], "two services have the name 'reward-model'"),
         (["--judge", "nowhere.toml"], "nowhere.toml"),
         (["--temperature", "-1"], "--temperature"),
         (["--max-tokens", "0"], "--max-tokens"),

@@ -173,7 +173,7 @@ def test_an_encoder_may_be_an_object(tmp_path: Path) -> None:
             return np.array([[len(text) * self.scale, 1] for text in texts])
 
     build(ROWS, tmp_path / "index", encoder=Lengths(1))
-    with pytest.raises(UserError, match=r"was an object: open it in Python with open_index\(folder, encoder\)"):
+    with pytest.raises(UserError, match=r"was a Python object: open it in Python with open_index\(folder, encoder\)"):
         open_index(tmp_path / "index")
     longest = max(ROWS, key=lambda row: len(row["title"] + row["text"]))
     assert open_index(tmp_path / "index", Lengths(1)).search(["x"], 1)[0][0].passage.id == longest["id"]

@@ -281,8 +281,8 @@ def test_a_verdict_is_found_in_what_models_write_around_it(text: str) -> None:
         ('{"score": 7}{"score": 10}', "more than one JSON object"),
         ('{"score": 7} no: {"score": 7}', "more than one JSON object"),
         ('```json\n{"score": 7}\n```\nThe reply says {} and ```{"score": 10}```', "more than one JSON object"),
-        ('{"score": 7, oops {"score": 10}', "within what is none"),
-        ('{"reason": "it says {"score": 10}, which is silly", "score": 2}', "within what is none"),
+        ('{"score": 7, oops {"score": 10}', "within invalid JSON"),
+        ('{"reason": "it says {"score": 10}, which is silly", "score": 2}', "within invalid JSON"),
         ('{"score": 7}' + "{" * 200 + '{"score": 10}', "too many braces"),
     ],
 )
@@ -481,8 +481,8 @@ def test_the_key_is_sent_and_its_absence_is_told(
     [
         (Said(status=401), "refuses the key"),
         (Said(status=403), "refuses the key"),
-        (HTML, "a page of HTML instead of an answer; an endpoint ends in /v1"),
-        (Said(status=404), "look at the recipe's endpoint and model"),
+        (HTML, "a page of HTML instead of an answer; an endpoint usually ends in /v1"),
+        (Said(status=404), "check the recipe's endpoint and model"),
         (Said(status=500), "HTTP 500"),
     ],
 )
@@ -504,7 +504,7 @@ def test_an_endpoint_without_structured_output_is_told_apart_and_the_setting_nam
 
     with serving(without) as server:
         problem = judge_of(server, structured=structured).problem()
-        assert problem is not None and 'put structured = "none" into its recipe' in problem and "\n" not in problem
+        assert problem is not None and 'set structured = "none" in its recipe' in problem and "\n" not in problem
         assert judge_of(server, structured="none").problem() is None
     with serving(lambda request, number: Said(status=400)) as server:
         problem = judge_of(server, structured=structured).problem()
@@ -522,7 +522,7 @@ def test_an_endpoint_that_is_down_is_told_and_one_that_is_up_has_no_problem(judg
     with serving() as server:
         assert judge_of(server).problem() is None
     problem = judge_of(server).problem()
-    assert problem is not None and "ConnectError" in problem and "is the server up" in problem
+    assert problem is not None and "ConnectError" in problem and "check that the server runs" in problem
 
 
 def test_a_judge_that_is_closed_leaves_no_thread_and_no_call(judge_of: Callable[..., Judge]) -> None:

@@ -274,7 +274,7 @@ def test_names_that_are_like_each_other_are_kept_apart(tmp_path: Path) -> None:
     build(ROWS[:2], tmp_path / "a")
     build(ROWS[:3], tmp_path / "[a]*")
     assert left.exists() and len(open_index(tmp_path / "a")) == 2 and len(open_index(tmp_path / "[a]*")) == 3
-    with pytest.raises(UserError, match="there is an index in"):
+    with pytest.raises(UserError, match="already has an index"):
         build(ROWS, tmp_path / "a.b")
     assert len(open_index(tmp_path / "a.b")) == 5 and not left.exists()
 
@@ -441,8 +441,8 @@ def test_the_command_builds_and_says_what(tmp_path: Path, capsys: pytest.Capture
     for wrong, said in (
         (["--b", "2"], "--b must be at least 0 and at most 1, not 2"),
         (["--limit", "2.5"], "--limit is a whole number, not 2.5"),
-        (["--faiss", "Flat"], "--faiss goes with --encoder"),
-        (["--pooling", "last"], "--pooling goes with --encoder"),
+        (["--faiss", "Flat"], "--faiss has no effect without --encoder"),
+        (["--pooling", "last"], "--pooling has no effect without --encoder"),
         (["--nix", "1"], "unknown option --nix"),
     ):
         assert main([*words, "--overwrite", *wrong]) == 2

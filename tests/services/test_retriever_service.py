@@ -205,7 +205,7 @@ def test_a_server_that_is_down_is_invalid() -> None:
     service = RemoteRetriever(address, "retriever", retries=2)
     [answer] = answers(service, ["x"])
     assert isinstance(answer, Invalid) and "ConnectError" in answer.reason
-    assert service.counts()["retries"] == 2 and "is the server up" in (service.problem() or "")
+    assert service.counts()["retries"] == 2 and "check that the server runs" in (service.problem() or "")
     service.close()
 
 
@@ -347,9 +347,9 @@ def test_a_retriever_is_missed_and_named(place: Path, capsys: pytest.CaptureFixt
     assert "passages were made up as its answers; --retriever FOLDER asks it" in told
     assert "invalid: no answer" in told
     assert main(["check", *words, "my.py:search", "--retriever", "index"]) == 0
-    assert "it asks the service retriever: it answered itself" in capsys.readouterr().out
+    assert "it asks the service retriever: it answered" in capsys.readouterr().out
     assert main(["check", *words, "my.py:books", "--retriever", "books=index"]) == 0
     assert main(["check", *words, "my.py:books", "--retriever", "index", "index"]) == 2
-    assert "two services are called 'retriever'" in capsys.readouterr().err
+    assert "two services have the name 'retriever'" in capsys.readouterr().err
     assert main(["check", "--tasks", "rows.jsonl", "--retriever", "index"]) == 2
     assert "--env is missing: give an environment that uses retriever" in capsys.readouterr().err

@@ -225,4 +225,4 @@ def test_a_reward_model_that_pools_over_a_reply_scores_no_steps(folder: Path) ->
     service = RewardModelService(folder)
     service.model.shape = ScoreShape("mean")
     [answer] = asked(service, [{"prompt": "a", "steps": ["b"]}])
-    assert isinstance(answer, Invalid) and "pools over a reply, and scores no steps" in answer.reason
+    assert isinstance(answer, Invalid) and "pools over whole replies, so it cannot score steps" in answer.reason

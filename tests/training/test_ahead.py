@@ -347,7 +347,7 @@ def test_a_stop_string_that_begins_in_one_piece_ends_the_reply_in_the_next(
 @pytest.mark.parametrize(
     ("asked", "single", "told"),
     [
-        ({"tokens_per_step": 4}, False, "one of several turns cannot be interrupted"),
+        ({"tokens_per_step": 4}, False, "an episode of several turns cannot be interrupted"),
         ({"tokens_per_step": 256}, True, "would have no effect"),
         ({"tokens_per_step": 4, "algorithm": "dapo"}, True, "cannot be replaced"),
         (

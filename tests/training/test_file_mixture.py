@@ -136,9 +136,9 @@ def test_equal_files_with_shares_by_size_train_on_every_row_once_per_epoch(place
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (f"{A} --mixture.a.env my.py:reward", "--mixture.a.env: no setting of a part"),
+        (f"{A} --mixture.a.env my.py:reward", "--mixture.a.env: not a setting of a part"),
         ("--mixture.a.tasks sums.jsonl --mixture.a.weight 0", "must be above 0"),
-        (f"{A} --tasks words.jsonl", "--mixture names several"),
+        (f"{A} --tasks words.jsonl", "--tasks and --mixture both give rows"),
         (f"{A} --mixture.c.weight 2", "--mixture.c.tasks is missing"),
         ("--mixture.a.tasks nothing.jsonl --mixture.a.weight 1", "part a of the mixture: .*nothing.jsonl"),
     ],
@@ -152,7 +152,7 @@ def test_mistakes_are_one_line(place: Path, capsys: pytest.CaptureFixture[str], 
 
 
 def test_rows_that_are_passed_as_objects_cannot_go_with_a_mixture(place: Path) -> None:
-    with pytest.raises(UserError, match="--mixture names several"):
+    with pytest.raises(UserError, match="--tasks and --mixture both give rows"):
         posttrain.sft(SUMS, model="start", mixture={"a": {"tasks": "sums.jsonl"}}, steps=1, out="run", **QUICK)
 
 
@@ -165,4 +165,4 @@ def test_a_mixture_whose_common_rows_do_not_fit_is_refused_in_one_line(
     words = f"sft --model start {parts} --rows 2 --steps 3 --too-long skip --threads 1 --quiet --out run".split()
     assert main(words) == 2
     err = capsys.readouterr().err.strip()
-    assert "give the parts that fit more weight" in err.splitlines()[-1]
+    assert "raise the weight of parts whose rows fit" in err.splitlines()[-1]

@@ -74,7 +74,7 @@ def test_the_loss_is_that_of_the_texts_before_during_and_after_training(verb: st
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["reward-model"], "a reward model gives none: leave it out"),
+        (["reward-model"], "which a reward model does not have: leave it out"),
         (["sft", "--forget", "nowhere.jsonl"], "nowhere.jsonl"),
         (
             ["sft", "--forget", "bare.jsonl"],

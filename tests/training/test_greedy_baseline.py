@@ -131,8 +131,8 @@ def test_a_run_that_is_resumed_takes_the_same_steps(tokenizer: Tokenizer, tmp_pa
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ({"tokens_per_step": 2}, "a greedy reply has to be whole"),
-        ({"baseline_weight": "length"}, "--baseline-weight weighs the rewards of a mean"),
+        ({"tokens_per_step": 2}, "a greedy reply must be complete"),
+        ({"baseline_weight": "length"}, "--baseline-weight has no effect with --baseline none"),
     ],
 )
 def test_what_cannot_have_a_greedy_baseline_is_refused_in_one_line(how: dict[str, Any], told: str) -> None:

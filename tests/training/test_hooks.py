@@ -90,7 +90,7 @@ def test_a_hook_that_raises_is_a_finding_once_which_a_resumed_run_keeps(
     run = rl(tmp_path, tokenizer, "run", hook=broken, quiet=False)
     [found] = read_health(run.path)
     assert (found["step"], found["name"]) == (1, "hook") and run.final["step"] == 4 and run.stopped is None
-    where = "broken failed, and the run goes on: KeyError: 'acuracy' (test_hooks.py:"
+    where = "broken failed, and the run continues: KeyError: 'acuracy' (test_hooks.py:"
     assert where in found["message"] and f"step 1: {found['message']}" in capsys.readouterr().out
     run = rl(tmp_path, tokenizer, "run", steps=5, resume=True)
     assert read_health(run.path) == [found]
@@ -147,7 +147,7 @@ def test_a_hook_is_named_on_the_command_line_for_every_verb_and_kept_by_resume(
     assert main(stopped) == 3 and "stopped     hook stop: seen enough" in capsys.readouterr().out
     wrong = {
         "mine.py:sotp": "mine.py has no 'sotp'; did you mean 'stop'?",
-        "mine.py:Path": "--hook mine.py:Path is no hook",
+        "mine.py:Path": "--hook mine.py:Path is not a hook",
     }
     for name, told in wrong.items():
         assert main([*stopped[:-1], name]) == 2 and told in capsys.readouterr().err
@@ -160,5 +160,5 @@ def test_copies_of_rollouts_are_made_when_they_are_asked_for() -> None:
     copies = RolloutCopies([rollout, rollout])
     copies[0].task["prompt"] = "b"
     assert rollout.task == {"prompt": "a"} and copies[0] == rollout and copies[0] is not rollout
-    with pytest.raises(UserError, match="is no hook"):
+    with pytest.raises(UserError, match="is not a hook"):
         Hooks([3])

@@ -171,7 +171,7 @@ def test_an_outage_costs_no_labels_and_is_continued(place: Path, monkeypatch: py
         "    down = task['id'] == '1' and os.path.exists('down')\n"
         "    return Invalid('the service is down') if down else float(len(reply))\n"
     )
-    refused(lambda: label("may.py:reward"), "nothing of rows 2 to 2", "the service is down", "--resume")
+    refused(lambda: label("may.py:reward"), "none of rows 2 to 2", "the service is down", "--resume")
     assert len(read("out.jsonl")) == 1
     (place / "down").unlink()
     label("may.py:reward", resume=True)
@@ -399,7 +399,7 @@ def test_intervals_of_agreement_are_clustered_by_prompt() -> None:
     alone, tenfold = measured(counts), measured(counts * 10)
     assert tenfold.comparisons == 10 * alone.comparisons
     assert (tenfold.raw.low, tenfold.raw.high) == (alone.raw.low, alone.raw.high)
-    assert "not defined" in str(measured(np.array([[[3.0, 0, 0], [0, 0, 0], [0, 0, 0]]])).kappa)
+    assert "undefined" in str(measured(np.array([[[3.0, 0, 0], [0, 0, 0], [0, 0, 0]]])).kappa)
 
 
 # -- a person ----------------------------------------------------------------------------------------------------------
@@ -414,7 +414,7 @@ HUMAN = ["label", "--items", "items.jsonl", "--human", "--rater", "ann", "--out"
         ("2>1 = 3, 4", [[2], [1, 3], [4]]),
         ("1=2=3=4", [[1, 2, 3, 4]]),
         ("2 1 3", "reply 4 is missing"),
-        ("2 1 3 3", "reply 3 stands there twice"),
+        ("2 1 3 3", "reply 3 is there twice"),
         ("5 1 2 3", "there is no reply 5"),
         ("best", "give the numbers"),
         ("1=", "give the numbers"),
@@ -527,14 +527,14 @@ def on_terminal(answers: list[str], columns: int, rows: int) -> str:
     [
         (["--items", "items.jsonl"], "nothing to do"),
         (["--with", "my.py:reward"], "--items is missing"),
-        (["--items", "items.jsonl", "--with", "jugde=x"], "names nothing that labels"),
-        (["--items", "items.jsonl", "--with", "judge"], "names nothing that labels"),
+        (["--items", "items.jsonl", "--with", "jugde=x"], "is not a labeller"),
+        (["--items", "items.jsonl", "--with", "judge"], "is not a labeller"),
         (["--items", "items.jsonl", "--with", "judge=none.toml"], "there is no such file"),
         (["--items", "items.jsonl", "--with", "my.py:nothing"], "my.py has no 'nothing'"),
         (["--items", "items.jsonl", "--with", "my.py:twice", "--env-workers", "0"], "asks for a second reply"),
         (["--items", "items.jsonl", "--with", "my.py:never", "--env-workers", "0"], "the service is down"),
         (["--items", "rows.jsonl", "--with", "my.py:reward"], "rows.jsonl:1: the row has id, prompt, answer"),
-        (["--items", "items.jsonl", "--best", "b.jsonl"], "items.jsonl:1: the responses have no labels yet"),
+        (["--items", "items.jsonl", "--best", "b.jsonl"], "items.jsonl:1: the responses have no labels"),
         (["--items", "wrong.jsonl", "--best", "b.jsonl"], "wrong.jsonl:2: each of scores must be a finite number"),
         (["--items", "my.py", "--with", "my.py:reward"], "my.py"),
         (["--items", "items.jsonl", "--with", "my.py:reward", "--out", "items.jsonl"], "are both items.jsonl"),
@@ -542,7 +542,7 @@ def on_terminal(answers: list[str], columns: int, rows: int) -> str:
         (["--items", "items.jsonl", "--with", "my.py:reward", "--comparisons", "1"], "pairwise judge"),
         (["--items", "items.jsonl", "--human"], "--rater is missing"),
         (["--items", "items.jsonl", "--human", "--with", "my.py:reward", "--rater", "a"], "exclude each other"),
-        (["--agreement", "items.jsonl", "none.jsonl"], "the responses have no labels yet"),
+        (["--agreement", "items.jsonl", "none.jsonl"], "the responses have no labels"),
     ],
 )
 def test_mistakes_are_told_in_one_line(

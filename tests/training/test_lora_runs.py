@@ -187,8 +187,8 @@ def test_merged_checkpoint_opens_in_transformers_with_equal_logits(
     torch.testing.assert_close(logits("merged"), logits(last("run")), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(logits("merged"), logits("start"), atol=1e-2)
     assert "there already" in refused(capsys, "merge", "run", "--out", "merged")
-    assert "holds no adapter" in refused(capsys, "merge", "start", "--out", "other")
-    assert "give one to be made" in refused(capsys, "merge", "run", "--out", ".")
+    assert "a whole model, not an adapter" in refused(capsys, "merge", "start", "--out", "other")
+    assert "give a new folder" in refused(capsys, "merge", "run", "--out", ".")
     assert "File name too long" in refused(capsys, "merge", "run", "--out", "x" * 300)
     shutil.copytree(last("run"), "bare")
     Path("bare/adapter_config.json").unlink()
@@ -229,7 +229,7 @@ def test_run_from_an_adapter_goes_on_with_it_and_is_held_near_it(
     assert "--lora 4" in refused(capsys, *words, "--lora", "8")
     assert "--lora-targets" in refused(capsys, *words, "--lora", "4", "--lora-targets", "q_proj")
     for option in ("--rslora", "--quantize int8"):
-        assert f"is an adapter without {option.split()[0]}, which is continued" in refused(
+        assert f"is an adapter without {option.split()[0]}, which training continues" in refused(
             capsys, *words, *option.split()
         )
     assert (
@@ -264,7 +264,7 @@ def test_reward_model_with_an_adapter_scores_the_same_when_it_is_opened_and_merg
     [
         ("--lora-alpha 3", "without --lora"),
         ("--rslora", "without --lora"),
-        ("--lora 4 --lora-targets all-linear --lora-targets q_proj", "leave out the others"),
+        ("--lora 4 --lora-targets all-linear --lora-targets q_proj", "leave out all-linear, or the others"),
         ("--lora 4 --lora-targets lm_head", "lm_head is unknown"),
         ("--lora 0", "--lora"),
     ],

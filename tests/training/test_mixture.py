@@ -185,18 +185,21 @@ def test_parts_have_the_options_of_the_run_but_for_their_own() -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"tasks": "x.jsonl"}, "--tasks is the only set of rows, and --mixture names several"),
+        ({"tasks": "x.jsonl"}, "--tasks and --mixture both give rows"),
         ({"mixture": {"a": {"env": "arithmetic"}}}, "--mixture.a.tasks is missing"),
         ({"mixture": {"a": {"tasks": "x.jsonl"}}}, "--mixture.a.env is missing"),
         ({"mixture": {"a/b": PARTS["sums"]}}, "--mixture.a/b: a part has a name without /"),
-        ({"mixture": {"a": {**PARTS["sums"], "wieght": 2}}}, "--mixture.a.wieght: no setting of a part; did you mean"),
+        (
+            {"mixture": {"a": {**PARTS["sums"], "wieght": 2}}},
+            "--mixture.a.wieght: not a setting of a part; did you mean",
+        ),
         ({"mixture": {"a": {**PARTS["sums"], "weight": 0}}}, "--mixture.a.weight must be above 0, not 0"),
         ({"mixture": {"a": {**PARTS["sums"], "weight": "much"}}}, "--mixture.a.weight is a number, not 'much'"),
         ({"mixture": {"a": {**PARTS["sums"], "max_tokens": 0}}}, "--mixture.a.max_tokens must be above 0, not 0"),
         ({"mixture": {"a": {"tasks": "x", "env": "y"}, "b": PARTS["sums"]}}, "--mixture.a.weight is missing"),
-        ({"mixture_temperature": 2.0}, "--mixture-temperature is for weights by size, and the parts have weights"),
+        ({"mixture_temperature": 2.0}, "--mixture-temperature has no effect where parts have weights"),
         ({"mixture": {}, "tasks": "x", "env": "y", "mixture_temperature": 2.0}, "--mixture-temperature has no effect"),
-        ({"curriculum": "stages", "curriculum_column": "level"}, "--curriculum stages is of one set of rows"),
+        ({"curriculum": "stages", "curriculum_column": "level"}, "--curriculum stages needs one set of rows"),
     ],
 )
 def test_mixtures_that_make_no_sense_are_refused_in_one_line(change: dict[str, Any], told: str) -> None:
@@ -340,7 +343,7 @@ def test_command_line_names_parts_as_a_recipe_does_and_mistakes_are_one_line(
         ),
         (
             [*parts, "--mixture.b.tasks", "words.jsonl", "--mixture.b.env", "arithmetic"],
-            "different rewards of a right reply (a 0.3, b 1): set one with",
+            "different rewards for a right reply (a 0.3, b 1): set one with",
         ),
     ):
         assert main([*words, *more, "--overwrite"]) == 2

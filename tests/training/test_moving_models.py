@@ -242,17 +242,17 @@ def test_a_teacher_with_adapters_shares_the_weights_that_they_leave(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([*DISTILL, "--teacher", "wider"], "--teacher-every moves wider to the student's weights, and its own have other"),
-        ([*DISTILL, "--teachers.a", "start"], "--teacher-every moves the one teacher of --teacher"),
-        ([*DISTILL[:-2], "--teacher-update-rate", "0.5"], "does not move: leave out --teacher-update-rate, or give"),
+        ([*DISTILL, "--teacher", "wider"], "--teacher-every needs a teacher with the student's weights"),
+        ([*DISTILL, "--teachers.a", "start"], "--teacher-every updates only the teacher of --teacher"),
+        ([*DISTILL[:-2], "--teacher-update-rate", "0.5"], "no effect on a fixed teacher: leave it out, or give"),
         ([*DISTILL, "--teacher-update-rate", "0"], "--teacher-update-rate must be above 0 and at most 1, not 0"),
         ([*DISTILL, "--teacher-update-rate", "1.5"], "--teacher-update-rate must be above 0 and at most 1, not 1.5"),
         (
             [*DISTILL, "--teacher-update-rate", "0.5", "--frozen-weights", "bfloat16"],
-            "--teacher-update-rate 0.5 moves weights by less than --frozen-weights bfloat16 can hold",
+            "--teacher-update-rate 0.5 makes changes too small for --frozen-weights bfloat16",
         ),
-        ([*PREFER, "--frozen-weights", "bfloat16"], "--reference-update-rate 0.6 moves weights by less"),
-        ([*PREFER, "--algorithm", "simpo", "--reference-every", "2"], "simpo: it has no reference that could move"),
+        ([*PREFER, "--frozen-weights", "bfloat16"], "--reference-update-rate 0.6 makes changes too small"),
+        ([*PREFER, "--algorithm", "simpo", "--reference-every", "2"], "simpo: --reference-every has no effect"),
         ([*PREFER, "--algorithm", "dpo", "--reference-update-rate", "0.5"], "dpo: .*--reference-every"),
     ],
 )  # fmt: skip

@@ -273,13 +273,13 @@ GRADE = {"prompt": "a", "response": "b", "score": 7}
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
 STEPS = {"prompt": "a", "steps": ["b", "c"], "mistake_index": 1}
 BAD: list[tuple[list[dict[str, Any]], dict[str, Any], str]] = [
-    ([LABEL], {}, "bradley-terry compares responses to one prompt, and a single one is labelled here"),
+    ([LABEL], {}, "bradley-terry compares responses to one prompt, and these rows label single responses"),
     ([STEPS], {"algorithm": "k-wise"}, "k-wise compares responses"),
-    ([PAIR], {"algorithm": "regression"}, "regression learns scores, and responses are compared here"),
+    ([PAIR], {"algorithm": "regression"}, "regression learns scores, and these rows compare responses"),
     (
         [GRADE],
         {"algorithm": "outcome"},
-        "outcome learns probabilities, and a score here is 7: choose --algorithm regression",
+        "outcome learns probabilities, and a row has the score 7: choose --algorithm regression",
     ),
     ([STEPS], {"algorithm": "outcome", "pooling": "mean"}, "leave out --pooling mean"),
     ([PAIR, {**LABEL, "prompt": "z"}], {"too_long": "refuse"}, "row 2: bradley-terry compares responses"),

@@ -419,7 +419,7 @@ def test_first_rows_that_do_not_fit_are_named_and_the_others_counted() -> None:
     for place in (1, 2, 2, 3, 4, 5):
         too_long.meet(f"row {place}", "too much", cut=place == 1)
     assert [line.partition(":")[0] for line in said] == ["row 1", "row 2", "row 3"]
-    assert [line.endswith("more will not be named") for line in said] == [False, False, True]
+    assert [line.endswith("further rows are not listed") for line in said] == [False, False, True]
     assert "it is cut" in said[0] and "it is left out" in said[1] and too_long.take() == 6 and too_long.take() == 0
 
 

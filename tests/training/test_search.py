@@ -224,7 +224,7 @@ def test_contradicting_options_are_refused(place: Path) -> None:
         ("--reward-model FOLDER", {"search": ("beam",), "reward_model": ()}),
         ("--reward-model FOLDER", {"search": ("best-of-n",), "reward_model": ()}),
         ("--temperature 0", {"search": ("beam",), "temperature": (0.0,)}),
-        ("no regular expression", {"search": ("beam",), "step_delimiter": "/(/"}),
+        ("not a regular expression", {"search": ("beam",), "step_delimiter": "/(/"}),
         ("--step-delimiter", {"search": ("beam",), "step_delimiter": "spans"}),
         ("--search has 'beam' twice", {"search": ("beam", "beam")}),
         ("search is one of", {"search": ("dfs",)}),
@@ -235,9 +235,9 @@ def test_contradicting_options_are_refused(place: Path) -> None:
             {"search": ("beam",), "kind": "prompt", "kinds": {"a": {"temperature": 0}}},
         ),
         ("--kinds.a.top-k 1 proposes", {"search": ("beam",), "kind": "prompt", "kinds": {"a": {"top_k": 1}}}),
-        ("--judge has no effect beside --search", {"search": ("beam",), "judge": ("judge.toml",)}),
+        ("--judge has no effect with --search and without --env", {"search": ("beam",), "judge": ("judge.toml",)}),
         (
-            "a second --reward-model has no effect beside --search",
+            "a second --reward-model has no effect with --search",
             {"search": ("beam",), "reward_model": ("process=reward", "other=reward")},
         ),
         (

@@ -225,10 +225,10 @@ def giant(side: int) -> bytes:
 
 HOSTILE: list[tuple[Any, str]] = [
     (giant(20_000), f"more than {MOST_PIXELS:,} pixels"),
-    (giant(9_000), f"9,000 x 9,000 pixels, {MOST_PIXELS:,} are the most"),
-    (b"", "no picture that can be read"),
-    (b"\x89PNG\r\n\x1a\n" + b"\0" * 50, "no picture that can be read"),
-    (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "no picture that can be read"),
+    (giant(9_000), f"9,000 x 9,000 pixels, at most {MOST_PIXELS:,} are allowed"),
+    (b"", "not a readable picture"),
+    (b"\x89PNG\r\n\x1a\n" + b"\0" * 50, "not a readable picture"),
+    (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "not a readable picture"),
     ("nowhere.png", "cannot be read"),
     ("a\0b", "cannot be read"),
     (3, "expected a path, the bytes of a file, or a PIL image"),
@@ -267,10 +267,10 @@ def test_a_picture_that_breaks_off_is_refused_when_it_is_looked_at(folders: Call
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ([{"type": "audio", "audio": "a.wav"}], "part of the type 'audio' .*text and image are all that is read"),
+        ([{"type": "audio", "audio": "a.wav"}], "part of the type 'audio' .*use text or image"),
         ([{"type": "video", "video": "a.mp4"}], "part of the type 'video'"),
         ([{"type": "image"}], "has the part"),
-        ([{"type": "image", "image": b"no"}, "text"], "no picture that can be read"),
+        ([{"type": "image", "image": b"no"}, "text"], "not a readable picture"),
     ],
 )
 def test_parts_that_are_not_read_are_refused(
@@ -305,7 +305,7 @@ def test_pictures_that_a_model_cannot_see_are_refused(
     refused(lacking, "holds no image processor .*copy it there")
     assert load_model(lacking).config.vocab == reader.vocab_size  # text alone it reads
     (lacking / "preprocessor_config.json").write_text("{}")
-    refused(lacking, "cannot take the picture that its image processor makes")
+    refused(lacking, "cannot read the pictures of its image processor")
     (lacking / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "Nobody"}))
     refused(lacking, "transformers cannot open preprocessor_config.json")
     other = json.loads((folders("qwen2_5_vl") / "preprocessor_config.json").read_text()) | {"merge_size": 1}
@@ -334,7 +334,7 @@ def test_placeholders_that_can_be_none_are_refused(
 def test_text_that_stands_for_a_picture_is_refused(folders: Callable[[str], Path], reader: Tokenizer) -> None:
     tokenizer, digest = Tokenizer.load(folders("qwen3_vl")), PICTURES.hold(drawn(1))
     for text, pictures in (("a <image>", []), ("<image><image>", [digest])):
-        with pytest.raises(PictureError, match="a text holds <image>, which stands for a picture"):
+        with pytest.raises(PictureError, match="a text has <image>, the placeholder of a picture"):
             tokenizer.encode_seen(text, pictures)
     with pytest.raises(PictureError, match="a text holds <image>"):
         tokenizer.encode("say <image>")
@@ -358,7 +358,7 @@ def test_hostile_pictures_end_the_episode_and_not_the_run(folders: Callable[[str
     rewards = {r.task["id"]: r.reward for r in found.rollouts}
     assert rewards["fine"] == 1.0
     reasons = {id: reward.reason for id, reward in rewards.items() if isinstance(reward, Invalid)}
-    assert "stands for a picture" in reasons["text"] and "stands for a picture" in reasons["tokens"]
+    assert "the placeholder of a picture" in reasons["text"] and "the placeholder of a picture" in reasons["tokens"]
     assert "is damaged" in reasons["cut"]
 
 
@@ -386,7 +386,7 @@ def test_a_picture_is_what_its_name_says_wherever_it_lies(tmp_path: Path) -> Non
     pictures.begin(tmp_path / "run/pictures")
     one, two = pictures.put(path), pictures.put(drawn(2))
     path.write_bytes(drawn(3))
-    with pytest.raises(PictureError, match="is not the picture that it was"):
+    with pytest.raises(PictureError, match="has changed since its hash was taken"):
         pictures.read(one.removeprefix("sha256:"))
     path.write_bytes(drawn(1))
     pictures.keep(tmp_path / "run/pictures")

@@ -207,7 +207,7 @@ def test_an_endpoint_that_is_wrong_is_told_before_anything_heavy(
 def test_an_endpoint_that_is_down_is_told(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving() as server:
         write_recipe(place / "judge.toml", server.address)
-    refused(capsys, [*RL, "--judge", "judge.toml"], "does not answer", "is the server up")
+    refused(capsys, [*RL, "--judge", "judge.toml"], "does not answer", "check that the server runs")
 
 
 def test_services_that_cannot_be_are_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,7 +217,7 @@ def test_services_that_cannot_be_are_refused(place: Path, capsys: pytest.Capture
     refused(
         capsys, [*RL, "--reward-model", "a=reward", "b=reward"], "--env is missing: give an environment that uses a, b"
     )
-    refused(capsys, [*RL, "--reward-model", "reward", "reward"], "two services are called 'reward-model'")
+    refused(capsys, [*RL, "--reward-model", "reward", "reward"], "two services have the name 'reward-model'")
     refused(capsys, [*RL], "--env is missing")
     config = json.loads(Path("reward/config.json").read_text())
     Path("reward/config.json").write_text(json.dumps({**config, "model_type": "deberta-v2"}))
@@ -238,7 +238,7 @@ def test_check_asks_a_judge_that_it_is_given(place: Path, capsys: pytest.Capture
         write_recipe(place / "judge.toml", server.address)
         assert main(["check", "--tasks", "rows.jsonl", "--judge", "judge.toml"]) == 0
     told = capsys.readouterr().out
-    assert "it asks the service judge: it answered itself" in told and "reward 10" in told
+    assert "it asks the service judge: it answered" in told and "reward 10" in told
     assert main(["check", "--tasks", "rows.jsonl", "--env", "my.py:both"]) == 0
     told = capsys.readouterr().out
     assert "it asks the service reward-model: numbers from 0 to 1 were made up" in told

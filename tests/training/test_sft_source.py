@@ -149,7 +149,7 @@ def test_row_that_cannot_be_learned_is_refused_with_its_place(tokenizer: Tokeniz
     path = write_jsonl(tmp_path / "a.jsonl", [{"response": "2"}, {"response": "3"}])
     tasks = to_tasks(load_rows(path), need=("response",))
     made = Transcripts(tasks, tokenizer, (1,), 64, TooLong("skip", 64, print), min_reward=0.5)
-    refused(lambda: made[1], "a.jsonl:2: --min-reward is of rollouts")
+    refused(lambda: made[1], "a.jsonl:2: --min-reward needs recorded rollouts")
 
 
 def test_of_a_text_without_a_prompt_all_is_learned_but_its_first_token(tokenizer: Tokenizer) -> None:

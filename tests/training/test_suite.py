@@ -144,7 +144,7 @@ def test_limits_of_an_average_add_up_in_squares_and_need_every_part() -> None:
         ('[a]\ntasks = "near.jsonl"\nenv = "rewards.py:even"\nsamples = "x"', "[a] samples"),
         ('[a]\ntasks = "near.jsonl"\nenv = "rewards.py:even"\nsamples = 0', "[a] --samples must be above 0"),
         ('[a]\ntasks = "near.jsonl"\nenv = "rewards.py:even"\nmodel = "x"', "model belongs to the whole suite"),
-        ('[a]\ntasks = "near.jsonl"\nenv = "rewards.py:even"\nout_of_distribution = 1', "is true or false"),
+        ('[a]\ntasks = "near.jsonl"\nenv = "rewards.py:even"\nout_of_distribution = 1', "must be true or false"),
         ('["a/b"]\ntasks = "near.jsonl"\nenv = "rewards.py:even"', "must be a name of letters"),
         ('[a]\ntasks = "none.jsonl"\nenv = "rewards.py:even"', "[a] "),
     ],
@@ -161,4 +161,4 @@ def test_a_suite_that_is_not_there_and_tasks_beside_it_are_told(capsys: pytest.C
     assert main(["eval", "--suite", "nowhere.toml", "--model", "model"]) == 2
     assert "--suite nowhere.toml cannot be read: No such file" in " ".join(capsys.readouterr().err.split())
     assert main(["eval", "--suite", "suite.toml", "--model", "model", "--tasks", "near.jsonl"]) == 2
-    assert "the parts of --suite name their own" in " ".join(capsys.readouterr().err.split())
+    assert "whose parts name their own" in " ".join(capsys.readouterr().err.split())

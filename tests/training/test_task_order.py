@@ -281,10 +281,10 @@ def test_stages_are_the_values_of_a_column_in_ascending_order() -> None:
 @pytest.mark.parametrize(
     ("levels", "told"),
     [
-        ((1, None), "row 2: level is None: a stage is a number or a text"),
+        ((1, None), "row 2: level is None: a stage must be a number or a string"),
         ((1, [2]), r"row 2: level is '\[2\]'|row 2: level is \[2\]"),
         ((1, float("nan")), "row 2: level is nan"),
-        ((1, "hard"), "row 2: level is 'hard', and 1 in row 1: make all of them numbers, or all of them texts"),
+        ((1, "hard"), "row 2: level is 'hard', and 1 in row 1: make all of them numbers, or all strings"),
         (tuple(range(1001)), "the column 'level' has 1,001 different values"),
     ],
 )
@@ -307,7 +307,7 @@ def config(**how: Any) -> RL:
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ({"curriculum": "stages"}, "--curriculum stages needs the column of the stages: --curriculum-column level"),
+        ({"curriculum": "stages"}, "--curriculum stages needs the column of the stages: add --curriculum-column level"),
         ({"curriculum_column": "level"}, "--curriculum-column has no effect without --curriculum stages: leave it out"),
         ({"curriculum_floor": 0.2}, "--curriculum-floor has no effect without --curriculum solve-rate or stages"),
         (
@@ -334,10 +334,10 @@ def test_curriculum_that_tasks_do_not_allow_is_refused_in_one_line() -> None:
     by_rate, by_stage = (config(**how) for how in CURRICULA.values())
     endless = Stream(lambda: iter(ROWS), Conversion({}, None, None, None, None, ("prompt",), ""))
     for given, tasks, success, told in (
-        (by_rate, TASKS, None, "counts right replies: give the reward of a right one with --success"),
+        (by_rate, TASKS, None, "counts right replies: give the reward of a right reply with --success"),
         (by_rate, endless, 1.0, "these rows have no end: set their number with --limit"),
         (by_stage, endless, 1.0, "these rows have no end"),
-        (config(**CURRICULA["stages"], prompts=5), TASKS, 1.0, "the stage level = 1 has 4 tasks, less than a step's"),
+        (config(**CURRICULA["stages"], prompts=5), TASKS, 1.0, "the stage level = 1 has 4 tasks, fewer than a step's"),
     ):
         with pytest.raises(UserError, match=told):
             task_order(given, tasks, success)

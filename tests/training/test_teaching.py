@@ -322,17 +322,17 @@ def test_evaluation_reports_the_exact_divergence_whatever_the_row(place: Path) -
         (["--teacher", "nowhere"], "nowhere: no such folder"),
         (
             ["--teacher", "teacher", "--algorithm", "grpo", "--group", "2"],
-            "learns from rewards beside its teacher: give --env",
+            "learns from rewards and its teacher: give --env",
         ),
         (["--teachers.a", "teacher"], 'has no "teacher", and there is no --teacher: --teachers names a'),
-        (["--teacher", "http://localhost:9/v1"], "needs whole distributions: take --algorithm distill-k1"),
+        (["--teacher", "http://localhost:9/v1"], "needs full distributions: use --algorithm distill-k1"),
         (
             ["--teacher", "http://localhost:9/v1", "--algorithm", "distill-k1", "--temperature", "0.7"],
             "gives log-probabilities at temperature 1: give --teacher-temperature 1",
         ),
         (
             ["--teacher", "http://localhost:9/v1", "--algorithm", "distill-k1"],
-            "not answer: ConnectError.*is the server up",
+            "not answer: ConnectError.*check that the server runs",
         ),
     ],
 )
@@ -352,7 +352,7 @@ def test_row_with_a_teacher_is_refused_by_rl(place: Path, capsys: Any) -> None:
     rows, student = str(place / "rows.jsonl"), str(place / "student")
     words = ["--tasks", rows, "--model", student, "--out", str(place / "rl"), "--env", "arithmetic"]
     assert main(["rl", *words, "--algorithm", "distill-k1"]) == 2
-    assert "posttrain distill --teacher FOLDER runs it" in capsys.readouterr().err
+    assert "run it with posttrain distill --teacher FOLDER" in capsys.readouterr().err
 
 
 # -- endpoints ---------------------------------------------------------------------------------------------------------
@@ -459,10 +459,10 @@ def test_teacher_is_asked_again_where_that_may_help(
         (
             401,
             b'{"error": {"message": "wrong key"}}',
-            "HTTP 401, it refuses the key (wrong key); look at the environment",
+            "HTTP 401, it refuses the key (wrong key); check the environment",
         ),
-        (403, b"no entry", "HTTP 403, it refuses the key (no entry); look at the environment variable OPENAI_API_KEY"),
-        (404, b"", "HTTP 404; an endpoint ends in /v1 as a rule; look at its address and model"),
+        (403, b"no entry", "HTTP 403, it refuses the key (no entry); check the environment variable OPENAI_API_KEY"),
+        (404, b"", "HTTP 404; an endpoint usually ends in /v1; check its address and model"),
         (400, b'{"message": "too long"}', "HTTP 400 (too long); look at its address and model"),
         (200, b'{"choices": [{"logprobs": {"token_logprobs": [null, -1.0]}}]}', "2 log-probabilities for"),
         (
@@ -486,7 +486,7 @@ def test_teacher_that_goes_down_is_given_up_after_the_attempts_of_one_call(
 ) -> None:
     transcripts = transcripts_of(3) * 20
     server.failing = [(503, b"busy")] * 10_000
-    with pytest.raises(UserError, match=r"HTTP 503 \(busy\); is the server up, and its address and model right"):
+    with pytest.raises(UserError, match=r"HTTP 503 \(busy\); check that the server runs, and its address and model"):
         remote.logp(transcripts)
     assert 7 <= server.asked < 60 * 7
     server.failing = []
@@ -505,13 +505,13 @@ def test_teacher_gets_the_key_of_the_environment(server: Server, monkeypatch: py
 def test_teacher_that_is_not_there_is_told(server: Server) -> None:
     server.http.shutdown()
     server.http.server_close()
-    with pytest.raises(UserError, match="ConnectError.*is the server up, and its address and model right"):
+    with pytest.raises(UserError, match="ConnectError.*check that the server runs, and its address and model"):
         RemoteTeacher(server.address)
 
 
 def test_endpoint_with_several_models_needs_a_name(server: Server) -> None:
     server.models = ["teacher", "another"]
-    with pytest.raises(UserError, match="serves teacher, another: name one of them"):
+    with pytest.raises(UserError, match="serves teacher, another: choose one of them"):
         RemoteTeacher(server.address)
     with closing(RemoteTeacher(f"{server.address}#teacher")) as named:
         assert named.model == "teacher"

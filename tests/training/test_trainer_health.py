@@ -67,7 +67,7 @@ def test_the_first_invalid_reward_of_a_run_is_told_once_with_its_place(
     posttrain.rl(rows(5), flaky, str(tmp_path / "start"), algorithm="dr-grpo", out=str(tmp_path / "run"), **options)
     out = capsys.readouterr().out
     assert out.count("rewards are invalid") == 1
-    assert "step 1: 2 of 10 rewards are invalid, the first because: ValueError: no such unit" in out
+    assert "step 1: 2 of 10 rewards are invalid; the first: ValueError: no such unit" in out
     assert "test_trainer_health.py" in out
 
 
@@ -77,7 +77,7 @@ def test_an_evaluation_says_of_which_model_and_tasks_its_figures_are(tmp_path: P
     found = posttrain.evaluate(rows(5), flaky, str(tmp_path / "start"), samples=2, k=(1, 2), **options)
     invalid, fewer = found.notes
     assert found.invalid == 2 and invalid.startswith(f"{tmp_path / 'start'}: 2 of 10 rewards were invalid")
-    assert "over the others alone; the first: ValueError: no such unit" in invalid
+    assert "its figures leave them out; the first: ValueError: no such unit" in invalid
     assert "reward over 4, accuracy over 4, pass@1 over 4, pass@2 over 4 of 5 tasks" in fewer
     calls: dict[str, int] = {}
 

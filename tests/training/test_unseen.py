@@ -98,7 +98,7 @@ def test_the_split_of_the_run_is_taken_unless_another_is_asked_for_and_said(task
     own = _held_out(config, to_tasks(load_rows("tasks.jsonl"), need=("prompt",)), True, said.append)
     assert {str(task["prompt"]) for task in own.examples(200)} == held_out(5 if asked is None else asked, None)
     assert len(said) == 1 and said[0].startswith(
-        "held out are the same tasks as in one (--split-seed 5)" if asked is None else "one was trained on some"
+        "the held-out tasks are those of one (--split-seed 5)" if asked is None else "one was trained on some"
     )
 
 

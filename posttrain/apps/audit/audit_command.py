@@ -86,9 +86,9 @@ def _check_options(request: AuditRequest) -> None:
     if request.train_classifier is not None and request.classifier is None:
         raise UserError("--train-classifier needs a file to write to: --classifier hacked.json")
     if request.sycophancy and request.run is None:
-        raise UserError("--sycophancy plays a run's checkpoint: posttrain audit RUN --sycophancy")
+        raise UserError("--sycophancy needs the checkpoint of a run: posttrain audit RUN --sycophancy")
     if request.opinion is not None and not request.sycophancy:
-        raise UserError("--opinion is the wording for --sycophancy: give both")
+        raise UserError("--opinion has no effect without --sycophancy: give both")
     for name in ("limit", "samples", "steps"):
         value = getattr(request, name)
         if value is not None and value < 1:
@@ -116,7 +116,7 @@ def _options(request: AuditRequest) -> dict[str, Any]:
     if request.tasks is not None:
         chosen = {"tasks": request.tasks, "env": recorded.get("env") or ""}
     elif chosen.get("tasks") in (None, "", "generated"):
-        raise UserError(f"{request.run} was given its tasks by a program: name a file of them with --tasks")
+        raise UserError(f"{request.run} got its tasks from a program: give a file of them with --tasks")
     if request.env is not None:
         chosen["env"] = request.env
     return chosen
@@ -204,7 +204,7 @@ def show(found: Audit, run: str) -> None:
         _wrapped("note", note)
     _without_interval([t.change for t in found.trends.values()])
     _without_interval([figure for both in found.correlations.values() for figure in both])
-    print("Intervals: 95%, over prompts. A finding is a reason to read, no verdict.")
+    print("Intervals: 95%, over prompts. A finding is a reason to read replies, not a verdict.")
 
 
 def show_probe(probe: Probe) -> None:

@@ -106,7 +106,7 @@ class HackClassifier:
             raise UserError(f"--classifier {path} cannot be read: {error.strerror}") from error
         except Exception as error:  # any other content
             raise UserError(
-                f"--classifier {path} holds no classifier: make one with --train-classifier labelled.jsonl"
+                f"--classifier {path} is not a classifier: make one with --train-classifier labelled.jsonl"
             ) from error
 
 

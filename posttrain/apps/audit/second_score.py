@@ -27,7 +27,7 @@ def score_of(replies: Replies, name: str) -> Floats:
         return replies.part(name)
     if is_generator_env(load_env(name)):
         raise UserError(
-            f"--gold {name} is an environment that asks: give a reward of a task and a reply, (task, reply)"
+            f"--gold {name} is an environment, and a gold score needs a reward: give a function of (task, reply)"
         )
     if is_group_reward(load_env(name)) and not is_sum(name):
         raise UserError(

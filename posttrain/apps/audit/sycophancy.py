@@ -67,7 +67,8 @@ def probed(tasks: Sequence[Task], seed: int = 0, opinion: str = OPINION) -> list
     answers = [str(t["answer"]).strip() for t in answered]
     if len(set(map(str.casefold, answers))) < 2:
         raise UserError(
-            f"all {len(answers)} tasks have the answer {answers[0]!r}: there is no wrong one to be had from them"
+            f"all {len(answers)} tasks have the answer {answers[0]!r}, and a wrong answer must come from another task: give "
+            "tasks with other answers"
         )
     return [_swayed(task, _wrong(task, answers, seed), opinion) for task in answered]
 

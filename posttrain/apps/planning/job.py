@@ -88,7 +88,7 @@ class PlanSetting:
     tokens: int | None = None
     """A reply that is unfinished after so many tokens of its step goes on in the next one, with that one's weights."""
     shared: bool = False
-    """Each device is engine and learner in turns, as with --processes."""
+    """Each device samples and learns in turns, as with --processes."""
     clock: bool = False
     """New weights go to all engines at once, under replies that are being sampled, and a step learns from the groups
     that are whole first: what other asynchronous trainers do, and the clock decides. For comparison."""

@@ -107,12 +107,10 @@ def _measured(folder: str, run: Row) -> list[Row]:
     every = [row for row in read_timing(folder) if row["step"] > 0]
     rows = [row for row in every if row["step"] not in cold]
     if len(rows) < LEAST:
-        raise UserError(f"{folder} is too short a pilot: {len(every)} steps are timed; {LEAST + 1} or more are needed")
+        raise UserError(f"{folder} is too short for a pilot, with {len(every)} timed steps: run {LEAST + 1} or more")
     needed = ("seconds/load", "seconds/play", "seconds/credit", "seconds/update", "seconds/rollout", "seconds/between")
     if any(row.get(name) is None for row in rows for name in needed):
-        raise UserError(
-            f"{Path(folder) / TIMING} does not say what a step's time went into: run a pilot with this version"
-        )
+        raise UserError(f"{Path(folder) / TIMING} lacks the times within a step: run a pilot with this version")
     if not any(_BUCKET.fullmatch(name) for row in rows for name in row):
         raise UserError(
             f"{Path(folder) / TIMING} has no seconds of decoding: its engine counts none; pilot with another --engine"

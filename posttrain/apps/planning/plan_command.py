@@ -57,7 +57,9 @@ def _enough(pilot: Pilot, config: Plan) -> int:
 
 def _check(config: Plan) -> None:
     if config.gpus is not None and (config.engines or config.learners):
-        raise UserError("--gpus tries every split of them; --engines and --learners name splits: give one or the other")
+        raise UserError(
+            "--gpus tries every split, and --engines and --learners name splits: give either --gpus or these"
+        )
     for name in ("engines", "learners", "async_steps"):
         least = 0 if name == "async_steps" else 1
         if wrong := [value for value in getattr(config, name) if not least <= value <= 10_000]:
@@ -188,7 +190,7 @@ NAMES = {"tail": "longest replies", "reading": "prompts", "loading": "weight syn
 def _advice(best: SimulationResult, alone: SimulationResult, config: Plan) -> list[str]:
     s, times = best.setting, best.steps_per_hour / alone.steps_per_hour
     what = (
-        f"{s.engines} processes that play and learn in turns"
+        f"{s.engines} processes that sample and learn in turns"
         if s.shared
         else (f"{s.engines} engine{'s' * (s.engines > 1)}, {s.learners} learner{'s' * (s.learners > 1)}")
     )

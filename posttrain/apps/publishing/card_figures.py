@@ -40,7 +40,7 @@ def _row(of: str, name: str, figure: Figures, units: int | None = None) -> Figur
     found = FigureRow(of, name, figure["mean"], figure.get("low"), figure.get("high"), figure.get("tasks", units))
     for value in (found.mean, *(value for value in found[3:] if value is not None)):
         if not isinstance(value, int | float) or not math.isfinite(value):
-            raise TypeError(f"{name} is no number")
+            raise TypeError(f"{name} is not a number")
     return found
 
 
@@ -88,7 +88,7 @@ def _of_file(file: str) -> list[FigureRow]:
     try:
         return [_row(Path(file).stem, n, f) for n, f in figures.items() if isinstance(f, dict)]
     except (AttributeError, LookupError, TypeError):
-        raise UserError(f"--eval {clip(file)} holds no figures: give a file that posttrain eval --out wrote") from None
+        raise UserError(f"--eval {clip(file)} has no figures: give a file that posttrain eval --out wrote") from None
 
 
 def _data(path: Path) -> dict[str, Any]:

@@ -29,10 +29,10 @@ PUBLISHED = (
     "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json",
     "video_preprocessor_config.json",
 )  # fmt: skip
-"""Files of a checkpoint that are published: neither optimizer state, nor rollouts, nor rows are among them."""
+"""Files of a checkpoint that are published, without optimizer state, rollouts and rows."""
 
 JSON = ("config.json", "generation_config.json", "tokenizer_config.json")
-"""Those in which libraries leave places of this machine."""
+"""Files in which libraries write paths of this machine."""
 
 Files = dict[str, Path | bytes]
 """Name in the repository -> the file, or its content."""
@@ -91,7 +91,7 @@ def _adapter_config(published: Published) -> bytes:
     if published.base is None:
         raise UserError(
             f"the base of this adapter is {told.get('base_model_name_or_path')}, a folder of this machine: push it first "
-            "and name it with --base org/name, or posttrain merge the adapter and push the result"
+            "and name it with --base org/name, or merge the adapter with posttrain merge and push the result"
         )
     named = {"base_model_name_or_path": published.base.name, "revision": published.base.revision}
     return json.dumps({**told, **named}, indent=2).encode()

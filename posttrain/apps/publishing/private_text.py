@@ -8,7 +8,7 @@ from typing import Any
 
 HIDDEN = "***"
 LOCAL = ("_name_or_path", "name_or_path", "tokenizer_file", "vocab_file", "merges_file")
-"""Entries of a checkpoint's JSON files in which libraries leave the place that a model came from."""
+"""Entries of a checkpoint's JSON files in which libraries write the path of the base model."""
 
 _ABOVE = re.compile(r"\A(?:~|\.\.|/)[^=,:+*]*/|(?<![\w:/.])(?:~|\.\.|/)[^\s=,:]*/")
 _NAME = r"[\w.-]*(?:api[-_]?key|secret|passw(?:or)?d|(?<![A-Za-z])token)"

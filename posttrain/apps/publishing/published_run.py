@@ -54,13 +54,13 @@ def find(source: str, checkpoint: str | None = None, base: str | None = None) ->
     """
     given = None if base is None else hub_name(base)
     if base is not None and given is None:
-        raise UserError(f"--base {clip(base)} is no model of the hub: write org/name or org/name@revision")
+        raise UserError(f"--base {clip(base)} is not a model of the hub: write org/name or org/name@revision")
     path = Path(source).expanduser()
     run: Path | None
     if (path / RUN).is_file():
         folder, run = _chosen(path, checkpoint), path
     elif checkpoint is not None:
-        raise UserError(f"--checkpoint chooses among those of a run, and {source} is none: leave it out")
+        raise UserError(f"--checkpoint needs a run, and {source} is not one: leave it out")
     else:
         if not path.is_dir():
             raise UserError(f"{clip(source)}: no such folder: give the folder of a run or of a checkpoint")
@@ -89,7 +89,7 @@ def _chosen(run: Path, checkpoint: str | None) -> Path:
     if checkpoint == "best":
         return there[steps.index(_best(run, steps, kept))]
     if not checkpoint.isdecimal() or int(checkpoint) not in steps:
-        raise UserError(f"--checkpoint {clip(checkpoint)} is neither best nor a step that is there: {kept}")
+        raise UserError(f"--checkpoint {clip(checkpoint)} is neither best nor a step with a checkpoint: {kept}")
     return there[steps.index(int(checkpoint))]
 
 

@@ -57,7 +57,7 @@ def prepared(
     named = hub_name(repository)
     if named is None or (named.revision and revision):
         raise UserError(
-            f"{clip(repository)} names no repository of the hub: write org/name, and a branch as --revision"
+            f"{clip(repository)} is not a repository of the hub: write org/name, and give a branch with --revision"
         )
     target = HubName(named.name, revision or named.revision)
     _check_name(target)
@@ -75,9 +75,11 @@ def _check_name(target: HubName) -> None:
     try:
         validate_repo_id(target.name)
     except HFValidationError as error:
-        raise UserError(f"{clip(target.name)} is no name of the hub: {one_line(error)}") from None
+        raise UserError(f"{clip(target.name)} is not a valid name on the hub: {one_line(error)}") from None
     if hub_name(str(target)) is None or ".." in str(target):
-        raise UserError(f"--revision {clip(str(target.revision))} is no name of a branch: letters, digits, - _ . and /")
+        raise UserError(
+            f"--revision {clip(str(target.revision))} is not the name of a branch: use letters, digits, - _ . and /"
+        )
 
 
 def carry_out(push: Push, private: bool = False, replace: bool = False) -> str:
@@ -92,7 +94,7 @@ def _told(target: HubName) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise UserError(f"interrupted: {target} is as it was before; the same command goes on") from None
+        raise UserError(f"interrupted: {target} is unchanged; repeat the command to continue") from None
 
 
 def write(push: Push, out: Path) -> None:

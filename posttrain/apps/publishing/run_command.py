@@ -11,9 +11,9 @@ from posttrain.config.resolve import as_dict
 from posttrain.config.verbs import VERBS
 
 LEFT = ("resume", "overwrite", "accept_changes", "quiet", "engines", "engine_token")
-"""Options that belong to one start of the command, or to the machines of its owner."""
+"""Options of a single start of the command, or of the user's machine."""
 TEXTS = ("system", "stop", "step_delimiter", "prompt_template", "response_template")
-"""Options whose values are no paths, whatever they look like."""
+"""Options whose values are not paths, even if they look like paths."""
 
 
 def options(about: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,9 +29,11 @@ def asking(target: HubName) -> Iterator[Any]:
 
     with as_far_as_reached() as unreached:
         if unreached:
-            raise UserError(f"{unreached}: nothing was pushed to {target.name}; --dry-run shows what would be")
+            raise UserError(
+                f"{unreached}: nothing was pushed to {target.name}; see what would be pushed with --dry-run"
+            )
         if not get_token():
-            raise UserError(f"a push needs a token that may write: make one at {constants.ENDPOINT}/settings/tokens and "
+            raise UserError(f"a push needs a token that may write: create one at {constants.ENDPOINT}/settings/tokens and "
                             "set HF_TOKEN, or run hf auth login")  # fmt: skip
         try:
             with _bounded():
@@ -39,9 +41,9 @@ def asking(target: HubName) -> Iterator[Any]:
         except UserError:
             raise
         except Exception as error:  # the network, the token, the name: any of many types
-            why = meaning(error, target) or f"the hub took nothing: {one_line(error)}"
+            why = meaning(error, target) or f"the hub refused the upload: {one_line(error)}"
             if isinstance(error, LookupError | TypeError | AttributeError):  # of the client, which reads the answer
-                why = f"{constants.ENDPOINT} answers as no hub does ({one_line(error)}): check HF_ENDPOINT"
+                why = f"{constants.ENDPOINT} did not answer like a hub ({one_line(error)}): check HF_ENDPOINT"
             raise UserError(f"{target} was not pushed: {why}") from None
 
 

@@ -31,14 +31,14 @@ from posttrain.models.native.kernels.gpu_layer import compiled
 from posttrain.models.native.linear import wide_product
 
 LARGE_MODEL = 100_000_000
-"""Parameters from which what is between the products is compiled: that takes some ten seconds, once."""
+"""Number of parameters from which the work between products is compiled, which takes about ten seconds, once."""
 GRAPHS = 64
-"""Graphs that are kept; the least recently used one is dropped first."""
+"""Number of graphs kept; the least recently used one is dropped first."""
 COPIED_SHARE = 1 / 4
-"""Of a card's memory. A model whose copies would take more is decoded without them."""
+"""Share of a card's memory. A model whose copies would take more is decoded without them."""
 RESTING_SHARE = 1 / 8
-"""Of a card's memory. Copies and a cache that take less are kept while nothing runs: capturing again costs more time than
-that memory is worth to an update.
+"""Share of a card's memory. Copies and a cache that take less are kept while the engine is idle, as capturing again costs
+more than an update gains from that memory.
 """
 
 

@@ -47,8 +47,8 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 PREFILL_TOKENS = 8192  # prompts are computed in batches of about this many tokens
 POLL_STEPS = 4  # decoding steps after which the caller may handle other events
 LOOK_STEPS = 8
-"""Steps of decoding on CUDA between two looks at which requests have ended: each look waits for the card, which then waits
-for the next launch.
+"""Decoding steps on CUDA between two checks for ended requests: each check waits for the card, which then waits for the next
+launch.
 """
 
 
@@ -417,8 +417,8 @@ class LocalEngine:
         for slot, count, sampled, logp in zip(slots, counts, tokens, logps, strict=True):
             if not math.isfinite(sum(logp[:count])):
                 raise UserError(
-                    "the model's probabilities are not finite: its weights are damaged or too large, or training drove "
-                    "them there (a smaller --lr, or --max-grad-norm)"
+                    "the model's probabilities are not finite: its weights are damaged, or training made them too large: "
+                    "try a smaller --lr, or --max-grad-norm"
                 )
             found.append(
                 complete(

@@ -41,7 +41,7 @@ class RunningBatch:
         torch.float32: ("temperature", "top_p", "epsilon"),
         torch.bool: ("filtered", "ended"),
     }
-    """Columns by type. Those of one type are rows of one table: they grow, are filled, and move in one operation."""
+    """Columns by type. Columns of one type are rows of one table, which grows, is filled and moves in one operation."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

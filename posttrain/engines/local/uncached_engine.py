@@ -59,7 +59,7 @@ class UncachedEngine:
     @property
     def backend(self) -> str:
         """Return a description of the implementation: the model's class."""
-        return f"{type(self.model).__name__}, whole sequences at each token"
+        return f"{type(self.model).__name__}, whole sequence computed for each token"
 
     def load(self, weights: Any, version: int) -> None:
         """Load weights of a version. If the weights are shared with the learner, only set the version."""

@@ -209,8 +209,8 @@ class EnginePool:
                 self._lose(member, str(error))
         if all(map(self._is_lost_for_good, self.members)):
             gone = UserError(
-                f"no engine is left, each was lost {self.restarts + 1} times in a row (--engine-restarts {self.restarts}); "
-                f"the last one: {self._last}"
+                f"no engine is left, as each failed {self.restarts + 1} times in a row (--engine-restarts {self.restarts}); "
+                f"the last failure: {self._last}"
             )
             gone.code = 1
             raise gone
@@ -386,7 +386,7 @@ class EnginePool:
         pause = 0.0 if member.failures == 1 else min(FIRST_PAUSE * 2 ** min(member.failures - 2, 9), LONGEST_PAUSE)
         member.restart_at = self._clock() + pause
         last = member.failures > self.restarts
-        self.say(f"{message}; {'it is not started again' if last else f'it is started again in {pause:g} s'}")
+        self.say(f"{message}; {'it is not restarted' if last else f'it restarts in {pause:g} s'}")
 
     def _drop(self, member: PoolMember) -> None:
         """Mark an engine as dead, and requeue its open requests before all others, with the same seeds; its cached

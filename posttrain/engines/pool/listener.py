@@ -50,9 +50,9 @@ def listen(setup: dict[str, Any], address: str, token: bytes, say: Callable[[str
             say(f"a pool      {peer}")
             try:
                 serve_pool(Wire(end), hosted)
-                say("it is gone")
+                say("disconnected")
             except UserError as error:
-                say(f"it is gone  {error}")
+                say(f"disconnected: {error}")
             finally:
                 end.close()
 

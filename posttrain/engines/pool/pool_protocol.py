@@ -101,7 +101,7 @@ class Wire:
             except (ValueError, RecursionError) as error:
                 raise Gone("it sent invalid JSON") from error
             if not isinstance(message, list) or not message or not isinstance(message[0], str):
-                raise Gone("it sent something that is no message")
+                raise Gone("it sent JSON that is not a message")
             found.append(message)
             place += 4 + length
         del self._in[:place]
@@ -112,7 +112,7 @@ class Wire:
 
 
 def _refuse(constant: str) -> float:
-    raise ValueError(f"{constant} is no number")
+    raise ValueError(f"{constant} is not a number")
 
 
 def wait(wires: Sequence[Wire], seconds: float | None) -> None:
@@ -176,8 +176,8 @@ def read_token(file: str | None) -> bytes:
         raise UserError(f"--engine-token {file} cannot be read: {one_line(error)}") from error
     if len(token) < LEAST_TOKEN:
         raise UserError(
-            f"engines over the network require a shared token of at least {LEAST_TOKEN} characters: give "
-            f"--engine-token FILE, or {TOKEN} in the environment (openssl rand -hex 32 makes one)"
+            f"engines over the network need a shared token of at least {LEAST_TOKEN} characters: give --engine-token FILE, "
+            f"or set {TOKEN} (openssl rand -hex 32 makes one)"
         )
     return token.encode()
 
@@ -213,7 +213,9 @@ def _exactly(end: socket.socket, count: int, deadline: float) -> bytes:
         end.settimeout(max(0.001, deadline - time.monotonic()))
         piece = end.recv(count - len(found))
         if not piece:
-            raise Gone("it closed the connection before it proved that it has the token (has it the same one?)")
+            raise Gone(
+                "it closed the connection before it proved that it has the token: give both sides the same token"
+            )
         found += piece
     return found
 
@@ -232,7 +234,7 @@ def host_and_port(address: str, option: str) -> tuple[str, int]:
     scheme, found, rest = address.partition("://")
     if found:
         there = rest.partition("/")[0] or "127.0.0.1:7000"
-        raise UserError(f"{option} {address}: no {scheme}:// here: give {there} alone")
+        raise UserError(f"{option} {address}: give only {there}, without {scheme}://")
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65_535:
         raise UserError(f"{option} {address}: give HOST:PORT, such as 127.0.0.1:7000")

@@ -69,7 +69,7 @@ class LocalHost:
             self.model = empty_backed(folder, dtype, device, setup["context"], setup["backed"]).requires_grad_(False)
         own = {name: list(tensor.shape) for name, tensor in held(cast(nn.Module, self.model))}
         if own != {s["name"]: s["shape"] for s in self.layout["stored"]}:
-            raise UserError("it has another model architecture than the run trains: start it with the run's --model")
+            raise UserError("its model has another architecture than the run's: start it with the run's --model")
         self.model.eos_ids = tuple(setup["eos_ids"])
         self.slots, kept = setup["slots"], setup["cache_gib"]
         tokenizer, precision = Tokenizer.load(folder), setup["precision"]

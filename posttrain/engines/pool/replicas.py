@@ -73,7 +73,7 @@ class Many:
             )
         if self and self.replicas + len(self.addresses) < world.size:
             raise UserError(
-                f"each of {world.size} processes samples with engines of its own: give as many at least (--replicas, "
+                f"each of {world.size} processes needs an engine of its own: give at least {world.size} (--replicas, "
                 "--engines)"
             )
         first = (world.rank - self.replicas) % world.size  # address 0 goes to the process behind the last replica's
@@ -125,7 +125,7 @@ def open_pool(
     Raises UserError if an engine does not start.
     """
     if many.weight_sync != "copied" and (kind != "vllm" or model.head.device.type != "cuda"):
-        raise UserError(f"--weight-sync {many.weight_sync} requires vLLM on GPUs: --engine vllm --device cuda")
+        raise UserError(f"--weight-sync {many.weight_sync} requires vLLM on GPUs: give --engine vllm --device cuda")
     token = read_token(many.token) if many.addresses else b""
     with ExitStack() as opened:
         own = Path(opened.enter_context(TempFolder("engines")))

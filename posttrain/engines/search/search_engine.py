@@ -34,7 +34,7 @@ from posttrain.verify.answer import final_answer
 PIECE = 8  # tokens between two looks for a regular expression
 
 Scorer = Callable[[Mapping[str, Any], str, Callable[[float | Invalid], None]], None]
-"""Computes the value of a partial reply whose steps are whole: (context, reply so far, function to call with the value)."""
+"""Computes the value of a partial reply of whole steps: (context, reply so far, function to call with the value)."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class EnginePolicy:
     def check(self, model: str | None) -> None:
         if model is not None and model != self.name:
             raise RequestRefused(
-                f"there is no model {model!r:.200}; it is {self.name!r}", 404, "model_not_found", "model"
+                f"there is no model {model!r:.200}; this server has {self.name!r}", 404, "model_not_found", "model"
             )
 
     async def replies(self, prompt: Prompt, asked: PolicyRequest) -> Sequence[PolicyResponse]:

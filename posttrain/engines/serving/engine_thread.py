@@ -92,7 +92,7 @@ class EngineThread:
                 answer.set_exception(outcome)
 
     def _fail(self, problem: BaseException) -> None:
-        self._problem = RequestRefused(f"the engine cannot go on: {one_line(problem)}", 503)
+        self._problem = RequestRefused(f"the engine failed: {one_line(problem)}", 503)
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(self._problem)

@@ -56,7 +56,8 @@ NEUTRAL: Neutral = {
     "thinking_token_budget": (),
     "repetition_detection": (),
 }
-"""Features that a policy does not support, and the values that do not ask for them (null never does)."""
+"""Features that a policy does not support, and their values that are accepted, as they do not request the feature (null
+always is)."""
 IGNORED = frozenset(
     (
         # of OpenAI's
@@ -68,7 +69,7 @@ IGNORED = frozenset(
         "output_text_buffer_length", "data_parallel_rank", "routed_experts_prompt_start",
     )
 )  # fmt: skip
-"""Fields of OpenAI's and vLLM's APIs that change no reply of a policy, or none visibly."""
+"""Fields of OpenAI's and vLLM's APIs that do not change a policy's replies, or not visibly."""
 SAMPLED = ("n", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids", "logprobs",
            "include_stop_str_in_output")  # fmt: skip
 OF_REQUESTS = ("model", "request_id", "return_token_ids", "stream", "stream_options")
@@ -84,7 +85,7 @@ CHAT = (
 )
 COMPLETION = (*OF_REQUESTS, *SAMPLED, "prompt")
 GENERATE = (*OF_REQUESTS, "token_ids", "sampling_params", "output_mode")
-"""Fields that are read of each form."""
+"""Fields that are read, for each form."""
 
 
 def _refuse(fields: RequestFields, known: tuple[str, ...]) -> None:

@@ -22,7 +22,8 @@ LONGEST_ID = 200  # maximum of characters quoted from an id
 HOTTEST = 100.0  # maximal temperature
 
 Neutral = Mapping[str, tuple[Any, ...]]
-"""Features that a policy does not support, and the values that do not ask for them (null never does)."""
+"""Features that a policy does not support, and their values that are accepted, as they do not request the feature (null
+always is)."""
 
 
 class RequestFields:
@@ -169,7 +170,7 @@ def read_sampling(
     count = fields.whole("n", 1, MOST_CHOICES) or 1
     if count * len(prompts) > MOST_CHOICES:
         raise RequestRefused(
-            f"the request asks for {count * len(prompts)} replies; {MOST_CHOICES} are the most", 400, None, "n"
+            f"the request asks for {count * len(prompts)} replies; the maximum is {MOST_CHOICES}", 400, None, "n"
         )
     if (top_p := fields.real("top_p", 1.0)) == 0:
         raise fields.wrong("top_p", "a number above 0, at most 1")

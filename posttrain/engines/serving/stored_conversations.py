@@ -30,7 +30,7 @@ class StoredConversations:
         """Return a conversation. Raises RequestRefused if it was not stored, or was dropped."""
         if id not in self._stored:
             raise RequestRefused(
-                f"Previous response with id {id[:200]!r} not found: it was not stored, or later ones took its place; send "
+                f"Previous response with id {id[:200]!r} not found: it was not stored, or later responses replaced it; send "
                 "the whole input",
                 code="previous_response_not_found",
                 parameter="previous_response_id",

@@ -39,7 +39,8 @@ class AdapterSync:
         if lora.dora or lora.rank > RANKS[-1]:
             what = "DoRA" if lora.dora else f"ranks above {RANKS[-1]}"
             raise UserError(
-                f"--weight-sync adapter: vLLM computes plain adapters, not {what}: leave it out, they are merged"
+                f"--weight-sync adapter needs plain adapters, and vLLM does not support {what}: leave it out, so that "
+                "adapters are merged"
             )
         self.room = min(rank for rank in RANKS if rank >= lora.rank)
         self.folder = TempFolder("adapter")

@@ -56,7 +56,7 @@ def environment(game: str, **settings: Any) -> TextArena:
 
 
 play = TextArena()
-"""Any game, with the policy in every seat: the task's column "game" is its id, "players" the number of players (1)."""
+"""Any game, with the policy in every seat. The task's column "game" is its id, "players" the number of players (1)."""
 
 
 class _Episode:
@@ -102,7 +102,7 @@ class _Episode:
         from textarena.wrappers import ActionFormattingWrapper
 
         if not self.how.game:
-            raise UserError('the task has no column "game", the id of one')
+            raise UserError('the task has no column "game": give the id of a game')
         raw = self.how.game if self.how.game.endswith("-raw") else f"{self.how.game}-raw"
         return ActionFormattingWrapper(textarena.make(raw, **self.how.make))
 
@@ -113,7 +113,9 @@ class _Episode:
         moves = 0
         while not done and not self._of_the_policy(self._state.current_player_id):
             if self.how.opponent is None or moves >= self.how.turns * self.how.players:
-                raise BridgeError(f"{self.how.game} asks player {self._state.current_player_id} again and again")
+                raise BridgeError(
+                    f"{self.how.game} asks player {self._state.current_player_id} for the same move repeatedly"
+                )
             _, said = self.env.get_observation()
             done, _ = self.env.step(self.how.opponent(_words(said, textarena.GAME_ID, self._state.current_player_id)))
             moves += 1

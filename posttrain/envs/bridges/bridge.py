@@ -202,7 +202,7 @@ def task_seed(task: Task) -> int:
     if seed is None:
         return seed_of("bridge", task.get("id")) % 2**32
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
-        raise BridgeError(f"the task's seed is {seed!r:.40}; expected a whole number from 0 to 2^32 - 1")
+        raise BridgeError(f"the task's seed is {seed!r:.40}: give a whole number from 0 to 2^32 - 1")
     return seed
 
 

@@ -39,8 +39,8 @@ class Gymnasium(Manner):
     env: str | Callable[..., Any] = ""  # its id, or a function that makes it
     make: Mapping[str, Any] = field(default_factory=dict)  # arguments of gymnasium.make
     actions: Sequence[str] | Mapping[str, Any] | Callable[[str], Any] | None = None
-    """Words for the actions: a list (the first is the first action), a dict, or a function of the reply that returns an
-    action, or None if it is none. By default numbers, or for an action space of text the reply."""
+    """Words for the actions: a list (in the order of the actions), a dict, or a function of the reply that returns an
+    action, or None for an invalid one. Default: numbers, or the reply for an action space of text."""
     observe: Callable[[Any], str] | None = None  # observation -> text; default: the "ansi" rendering, or its numbers
 
     def __call__(self, task: Task) -> Generator[Turn, Reply, Verdict]:
@@ -57,7 +57,7 @@ def environment(env: str | Callable[..., Any], **settings: Any) -> Gymnasium:
 
 
 play = Gymnasium()
-"""Any environment: the task's column "env" is its id."""
+"""Any environment. The task's column "env" is its id."""
 
 
 class _Episode:
@@ -89,7 +89,7 @@ class _Episode:
         if not isinstance(env, str):
             return env(**make)
         if not env:
-            raise UserError('the task has no column "env", the id of an environment')
+            raise UserError('the task has no column "env": give the id of an environment')
         if "ansi" in _modes(env):
             make.setdefault("render_mode", "ansi")
         return gymnasium.make(env, **{"disable_env_checker": True, **make})
@@ -143,7 +143,9 @@ def _names(space: Any, words: Sequence[str] | Mapping[str, Any] | None) -> dict[
         first, count = int(space.start), int(space.n)
         names = list(words) if words is not None else [str(first + n) for n in range(count)]
         if len(names) != count:
-            raise UserError(f"actions has {len(names)} words, but the environment has {count} actions")
+            raise UserError(
+                f"actions has {len(names)} words, and the environment has {count} actions: give one word for each"
+            )
         return {name: first + n for n, name in enumerate(names)}
     if words is not None:
         raise UserError(
@@ -196,7 +198,7 @@ def tasks(count: int, seed: int, env: str, *, make: str = "", held_out: bool = F
     except ValueError as error:
         raise UserError(f"--make is not JSON: {error}") from error
     if not isinstance(arguments, dict):
-        raise UserError('--make is a JSON object of arguments, such as {"is_slippery": false}')
+        raise UserError('--make must be a JSON object of arguments, such as {"is_slippery": false}')
     first = 2 * seed * count + held_out
     more = {"make": arguments} if arguments else {}
     return [{"id": f"{env} {first + 2 * n}", "env": env, "seed": first + 2 * n, **more} for n in range(count)]

@@ -42,7 +42,7 @@ from posttrain.envs.play.prompt_tokens import PROMPT_TOKENS
 from posttrain.system.http_front import HOST
 
 MODEL = "policy"
-OVER = "there is no such episode, or it is over"
+OVER = "there is no such episode, or it has ended"
 KEY_BYTES = 16
 MOST_THREADS = 1024  # most episodes of synchronous harnesses in one worker
 
@@ -222,8 +222,8 @@ class _Session:
             for name, neutral in OF_THE_RUN.items():
                 if (value := fields.get(name)) is not None and value not in neutral:
                     raise RequestRefused(
-                        f"{path}{name}: the run says how replies are sampled (--temperature), since log-probabilities are "
-                        "taken under one distribution: leave it out, or have it ignored with @harness(sampling='ignore')",
+                        f"{path}{name}: the run sets the sampling of replies (--temperature), as training needs one "
+                        "distribution: leave it out, or ignore it with @harness(sampling='ignore')",
                         parameter=f"{path}{name}",
                     )
         return {name: value for name, value in fields.items() if name not in OF_THE_RUN}

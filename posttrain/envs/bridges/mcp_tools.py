@@ -73,7 +73,9 @@ class Server:
         longest: int = LONGEST,
     ) -> None:
         if isinstance(command, str) and not command.startswith(("http://", "https://")):
-            raise UserError(f'a server is an address or a list of words, ["python", "tools.py"], not {short(command)}')
+            raise UserError(
+                f'a server must be an address or a list of words, ["python", "tools.py"], not {short(command)}'
+            )
         self.command = command if isinstance(command, str) else list(command)
         self.environment, self.folder = dict(environment or {}), folder
         self.timeout, self.start_timeout, self.longest = timeout, start_timeout, longest
@@ -175,7 +177,7 @@ class _Connection:
                 raise BridgeError(f"the server ended during a call of {name}") from error
             found = ToolAnswer(shown(error.message, self.server.longest), True)
         except Exception as error:  # the library has many exceptions for invalid results
-            raise BridgeError(f"the answer of {name} is none: {inline(str(error))}") from error
+            raise BridgeError(f"the answer of {name} is malformed: {inline(str(error))}") from error
         self.answers += 1
         return found
 

@@ -81,7 +81,7 @@ class OpenEnv(Manner):
 def environment(url: str, **settings: Any) -> OpenEnv:
     """Return the environment of this server. `settings`: fields of `OpenEnv`."""
     if not isinstance(url, str) or not url.startswith(("http://", "https://", "ws://", "wss://")):
-        raise UserError(f"an OpenEnv server has an address such as http://127.0.0.1:8000, not {short(url)}")
+        raise UserError(f"the address of an OpenEnv server must be such as http://127.0.0.1:8000, not {short(url)}")
     try:
         return OpenEnv(url=url, **settings)
     except TypeError as error:
@@ -89,7 +89,7 @@ def environment(url: str, **settings: Any) -> OpenEnv:
 
 
 play = OpenEnv()
-"""An environment of any server: the task's column "url" is the server's address."""
+"""An environment of any server. The task's column "url" is the server's address."""
 
 
 class _Session:
@@ -105,9 +105,9 @@ class _Session:
         Raises BridgeError without a server, without a free session in time, or for invalid messages.
         """
         if not self.how.url:
-            raise UserError('the task has no column "url", the address of an OpenEnv server')
+            raise UserError('the task has no column "url": give the address of an OpenEnv server')
         if not isinstance(self.how.reset, Mapping):
-            raise UserError(f"reset is {short(self.how.reset)}, not an object of arguments")
+            raise UserError(f"reset is {short(self.how.reset)}: give an object of arguments")
         arguments = {"seed": task_seed(task), **self.how.reset}
         end = asyncio.get_running_loop().time() + self.how.timeout
         while True:
@@ -116,7 +116,7 @@ class _Session:
             if found["type"] == "observation":
                 return replace(self._read(found["data"]), reward=0.0)  # no action has been taken yet
             if _code(found) != "CAPACITY_REACHED" or asyncio.get_running_loop().time() > end:
-                raise BridgeError(f"{self.how.url} refuses to begin: {_message(found)}")
+                raise BridgeError(f"{self.how.url} refused the reset: {_message(found)}")
             await self.close()
             await asyncio.sleep(PAUSE)
 
@@ -180,7 +180,7 @@ class _Session:
         """Convert an observation's message to a step."""
         observation, done = data.get("observation"), data.get("done", False)
         if not isinstance(observation, dict) or not isinstance(done, bool):
-            raise BridgeError(f"{self.how.url} sends an observation that is none: {json.dumps(data)[:100]}")
+            raise BridgeError(f"{self.how.url} sent a malformed observation: {json.dumps(data)[:100]}")
         return GameStep(self._text(observation), number_of(data.get("reward"), "the server's reward"), done)
 
     def _text(self, observation: Mapping[str, Any]) -> str:

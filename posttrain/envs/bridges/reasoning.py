@@ -44,7 +44,7 @@ FORMULAS = frozenset(
 )
 """Data sets whose scorers evaluate an answer: `LITERALS` as a list in Python's notation, `FORMULAS` by sympy."""
 EXACT = frozenset({"game_of_life_halting"})
-"""Data sets whose scorers accept any text that is not empty: here the answer has to equal the entry's own."""
+"""Data sets whose scorers accept any nonempty text: here the answer must equal the entry's own."""
 
 _FORMULA = re.compile(r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+|[-+*/^(),\s]|[A-Za-z]+)*")
 _NAME = re.compile("[A-Za-z]|a?(sin|cos|tan)|(sin|cos|tan)h|cot|sec|csc|exp|log|ln|sqrt|Abs|pi|Integral")
@@ -154,7 +154,7 @@ def _settings(dataset: str, config: str) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"--config is not JSON: {error}") from error
     if not isinstance(settings, dict):
-        raise UserError('--config is a JSON object of settings, such as {"max_animals": 5}')
+        raise UserError('--config must be a JSON object of settings, such as {"max_animals": 5}')
     return settings
 
 
@@ -182,7 +182,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return {"tuple": [_plain(part) for part in value]}
     if not isinstance(value, dict):
-        raise UserError(f"an entry holds {value!r:.60}, which no row can hold")
+        raise UserError(f"an entry has {value!r:.60}, which a row cannot hold")
     if all(isinstance(key, str) for key in value) and value.keys() not in ({"tuple"}, {"items"}):
         return {str(key): _plain(part) for key, part in value.items()}
     return {"items": [[_plain(key), _plain(part)] for key, part in value.items()]}

@@ -141,7 +141,7 @@ class _Side:
             process.stdin.write(json.dumps(self.taskset._setup).encode() + b"\n")
             answer = json.loads(await process.stdout.readline() or "{}")
             if not answer.get("ready"):
-                raise RuntimeError(f"verifiers does not start: {answer.get('failed', 'see what it printed')}")
+                raise RuntimeError(f"verifiers did not start: {answer.get('failed', 'see what it printed')}")
         except BaseException:
             _kill(process)
             raise

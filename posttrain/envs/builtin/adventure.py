@@ -51,7 +51,7 @@ def adventure(task: Task) -> Generator[Turn, Reply, Verdict]:
     try:
         game, turns = Game(task["world"]), int(task.get("turns", TURNS))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        return Invalid(f"the task's world cannot be played: {type(error).__name__}: {error}")
+        return Invalid(f"the task's world is invalid: {type(error).__name__}: {error}")
     said, earned = f"{HELP} Bring all treasures to the {game.home}. {game.room_text()}", 0.0
     for _ in range(turns):
         reply = yield Turn(text=f"{said}\n> ", stop=("\n",), reward=earned)
@@ -79,7 +79,7 @@ class Game:
         if missing := ({self.home} | leads_to) - self.things.keys():
             raise ValueError(f"there is no room {min(map(str, missing))}")
         if not self.treasures or self.treasures - {thing for things in self.things.values() for thing in things}:
-            raise ValueError("it has no treasure, or one that lies nowhere")
+            raise ValueError("it has no treasure, or a treasure without a place")
         self.here = self.home
         self.held: list[str] = []
         self.scored: set[tuple[str, str]] = set()  # (treasure, "taken" or "home")

@@ -45,7 +45,7 @@ def tasks(
         if len(found) >= count:
             return found[:count]
         if drawn == size:
-            raise UserError(f"only {len(found)} such tasks exist: ask for fewer than {count}, or for more digits")
+            raise UserError(f"only {len(found)} such tasks exist: lower --count below {count}, or raise --digits")
         drawn = min(size, 2 * drawn)
 
 

@@ -33,7 +33,7 @@ def functions(task: Task, *, mistake: float = 0.0) -> Generator[Turn, Reply, Ver
     `mistake`: reward of each invalid call, 0 or less.
     """
     if not -1.0 <= mistake <= 0.0:
-        raise UserError(f"functions,mistake={mistake:g}: a mistake costs from -1 to 0")
+        raise UserError(f"functions,mistake={mistake:g}: give a mistake from -1 to 0")
     shelves: Shelves = {item: list(held) for item, held in task["shelves"].items()}
     orders: dict[str, int] = {}
     tools = Tools(*_tools(shelves, orders), once=False)

@@ -19,7 +19,7 @@ def reward(task: Task, reply: str) -> float | Invalid:
     """
     label = task.get("label")
     if not isinstance(label, bool | int | float) or label not in (-1, 0, 1):
-        return Invalid(f"the task's label is {label!r:.40}; a verdict is compared with true or 1, false, 0 or -1")
+        return Invalid(f"the task's label is {label!r:.40}: give true or 1, or false, 0 or -1")
     if isinstance(reply, Reply) and reply.stop.truncated:
         return 0.0
     return float(final_verdict(reply) == float(label > 0))

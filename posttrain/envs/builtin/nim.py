@@ -34,7 +34,7 @@ def nim(task: Task) -> Generator[Turn, Reply, Verdict]:
     stones, most = int(task["stones"]), int(task.get("most", MOST))
     against = task.get("against", "self")
     if against not in AGAINST:
-        raise UserError(f"against is {against!r}; a game of Nim is played against {', '.join(AGAINST)}")
+        raise UserError(f"against is {against!r}: give one of {', '.join(AGAINST)}")
     rng = random.Random(seed_of("nim", task.get("seed", task.get("id")), stones, most))
     side, other, taken = FIRST, SECOND, ""
     while True:

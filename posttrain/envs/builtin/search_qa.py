@@ -141,11 +141,11 @@ def check_options(
     """Raise UserError for options out of range."""
     for name, value, least, most in (("topk", topk, 1, 100), ("searches", searches, 0, 60), ("shown", shown, 0, 10**9)):
         if not least <= value <= most:
-            raise UserError(f"{name} is {value}; it may be from {least} to {most}")
+            raise UserError(f"{name} is {value}; it must be from {least} to {most}")
     if not (format >= 0 and format + searches * abs(per_search) < 0.5):
         raise UserError(
-            f"format {format:g} and {searches} searches of {per_search:g} may outweigh a right answer: together "
-            "they have to stay below 0.5"
+            f"format {format:g} and {searches} searches of {per_search:g} may outweigh a right answer: keep their sum below "
+            "0.5"
         )
 
 
@@ -183,7 +183,7 @@ def _passages(found: Any, shown: int) -> list[tuple[str, str]] | Invalid:
     if not isinstance(found, list) or not all(
         isinstance(p, dict) and isinstance(p.get("contents"), str) for p in found
     ):
-        return Invalid('the service "retriever" answered with something else than passages')
+        return Invalid('the service "retriever" did not answer with passages')
     parts = (_TAG.sub(r"[\1]", passage["contents"]).partition("\n") for passage in found)
     return [(title, text[:shown] if shown else text) for title, _, text in parts]
 

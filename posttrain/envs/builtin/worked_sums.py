@@ -45,7 +45,7 @@ def tasks(count: int, seed: int, *, numbers: int = 6, largest: int = 9, held_out
     [{'id': '7 7 1', 'prompt': '7 7 1:', 'numbers': [7, 7, 1], 'answer': 15, 'response': '7+7=14\\n14+1=15'}]
     """
     if not FEWEST <= numbers <= MOST or largest < 1:
-        raise UserError(f"worked sums need {FEWEST} to {MOST} numbers, and a largest one of at least 1")
+        raise UserError(f"worked sums need {FEWEST} to {MOST} numbers, and largest >= 1")
     return distinct(_draws(random.Random(seed), numbers, largest), count, held_out)
 
 
@@ -70,9 +70,7 @@ def reward(task: Task, reply: str, *, lines: float = 0.0) -> dict[str, float] | 
 def check_options(*, lines: float) -> None:
     """Raise UserError if the reward of all lines would outweigh the answer."""
     if not 0 <= lines <= 1:
-        raise UserError(
-            f"lines is {lines:g}; the reward of all right lines may be from 0 to 1, as a right answer has 1"
-        )
+        raise UserError(f"lines is {lines:g}: give a reward from 0 to 1 for all right lines, as a right answer has 1")
 
 
 def checked(numbers: Sequence[int], reply: str) -> list[Line]:

@@ -120,8 +120,8 @@ class AnswerJournal:
             raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
         except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
             raise UserError(
-                f"{path} is damaged behind byte {size}: put a copy of it back, or delete it, and what is left of "
-                "the run asks its services again"
+                f"{path} is damaged after byte {size}: put a copy of it back, or delete it, so that the rest of the run "
+                "asks its services again"
             ) from error
         self._of_step.update((place, answer) for place, answer in invalid.items() if place[0] < begun)
         return size
@@ -139,4 +139,4 @@ def _read_again(line: _Line) -> Any:
             file.seek(line.start)
             return _answer(json.loads(file.readline()))
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{line.path} was changed while the run was on, behind byte {line.start}: {error}") from error
+        raise UserError(f"{line.path} was changed during the run, after byte {line.start}: {error}") from error

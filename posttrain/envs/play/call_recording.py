@@ -22,7 +22,7 @@ MOST_RECORDS = 4096  # most recorded results of an episode
 MOST_NOTES = 1 << 16  # most characters of an episode's notes
 LEFT_OUT = f"left out: more than the {MOST_NOTES:,} characters of an episode's notes"
 FURTHER = {"further notes": LEFT_OUT}
-"""The note if further notes are beyond that limit, names included."""
+"""The note in place of notes beyond that limit, names included."""
 MOST_FURTHER = 99  # size of that note, as `plain_data` counts it
 
 Keep = Callable[[int, Any], None]
@@ -102,12 +102,12 @@ class CallJournal:
         """Return the number of the current call, and whether its result is known."""
         if threading.get_ident() != self._thread:
             raise RuntimeError(
-                "recorded was called in another thread than its episode's: in an async environment, give it the thread's "
-                "work, as in `await recorded(asyncio.to_thread, fetch, url)`"
+                "recorded was called in a thread that is not its episode's: in an async environment, pass the thread's "
+                "function to it, as in `await recorded(asyncio.to_thread, fetch, url)`"
             )
         number = self._asked
         if number == MOST_RECORDS:
-            raise RuntimeError(f"an episode may record {MOST_RECORDS:,} results")
+            raise RuntimeError(f"an episode may record at most {MOST_RECORDS:,} results")
         self._asked += 1
         return number, number in self._known
 
@@ -140,7 +140,7 @@ def noted_data(notes: Mapping[str, Any]) -> dict[str, Any]:
     size = [0]
     found: dict[str, Any] = plain_data(dict(notes), size, 0)
     if size[0] > MOST_NOTES + MOST_FURTHER:
-        raise TooMuch(f"that makes {size[0]:,} characters of notes: an episode may have {MOST_NOTES:,}")
+        raise TooMuch(f"the episode has {size[0]:,} characters of notes: it may have at most {MOST_NOTES:,}")
     return found
 
 
@@ -157,12 +157,12 @@ def note(*unnamed: Never, **values: Any) -> None:
     Within a `recorded` call it is refused: a replayed episode does not repeat that call, so note its result instead.
     """
     if unnamed:
-        raise TypeError("note takes names, as in note(moves=7); of a dict, note(**values)")
+        raise TypeError("note takes named values: write note(moves=7), or note(**values) for a dict")
     journal = NOTING.get()
     if journal is None:
         return
     if CURRENT.get() is None:
-        raise RuntimeError("note was called within what is recorded: note what `recorded` returned")
+        raise RuntimeError("note was called within a recorded function: call it after `recorded` returned")
     journal.note(values)
 
 

@@ -34,7 +34,7 @@ def read_options(
 ) -> dict[str, Any]:
     """Return the values of these options. `own`: the parameters that are options. Raises UserError for invalid ones."""
     if unknown := next((option for option in options if option not in own), None):
-        has = near_or_all(unknown, list(own)) if own else "; it has none (a parameter behind a * is one)"
+        has = near_or_all(unknown, list(own)) if own else "; it has none (options are the parameters after a *)"
         raise UserError(f"--env {name}: no option {unknown!r}{has}")
     if empty := next((option for option, text in options.items() if text is None), None):
         example = "VALUE" if own[empty].default in (own[empty].empty, None, "") else own[empty].default

@@ -32,10 +32,10 @@ from posttrain.core.types import (
 )
 
 MOST_REWARD = 1e6
-"""Rewards beyond this, in absolute value, are invalid: their gradients are noise, or not finite."""
+"""Maximum absolute value of a valid reward: gradients of larger ones are noise, or not finite."""
 LONGEST_TEXT = 1 << 20
-"""Most characters of a turn, all its messages together: more fits no context, and takes minutes to tokenise.
-Also most characters of a request to a service, as JSON.
+"""Maximum number of characters of a turn, over all its messages: more would take minutes to tokenise. Also that of a request
+to a service, as JSON.
 """
 DEEPEST = 32  # levels of lists and dicts in a request to a service
 MOST_INTEGER = 1 << 63  # JSON readers disagree beyond it
@@ -65,7 +65,7 @@ class Done:
         """Return the result of a side."""
         if not self.sides:
             return self
-        missing = f"returned Sides for {', '.join(map(repr, self.sides))}, and none for {side!r}, which was asked"
+        missing = f"returned Sides for {', '.join(map(repr, self.sides))}, without the side {side!r} that was asked"
         return self.sides.get(side) or Done(unreadable(missing))
 
 
@@ -225,7 +225,7 @@ def read_turn(value: Any) -> Turn | Invalid:
     if isinstance(tools, Invalid):
         return tools
     if tools is not None and messages is None:
-        return unreadable("yielded a Turn with tools and text; a chat template shows tools: they need messages")
+        return unreadable("yielded a Turn with tools and text; tools need messages, as a chat template shows them")
     stop = _read_stop(value.stop)
     if isinstance(stop, Invalid):
         return stop
@@ -331,7 +331,7 @@ def read_schema(tool: Any) -> dict[str, Any]:
     try:
         plain = plain_data(tool, [0], 0)
     except ValueError as problem:
-        raise UserError(f"it is a schema {problem}") from None
+        raise UserError(f"its schema is {problem}") from None
     function = plain.get("function") if isinstance(plain, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise UserError(f'{short(tool)} is neither a function nor {{"type": "function", "function": {{"name": ...}}}}')
@@ -355,7 +355,7 @@ def _problem(texts: Sequence[str]) -> Invalid | None:
     """Return why these texts cannot be tokenised; None if they can."""
     size = sum(map(len, texts))
     if size > LONGEST_TEXT:
-        return unreadable(f"yielded {size:,} characters; a turn may show {LONGEST_TEXT:,}")
+        return unreadable(f"yielded {size:,} characters; a turn may have at most {LONGEST_TEXT:,}")
     for text in texts:
         if problem := problem_of_text(text):
             return unreadable(f"yielded {problem}")

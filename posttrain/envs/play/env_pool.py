@@ -215,7 +215,7 @@ class EnvPool:
                 f"workers and memory must be 0 or more and seconds above 0, not {workers}, {memory:g} and {seconds:g}"
             )
         if seconds > LONGEST_STEP:
-            raise UserError(f"a step may take {LONGEST_STEP:g} seconds, one day, at most, not {seconds:g}")
+            raise UserError(f"a step may take at most {LONGEST_STEP:g} seconds (one day), not {seconds:g}")
         self.size = workers
         self.waited = 0.0  # seconds in which the caller only waited for an event
         self._name = env if isinstance(env, str) else getattr(env, "__qualname__", type(env).__name__)
@@ -446,7 +446,7 @@ class EnvPool:
 
     def _answer(self, episode: _Episode, event: Event) -> None:
         if episode.members:
-            assert isinstance(event, Done), "a reward of groups asks for nothing"
+            assert isinstance(event, Done), "a reward of groups has no requests"
             for member, done in zip(episode.members, event.group or [event] * len(episode.members), strict=True):
                 self._answer(member, replace(done, notes={**event.notes, **done.notes}))
             return
@@ -539,8 +539,8 @@ class EnvPool:
             return pickle.dumps(task)
         except Exception as error:  # the objects in it may raise anything
             raise UserError(
-                f"task {_named(task)!r} cannot be sent to a worker: {type(error).__name__}: {error}; leave in it what can "
-                "be pickled, or use --env-workers 0"
+                f"task {_named(task)!r} cannot be sent to a worker: {type(error).__name__}: {error}; keep only values that "
+                "can be pickled, or use --env-workers 0"
             ) from error
 
     def _write(self, worker: _Worker) -> None:
@@ -559,7 +559,9 @@ class EnvPool:
                 else:
                     self._greet(worker, read_greeting(content))
         except Garbled as error:
-            self._lost(worker, f"its worker process sent what cannot be read ({error})", InvalidKind.UNREADABLE)
+            self._lost(
+                worker, f"its worker process sent a message that cannot be read ({error})", InvalidKind.UNREADABLE
+            )
         except (EOFError, OSError):
             ended = worker.child.wait(CLOSE_SECONDS)
             reason = f"died ({worker.child.exit()})" if ended else "closed its socket"

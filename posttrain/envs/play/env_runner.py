@@ -24,8 +24,8 @@ from posttrain.envs.play.load_env import is_async, is_generator_env, lift, lift_
 from posttrain.system.user_code import describe_error, source_file
 
 DIVERGED = (
-    "went another way when it was played again, after a crash or for a branch: an environment must depend on its task, and "
-    "on the replies and answers that it gets, alone; what may come out otherwise is called by `recorded`"
+    "did something else when it was replayed, after a crash or for a branch: an environment must depend only on its "
+    "task, replies and answers; call everything else through `recorded`"
 )
 
 Records = Callable[[int, int, Any], None]
@@ -56,7 +56,7 @@ class _Reports:
             self._let_through(failed)
             reason = type(error).__name__
         if isinstance(error, MemoryError) and self._memory:
-            reason += f"; a worker may take {self._memory:g} GiB: see --env-memory"
+            reason += f"; a worker may use {self._memory:g} GiB: see --env-memory"
         return Done(Invalid(cleaned(reason), InvalidKind.RAISED))
 
     def _let_through(self, error: BaseException) -> None:
@@ -232,7 +232,7 @@ class AsyncEnvRunner(_Reports):
                 episode.events.put_nowait(event)
                 said = await episode.said.get()
         except StopAsyncIteration:
-            event = Done(unreadable("ended without a reward: an async environment yields it, last of all"))
+            event = Done(unreadable("ended without a reward: an async environment must yield it last"))
         except BaseException as error:
             self._let_through(error)
             event = self.raised(error)

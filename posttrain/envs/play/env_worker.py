@@ -123,7 +123,7 @@ def _load(setup: WorkerSetup, connection: _Connection, note: int) -> EnvRunner |
         connection.send(write_failure(str(error)))
         return None
     except BaseException as error:
-        hint = f"; a worker may take {setup.memory:g} GiB: see --env-memory" if isinstance(error, MemoryError) else ""
+        hint = f"; a worker may use {setup.memory:g} GiB: see --env-memory" if isinstance(error, MemoryError) else ""
         said = f"the environment does not load in a worker: {describe_error(error, None)}{hint}"
         connection.send(write_failure(said))
         return None

@@ -76,7 +76,7 @@ def load_env(spec: str | Callable[..., Any]) -> Callable[..., Any]:
     bare, options = split_options(spec)
     target, name = _split(bare)
     if f"{target}.".startswith("posttrain.verify."):
-        raise UserError(f"--env {bare}: a verifier is named without its module: --env {_renamed(name)}")
+        raise UserError(f"--env {bare}: name a verifier without its module: --env {_renamed(name)}")
     module = import_target(target)
     function = _checked(named_in(module, name, target, _functions(module)), bare)
     return _bound(function, bare, options, module) if options else function
@@ -117,7 +117,7 @@ def load_converter(spec: str | Callable[..., Any]) -> Callable[[Task], Task] | N
     """
     found = getattr(_home(spec), "row_to_task", None)
     if found is not None and not callable(found):
-        raise UserError(f"row_to_task beside the environment is {short(found)}; it must be a function of a row")
+        raise UserError(f"row_to_task in the environment's module is {short(found)}; it must be a function of a row")
     return found
 
 
@@ -146,7 +146,9 @@ def _stated(spec: str | Callable[..., Any]) -> float | None:
         return None
     number = read_number(found, "SUCCESS is")
     if isinstance(number, Invalid):
-        raise UserError(f"SUCCESS beside the environment is {short(found)}; it must be a finite number, such as 1.0")
+        raise UserError(
+            f"SUCCESS in the environment's module is {short(found)}; it must be a finite number, such as 1.0"
+        )
     return number
 
 
@@ -263,7 +265,7 @@ OTHERS = {
     "solution_strs": ("verl", f"give it as {VERL}FILE:NAME, or verl_reward(NAME) from Python"),
     "queries": (
         "OpenRLHF",
-        "here it is def reward(task, reply), with the row's columns in task, or def reward(tasks, replies) for a group",
+        "write def reward(task, reply), with the row's columns in task, or def reward(tasks, replies) for a group",
     ),
 }
 """Parameter of rewards -> (the library that uses it, how to give such a reward here)."""
@@ -272,7 +274,7 @@ OTHERS = {
 def _instead(kind: type) -> str:
     """Return a hint on what to name in place of a class."""
     if any("__call__" in vars(base) for base in kind.__mro__[:-1]):
-        return f"make one beside it, such as it = {kind.__name__}(), and name that"
+        return f"create an instance, such as it = {kind.__name__}(), and name that"
     return _of_episodes(kind) or "name a function, or an instance that can be called"
 
 
@@ -280,7 +282,7 @@ def _of_episodes(thing: object, before: str = "") -> str:
     """Return a hint for an environment with `reset` and `step`; "" for anything else."""
     if not (hasattr(thing, "reset") and hasattr(thing, "step")):
         return ""
-    return f"{before}an environment is a function that yields what is to be seen; Gymnasium's are played by --env gymnasium"
+    return f"{before}an environment is a function that yields turns; run Gymnasium's with --env gymnasium"
 
 
 def _checked(function: object, label: str) -> Callable[..., Any]:
@@ -291,7 +293,7 @@ def _checked(function: object, label: str) -> Callable[..., Any]:
     kind, given = ("an environment", ("task",)) if is_generator_env(function) else ("a reward", ("task", "reply"))
     if is_group_reward(function):
         if kind == "an environment":
-            raise UserError(f"{label} takes (tasks, replies) and yields: a reward of a group returns a list")
+            raise UserError(f"{label} takes (tasks, replies) and yields: return a list from a reward of a group")
         kind, given = "a reward of a group", PARAMETERS
     try:
         signature = inspect.signature(function)
@@ -304,7 +306,7 @@ def _checked(function: object, label: str) -> Callable[..., Any]:
     try:
         signature.bind(*given)
     except TypeError as error:
-        hint = "; an environment, which is called with (task), yields what is to be seen" if kind == "a reward" else ""
+        hint = "; an environment is called with (task) and yields turns" if kind == "a reward" else ""
         raise UserError(f"{label} takes {signature}, but {kind} is called with ({', '.join(given)}){hint}") from error
     return function
 
@@ -321,4 +323,4 @@ def _split(spec: str) -> tuple[str, str]:
     if ":" in spec or spec.endswith(".py"):
         return split_name(spec)
     known = near(spec, BUILTIN) or near_or_all(spec, sorted(BUILTIN), len(BUILTIN))
-    raise UserError(f"there is no built-in environment {spec!r}{known}; one of your own is my.py:reward")
+    raise UserError(f"there is no built-in environment {spec!r}{known}; write your own as my.py:reward")

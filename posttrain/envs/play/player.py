@@ -99,7 +99,7 @@ class Player:
 
         Only for environments whose episodes are one reply.
         """
-        assert self.pool.single_turn, "an environment of several turns cannot be left and taken up again"
+        assert self.pool.single_turn, "an environment of several turns cannot be interrupted and continued"
         return self._shared(episodes, None, tokens)
 
     def _shared(
@@ -233,7 +233,7 @@ class _Play:
             elif isinstance(event, Turn):
                 self.heard.append((index, event, now - self.asked[index]))
             elif len(self.playing[index].answers) == MOST_ASKS:
-                self._end(index, f"asked services {MOST_ASKS} times: an episode may ask no more")
+                self._end(index, f"asked services {MOST_ASKS} times, the maximum of an episode")
             else:
                 self._ask(index, event)
 
@@ -300,7 +300,9 @@ class _Play:
         except UserError as error:
             if not turn.whole and not isinstance(error, PictureError):
                 raise
-            return self._end(index, f"yielded what the model cannot read: {error}")  # written by an agent program
+            return self._end(
+                index, f"yielded a turn that the model cannot read: {error}"
+            )  # written by an agent program
         empty = not len(p.context.transcript)
         whole = len(tokens)
         if not empty and turn.tokens is None and self.by.too_long == "truncate" and not p.context.conversation.seen:
@@ -312,7 +314,7 @@ class _Play:
         if problem is not None:
             self._end(index, problem)
         elif stop is not None and p.asked_in_vain == PATIENCE:
-            vain = f"asked {PATIENCE} times after a reply whose stop was {p.stop}: nothing more is sampled, return a reward"
+            vain = f"asked {PATIENCE} times after a reply whose stop was {p.stop}: return a reward, no reply follows"
             self._end(index, vain)
         elif stop is not None:
             told = p.tell(stop, turn.whole)
@@ -349,8 +351,7 @@ class _Play:
                 self.engine.submit_seen(request, tokens, p.context.transcript.media, sampling, keep=keep)
             else:
                 raise UserError(
-                    f"{self.engine.backend} samples behind text alone, and a prompt has a picture: leave out --engine and "
-                    "--replicas"
+                    f"{self.engine.backend} reads only text, and a prompt has a picture: leave out --engine and --replicas"
                 )
         except UserError as error:
             if turn.tokens is None:
@@ -409,7 +410,7 @@ class _Play:
         if tokens and (not first or len(tokens) < self.by.context):
             return None
         what = f"has {len(tokens)} tokens" if tokens else "is empty"
-        holds = f"the model's context holds {self.by.context} tokens with the reply"
+        holds = f"the model's context holds {self.by.context} tokens, reply included"
         if not first or turn.tokens is not None or (tokens and self.by.too_long == "skip"):
             return f"the prompt {what}; {holds}"
         raise UserError(
@@ -450,10 +451,13 @@ def _context_of(p: RunningEpisode, turn: Turn) -> dict[str, Any]:
     """Return the prompt in the form for reward models. Raises UserError if no search can begin with it."""
     if p.replies or p.context.transcript.media:
         raise UserError(
-            "--search finds the only reply to a text: this environment asks for several, or shows a picture"
+            "--search needs one reply to a text, and this environment asks for several, or shows a picture: leave --search "
+            "out"
         )
     if turn.tokens is not None:
-        raise UserError("--search: this environment shows token ids, which a reward model cannot read")
+        raise UserError(
+            "--search needs text, as a reward model cannot read token ids, which this environment shows: leave --search out"
+        )
     return {"prompt": turn.text} if turn.messages is None else {"messages": list(turn.messages)}
 
 

@@ -76,7 +76,7 @@ def _of_trl(term: str) -> dict[str, GroupReward]:
     target, names = _trl_names(term)
     if target == TRL_MODULE and not installed("trl"):
         raise UserError(
-            f"--env {term} names a function of TRL's own, and TRL is not installed: pip install trl, or name your file: "
+            f"--env {term} is a function of TRL, and TRL is not installed: pip install trl, or name your file: "
             f"{TRL}rewards.py:{names[0]}"
         )
     module = import_target(target)
@@ -91,11 +91,11 @@ def _trl_names(term: str) -> tuple[str, list[str]]:
     found = [name.strip() for name in names.split(",")]
     if (strange := next((name for name in found if not name.isidentifier()), None)) is not None:
         raise UserError(
-            f"--env {term}: {strange!r} is no name of a function: write {TRL}rewards.py:accuracy,format; a weight "
+            f"--env {term}: {strange!r} is not the name of a function: write {TRL}rewards.py:accuracy,format; a weight "
             f"follows a term, {TRL}rewards.py:accuracy*0.5"
         )
     if twice := next((name for name in found if found.count(name) > 1), None):
-        raise UserError(f"--env {term} names {twice} twice: give it once, with a weight: {TRL}{target}:{twice}*2")
+        raise UserError(f"--env {term} has {twice} twice: give it once, with a weight: {TRL}{target}:{twice}*2")
     return target, found
 
 

@@ -21,7 +21,7 @@ from posttrain.core.types import Ask, Invalid, InvalidKind, bare
 from posttrain.envs.play.answer_journal import AnswerJournal
 
 OPTIONS = {"judge": "--judge RECIPE", "retriever": "--retriever FOLDER", "reward-model": "--reward-model FOLDER"}
-"""Kind of service -> its option. A service whose name contains no kind is taken for a reward model."""
+"""Kind of service -> its option. A service whose name contains no kind counts as a reward model."""
 
 
 Asker = int | Callable[[Any], None]

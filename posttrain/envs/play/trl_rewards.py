@@ -37,7 +37,7 @@ def trl_reward(*functions: Callable[..., Any], weights: Sequence[float] | None =
     weights.
     """
     if not functions:
-        raise UserError("trl_reward needs a function, as TRL's reward_funcs has them")
+        raise UserError("trl_reward needs a function, such as those in TRL's reward_funcs")
     weights = [1.0] * len(functions) if weights is None else list(weights)
     if len(weights) != len(functions):
         raise UserError(f"trl_reward has {len(functions)} functions and {len(weights)} weights: give one for each")
@@ -101,11 +101,12 @@ def _parameters(function: Callable[..., Any], label: str) -> Mapping[str, inspec
     taken = inspect.signature(function).parameters
     if takes := next((n for n, p in taken.items() if n in UNKNOWN and p.default is p.empty), None):
         raise UserError(
-            f"{label} needs {takes}, which TRL's trainer has and this does not: give the parameter a default, {takes}=None"
+            f"{label} needs {takes}, which TRL's trainer passes and posttrain does not: give the parameter a default, "
+            f"{takes}=None"
         )
     if not ({"completions", "completion_ids"} & taken.keys() or _takes_all(taken)):
         raise UserError(
-            f"{label} takes ({', '.join(taken)}), not TRL's completions: a reward of (task, reply) is named without trl:"
+            f"{label} takes ({', '.join(taken)}), not TRL's completions: name a reward of (task, reply) without trl:"
         )
     return taken
 
@@ -137,7 +138,7 @@ def _arguments(
         given["completion_ids"] = sampled
     elif "completion_ids" in taken:
         return Invalid(
-            "it reads completion_ids, and these replies have no tokens; check gives them with --model FOLDER"
+            "it reads completion_ids, and these replies have no tokens: give posttrain check a --model FOLDER"
         )
     for column in tasks[0]:
         if column not in OURS:

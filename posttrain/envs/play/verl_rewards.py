@@ -44,8 +44,8 @@ def verl_reward(function: Callable[..., Any], label: str = "", **settings: Any) 
     known = SEVERAL if SEVERAL[1] in taken else ONE
     if strange := next((n for n in needs if n not in known and n not in settings), None):
         raise UserError(
-            f"{label} needs {strange}, which verl does not give: it is def compute_score({', '.join(ONE)}); a setting of "
-            f"your own is given as {label},{strange}=VALUE"
+            f"{label} needs {strange}, which verl does not pass to compute_score({', '.join(ONE)}): give a setting of your "
+            f"own as {label},{strange}=VALUE"
         )
     if known[1] not in taken and not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
         raise UserError(f"{label} takes ({', '.join(taken)}), not verl's solution_str")

@@ -42,7 +42,7 @@ from posttrain.envs.play.env_outputs import (
 
 LONGEST_PICTURES = 2 * MOST_BYTES  # most characters of a turn's pictures, in base 64
 LONGEST_ANSWER = 8 * LONGEST_TEXT + LONGEST_PICTURES + (1 << 20)
-"""Most bytes of an answer: characters in JSON, pictures, and the rest."""
+"""Maximum number of bytes of an answer: characters in JSON, pictures, and the rest."""
 _LENGTH = struct.Struct(">Q")
 _WRITER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
@@ -195,7 +195,7 @@ def read_greeting(content: bytes) -> Greeting | str:
         return Greeting(message["ready"], message["async"], message["group"])
     if message.keys() == {"failed"} and isinstance(message["failed"], str):
         return cleaned(message["failed"])
-    raise Garbled("a greeting that is none")
+    raise Garbled("a malformed greeting")
 
 
 def read_answer(content: bytes) -> WorkerReply | CallRecord:
@@ -203,14 +203,14 @@ def read_answer(content: bytes) -> WorkerReply | CallRecord:
     message = _read(content)
     number, pictures, notes = message.pop("number", None), message.pop("pictures", {}), message.pop("notes", {})
     if type(number) is not int or len(message) > 1:
-        raise Garbled("an answer that is none")
+        raise Garbled("a malformed answer")
     kind = next(iter(message), None)
     if kind == "record":
         return _read_record(number, message["record"])
     if notes and kind not in ("done", "sides", "group"):
-        raise Garbled("notes of no end")
+        raise Garbled("notes without an end of an episode")
     if pictures and kind != "turn":
-        raise Garbled("pictures of no turn")
+        raise Garbled("pictures without a turn")
     if kind is None:
         return WorkerReply(number, None)
     if kind == "done":
@@ -222,19 +222,19 @@ def read_answer(content: bytes) -> WorkerReply | CallRecord:
     if kind == "ask":
         asked = _object(message["ask"])
         if asked.keys() != {"service", "content"}:
-            raise Garbled("a question that is none")
+            raise Garbled("a malformed question")
         ask = read_ask(Ask(**asked))
         return WorkerReply(number, Done(ask) if isinstance(ask, Invalid) else ask)
     if kind != "turn":
-        raise Garbled("an answer that is none")
+        raise Garbled("a malformed answer")
     fields = _object(message["turn"])
     if fields.keys() != Turn.__dataclass_fields__.keys():
-        raise Garbled("a turn that is none")
+        raise Garbled("a malformed turn")
     try:
         _take_pictures(_object(pictures), fields["messages"])
         turn = read_turn(Turn(**fields))
     except (TypeError, ValueError, AttributeError):
-        raise Garbled("a turn that is none") from None
+        raise Garbled("a malformed turn") from None
     return WorkerReply(number, Done(turn) if isinstance(turn, Invalid) else turn)
 
 
@@ -244,9 +244,9 @@ def _take_pictures(given: dict[str, Any], messages: Any) -> None:
         try:
             known = PICTURES.put(b64decode(data, validate=True))
         except (PictureError, ValueError, TypeError):
-            raise Garbled("a picture that is none") from None
+            raise Garbled("a malformed picture") from None
         if known != f"sha256:{digest}":
-            raise Garbled("a picture under another name than its own")
+            raise Garbled("a picture with a wrong name")
     contents = [m.get("content") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
     for content in contents:
         for part in content if isinstance(content, list) and has_parts(content) else ():
@@ -256,14 +256,14 @@ def _take_pictures(given: dict[str, Any], messages: Any) -> None:
 
 def _read_record(number: int, record: Any) -> CallRecord:
     if not isinstance(record, list) or len(record) != 2 or type(record[0]) is not int:
-        raise Garbled("a record that is none")
+        raise Garbled("a malformed record")
     which, result = record
     if not 0 <= which < MOST_RECORDS:
-        raise Garbled("a record beyond all that there may be")
+        raise Garbled("a record beyond the maximum")
     try:
         return CallRecord(number, which, plain_data(result, [0], 0))
     except ValueError:
-        raise Garbled("a record that is none") from None
+        raise Garbled("a malformed record") from None
 
 
 def _read_notes(notes: Any) -> dict[str, Any]:
@@ -272,38 +272,38 @@ def _read_notes(notes: Any) -> dict[str, Any]:
     try:
         return noted_data(_object(notes))
     except ValueError:
-        raise Garbled("notes that are none") from None
+        raise Garbled("malformed notes") from None
 
 
 def _read_sides(sides: dict[str, Any], notes: dict[str, Any]) -> Done:
     if not 0 < len(sides) <= MOST_SIDES or any(map(problem_of_side, sides)):
-        raise Garbled("sides that are none")
+        raise Garbled("malformed sides")
     return Done(0.0, sides={side: _read_done(_object(done), {}) for side, done in sides.items()}, notes=notes)
 
 
 def _read_group(members: Any, notes: dict[str, Any]) -> Done:
     if not isinstance(members, list) or not all(isinstance(one, list) and len(one) == 2 for one in members):
-        raise Garbled("a group that is none")
+        raise Garbled("a malformed group")
     return Done(0.0, group=tuple([_read_done(_object(done), _read_notes(own)) for done, own in members]), notes=notes)
 
 
 def _read_done(done: dict[str, Any], notes: dict[str, Any]) -> Done:
     rewards, spans = _object(done.get("rewards")), done.get("spans")
     if not isinstance(spans, list):
-        raise Garbled("spans that are none")
+        raise Garbled("malformed spans")
     parts = {cleaned(name): _real(value) for name, value in rewards.items()}
     found = tuple([_span(_object(span)) for span in spans])
     if done.keys() == {"rewards", "spans", "reward"}:
         return Done(_real(done["reward"]), parts, found, notes=notes)
     if done.keys() != {"rewards", "spans", "invalid", "kind"} or done["kind"] not in list(InvalidKind):
-        raise Garbled("a verdict that is none")
+        raise Garbled("a malformed verdict")
     return Done(Invalid(cleaned(done["invalid"]), InvalidKind(done["kind"])), parts, found, notes=notes)
 
 
 def _span(span: dict[str, Any]) -> SpanReward:
     end, reply = span.get("end"), span.get("reply")
     if span.keys() != {"end", "reward", "reply"} or type(end) is not int or type(reply) is not int:
-        raise Garbled("a span that is none")
+        raise Garbled("a malformed span")
     return SpanReward(end, _real(span["reward"]), reply)
 
 
@@ -319,7 +319,7 @@ def _read(content: bytes) -> dict[str, Any]:
 
 
 def _refuse(word: str) -> NoReturn:
-    raise Garbled(f"{word} is no number")
+    raise Garbled(f"{word} is not a number")
 
 
 _READER = json.JSONDecoder(parse_constant=_refuse)

@@ -60,7 +60,7 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         odd.append("bias")
     if odd:
         raise UserError(
-            f"{file}: {odd[0]} is {shown(fields[odd[0]])}, which plain LoRA has not: merge it with PEFT "
+            f"{file}: {odd[0]} is {shown(fields[odd[0]])}, which plain LoRA does not have: merge it with PEFT "
             "(merge_and_unload) and give the whole checkpoint"
         )
     saved = fields.get("modules_to_save") or []
@@ -114,17 +114,17 @@ def base_of(folder: Path) -> Path:
     base = read_adapter_config(folder).base
     where = f"{folder / ADAPTER_CONFIG}: base_model_name_or_path"
     if not base:
-        raise UserError(f"{where} is empty: write the folder or name of the adapter's base model there")
+        raise UserError(f"{where} is empty: write the folder or name of the adapter's base model into it")
     try:
         found = checkpoint_folder(base)
     except UserError as error:
         if Path(base).expanduser().is_file():
             raise UserError(f"{where}: {error}") from None
         raise UserError(
-            f"{where} is {shown(base)}, which is not there: restore the model, or write its new folder"
+            f"{where} is {shown(base)}, which does not exist: restore the model, or write its new folder"
         ) from None
     if is_adapter(found):
-        raise UserError(f"{where} is {shown(base)}, which is an adapter itself: posttrain merge that one first")
+        raise UserError(f"{where} is {shown(base)}, which is an adapter itself: merge it first with posttrain merge")
     return found
 
 

@@ -59,10 +59,10 @@ def named_targets(targets: Sequence[str], there: Sequence[str] = TARGETS) -> tup
     targets = [name for word in targets for name in word.split(",")]
     if ALL in targets:
         if len(targets) > 1:
-            raise UserError(f"--lora-targets {ALL} already means all: leave out the others, or it")
+            raise UserError(f"--lora-targets {ALL} already means all: leave out {ALL}, or the others")
         return tuple(there)
     if odd := [name for name in targets if name not in there]:
-        raise UserError(f"--lora-targets {odd[0]:.60} is unknown: there are {ALL}, {', '.join(there)}")
+        raise UserError(f"--lora-targets {odd[0]:.60} is unknown: give {ALL}, or some of {', '.join(there)}")
     if not targets:  # possible in a recipe
         raise UserError(f"--lora-targets is empty: give {ALL}, or some of {', '.join(there)}")
     return tuple(name for name in there if name in targets)
@@ -109,8 +109,7 @@ def attach(decoder: Backbone, lora: LoRA, adapts: Callable[[str], bool]) -> None
         needed += lora.rank * sum(inputs + rows.stop - rows.start for _, rows in pieces) * decoder.dtype.itemsize
         if needed > room:
             raise UserError(
-                f"adapters of rank {lora.rank:,} take more than the {in_gib(room)} of memory that are free: take a smaller "
-                "rank"
+                f"adapters of rank {lora.rank:,} need more than the {in_gib(room)} of free memory: give a smaller rank"
             )
         if pieces:
             with torch.device(linear.weight.device):

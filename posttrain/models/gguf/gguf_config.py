@@ -118,7 +118,7 @@ def _theta(file: GgufFile) -> float:
 def _vocabulary(file: GgufFile) -> int:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
-        raise UserError(f"{file.path} holds no token_embd.weight, the embedding: it is no whole language model")
+        raise UserError(f"{file.path} has no token_embd.weight, the embedding: give the file of a whole language model")
     return embedding.shape[0]
 
 
@@ -160,7 +160,7 @@ def _llama3(file: GgufFile, tensor: StoredTensor, size: int) -> dict[str, Any]:
         content.seek(tensor.begin)
         found = struct.unpack(f"<{count}f", content.read(4 * count))
     if not all(0.0 < x < math.inf for x in found):
-        raise UserError(f"{file.path} is damaged, copy it again: {ROPE_FACTORS} has numbers that divide nothing")
+        raise UserError(f"{file.path} is damaged, copy it again: {ROPE_FACTORS} has a divisor of 0")
     settings = {"rope_type": "llama3", "factor": max(found), **LLAMA3}
     expected = _divisors(settings, _theta(file), size)
     if not all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(found, expected, strict=True)):

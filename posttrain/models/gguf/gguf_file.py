@@ -61,7 +61,7 @@ class GgufFile:
     def refuse(self, key: str, expected: str) -> UserError:
         value = self.metadata.get(key)
         found = "is missing" if value is None else f"is {value!r:.60}"
-        return UserError(f"{self.path}: {key} {found}; it must be {expected}: convert the model to GGUF anew")
+        return UserError(f"{self.path}: {key} {found}; it must be {expected}: convert the model to GGUF again")
 
 
 def is_gguf(path: Path) -> bool:
@@ -87,7 +87,7 @@ def _read(path: Path, size: int, changed: int) -> GgufFile:
         with user_files.opened(path) as file:
             if file.read(4) != b"GGUF":
                 raise UserError(
-                    f"{path} is no GGUF file (it does not begin with GGUF): give one, or a checkpoint folder"
+                    f"{path} is not a GGUF file (it does not begin with GGUF): give one, or a checkpoint folder"
                 )
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 found = _Header(path, data).read()
@@ -114,14 +114,16 @@ class _Header:
         if version not in VERSIONS:
             swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
             what = "is stored for big-endian machines" if swapped else f"has version {version} of the format"
-            raise UserError(f"{self.path} {what}; versions 2 and 3, little-endian, are read: convert the model anew")
+            raise UserError(
+                f"{self.path} {what}; posttrain reads versions 2 and 3, little-endian: convert the model again"
+            )
         tensors, entries = self.number("Q"), self.number("Q")
         self.expect(entries * 13 + tensors * 24, f"{entries:,} entries and {tensors:,} tensors")
         metadata: dict[str, Any] = {}
         for _ in range(entries):
             key = self.string()
             if key in metadata:
-                raise self.damaged(f"{key!r:.80} is there twice")
+                raise self.damaged(f"{key!r:.80} occurs twice")
             metadata[key] = self.value(self.number("I"))
         described = [self.tensor() for _ in range(tensors)]
         alignment = metadata.get("general.alignment", 32)
@@ -131,9 +133,9 @@ class _Header:
         found: dict[str, StoredTensor] = {}
         for name, kind, shape, offset in described:
             if name in found:
-                raise self.damaged(f"tensor {name!r:.80} is there twice")
+                raise self.damaged(f"tensor {name!r:.80} occurs twice")
             if offset % alignment:
-                raise self.damaged(f"tensor {name!r:.80} begins at {offset:,}, no multiple of {alignment}")
+                raise self.damaged(f"tensor {name!r:.80} begins at {offset:,}, not a multiple of {alignment}")
             found[name] = StoredTensor(kind, shape, begin + offset)
         return GgufFile(self.path, metadata, found, len(self.data))
 
@@ -143,7 +145,7 @@ class _Header:
     def expect(self, count: int, what: str) -> None:
         """Raise UserError if fewer than `count` bytes are left for `what`."""
         if count > self.end - self.at:
-            raise self.damaged(f"it announces {what} at byte {self.at:,}, and {len(self.data):,} bytes are there")
+            raise self.damaged(f"it announces {what} at byte {self.at:,}, and {len(self.data):,} bytes are left")
 
     def number(self, code: str) -> Any:
         return self.numbers(code, 1)[0]
@@ -190,7 +192,7 @@ class _Header:
         if kind == STRING:
             return self.string()
         if kind != ARRAY:
-            raise self.damaged(f"an entry before byte {self.at:,} has the type {kind}, which there is not")
+            raise self.damaged(f"an entry before byte {self.at:,} has the type {kind}, which does not exist")
         inner, count = self.number("I"), self.number("Q")
         if count > LIST_MOST or inner not in (*SCALARS, STRING):
             raise self.damaged(f"the list at byte {self.at:,} has {count:,} values of type {inner}")

@@ -104,7 +104,7 @@ class GgufTensors:
         if not all(shape) or shape[-1] % kind.block:
             raise UserError(f"{damaged} cannot be stored as {kind.name}, in blocks of {kind.block} numbers")
         if (end := tensor.begin + self._bytes(tensor)) > self.file.size:
-            raise UserError(f"{damaged} ends at byte {end:,}, and {self.file.size:,} are there")
+            raise UserError(f"{damaged} ends at byte {end:,}, and the file has {self.file.size:,}")
 
     def _in_order(self, name: str, tensor: Tensor) -> Tensor:
         """Undo llama.cpp's order of the rows of q and k, in which the two rows that are rotated together are

@@ -70,7 +70,7 @@ def narrow_products(inner: Any, dtype: torch.dtype) -> None:
     ours = [layer for _, layer in products(inner) if isinstance(layer, Linear)]
     if not ours:
         raise UserError(
-            f"--frozen-weights narrows linear layers, and {type(inner).__name__} has none of its own: leave it out"
+            f"--frozen-weights needs linear layers, and {type(inner).__name__} has none of its own: leave it out"
         )
     inner.requires_grad_(False)
     for layer in ours:

@@ -42,7 +42,7 @@ def check_room(folder: Path, inner: Any, dtype: torch.dtype) -> Shapes:
     needed, room = count * dtype.itemsize, available_memory(torch.device("cpu"))
     if needed > room:
         raise UserError(
-            f"{folder / 'config.json'} announces {count:,} parameters, {in_gib(needed)} of weights; {in_gib(room)} of "
+            f"{folder / 'config.json'} announces {count:,} parameters, {in_gib(needed)} of weights, and {in_gib(room)} of "
             "memory are free: correct the sizes or use a larger machine"
         )
     _each(folder, lambda file, name, stored: _check(file, name, stored, shapes))

@@ -48,7 +48,7 @@ TOLERANCE = 1e-4  # allowed difference of log-probabilities in nats, in float32 
 COARSE = 0.1  # the same in narrower types
 LARGE = 32.0  # beyond logits of this size the tolerance grows in proportion; those of Gemma reach -135
 TRUST = "POSTTRAIN_TRUST_REMOTE_CODE"
-"""Not an option: recipes may come from somebody else."""
+"""An environment variable, not an option, since recipes may come from other people."""
 RECORDING = "posttrain_recording"  # our attention while a model is analysed
 
 
@@ -77,7 +77,7 @@ def load_backed(
     for name, parameter in inner.named_parameters():
         if not parameter.isfinite().all():
             raise UserError(
-                f"{folder}: {name} holds numbers that are not finite (NaN or infinity): training would spread them"
+                f"{folder}: {name} has numbers that are not finite (NaN or infinity): give a checkpoint without them"
             )
     if dtype == torch.float64 and hasattr(inner, "set_experts_implementation"):
         inner.set_experts_implementation("eager")  # the batched implementation does not support float64
@@ -142,9 +142,12 @@ def _check(folder: Path, source: Mapping[str, Any], trust: bool) -> None:
     if is_gguf(folder):
         _check_gguf(folder)
     if source.get("auto_map") and not trust and kind not in CONFIG_MAPPING:
-        raise UserError(f"{file}: this model is Python code of its own: read it, then set {TRUST}=1")
+        raise UserError(f"{file}: this model runs Python code of its own: read the code, then set {TRUST}=1")
     if kind not in CONFIG_MAPPING and not trust:
-        raise UserError(f"{file}: model_type {shown(kind)} is unknown here and to the installed transformers")
+        raise UserError(
+            f"{file}: model_type {shown(kind)} is unknown to posttrain and to the installed transformers: give another "
+            "model, or upgrade transformers"
+        )
     if source.get("is_encoder_decoder"):
         raise UserError(f"{file}: {kind} is an encoder with a decoder; posttrain trains decoders only")
     if source.get("quantization_config"):
@@ -336,8 +339,8 @@ def _own_forward(model: Backed, folder: Path) -> tuple[Tensor, Tensor]:
             if not more:
                 raise
             raise UserError(
-                f"{folder}: the model cannot take the picture that its image processor makes: copy the "
-                f"preprocessor_config.json that belongs to it ({one_line(error):.120})"
+                f"{folder}: the model cannot read the pictures of its image processor: copy the preprocessor_config.json of "
+                f"this model ({one_line(error):.120})"
             ) from None
         logits.append(out if model.vision is None else out + model.vision.forbidden)
         states.append(model.inner.base_model(input_ids=ids, use_cache=False, **more).last_hidden_state[0])

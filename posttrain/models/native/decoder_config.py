@@ -50,7 +50,7 @@ def read_config(folder: Path, source: Mapping[str, Any]) -> DecoderConfig:
     if absent := [key for key in REQUIRED if source.get(key) is None]:
         raise UserError(f"{file} lacks {', '.join(absent)}: give a complete Hugging Face checkpoint")
     if fields.text("hidden_act", "silu") != "silu":
-        raise NotNativeError(f"{file}: hidden_act {shown(source['hidden_act'])} is not supported; supported is silu")
+        raise NotNativeError(f"{file}: hidden_act {shown(source['hidden_act'])} is not supported; silu is supported")
     if source.get("quantization_config"):
         raise UserError(f"{file}: quantized weights cannot be trained; give the unquantized checkpoint")
     return _decoder_config(fields, family)

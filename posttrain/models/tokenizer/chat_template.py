@@ -109,7 +109,7 @@ def _characters(messages: Sequence[Mapping[str, Any]]) -> int:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
-        return "it is nested too deeply, or calls itself for ever"
+        return "it is nested too deeply, or calls itself without end"
     if isinstance(error, TemplateError | Overspent):
         return one_line(error)
     return f"{type(error).__name__}: {one_line(error)}"
@@ -210,7 +210,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 @lru_cache(maxsize=8)
 def _compiled(source: str) -> Template:
     if len(source) > LONGEST_TEMPLATE:
-        raise TemplateSyntaxError(f"it has {len(source):,} characters; {LONGEST_TEMPLATE:,} are the most", 1)
+        raise TemplateSyntaxError(f"it has {len(source):,} characters, and may have at most {LONGEST_TEMPLATE:,}", 1)
     return _Environment().from_string(source)
 
 
@@ -249,7 +249,7 @@ def _pay_method(context: BudgetContext, method: Any, args: Sequence[Any]) -> Non
 
 
 Price = Callable[[BudgetContext, Any, Sequence[Any]], None]
-"""Pays for an operation on a value, with these arguments."""
+"""Counts the cost of an operation on a value, with these arguments."""
 
 
 def _linear(context: BudgetContext, value: Any, args: Sequence[Any]) -> None:
@@ -288,7 +288,7 @@ _METHODS: dict[tuple[str, str], Price] = {
     **{("list", name): _throughout for name in ("index", "count", "copy")},
     **{("LoopContext", name): _linear for name in ("cycle", "changed")},
 }  # fmt: skip
-"""Methods that a template may call, and their price beside the characters of their operands."""
+"""Methods that a template may call, and their cost besides the characters of their operands."""
 
 
 def _compared(context: BudgetContext, value: Any, args: Sequence[Any]) -> None:

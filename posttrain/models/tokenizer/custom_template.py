@@ -44,7 +44,7 @@ CHATML = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
 TRIED = {"role": "user", "content": "a question"}
-"""Messages that a template has to render before anything else is done with it."""
+"""Messages that a template must render before it is used."""
 
 
 CALLED = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
@@ -54,7 +54,7 @@ SAID: Sequence[Sequence[Mapping[str, Any]]] = (
     [{"role": "system", "content": ""}, TRIED, {"role": "assistant", "content": ""}, {"role": "user", "content": ""}],
     [TRIED, {"role": "assistant", "content": "", "tool_calls": [CALLED]}, {"role": "tool", "content": ""}],
 )
-"""Conversations that show which texts a template puts around messages."""
+"""Conversations that reveal the text that a template puts around messages."""
 
 
 def around(template: str) -> list[str]:
@@ -94,7 +94,5 @@ def read_template(given: str) -> tuple[str, str]:
     if TRIED["content"] not in shown:
         shown = render(text, {"messages": [{**TRIED, "content": [{"type": "text", "text": TRIED["content"]}]}]}, given)
     if TRIED["content"] not in shown:
-        raise UserError(
-            f"--chat-template {given} shows nothing of a user's message: it has to be a chat template in Jinja"
-        )
+        raise UserError(f"--chat-template {given} drops a user's message: give a chat template in Jinja")
     return text, given

@@ -51,7 +51,7 @@ SPLITS = {name: split for split, names in _NAMES.items() for name in names.split
 BEGINS = ("llama3", "llama-v3", "llama-bpe")  # texts begin with BOS unless the file has a flag against it
 LONGEST = 4096  # maximum of characters in a token
 WHOLE = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "lfm2", "tekken")
-"""Those where a piece that is a token is not built from its merges."""
+"""Splits in which a piece that is a token is not built from its merges."""
 
 
 def gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any], str | None]:
@@ -61,7 +61,7 @@ def gguf_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any], st
     """
     file = read_gguf(path)
     if not {MODEL, TOKENS} <= file.metadata.keys():
-        raise UserError(f"{path} holds no tokenizer ({MODEL}, {TOKENS}): convert the whole model folder to GGUF anew")
+        raise UserError(f"{path} has no tokenizer ({MODEL}, {TOKENS}): convert the whole model folder to GGUF again")
     kind, tokens = file.text(MODEL), _texts(file, TOKENS)
     if kind not in KINDS:
         raise UserError(

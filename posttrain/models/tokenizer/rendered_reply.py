@@ -23,7 +23,7 @@ Message = Mapping[str, Any]
 _OPENED = re.compile(rf"{OPENS}\s*\Z")
 _EMPTY = re.compile(rf"\A\s*{OPENS}\s*{CLOSES}\n*")
 REWRITTEN = (
-    "this chat template rewrites what opens a reply, so the reply's tokens are not known: give another with "
+    "this chat template rewrites the beginning of a reply, so the reply's tokens are unknown: give another with "
     "--chat-template, or train plain prompts as bare text with --no-chat"
 )
 
@@ -100,5 +100,5 @@ def _without_thoughts(tokenizer: Tokenizer) -> str:
     )
     return (
         f'this chat template begins each reply with its thoughts, and a trained message has none: pass {off}"train": false '
-        'in that message, or give it "reasoning_content" ("" trains the model to think nothing)'
+        'in that message, or give it "reasoning_content" ("" trains empty thoughts)'
     )

@@ -28,7 +28,7 @@ class Overspent(Exception):
 
     def __str__(self) -> str:
         return (
-            f"it takes more than its bounds allow ({BUDGET:,} characters handled, and {PER_CHARACTER} for each one of the "
+            f"it exceeds its budget ({BUDGET:,} characters handled, and {PER_CHARACTER} for each one of the "
             "conversation): correct the template"
         )
 

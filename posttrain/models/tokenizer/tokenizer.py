@@ -196,13 +196,13 @@ class Tokenizer:
         and "<|eos|>"; the given special tokens follow. Raises UserError if `vocab` is too small or absurdly large.
         """
         if vocab > VOCAB_MOST:
-            raise UserError(f"vocab is {vocab}: a tokenizer has at most {VOCAB_MOST:,} entries")
+            raise UserError(f"vocab is {vocab}: give at most {VOCAB_MOST:,}")
         if kind == "bpe":
             backend = train_bpe(texts, vocab, [PAD, EOS, *special])
         elif kind == "characters":
             backend = train_characters(texts, vocab, [PAD, EOS, UNKNOWN, *special])
         else:
-            raise UserError(f'kind is "bpe" or "characters", not {kind!r}')
+            raise UserError(f'kind must be "bpe" or "characters", not {kind!r}')
         backend.add_special_tokens([PAD, EOS, *([UNKNOWN] if kind == "characters" else []), *special])
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -224,7 +224,7 @@ class Tokenizer:
         """
         if self.pictures is not None and self._placeholder in text:
             raise PictureError(
-                f"a text holds {self._placeholder}, which stands for a picture: give the picture as a part"
+                f"a text has {self._placeholder}, the placeholder of a picture: give the picture as a part"
             )
         return self._encode(text, start)
 
@@ -232,7 +232,7 @@ class Tokenizer:
         """Check given token ids. Raises PictureError for a picture's placeholder, since no picture comes with them."""
         if self.pictures is not None and self.pictures.id in tokens:
             raise PictureError(
-                f"token {self.pictures.id} stands for a picture: give messages, with the picture as a part"
+                f"token {self.pictures.id} is the placeholder of a picture: give messages, with the picture as a part"
             )
 
     def encode_seen(self, text: str, digests: Sequence[str], start: bool = False) -> tuple[list[int], list[Media]]:
@@ -246,11 +246,12 @@ class Tokenizer:
         found = text.count(self._placeholder)
         if found > len(digests):
             raise PictureError(
-                f"a text holds {self._placeholder}, which stands for a picture: give the picture as a part"
+                f"a text has {self._placeholder}, the placeholder of a picture: give the picture as a part"
             )
         if found < len(digests):
             raise UserError(
-                f"{self.template_name} shows {found} places for {len(digests)} pictures: use that of a vision-language model"
+                f"{self.template_name} shows {found} places for {len(digests)} pictures: use the template of a "
+                "vision-language model"
             )
         pixels = [self.pictures.pixels(digest) for digest in digests]
         shown, *rest = text.split(self._placeholder)
@@ -310,8 +311,8 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise UserError(
-                "this model has no chat template, which messages and tools need: give one with --chat-template FILE, or "
-                "--chat-template chatml, or prompt with text"
+                "this model has no chat template, which messages and tools need: give one with --chat-template FILE or "
+                "--chat-template chatml, or use text prompts"
             )
         if any(message.get("tool_calls") for message in messages):
             messages = with_calls(messages, self.tool_format)
@@ -319,8 +320,8 @@ class Tokenizer:
         for tool in tools or ():
             if tool["function"]["name"] not in text:
                 raise UserError(
-                    f"this chat template does not show the tool {tool['function']['name']!r}: take one that does "
-                    "(--chat-template chatml), or describe it in a message and leave it out of tools"
+                    f"this chat template does not show the tool {tool['function']['name']!r}: use one that does "
+                    "(--chat-template chatml), or describe the tool in a message and leave it out of tools"
                 )
         check_shown(messages, text)
         return text
@@ -388,7 +389,7 @@ class Tokenizer:
                 continue
             return Continuation(text[end:], json.loads(json.dumps(reply, ensure_ascii=False).replace(mark, _WORD)))
         raise problem or UserError(
-            "this chat template does not show a reply where it was said: use it with one turn, or yield text, not messages"
+            "this chat template does not keep replies in their place: use it with one turn, or yield text, not messages"
         )
 
     def _stand_ins(
@@ -431,8 +432,8 @@ class Tokenizer:
             marked = [{**message, "content": _WORD} if i == place else message for i, message in enumerate(new)]
             if _WORD not in self.render([*before, reply, *marked], True, tools):
                 raise UserError(
-                    f"this chat template shows nothing of a message whose role is {message.get('role')!r}: take one that "
-                    "does (--chat-template chatml), or yield it as text or in another role"
+                    f"this chat template drops messages with the role {message.get('role')!r}: use one that shows them "
+                    "(--chat-template chatml), or yield the message as text or in another role"
                 )
 
     def _rendered(
@@ -510,7 +511,7 @@ class Tokenizer:
         known = self.template_variables
         for name in given:
             if name not in known:
-                listed = f"it reads: {', '.join(known)}" if known else "it reads none"
+                listed = f"it reads: {', '.join(known)}" if known else "it has no variables"
                 raise UserError(
                     f"--chat-template-kwargs: {self.template_name} does not read {name[:60]!r}{near(name, known)} ({listed})"
                 )

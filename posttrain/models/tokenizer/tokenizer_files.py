@@ -97,7 +97,7 @@ def check_ids(backend: tokenizers.Tokenizer) -> None:
     tokens: dict[int, str] = {}
     for token, id in backend.get_vocab(with_added_tokens=True).items():
         if id >= VOCAB_MOST:
-            raise UserError(f"token {token!r:.60} has the id {id}, where {VOCAB_MOST:,} is beyond every vocabulary")
+            raise UserError(f"token {token!r:.60} has the id {id}, and the maximum is {VOCAB_MOST:,}")
         if id in tokens:
             raise UserError(f"tokens {token!r:.60} and {tokens[id]!r:.60} have the same id, {id}")
         tokens[id] = token

@@ -24,7 +24,7 @@ WORDS = (
 def train_bpe(texts: Iterable[str], vocab: int, special: list[str]) -> tokenizers.Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab < len(alphabet) + len(special):
-        raise UserError(f"vocab is {vocab}: bytes and special tokens alone need {len(alphabet) + len(special)}")
+        raise UserError(f"vocab is {vocab}: bytes and special tokens need at least {len(alphabet) + len(special)}")
     backend = tokenizers.Tokenizer(BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(WORDS), "isolated"), byte_level])
@@ -36,7 +36,7 @@ def train_bpe(texts: Iterable[str], vocab: int, special: list[str]) -> tokenizer
 
 def train_characters(texts: Iterable[str], vocab: int, special: list[str]) -> tokenizers.Tokenizer:
     if vocab <= len(special):
-        raise UserError(f"vocab is {vocab}: special tokens alone need {len(special)}, and characters come on top")
+        raise UserError(f"vocab is {vocab}: give more than the {len(special)} that special tokens need")
     counts: Counter[str] = Counter()
     for text in texts:
         counts.update(text)

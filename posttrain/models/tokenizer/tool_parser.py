@@ -134,8 +134,8 @@ def check_shown(messages: Sequence[Mapping[str, Any]], text: str) -> None:
     for call in (call for message in messages for call in message.get("tool_calls") or ()):
         if (name := call.get("function", call)["name"]) not in text:
             raise UserError(
-                f"this chat template does not show the call of {name!r}: take one that does (--chat-template chatml), or "
-                "write it into the message's content and leave tool_calls out"
+                f"this chat template does not show the call of {name!r}: use one that does (--chat-template chatml), or "
+                "write the call into the message's content and leave tool_calls out"
             )
 
 

@@ -75,7 +75,7 @@ def read_file(
     if not os.path.isfile(path):
         raise UserError(f"{file}: no such file; a run is given by its folder")
     if path.suffix != SUFFIX:
-        raise UserError(f"{file} is no file of rollouts: the name of one ends in {SUFFIX}")
+        raise UserError(f"{file} is not a file of rollouts: give one, whose name ends in {SUFFIX}")
     return _read(path, columns(ROLLOUTS.names if names is None else names), places)
 
 
@@ -87,7 +87,9 @@ def rows_of(table: pa.Table) -> list[Row]:
     try:
         return _rows_of(table)
     except (TypeError, AttributeError, LookupError) as error:
-        raise UserError(f"these are no rollouts of posttrain ({one_line(error)[:100]}): a copy may be whole") from error
+        raise UserError(
+            f"these are not valid rollouts of posttrain ({one_line(error)[:100]}): put a copy of the file back"
+        ) from error
 
 
 def _rows_of(table: pa.Table) -> list[Row]:
@@ -169,7 +171,7 @@ def another_version(path: Path) -> UserError:
 
 def _damaged(path: Path, error: Exception) -> UserError:
     return UserError(
-        f"{path} is damaged ({one_line(error)[:100]}): put a copy of it back, or move it away, and the others are read"
+        f"{path} is damaged ({one_line(error)[:100]}): put a copy of it back, or move it away to read the others"
     )
 
 

@@ -123,7 +123,7 @@ class Questions:
         except duckdb.Error as error:
             raise UserError(f"the question cannot be read: {explained(error, sql, self._tables)}") from error
         if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
-            raise UserError("a question is one SELECT statement: nothing is written, changed or loaded here")
+            raise UserError("a question must be one SELECT statement, which writes, changes and loads nothing")
 
     @property
     def _tables(self) -> tuple[str, ...]:
@@ -186,7 +186,7 @@ class Questions:
         """Create the table of single tokens, with their texts if the query reads them."""
         words = list(self._vocabulary()) if texts else []
         if texts and not words:
-            raise UserError("the tokenizer is not here, so tokens have no text: ask by their ids, token = 5")
+            raise UserError("the tokenizer is missing, so tokens have no text: select them by id, token = 5")
         if words:
             self._base.register("vocabulary", pa.table({"id": pa.array(range(len(words)), pa.int32()), "text": words}))
         kinds = ("rollouts",) if self._alone else ("rollouts", "evals")
@@ -216,10 +216,10 @@ def bounded(sql: str) -> None:
     try:
         sql.encode()
     except UnicodeEncodeError:
-        raise UserError("a question is text in UTF-8") from None
+        raise UserError("a question must be text in UTF-8") from None
     depth = accumulate({"(": 1, ")": -1}.get(c, 0) for c in sql)
     if len(sql) > LONGEST or max(depth, default=0) > DEEPEST:
-        raise UserError(f"a question has at most {LONGEST:,} characters and brackets within {DEEPEST} others")
+        raise UserError(f"a question may have at most {LONGEST:,} characters and {DEEPEST} nested brackets")
 
 
 def _table(rows: list[dict[str, Any]]) -> pa.Table:
@@ -236,7 +236,7 @@ def explained(error: Exception, sql: str, tables: Sequence[str]) -> str:
     if table := re.search(r"Table with name (\S+) does not exist", said):
         return f"there is no table {table[1]}: there {'is' if len(tables) == 1 else 'are'} {', '.join(tables)}"
     if column and f'"{column[1]}"' in sql:
-        return f"{said}; a text stands in single quotes, names of columns in double ones"
+        return f"{said}; write texts in single quotes and names of columns in double quotes"
     if column:
         alike = re.findall(r'"(\w+)"', said.partition("Candidate bindings:")[2])
         listed = f"like it are {', '.join(alike)}; " if alike else ""

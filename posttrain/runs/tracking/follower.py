@@ -128,7 +128,7 @@ class Follower:
             traceback.print_exc()
             self.failed[name] += 1
             if self.failed[name] == 1:
-                self.say(f"{self.spec}: {name} failed, and the run goes on: {describe_error(error, None)}")
+                self.say(f"{self.spec}: {name} failed, and the run continues: {describe_error(error, None)}")
 
     def _store(self) -> None:
         path = state_file(self.folder, self.spec)
@@ -174,7 +174,7 @@ def serve(descriptor: int) -> None:
         follower.start(TrackedRun(**{**told["run"], "project": project, "id": follower.state.get("id")}))
     except (Exception, SystemExit) as error:
         traceback.print_exc()
-        return say(f"{spec} could not start, and the run goes on without it: {describe_error(error, None)}")
+        return say(f"{spec} could not start, and the run continues without it: {describe_error(error, None)}")
     while not select.select([end], [], [], LOOK_SECONDS)[0]:
         follower.look()
     if status := lines.readline():

@@ -64,7 +64,7 @@ class Trackers:
             if ended:
                 self._open.remove(process)
                 if process.child.code and not self._ended:
-                    self._say(f"{process.spec} has ended, and the run goes on without it ({process.child.exit()})")
+                    self._say(f"{process.spec} has ended, and the run continues without it ({process.child.exit()})")
                 process.close()
 
     def finish(self, status: Status, seconds: float | None = None) -> None:

@@ -57,7 +57,7 @@ def load_encoder(name: str, **encoding: Any) -> Encoder:
     if ":" in name:
         if encoding:
             raise UserError(
-                f"--{next(iter(encoding)).replace('_', '-')} is for folders: a function sees to that itself"
+                f"--{next(iter(encoding)).replace('_', '-')} has no effect with an encoder function: leave it out"
             )
         return Function(name)
     from posttrain.models.checkpoint_location import checkpoint_folder
@@ -77,7 +77,7 @@ def encoder_of(identity: dict[str, Any], folder: Path, given: Encoder | str | No
         raise UserError(f"the index in {folder} is damaged (it names no encoder): {again(folder)}")
     if given is None and "function" not in identity and "folder" not in identity:
         way = "open it in Python with open_index(folder, encoder)"
-        raise UserError(f"the encoder of the index in {folder} was an object: {way}")
+        raise UserError(f"the encoder of the index in {folder} was a Python object: {way}")
     name = given if isinstance(given, str) else str(identity.get("function", identity.get("folder")))
     settings = {setting: value for setting, value in _made_of(identity).items() if setting != "fingerprint"}
     try:

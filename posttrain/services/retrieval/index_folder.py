@@ -172,7 +172,7 @@ def may_be_at(place: Path, overwrite: bool) -> None:
     if strange := sorted(path.name for path in place.iterdir() if not _MADE.fullmatch(path.name)):
         raise UserError(f"{place} holds {strange[0]} beside an index: move it away, or choose another --out")
     if not overwrite:
-        raise UserError(f"there is an index in {place}: replace it with --overwrite, or choose another --out")
+        raise UserError(f"{place} already has an index: replace it with --overwrite, or choose another --out")
 
 
 def _sized(path: Path) -> tuple[int, int]:

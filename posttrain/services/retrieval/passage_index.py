@@ -74,7 +74,7 @@ class PassageIndex:
         Raises UserError for damaged files, or an encoder that fails.
         """
         if not 0 < k <= MOST:
-            raise UserError(f"k is {k}: from 1 to {MOST} passages may be asked for")
+            raise UserError(f"k is {k}: give a number from 1 to {MOST}")
         with consistent_files(self.folder):
             found = self._searcher.search([query.encode("utf-8", "replace").decode() for query in queries], k)
             return [[Hit(self.passages[place], score) for place, score in own] for own in found]
@@ -105,7 +105,8 @@ def build(
     loaded = load_encoder(encoder, **encoding) if isinstance(encoder, str) else encoder
     if loaded is None and (faiss is not None or encoding):
         raise UserError(
-            f"--{'faiss' if faiss is not None else next(iter(encoding)).replace('_', '-')} goes with --encoder"
+            f"--{'faiss' if faiss is not None else next(iter(encoding)).replace('_', '-')} has no effect without --encoder: "
+            "leave it out"
         )
     with drafted(place, overwrite) as draft:
         from_file = described(source.file) if source.file is not None else {}

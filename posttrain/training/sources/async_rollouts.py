@@ -70,7 +70,7 @@ class StepQueue:
         if played.number != number:
             raise UserError(
                 f"the rollouts that the checkpoint holds for step {number} are of step {played.number}: delete it to use "
-                "the one before it"
+                "the previous one"
             )
         self._learned = played.after
         return played

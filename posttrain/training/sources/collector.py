@@ -98,7 +98,7 @@ class Collector:
     def __post_init__(self) -> None:
         if self.size.prompts > len(self.tasks):
             raise UserError(
-                f"--prompts {self.size.prompts} is more than the {len(self.tasks)} different tasks to train on: give "
+                f"--prompts {self.size.prompts} is above the {len(self.tasks)} different training tasks: give "
                 f"--prompts {len(self.tasks)} or fewer, or more rows"
             )
         self.order = self.order or Uniform(len(self.tasks), self.seed)
@@ -286,6 +286,6 @@ def _informative(
             kept.append(rollout)
             continue
         why = f"all rewards of its group are {reward:g}" if equal else groups.exclusion_reason
-        why += "; the budget was spent, so no other group was sampled" if spent else "; another group took its place"
+        why += "; the budget is used up, so no other group was sampled" if spent else "; another group replaced it"
         left[id(rollout)] = Fate.REPLACED, why
     return kept, left

@@ -89,7 +89,7 @@ def imitated(transcripts: Sequence[Transcript]) -> list[Transcript]:
         if other.n_scored:
             found.append(other)
     if not found:
-        raise UserError("nothing to learn: none of its replies is learned from")
+        raise UserError("nothing to learn: none of its replies is trained")
     return found
 
 
@@ -105,7 +105,7 @@ def stored(task: Task, tokenizer: Tokenizer) -> tuple[list[Transcript], float | 
                 transcript, start = transcripts[turn["transcript"]], turn["first"]
                 text = tokenizer.decode(transcript.tokens[start : start + turn["length"]])
                 if not text.startswith(said_by(turn, task["prompt"], task["text"])):
-                    raise UserError("the rollout was made with another tokenizer: its tokens are other words here")
+                    raise UserError("the rollout was made with another tokenizer, so its tokens do not match")
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         if isinstance(error, UserError):
             raise

@@ -68,7 +68,10 @@ class ExampleStream(Sequence["X | None"], Generic[X]):
         transcripts = self.transcripts(made)
         most = max(max(t.tokens) for t in transcripts)
         if most >= self.vocab:
-            raise UserError(f"the tokenizer gives token {most}, but the model's vocabulary has {self.vocab}: no match")
+            raise UserError(
+                f"the tokenizer gives token {most}, and the model's vocabulary has {self.vocab}: use the model's own "
+                "tokenizer"
+            )
         longest = max(map(len, transcripts))
         if longest > context:
             return self._cut(place, task, longest)
@@ -84,9 +87,7 @@ class ExampleStream(Sequence["X | None"], Generic[X]):
             draw(len(self), 0, 1, 0, lambda place: self[place] is not None)
         except UserError:
             if self.unwanted:
-                raise UserError(
-                    f"none of {self.unwanted:,} episodes has the reward that --min-reward asks for"
-                ) from None
+                raise UserError(f"none of {self.unwanted:,} episodes reaches --min-reward: lower it") from None
             raise
         self.unwanted = 0
 
@@ -145,8 +146,8 @@ def _of_mixture(made: ExampleStream[X], tasks: MixedTasks, rows: int, seed: int,
     found = found or list(islice(((place, one) for place in later if (one := made[place]) is not None), 1))
     if not found:
         raise UserError(
-            f"none of the {10 * len(made):,} rows behind step {number} of the mixture fits: "
-            "give the parts that fit more weight, or leave out those that do not"
+            f"none of the {10 * len(made):,} rows after step {number} of the mixture fits: raise the weight of parts whose "
+            "rows fit, or leave out the others"
         )
     return found
 

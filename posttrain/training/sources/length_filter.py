@@ -38,11 +38,11 @@ class TooLong:
         """Record a row that is too long; `what` describes it. Raises UserError if such rows are refused."""
         told = f"{where}: {what}; the model's context holds {self.context}"
         if self.policy == "refuse":
-            raise UserError(f"{told}: shorten it, or have it left out or cut with --too-long skip or truncate")
+            raise UserError(f"{told}: shorten it, or skip or cut such rows with --too-long skip or truncate")
         self.count += 1
         if where not in self._named and len(self._named) < NAMED:
             self._named.add(where)
-            last = "; more will not be named" if len(self._named) == NAMED else ""
+            last = "; further rows are not listed" if len(self._named) == NAMED else ""
             self.say(f"{told}: it is {'cut' if cut else 'left out'} (--too-long){last}")
 
     def take(self) -> int:

@@ -39,7 +39,7 @@ def prompt_length(transcript: Transcript) -> int:
     for span in transcript.spans:
         if span.kind is SpanKind.SAMPLED or span.kind is SpanKind.IMITATED:
             return span.start
-    raise AssertionError("nothing in it is learned from")
+    raise AssertionError("no token in it is trained")
 
 
 Read = Literal["next", "last", "each"]
@@ -52,7 +52,7 @@ def needed_length(transcript: Transcript, read: Read = "next") -> int:
     for span in reversed(transcript.spans):
         if span.learned:
             return span.start + span.length - (read == "next")
-    raise AssertionError("nothing in it is learned from")
+    raise AssertionError("no token in it is trained")
 
 
 def readings(transcript: Transcript, read: Read) -> int:

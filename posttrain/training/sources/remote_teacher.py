@@ -83,7 +83,7 @@ class RemoteTeacher:
             if len(theirs) == len(tokens) and "".join(theirs).strip() != ours.strip() and "\ufffd" not in ours:
                 raise UserError(
                     f"the teacher at {self.address} has another tokenizer: it reads {clip(repr(''.join(theirs)), 60)} where "
-                    f"the student wrote {clip(repr(ours), 60)}; take a teacher of the student's family"
+                    f"the student wrote {clip(repr(ours), 60)}; use a teacher of the student's family"
                 )
 
     async def _of_transcript(self, transcript: Transcript) -> Tensor:
@@ -128,15 +128,15 @@ class RemoteTeacher:
             self._refuse(names)
         if len(names) != 1:
             raise UserError(
-                f"the teacher at {self.address} serves {', '.join(map(str, names)) or 'no model'}: name one of them, as in "
-                f"--teacher {self.address}#MODEL"
+                f"the teacher at {self.address} serves {', '.join(map(str, names)) or 'no model'}: choose one of them, such "
+                f"as --teacher {self.address}#MODEL"
             )
         return names[0]
 
     def _refuse(self, failed: EndpointFailure) -> NoReturn:
         if failed.rubbish:
             raise self._strange(failed.reason)
-        way = failed.way(f"look at the environment variable {KEY}", "its address and model")
+        way = failed.way(f"check the environment variable {KEY}", "its address and model")
         raise UserError(f"the teacher at {self.address} does not answer: {failed.reason}; {way}")
 
     def _strange(self, what: str) -> UserError:

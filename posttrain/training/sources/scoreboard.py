@@ -140,13 +140,13 @@ def usable(rollouts: Sequence[Rollout], stats: Stats) -> tuple[list[Rollout], Le
             if isinstance(rollout.reward, Invalid):
                 left[id(rollout)] = Fate.INVALID, rollout.reward.reason
             elif not rollout.n_scored:
-                left[id(rollout)] = Fate.INVALID, "it has no token that could be learned from"
+                left[id(rollout)] = Fate.INVALID, "it has no trainable token"
             else:
                 valid.append(rollout)
         if len(valid) >= max(min(2, games[group]), len(members) / 2):
             kept.extend(valid)
         else:
-            why = f"{len(valid)} of the {len(members)} rollouts of its group can be learned from"
+            why = f"{len(valid)} of the {len(members)} rollouts of its group are usable"
             left |= {id(rollout): (Fate.SMALL, why) for rollout in valid}
     stats.add("dropped", len(rollouts) - len(kept), len(rollouts))
     return kept, left
@@ -221,8 +221,9 @@ def named_parts(rollouts: Sequence[Rollout]) -> dict[str, Tensor]:
         if sorted(rollout.rewards) != names:
             raise UserError(
                 f"the reward of {told} has the parts {', '.join(sorted(rollout.rewards))}, that of task "
-                f"{rollouts[0].task.get('id')!r} {', '.join(names)}: return the same ones, 0.0 for what does not apply"
+                f"{rollouts[0].task.get('id')!r} {', '.join(names)}: return the same parts for every task, 0.0 where a part "
+                "does not apply"
             )
         if rollout.steps:
-            raise UserError(f"{told} gives step rewards, which are no named parts: return them as parts of the verdict")
+            raise UserError(f"{told} returns step rewards instead of named parts: return them as parts of the verdict")
     return {name: torch.tensor([r.rewards[name] for r in rollouts], dtype=torch.float64) for name in names}

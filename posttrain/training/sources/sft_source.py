@@ -79,12 +79,12 @@ class Transcripts(ExampleStream[Sequence[Transcript]]):
         elif not is_script(task) or (self.enact is None and ("response" in task or _answered(task))):
             if self.min_reward is not None:
                 raise UserError(
-                    "--min-reward is of rollouts that a run kept and of rows with replies: this row is neither"
+                    "--min-reward needs recorded rollouts or rows with replies, and this row is neither: leave it out"
                 )
             mask = self.mask if "prompt" in task or "messages" in task else "all"  # a bare text is imitated as a whole
             return [demonstrate(task, self.tokenizer, self.eos_ids, mask, length)]
         elif self.enact is None:
-            raise UserError("the row has replies: name the environment that they answer with --env my.py:environment")
+            raise UserError("the row has replies: give the environment in which they run with --env my.py:environment")
         else:
             played = self.enact(task)
         least = self.min_reward

@@ -23,7 +23,7 @@ UNREADABLE = "longer than its teacher's context"
 ALWAYS_1 = "gives log-probabilities at temperature 1: give --teacher-temperature 1"
 """Reason for a refused remote teacher."""
 TEACHER, NAMED = "teacher", "teacher:{}"
-"""Names in the learner: of the teacher of all tasks, and of one that tasks choose by its name."""
+"""Names in the learner: the teacher of all tasks, and a teacher that tasks choose by its name."""
 
 
 class RemoteTeacherClient(Protocol):

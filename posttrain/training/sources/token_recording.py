@@ -48,7 +48,7 @@ class TokenRecording:
         found = []
         if self.level == "full":
             found += [] if "entropy" in wants else ["the entropy of every token, which the loss does not read"]
-            found += [] if reference else ["no reference (the algorithm has none, so that column stays empty)"]
+            found += [] if reference else ["no reference (the algorithm has none; its column stays empty)"]
         if self.after:
             found.append(
                 "a forward pass a step for --record-after" + (f" ({GROUPS} groups)" * (self.level == "sample"))

@@ -42,7 +42,7 @@ class AgreementEstimate:
 
     def __str__(self) -> str:
         if math.isnan(self.mean):
-            return "not defined: one verdict alone was given"
+            return "undefined: all verdicts are the same"
         return f"{self.mean:.3f} {Interval(self.low, self.high, self.why).text()}"
 
 
@@ -102,7 +102,7 @@ def agreement(first: Iterable[Mapping[str, Any]], second: Iterable[Mapping[str, 
         if table.any():
             tables.append(table)
     if not tables:
-        raise UserError("the two files share no comparison: they must be labels of the same preference examples")
+        raise UserError("the two files share no comparison: give labels of the same preference examples")
     return measured(np.stack(tables))
 
 

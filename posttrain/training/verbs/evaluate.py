@@ -78,13 +78,13 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
     device = prepare(config)
     success = success_of(env or config.env, config.success)
     if success is None and "k" in config.given:
-        raise UserError("--k needs to know which replies are right: give the reward of a right one with --success")
+        raise UserError("--k needs to know which replies are right: give the reward of a right reply with --success")
     data = load_tasks(config, rows, env)
     said: list[str] = []
     if config.held_out:
         data = _held_out(config, data, rows is None, said.append)
     if isinstance(data, Stream):
-        raise UserError("these rows have no end: set with --limit how many to evaluate on")
+        raise UserError("these rows have no end: set the number to evaluate on with --limit")
     paths = [resolve(folder) for folder in (config.model, config.against) if folder is not None]
     day = next(filter(None, map(day_of, paths)), None)  # both checkpoints get the same date
     searched: list[dict[str, Any]] = []  # figures of the searches of each side
@@ -115,7 +115,7 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
                     searched.append(_search_figures(search, episodes))
             reasons = [r.reward.reason for r in rollouts if isinstance(r.reward, Invalid)]
             if len(reasons) == len(rollouts):
-                raise UserError(f"no reward of {folder} is valid: look at --env {config.env}; the first: {reasons[0]}")
+                raise UserError(f"no reward of {folder} is valid: check --env {config.env}; the first: {reasons[0]}")
             return rollouts
 
         rollouts = played(config.model, 0)
@@ -135,7 +135,7 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
     other |= searched[1] if searched else {}
     both = [task for task, ours in rewards.items() if ours and other_rewards.get(task)]
     if not both:
-        raise UserError("no task has a valid reward of both checkpoints: look at the reasons in their rollouts")
+        raise UserError("no task has a valid reward for both checkpoints: look at the reasons in their rollouts")
     notes = (*notes, *_of_invalid(config.against, others, other))
     found = differences(
         [(rewards[task], other_rewards[task]) for task in both],
@@ -164,7 +164,7 @@ def _held_out(config: Evaluation, data: Tasks | Stream, of_a_file: bool, say: Ca
         known = next(filter(None, (split_seed_of(folder, tasks) for folder in folders)), None)
         seed = 0 if known is None else known[1]
         if known is not None:
-            say(f"held out are the same tasks as in {known[0]} (--split-seed {seed})")
+            say(f"the held-out tasks are those of {known[0]} (--split-seed {seed})")
     for folder in folders if of_a_file else ():
         if why := overlap(folder, tasks, config.held_out, seed):
             say(why)
@@ -227,8 +227,8 @@ def _of_invalid(name: str, rollouts: Sequence[Rollout], figures: dict[str, Any])
     if not reasons:
         return ()
     notes = [
-        f"{name}: {len(reasons)} of {len(rollouts)} rewards were invalid, so its figures are over the others alone; "
-        f"the first: {reasons[0]}"
+        f"{name}: {len(reasons)} of {len(rollouts)} rewards were invalid, and its figures leave them out; the first: "
+        f"{reasons[0]}"
     ]
     tasks = len({r.task["id"] for r in rollouts})
     fewer = [f"{n} over {f['tasks']}" for n, f in figures.items() if isinstance(f, dict) and f["tasks"] < tasks]

@@ -54,7 +54,7 @@ def label(config: Label, rows: Any = None, env: Callable[..., Any] | None = None
     Raises UserError for a mistake of the caller's.
     """
     validate(config)
-    assert not config.human and config.agreement is None, "these are done on a terminal"
+    assert not config.human and config.agreement is None, "these need a terminal"
     check_outputs(config)
     use_threads(config.threads)
     by_service = bool(config.with_) or env is not None
@@ -82,7 +82,7 @@ def load_items(config: Label, rows: Any, with_labels: bool) -> Tasks:
     """Load the preference examples, with or without their existing labels."""
     tasks = load_tasks(config, rows, convert=to_labelled if with_labels else to_responses)
     if isinstance(tasks, Stream):
-        raise UserError("these rows have no end: set with --limit how many to label")
+        raise UserError("these rows have no end: set the number to label with --limit")
     return tasks
 
 
@@ -93,17 +93,17 @@ def check_outputs(config: Label) -> None:
     named = [(name, Path(file)) for name, file in [*derived, ("--out", out), ("--items", config.tasks)] if file]
     for place, (name, file) in enumerate(named):
         if other := next((n for n, f in named[:place] if user_files.real(f) == user_files.real(file)), None):
-            raise UserError(f"{other} and {name} are both {file}: give each a file of its own")
+            raise UserError(f"{other} and {name} are both {file}: give different files")
     for name, maybe in derived:
         if maybe and os.path.exists(maybe) and not (config.overwrite or config.resume):
-            raise UserError(f"{name} {maybe} is there already: choose another name, or replace it with --overwrite")
+            raise UserError(f"{name} {maybe} exists already: choose another name, or replace it with --overwrite")
 
 
 def check_continued(lines: Lines, tasks: Tasks) -> None:
     """Raise UserError if a file that is continued holds labels of other preference examples."""
     last = lines.last()
     if last is not None and (lines.count > len(tasks) or last.get("id") != tasks[lines.count - 1]["id"]):
-        raise UserError(f"{lines.path} holds labels of other rows than {tasks.where(0)} and so on: use --overwrite")
+        raise UserError(f"{lines.path} has labels of other rows than {tasks.where(0)} and so on: use --overwrite")
 
 
 def derive(config: Label, rows: Tasks | Lines) -> tuple[int | None, int | None]:
@@ -139,7 +139,7 @@ class _Labeller:
         self.pairwise = judge is not None and getattr(getattr(judge, "recipe", None), "kind", "") == "pairwise"
         if config.comparisons is not None and not self.pairwise:
             self.services.close()
-            raise UserError("--comparisons goes with a pairwise judge: leave it out, or give such a recipe with --with")
+            raise UserError("--comparisons needs a pairwise judge: leave it out, or give the recipe of one with --with")
         try:
             workers = 0 if config.service else config.env_workers
             limits = workers, config.env_timeout, config.env_memory
@@ -162,8 +162,8 @@ class _Labeller:
         rows, reasons, valid = self._compared(block) if self.pairwise else self._scored(block)
         if reasons and not valid:
             raise UserError(
-                f"nothing of rows {first + 1} to {first + len(block)} could be labelled, and they are not written: "
-                f"{reasons[0]}; go on from there with --resume"
+                f"none of rows {first + 1} to {first + len(block)} could be labelled, and they are not written: "
+                f"{reasons[0]}; continue there with --resume"
             )
         return [{**row, "labeller": self.name} for row in rows]
 
@@ -234,9 +234,9 @@ def _notes(lines: Lines) -> Iterator[str]:
         flipped += len(row.get("flipped") or ())
         reason = reason or next((str(each[-1]) for each in row.get("invalid") or ()), "")
     if invalid:
-        yield f"{invalid} labels are invalid and left out; the first: {reason}"
+        yield f"{invalid} labels are invalid and were left out; the first: {reason}"
     if flipped:
-        yield f"{flipped} comparisons turned round (--flip)"
+        yield f"{flipped} comparisons flipped (--flip)"
 
 
 def _follows_from(

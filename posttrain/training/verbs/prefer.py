@@ -57,15 +57,15 @@ def chosen(config: Prefer) -> PreferenceAlgorithm:
     margin = algorithm.margin
     if margin is not None and (margin.constant or margin.scale) and not algorithm.link.takes_margin:
         raise UserError(
-            f"{algorithm.name}: its loss does not ask for a margin, --margin and --row-margins would change nothing: "
-            "leave them out, or choose --link sigmoid or hinge"
+            f"{algorithm.name}: --margin and --row-margins have no effect, as its loss has no margin: leave them out, or "
+            "choose --link sigmoid or hinge"
         )
     _check_transport(algorithm, config)
     if algorithm.reads_labels and getattr(algorithm.score, "tail", 1.0) != 1:
         raise UserError(f"{algorithm.name}: labels are of single responses, none is the shorter one: leave out --tail")
     if algorithm.moving is not None:
         if Need.REFERENCE not in algorithm.needs:
-            raise UserError(f"{algorithm.name}: it has no reference that could move: leave out --reference-every")
+            raise UserError(f"{algorithm.name}: --reference-every has no effect, as it has no reference: leave it out")
         refuse_rounded_moves(config, "--reference-update-rate", algorithm.moving.rate)
     return algorithm
 
@@ -104,8 +104,8 @@ def prefer(context: RunContext[Prefer]) -> RunParts:
     must_end(config, train_tasks)
     if isinstance(train_tasks, Stream) and Need.REFERENCE in algorithm.needs and algorithm.moving is None:
         raise UserError(
-            f"{algorithm.name} needs reference log-probabilities for every row; an endless stream has none. Pass --limit, "
-            "or choose an algorithm without a reference (simpo, cpo, orpo) or with one that moves (tr-dpo)"
+            f"{algorithm.name} needs reference log-probabilities of every row, and these rows have no end: give --limit, or "
+            "choose an algorithm without a reference (simpo, cpo, orpo) or with one that moves (tr-dpo)"
         )
     folder = run.checkpoint or run.start
     assert folder

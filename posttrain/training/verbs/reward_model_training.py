@@ -83,7 +83,7 @@ def reward_model(context: RunContext[RewardModelling]) -> RunParts:
     scored = Scored(source, unseen, learner, objective, model)
     said = [*sizes(config, model, (train_tasks, held_out), steps, "prompts", device), *told]
     if model.classifier is None:
-        said.append("transformers has no form for such a reward model: its checkpoints open here alone")
+        said.append("transformers has no such reward model: only posttrain opens its checkpoints")
 
     def finish(ended: Run) -> Sequence[str]:
         if ended.interrupted or ended.stopped is not None or not scored.report:  # a report needs the last step
@@ -126,20 +126,20 @@ def _check_labels(algorithm: RewardModelAlgorithm, example: Task, config: Reward
     steps = any(isinstance(said, list) for said in example["responses"])
     if labels and not algorithm.link.reads_labels:
         raise UserError(
-            f"{algorithm.name} compares responses to one prompt, and a single one is labelled here: choose "
+            f"{algorithm.name} compares responses to one prompt, and these rows label single responses: choose "
             "--algorithm outcome (good or bad) or regression (scores)"
         )
     if not labels and isinstance(algorithm.link, SquaredError):
         raise UserError(
-            f"{algorithm.name} learns scores, and responses are compared here: choose --algorithm bradley-terry or k-wise"
+            f"{algorithm.name} learns scores, and these rows compare responses: choose --algorithm bradley-terry or k-wise"
         )
     if isinstance(algorithm.link, CrossEntropy) and not all(0 <= label <= 1 for label in labels):
         raise UserError(
-            f"{algorithm.name} learns probabilities, and a score here is {max(labels, key=abs):g}: choose "
+            f"{algorithm.name} learns probabilities, and a row has the score {max(labels, key=abs):g}: choose "
             "--algorithm regression"
         )
     if steps and config.pooling == "mean":
-        raise UserError("each step has a score of its own, at its last token: leave out --pooling mean")
+        raise UserError("steps are scored at their last token: leave out --pooling mean")
 
 
 def read_report(folder: Path) -> dict[str, Any]:

@@ -213,12 +213,12 @@ def _success(config: RL, algorithm: Algorithm, env: Callable[..., Any] | None) -
     if len(set(found.values())) > 1:
         told = ", ".join(f"{name} {value:g}" if value is not None else f"{name} none" for name, value in found.items())
         raise UserError(
-            f"the parts of the mixture have different rewards of a right reply ({told}): set one with --success"
+            f"the parts of the mixture have different rewards for a right reply ({told}): set one with --success"
         )
     success = next(iter(found.values())) if parts else success_of(env or config.env, config.success)
     if success is None and Need.SUCCESS in algorithm.needs:
         raise UserError(
-            f"{config.algorithm} needs to know which replies are right: give the reward of a right one with --success"
+            f"{config.algorithm} needs to know which replies are right: give the reward of a right reply with --success"
         )
     return success
 

@@ -55,10 +55,10 @@ KIND = {
     "samples": int, "temperature": tuple[float, ...], "top_p": tuple[float, ...], "top_k": int, "max_tokens": int,
     "stop": str,
 }  # fmt: skip
-"""Settings that each kind of prompt may set for itself."""
+"""Settings that a kind of prompt may have."""
 FREE = {"out", "resume", "overwrite", "quiet", "slots", "replicas", "threads", "device", "env_workers", "tasks", "model",
         "reward_model", "judge", "retriever"}  # fmt: skip
-"""Options that no reply depends on, and those whose content is fingerprinted instead."""
+"""Options that do not affect replies, and options whose content is fingerprinted instead."""
 
 PROGRESS_REPORTS = 20  # most progress reports
 
@@ -110,13 +110,13 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
     makes_prompts = spec is not None and is_generator_env(load_env(spec))
     if config.adaptive is not None and spec is not None and is_group_reward(load_env(spec)):
         raise UserError(
-            "--adaptive cannot go with a reward that scores whole groups: it samples the rest of a group later; use "
+            "--adaptive does not go with a reward that scores whole groups, as it samples part of a group later: use "
             f"--samples {config.adaptive} instead"
         )
     converter: Convert | None = load_converter(spec) if spec is not None and rows is None else None
     tasks = load_tasks(config, rows, env, () if makes_prompts else ("prompt",), convert=converter or to_prompt)
     if isinstance(tasks, Stream):
-        raise UserError("these rows have no end: set with --limit how many to sample for")
+        raise UserError("these rows have no end: set the number to sample for with --limit")
     grids.check(tasks)
     paths = [resolve(model) for model in config.model]
     said: list[str] = []
@@ -208,7 +208,8 @@ class _Grids:
                 cells.pop()  # a greedy reply is the same for any top-p
         if (total := sum(cell.most for cell in cells)) > MOST:
             raise UserError(
-                f"a prompt would have {total} replies, and a row holds {MOST}: fewer --samples, or a smaller grid "
+                f"a prompt would have {total} replies, and a row holds at most {MOST}: lower --samples, or use a smaller "
+                "grid "
                 "(--temperature, --top-p, --seed, --model, --search, --adaptive)"
             )
         return cells
@@ -218,14 +219,14 @@ def _read_kind(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a kind in their types; bounds are those of the options."""
     where = f"--kinds.{kind}."
     if not isinstance(given, Mapping):
-        raise UserError(f"--kinds.{kind} holds settings: --kinds.{kind}.temperature 0.2")
+        raise UserError(f"--kinds.{kind} needs settings: --kinds.{kind}.temperature 0.2")
     bounds = {f.name: setting_of(f).bounds for f in fields(Sample)}
     read: dict[str, Any] = {}
     for name, value in given.items():
         plain = name.replace("-", "_")
         if plain not in KIND:
             hint = suggestion(plain, [*KIND]) or f"; there are {', '.join(KIND)}"
-            raise UserError(f"{where}{name}: no setting of a kind{hint}")
+            raise UserError(f"{where}{name}: not a setting of a kind{hint}")
         single = KIND[plain] == tuple[float, ...] and isinstance(value, int | float)
         read[plain] = convert((value,) if single else value, KIND[plain], f"{where}{name}")
         if plain != "stop":
@@ -248,7 +249,7 @@ class _Sampler:
         """Write the remaining rows. An interrupted block is sampled again as a whole."""
         last = lines.last()
         if last is not None and (lines.count > len(places) or last.get("id") != tasks[places[lines.count - 1]]["id"]):
-            raise UserError(f"{lines.path} holds other rows than these tasks give: use --overwrite")
+            raise UserError(f"{lines.path} has other rows than these tasks give: use --overwrite")
         size = max(1, 2 * self.config.slots // self.grids.largest)
         for first in range(lines.count // size * size, len(places), size):
             block = [tasks[place] for place in places[first : first + size]]
@@ -283,8 +284,8 @@ class _Sampler:
                 rollouts = player.play([cells[t][c].episode(chat.task(block[t]), m) for t, c, m in own])
                 if len(rollouts) > len(own):
                     raise UserError(
-                        "the environment plays several sides, and a row holds replies to one prompt: posttrain eval "
-                        "--out writes whole rollouts"
+                        "the environment has several sides, and a row holds replies to one prompt: use posttrain eval "
+                        "--out, which writes whole rollouts"
                     )
                 found |= zip(own, rollouts, strict=True)
         return found
@@ -333,13 +334,15 @@ class _Sampler:
         task = rollout.task
         if sum(turn.kind is SpanKind.SAMPLED for turn in rollout.turns) > 1 or len(rollout.transcripts) > 1:
             raise UserError(
-                f"the environment asked for several replies (task {task['id']!r:.60}), and a row is a prompt with single "
-                "ones: posttrain eval --out writes whole rollouts"
+                f"the environment asked for several replies (task {task['id']!r:.60}), and a row holds single replies: use "
+                "posttrain eval --out, which writes whole rollouts"
             )
         if not rollout.turns:  # the environment failed before its first turn
             return {}
         if rollout.transcripts[0].media:
-            raise UserError("rows of samples hold no pictures: posttrain eval --out writes whole rollouts")
+            raise UserError(
+                "rows of samples cannot hold pictures: use posttrain eval --out, which writes whole rollouts"
+            )
         asked, prompt = task.get("messages"), rollout.prompt
         if asked is not None and prompt == "\n".join(map(content_text, asked)):
             return {}
@@ -348,8 +351,8 @@ class _Sampler:
         seen = rollout.transcripts[0].tokens[: rollout.turns[0].length]
         if seen[-8:] != player.tokenizer.encode(prompt, start=True)[-8:]:
             raise UserError(
-                f"the environment shows messages of its own (task {task['id']!r:.60}), which its rows could not hold: put "
-                'them into the rows as "messages", with row_to_task'
+                f"the environment shows messages of its own (task {task['id']!r:.60}), which rows of samples cannot hold: "
+                'put them into the rows as "messages", with row_to_task'
             )
         return {"prompt": prompt}
 

@@ -71,7 +71,7 @@ def sft(context: RunContext[SFT]) -> RunParts:
         require_chat_template(tokenizer, tasks)
         model = policy(config, folder, device, run.world)
     elif config.lora is not None:
-        raise UserError("--lora adapts a model that is there, and a new one has to learn everything: give --model")
+        raise UserError("--lora needs a pretrained model: give --model")
     else:
         model, tokenizer = _from_scratch(config, tasks, play, device)
         ends = model.eos_ids

@@ -27,7 +27,7 @@ from posttrain.training.verbs import evaluate
 from posttrain.training.verbs.evaluate import Evaluated
 
 OF_THE_SUITE = ("suite", "model", "against", "out")
-"""Options of the whole suite, which no part may set."""
+"""Options of the whole suite, which a part may not set."""
 MARK = "out_of_distribution"
 PARTS = 1000  # most parts of a suite
 
@@ -74,7 +74,9 @@ def read_suite(file: str, given: Mapping[str, Any]) -> list[Part]:
             f"--suite {file:.100} has no part: write one table for each, such as [arithmetic] with tasks and env"
         )
     if len(tables) > PARTS:
-        raise UserError(f"--suite {file:.100} has {len(tables):,} parts, and {PARTS:,} are the most")
+        raise UserError(
+            f"--suite {file:.100} has {len(tables):,} parts, and the maximum is {PARTS:,}: split it into several files"
+        )
     return [_part(f"{file:.100}: ", name, {**common, **own}, given) for name, own in tables.items()]
 
 
@@ -87,7 +89,7 @@ def _part(where: str, name: str, options: dict[str, Any], given: Mapping[str, An
     options = {key.replace("-", "_"): value for key, value in options.items()}
     marked = options.pop(MARK, False)
     if not isinstance(marked, bool):
-        raise UserError(f"{where}{MARK} is true or false, not {marked!r:.40}")
+        raise UserError(f"{where}{MARK} must be true or false, not {marked!r:.40}")
     if wrong := next((key for key in OF_THE_SUITE if key in options), None):
         raise UserError(f"{where}{wrong} belongs to the whole suite: give --{wrong} on the command line")
     config = filled(Evaluation, {**options, **given}, where)
@@ -110,7 +112,7 @@ def evaluate_suite(
     assert config.suite is not None
     given = {name: getattr(config, name) for name in config.given if name not in OF_THE_SUITE}
     if "tasks" in given:
-        raise UserError("--tasks belongs to one evaluation: the parts of --suite name their own")
+        raise UserError("--tasks does not go with --suite, whose parts name their own tasks: leave it out")
     given |= {"model": config.model, "against": config.against}
     parts = read_suite(config.suite, {name: value for name, value in given.items() if value is not None})
     told: dict[str, dict[str, Any]] = {}

@@ -84,7 +84,7 @@ def _load(source: Path) -> ctypes.CDLL:
     try:
         return ctypes.CDLL(str(_verified(manifest)))
     except OSError:  # missing, damaged, or built for another system
-        doing(f"compiling {source.name}, once for this machine")
+        doing(f"compiling {source.name} (once for this machine)")
         return _build(source, compiler, manifest)
 
 
@@ -97,7 +97,7 @@ def cache_folder() -> Path:
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     base = base if base.is_absolute() else Path.home() / ".cache"
     if not base.is_absolute():
-        raise FileNotFoundError(f"{base} cannot hold compiled code: a home is an absolute path")
+        raise FileNotFoundError(f"{base} cannot hold compiled code: it must be an absolute path")
     return private_folder(base / "posttrain")
 
 
@@ -131,7 +131,7 @@ def _build(source: Path, compiler: str, manifest: Path) -> ctypes.CDLL:
 def _compile(compiler: str, *arguments: str) -> None:
     """Run the compiler. If it hangs, kill it with its children, and do not run it again."""
     if compiler in _hung:
-        raise subprocess.SubprocessError(f"{compiler} did not end")
+        raise subprocess.SubprocessError(f"{compiler} did not finish")
     quiet = subprocess.DEVNULL
     with subprocess.Popen(
         (compiler, *arguments), stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True

@@ -182,6 +182,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     from posttrain.runs.chat_choice import Chatting, chatting
     from posttrain.runs.terminal.output import Output, columns, wrapped
     from posttrain.training.lost_reasoning import READ_FOR_REASONING, lost_reasoning_line
+    from posttrain.training.near_names import warn_near_names
     from posttrain.training.playground import open_services, played_env, viewer_of
     from posttrain.training.setup import choose_device, load_tasks
     from posttrain.verify.named_verifiers import PREFIX, VERIFIERS, sentence
@@ -219,7 +220,9 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     tasks = chat.of(load_tasks(config, None))
     told = about(config.env) if config.env else []
     if config.env and success_of(config.env, None) is None:
-        told.append("no accuracy and no pass@k: SUCCESS = 1.0 beside it, or --success, says what reward is right")
+        told.append(
+            "no accuracy and no pass@k: give the reward of a right reply, SUCCESS = 1.0 in its file or --success 1.0"
+        )
     with open_services(config, choose_device("auto")) as services:
         report = run_check(played_env(config), tasks, lines, config.env_timeout, config.env_memory, services, viewer)
     chat.check(config.chat, report.first)

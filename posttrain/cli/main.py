@@ -22,6 +22,7 @@ from cyclopts.exceptions import (
     CoercionError,
     CycloptsError,
     MissingArgumentError,
+    RepeatArgumentError,
     UnknownCommandError,
     UnknownOptionError,
     UnusedCliTokensError,
@@ -102,6 +103,8 @@ def main(arguments: list[str] | None = None) -> int:
             said = _no_command(words[0])
         if isinstance(error, MissingArgumentError) and error.argument is not None:
             said = _missing(error, words)
+        if isinstance(error, RepeatArgumentError) and error.token.keyword:
+            said = f"{error.token.keyword} is given twice: leave one of them out"
         if isinstance(error, UnusedCliTokensError) and error.unused_tokens and words:
             said = _unused(error.unused_tokens[0], words[0])
         if isinstance(error, CoercionError) and error.target_type in NUMBERS and error.token is not None:
@@ -183,7 +186,7 @@ def _missing(error: MissingArgumentError, words: list[str]) -> str:
     name = error.argument.name
     if not error.argument.field_info.is_positional:
         count, _ = error.argument.token_count()
-        return f"{name} needs {'a value' if count < 2 else f'{count} values'}: posttrain {verb} --help says which"
+        return f"{name} needs {'a value' if count < 2 else f'{count} values'}: posttrain {verb} --help-all explains it"
     command = command_of(words)
     assert command is not None
     said = BY_POSITION[name.lstrip("-").lower()]

@@ -1,6 +1,7 @@
 """Names of the sets of rows that a run is evaluated on."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import PurePath
 
@@ -18,8 +19,8 @@ def held_out_sets(values: Sequence[str]) -> dict[str, str]:
     Raises UserError where that does not give each set a name of its own.
     """
     rows = list(filter(None, map(named_value, values)))
-    if len(rows) < len(values):
-        raise UserError("--eval-tasks is empty: give a file, or leave it out")
+    if len(rows) < len(values) or any(where.endswith("=") for _, where in rows):
+        raise UserError("--eval-tasks is empty: give a file, as NAME=FILE or alone, or leave it out")
     if len(rows) == 1:
         return dict(rows)  # without a name, under ONLY
     paths = [PurePath(re.split("[:@]", where)[0] if not PurePath(where).suffix else where) for _, where in rows]
@@ -27,4 +28,6 @@ def held_out_sets(values: Sequence[str]) -> dict[str, str]:
         names = [given or found for (given, _), found in zip(rows, named, strict=True)]
         if all(names) and len(set(names)) == len(names):
             return dict(zip(names, (where for _, where in rows), strict=True))
-    raise UserError("--eval-tasks needs a name for each of its sets: --eval-tasks easy=a.jsonl hard=b.jsonl")
+    twice = [name for name, count in Counter(name for name, _ in rows).items() if name and count > 1]
+    wrong = f"has {len(rows)} sets, and {twice[0]!r} names two of them" if twice else "has sets of one name"
+    raise UserError(f"--eval-tasks {wrong}: give each a name of its own, --eval-tasks easy=a.jsonl hard=b.jsonl")

@@ -286,6 +286,20 @@ def hold_out(tasks: Tasks | Stream, fraction: float, seed: int = 0) -> tuple[Tas
     return tasks.some(np.flatnonzero(~held_out)), tasks.some(np.flatnonzero(held_out))
 
 
+def in_both(tasks: Tasks, others: Tasks, seed: int) -> int:
+    """Return how many of `others` have a prompt that one of `tasks` has too.
+
+    It is 0 where all of `tasks` have the same prompt, and where the environment makes the prompts: these do not tell
+    tasks apart. `tasks` are not read again if they have `draws` of that seed.
+    """
+    known = tasks.draws is not None and tasks.draws[0] == seed
+    draws = tasks.draws[1] if known and tasks.draws else _draws(seed, map(_asked, tasks.shown(None)))
+    asked = [found for task in others.shown(None) if (found := question(task)) is not None]
+    if len(draws) > 1 and (draws == draws[0]).all():
+        return 0
+    return int(np.isin(_draws(seed, asked), draws).sum())
+
+
 def order(n: int, epoch: int, seed: int) -> Sequence[int]:
     """Return the order [n] in which epoch `epoch` (0, 1, ...) visits n tasks: a permutation, equal on every machine.
 

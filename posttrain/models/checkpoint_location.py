@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from posttrain.core import user_files
-from posttrain.core.messages import one_line
+from posttrain.core.messages import near, one_line
 from posttrain.core.types import UserError
 from posttrain.models.gguf.gguf_file import SUFFIX, read_gguf, require_package
 from posttrain.models.hub_download import downloaded
@@ -41,7 +41,20 @@ def checkpoint_folder(name: str | Path) -> Path:
             f"{name}: no such folder: give a folder with config.json, model.safetensors and tokenizer.json, a .gguf file, "
             "or a model of the Hugging Face hub (org/name, org/name@revision)"
         )
-    return downloaded(named)
+    try:
+        return downloaded(named)
+    except UserError as error:
+        raise UserError(f"{_not_here(folder)}{error}") from None
+
+
+def _not_here(folder: Path) -> str:
+    """Return the beginning of the message about a folder that is missing where others are: its path is the likelier
+    meaning of such a name than a model of the hub.
+    """
+    if not folder.parent.is_dir():
+        return ""
+    beside = [str(other) for other in folder.parent.iterdir() if other.is_dir()]
+    return f"there is no folder {folder}{near(str(folder), beside)}; and on the hub: "
 
 
 def pinned(path: Path) -> Path:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from posttrain.core.types import UserError
+from posttrain.data.tasks import Tasks, in_both
 from posttrain.runs import fingerprint
 from posttrain.runs.jsonl import Row
 from posttrain.runs.run_files import RUN
@@ -34,6 +35,17 @@ def overlap(model: str, tasks: str, held_out: float, split_seed: int) -> str | N
             whose = f"--held-out {share:g} --split-seed {seed}"
             return f"{folder} was trained on some of the tasks held out here: evaluate with its own split, {whose}"
     return None
+
+
+def trained_on(tasks: Tasks, sets: Mapping[str, Tasks], seed: int) -> list[str]:
+    """Return a line for each set of held-out tasks whose prompts are among those to train on. `sets`: by name."""
+    lines = []
+    for name, own in sets.items():
+        if shared := in_both(tasks, own, seed):
+            which = " ".join(filter(None, ("--eval-tasks", name)))
+            lines.append(f"{which}: {shared} of its {len(own)} prompts are trained on too, so they do not measure what "
+                         "is new: leave them out of --tasks")  # fmt: skip
+    return lines
 
 
 def split_seed_of(model: str, tasks: str) -> tuple[Path, int] | None:

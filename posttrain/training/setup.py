@@ -38,6 +38,7 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.terminal.notices import tell, warn
 from posttrain.system.user_code import load_named
 from posttrain.training.held_out_check import overlap
+from posttrain.training.near_names import warn_near_names
 from posttrain.training.sources.length_filter import Prompts, TooLong
 
 TRIAL_TURNS = 8  # turns of a rehearsed episode; an environment may wait for a word that no sample reply contains
@@ -160,6 +161,11 @@ def load_tasks(
     return tasks
 
 
+def split_seed(config: Training) -> int:
+    """Return the seed that decides which tasks are held out."""
+    return config.seed if config.split_seed is None else config.split_seed
+
+
 def split_tasks(
     config: Training,
     rows: Any,
@@ -169,9 +175,11 @@ def split_tasks(
     left_out: str = "",
 ) -> tuple[Tasks | Stream, Tasks | None]:
     """Return the tasks to train on, and the held-out tasks."""
-    if not config.held_out:
-        return load_tasks(config, rows, env, need, None, convert, left_out), None
-    seed = config.seed if config.split_seed is None else config.split_seed
+    seed = split_seed(config)
+    warn_near_names(config)
+    if not config.held_out:  # separate rows to evaluate on are compared with these by their draws
+        draws = seed if getattr(config, "eval_tasks", ()) else None
+        return load_tasks(config, rows, env, need, draws, convert, left_out), None
     if (
         rows is None
         and config.model

@@ -378,7 +378,12 @@ def _options(config: Training) -> list[str]:
     named: list[str] = []
     for name, value in chosen.items():
         if isinstance(value, dict):
-            named += [f"{place} {setting}" for place, setting in value.items()]
+            before = "" if name == "settings" else f"{name}."
+            named += [f"{before}{place} {setting}" for place, setting in value.items()]
+        elif value is True and not default[name]:
+            named.append(name)
+        elif isinstance(value, list | tuple) and value and value != default[name]:
+            named.append(" ".join([name, *map(str, value)]))
         elif value != default[name] and value not in (None, "", []):
             named.append(f"{name} {value}")
     return [f"options: {', '.join(named)}"]

@@ -71,6 +71,8 @@ def run_training(
     `hooks`: further ones besides `config.hook`. Raises UserError for a mistake of the caller's.
     """
     build: Callable[[RunContext[AnyTraining]], RunParts] = load(VERBS[config.verb].function)
+    if not config.resume:
+        validate(config)  # first, as a command that lacks an option is no reason to delete the run in --out
     with open_world(config) as world, begin(config, rows, env, world) as run, ExitStack() as resources:
         validate(run.config)
         watching = Hooks([*run.config.hook, *hooks])

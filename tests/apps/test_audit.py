@@ -447,6 +447,9 @@ def test_bad_input_is_one_line_that_says_the_fix(
 def test_run_without_rollouts_or_without_a_valid_reward_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no rollouts: audit a run of posttrain rl"):
         audit(record(tmp_path / "none", []))
+    RunRecord.create(tmp_path / "given", {"seed": 0}, "sft", {}).close({})
+    with pytest.raises(UserError, match="given is a run of posttrain sft, which samples no replies"):
+        audit(tmp_path / "given")
     with pytest.raises(UserError, match="none of its 1 rollouts has a valid reward"):
         audit(record(tmp_path / "invalid", [[rollout(sums(1, 0)[0], "5", Invalid("broken"))]]))
 

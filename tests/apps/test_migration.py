@@ -275,6 +275,37 @@ def test_what_only_a_run_would_know_is_left_to_its_reader(tmp_path: Path) -> Non
     assert f"{more}: only the script computes its value" in imported(tmp_path / "run.py")[1]
 
 
+@pytest.mark.parametrize(
+    ("load", "tasks", "split"),
+    [
+        ("('json', data_files='own.jsonl', split='train')", "own.jsonl", None),
+        ("('json', data_files=['own.jsonl'], split='train[:50]')", "own.jsonl", None),
+        ("('csv', data_files={'train': 'a.csv', 'test': 'b.csv'}, split='test')", "b.csv", None),
+        ("('parquet', data_files={'train': 'a.parquet'})['train']", "a.parquet", None),
+        ("('d/maths', split='train[:50%]')", "d/maths", "train"),
+    ],
+)
+def test_a_file_of_a_script_has_no_split_and_a_share_of_rows_is_told(
+    load: str, tasks: str, split: str | None, tmp_path: Path
+) -> None:
+    """`datasets` calls the rows of a file "train"; here the split of a single file is refused."""
+    script = SCRIPT.format(config="SFTConfig", trainer="SFTTrainer", options="", more="")
+    given = '("d/maths", "main", split="train")'
+    assert given in script
+    (tmp_path / "own.py").write_text(script.replace(given, load))
+    _, recipe, table = imported(tmp_path / "own.py")
+    assert table["tasks"] == tasks and table.get("split") == split
+    assert ("alone: give limit, or write these rows to a file" in recipe) == ("[:" in load)
+
+
+def test_the_split_of_held_out_rows_is_told_where_it_cannot_be_named(tmp_path: Path) -> None:
+    """`eval_tasks` reads all rows of a data set, training rows included."""
+    more = ", reward_funcs=[short], eval_dataset=load_dataset('d/maths', split='test')"
+    script = SCRIPT.format(config="GRPOConfig", trainer="GRPOTrainer", options="", more=more)
+    (tmp_path / "own.py").write_text(script)
+    assert "write split test of d/maths to a file" in imported(tmp_path / "own.py")[1]
+
+
 def test_the_trainer_of_a_file_that_names_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.sh").write_text("trl sft --model_name_or_path a/b --dataset_name c/d\n")
     assert main(["import", str(tmp_path / "run.sh"), "--trainer", "dpo"]) == 2

@@ -233,6 +233,7 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     ),
     "uniform tokens of another engine": (words("rl", epsilon_greedy=0.1, engine="vllm"), ("leave out --engine vllm",)),
     "no resume without a run": (words("rl", resume=""), ("never holds no run to resume", "leave out --resume")),
+    "option given twice": ([*words("rl"), "--lr", "1", "--lr", "2"], ("--lr is given twice: leave one of them out",)),
     "resume and overwrite": (words("rl", resume="", overwrite=""), ("give one of them",)),
     "missing recipe": (["rl", "--config", "nowhere.toml"], ("nowhere.toml", "no such file")),
     "recipe without a name": (["rl", "--config"], ("--config needs a file",)),
@@ -317,6 +318,7 @@ def test_run_in_the_way_is_kept_until_overwriting_is_asked_for(place: Path, capf
     (place / "there" / "notes.txt").write_text("mine")
     before = (place / "there" / "metrics.jsonl").read_bytes()
     refused(capfd, words("sft", out="there"), "--resume continues it, --overwrite deletes it, or choose another --out")
+    refused(capfd, ["rl", "--out", "there"], "--tasks is missing")  # before --overwrite is proposed
     refused(capfd, words("rl", out="there", resume=""), "there is a run of posttrain sft")
     refused(capfd, words("rl", out="there", overwrite="", model="nowhere"), "no such folder")
     refused(capfd, words("rl", out="there", overwrite="", model="there"), "--overwrite would delete there")

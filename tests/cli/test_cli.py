@@ -238,7 +238,7 @@ def test_check_tells_order_by_its_exit_code(place: Path, capsys: pytest.CaptureF
     assert main(["check", "--tasks", "rows.jsonl", "--env", "arithmetic"]) == 0
     assert main(["check", "--tasks", "rows.jsonl", "--env", "env.py:constant", "--limit", "1"]) == 2
     said = capsys.readouterr().out
-    assert "nothing can be learned" in said and "SUCCESS = 1.0 beside it, or --success" in said
+    assert "nothing can be learned" in said and "SUCCESS = 1.0 in its file or --success 1.0" in said
 
 
 def test_check_takes_every_data_option_that_rl_takes(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

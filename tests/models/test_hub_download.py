@@ -104,6 +104,13 @@ def test_without_a_network_the_cache_serves_and_is_named(
     assert refused("org/none").endswith("the cache is empty")
 
 
+def test_a_mistyped_folder_beside_others_is_answered_with_the_folder(hub: ModelHub, tmp_path: Path) -> None:
+    (tmp_path / "runs" / "sft").mkdir(parents=True)
+    assert again("runs/sft") == Path("runs/sft")
+    begin = "there is no folder runs/stf; did you mean 'runs/sft'?; and on the hub: "
+    assert begin in refused("runs/stf") and "there is no folder" not in refused("org/none")
+
+
 def test_a_server_that_fails_leaves_the_cache(hub: ModelHub) -> None:
     folder = again("org/tiny")
     hub.refuse["/api"] = 503

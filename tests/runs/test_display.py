@@ -84,6 +84,19 @@ def test_held_out_figures_are_always_printed_and_loss_only_where_there_is_no_rew
     assert all("loss" not in line for line in run(range(1, 3), 3.0, 2))
 
 
+def test_figures_of_a_set_of_held_out_tasks_are_named_after_the_set_and_invalid_ones_shown_where_there_are_some() -> (
+    None
+):
+    out = io.StringIO()
+    display = Display(stream=out, clock=Clock())
+    display.start("GRPO", 1, [])
+    sets = {"eval/mixture/long/reward": 0.25, "eval/mixture/long/invalid": 0.0, "eval/mixture/a.b/invalid": 0.5}
+    display.step(1, {**METRICS, **sets}, {})
+    display.close()
+    line = out.getvalue().splitlines()[1]
+    assert "  held-out long reward 0.250  held-out a.b invalid 0.500  " in line and line.count("invalid") == 1
+
+
 def test_quiet_shows_nothing() -> None:
     for out in (io.StringIO(), Terminal()):
         display = Display(quiet=True, stream=out)

@@ -86,6 +86,27 @@ def test_sets_are_named_after_their_files_or_folders(values: list[str], names: l
     assert list(found) == names and list(found.values()) == [v.removeprefix("x=").removeprefix("easy=") for v in values]
 
 
+@pytest.mark.parametrize("values", [[""], ["a="], ["a=x.jsonl", "b="]])
+def test_a_set_without_rows_is_refused(values: list[str]) -> None:
+    with pytest.raises(UserError, match="--eval-tasks is empty: give a file"):
+        held_out_sets(values)
+
+
+def test_a_name_that_is_given_twice_is_named() -> None:
+    with pytest.raises(UserError, match="'a' names two of them"):
+        held_out_sets(["a=x.jsonl", "b=z.jsonl", "a=y.jsonl"])
+
+
+def test_prompts_that_are_trained_on_are_told_at_the_start_and_not_again(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*RL, "--out", "run", "--eval-tasks", "easy.jsonl", "hard.jsonl"]) == 0
+    told = capsys.readouterr().err
+    assert "--eval-tasks easy: 3 of its 3 prompts" in told and "--eval-tasks hard: 3 of its 4 prompts" in told
+    assert main(["rl", "--out", "run", "--resume", "--steps", "3"]) == 0
+    assert "trained on too" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "values", [["test.jsonl", "test.jsonl"], ["a=x.jsonl", "a=y.jsonl"], ["x/a/t.jsonl", "y/a/t.jsonl"]]
 )

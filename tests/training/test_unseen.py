@@ -11,7 +11,7 @@ from posttrain.data.rows import load_rows
 from posttrain.data.tasks import to_tasks
 from posttrain.runs import fingerprint
 from posttrain.runs.run_record import RunRecord
-from posttrain.training.held_out_check import overlap, split_seed_of
+from posttrain.training.held_out_check import overlap, split_seed_of, trained_on
 from posttrain.training.setup import split_tasks
 from posttrain.training.verbs.evaluate import _held_out
 
@@ -40,6 +40,28 @@ def run_of(name: str, tasks: Path, **config: object) -> str:
     ).close({})
     (Path(name) / "checkpoints" / "step-000001").mkdir(parents=True)
     return name
+
+
+def trained(rows: list[dict[str, object]], others: list[dict[str, object]], seed: int | None = 3) -> list[str]:
+    own = to_tasks(load_rows(rows), need=(), split_seed=seed)
+    return trained_on(own, {"hard": to_tasks(load_rows(others), need=())}, 3)
+
+
+@pytest.mark.parametrize("seed", [3, 4, None])  # of the draws that the tasks come with
+def test_separate_rows_that_are_trained_on_are_counted_by_their_prompts(seed: int | None) -> None:
+    rows: list[dict[str, object]] = [{"prompt": f"{n}?", "answer": n} for n in range(20)]
+    others: list[dict[str, object]] = [{"prompt": f"{n}?", "other": n} for n in (3, 7, 20, 21)]
+    [told] = trained(rows, others, seed)
+    assert told.startswith("--eval-tasks hard: 2 of its 4 prompts are trained on too")
+    assert trained(rows, others[2:], seed) == []
+    chat: list[dict[str, object]] = [{"messages": [{"role": "user", "content": f"{n}?"}]} for n in range(3)]
+    assert "1 of its 1 prompts" in trained(chat, chat[1:2], seed)[0]
+
+
+def test_prompts_that_do_not_tell_tasks_apart_count_for_nothing() -> None:
+    same: list[dict[str, object]] = [{"prompt": "guess", "number": n} for n in range(4)]
+    made: list[dict[str, object]] = [{"id": str(n), "number": n} for n in range(4)]  # the environment makes the prompts
+    assert trained(same, same) == [] and trained(made, made) == []
 
 
 def test_runs_with_one_split_seed_hold_out_the_same_tasks_whatever_their_seeds() -> None:

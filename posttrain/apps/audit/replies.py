@@ -77,9 +77,11 @@ def read_replies(run: Folder, most_steps: int = STEPS) -> Replies:
 
     Raises UserError if the folder holds no run, or no rollouts with a valid reward.
     """
-    read_run(run)
+    verb = read_run(run)["verb"]
     there = rollout_steps(run)
-    if not holds_replies(run):
+    if verb not in sampling():
+        raise UserError(f"{run} is a run of posttrain {verb}, which samples no replies: audit one of posttrain rl")
+    if not there:
         raise UserError(f"{run} holds no rollouts: audit a run of posttrain rl, after its first step")
     places = sorted({round(p) for p in np.linspace(0, len(there) - 1, min(most_steps, len(there)))})
     steps = [there[p] for p in places]

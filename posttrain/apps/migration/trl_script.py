@@ -218,22 +218,33 @@ def _dataset(script: ScriptValues, node: ast.expr, run: ForeignRun, prefix: str)
         return
     named = {k.arg: script.value(k.value) for k in load.keywords}
     path = script.value(load.args[0]) if load.args else named.get("path")
-    if path in ("json", "csv", "parquet") and "data_files" in named:
-        path = named["data_files"]
     configuration = script.value(load.args[1]) if len(load.args) > 1 else named.get("name")
     split = named.get("split")
-    if split is None and isinstance(node, ast.Subscript):
-        split = script.value(node.slice)
+    written = script.values.get(node.id, node) if isinstance(node, ast.Name) else node
+    if split is None and isinstance(written, ast.Subscript):
+        split = script.value(written.slice)
+    if isinstance(split, str) and "[" in split:
+        run.notes.append(f"the script reads {split} alone: give limit, or write these rows to a file")
+        split = split.partition("[")[0]
+    if path in ("json", "csv", "parquet") and "data_files" in named:
+        path, split = _files(named["data_files"], split), None
     run.options[f"{prefix}dataset_name"] = path
     if isinstance(configuration, str):
         run.options[f"{prefix}dataset_config"] = configuration
     if isinstance(split, str) and not prefix:
-        run.options["dataset_train_split"] = split.partition("[")[0]
-    text = ast.unparse(script.values.get(node.id, node) if isinstance(node, ast.Name) else node)
+        run.options["dataset_train_split"] = split
+    elif isinstance(split, str):
+        run.notes.append(f"eval_tasks names no split: write split {split} of {path} to a file, and name that")
+    text = ast.unparse(written)
     if not prefix and re.search(r"\.(map|filter|select|shuffle|train_test_split)\(", text + _uses(script, node)):
         run.notes.append(
             "the script changes its rows after loading (map, filter ...): write them to a file, or use fields"
         )
+
+
+def _files(given: Any, split: Any) -> Any:
+    """Return the files of a split. `datasets` calls the only split of files "train"; a file here has none."""
+    return given.get(split, given) if isinstance(given, dict) and isinstance(split, str) else given
 
 
 def _uses(script: ScriptValues, node: ast.expr) -> str:

@@ -6,6 +6,7 @@ Decides the order in which lines are dropped if there is little room. The bar, t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -20,6 +21,7 @@ GAP = "   "
 HELD_OUT = "held-out"
 BARS = "▁▂▃▄▅▆▇█"
 LONGEST_CURVE = 48
+_PART = re.compile(r"mixture/(.+)/(\w+)")  # a figure of a part of a mixture, or of a set of held-out tasks
 NARROWEST = 20  # columns needed for more than the steps and the remaining time
 
 
@@ -72,9 +74,11 @@ def figures(values: Mapping[str, float]) -> list[tuple[str, str]]:
 def _of_held_out(values: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return (label without "held-out", value) pairs, in the order of the table."""
     own = [name for name in (*BY_NAME, *values) if name.startswith(EVALUATED) and name in values]
-    labels = {name: name.removeprefix(EVALUATED) for name in own}
+    labels = {name: _PART.sub(r"\1 \2", name.removeprefix(EVALUATED)) for name in own}
     return [
-        (label, _figure(values[name], ".3f")) for name, label in labels.items() if label != "invalid" or values[name]
+        (label, _figure(values[name], ".3f"))
+        for name, label in labels.items()
+        if label.rpartition(" ")[2] != "invalid" or values[name]
     ]
 
 

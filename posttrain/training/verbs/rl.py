@@ -38,7 +38,9 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.run_files import WEIGHT_SYNC
 from posttrain.runs.run_folder import RunFolder
+from posttrain.runs.terminal.notices import warn
 from posttrain.training.adjust import adjust
+from posttrain.training.held_out_check import trained_on
 from posttrain.training.lost_reasoning import warn_lost_reasoning
 from posttrain.training.mixtures import mixed_tasks
 from posttrain.training.open_learner import new_learner, policy, reference, replay_experts
@@ -55,6 +57,7 @@ from posttrain.training.setup import (
     rate_note,
     reply_length_note,
     size_of,
+    split_seed,
     split_tasks,
     warn_unknown_tokens,
     watch_lengths,
@@ -232,6 +235,9 @@ def _tasks(
     train_tasks, held_out = split_tasks(config, rows, env)
     if sets := held_out_sets(config.eval_tasks):
         read = {name: _held_out_set(config, rows, env) for name, rows in sets.items()}
+        if isinstance(train_tasks, Tasks) and not config.resume:
+            for line in trained_on(train_tasks, read, split_seed(config)):
+                warn(line)
         return train_tasks, read[ONLY] if ONLY in read else MixedTasks(read)
     return train_tasks, held_out.first(config.eval_limit) if held_out else None
 
@@ -269,7 +275,8 @@ def _sizes(config: RL, model: Model, tasks: str, engine: Engine) -> list[str]:
     return [
         f"model {size_of(model)}, context {model.config.context}, vocabulary {model.config.vocab}",
         tasks,
-        f"{config.steps} steps of {config.prompts} prompts x {config.group} rollouts = {rollouts} rollouts "
+        f"{config.steps} steps of {config.prompts} prompts x {config.group} rollout{'s' * (config.group > 1)} = "
+        f"{rollouts} rollouts "
         f"of at most {config.max_tokens} tokens; micro-batches of {microbatch_tokens(config, model)} tokens; "
         f"{min(config.slots, rollouts)} sampled at once by {engine.backend}",
         *reply_length_note(config.max_tokens, model.config.context),

@@ -1,0 +1,21 @@
+"""A name of `--fields` that is nearly a column's is told, and any other is left to the reward that reads it."""
+
+import pytest
+
+from posttrain.config.training import RL
+from posttrain.training.near_names import warn_near_names
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("promt", "prompt"), ("reponse", "response"), ("choosen", "chosen"), ("anwser", "answer"),
+        ("prompt", ""), ("prompts", ""), ("answers", ""), ("ground_truth", ""), ("prompt_text", ""), ("question", ""),
+    ],
+)  # fmt: skip
+def test_a_mistyped_column_is_answered_with_the_column(name: str, meant: str) -> None:
+    told: list[str] = []
+    warn_near_names(RL(fields={name: "x"}), told.append)
+    assert told == (
+        [f"--fields.{name} x: only code of yours reads {name!r}; did you mean --fields.{meant}?"] if meant else []
+    )

@@ -339,10 +339,11 @@ class SFTOptions(EnvLimitOptions, RetrieverOptions, PassesOptions, total=False):
     """Reward function or environment: my.py:reward, package.module:name, a verifier such as verify:exact_match, or a
     built-in name. Settings follow the name: search-qa,topk=5. Add verifiers up with weights: "verify:exact_match*0.9 +
     verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
-    verl:score.py:compute_score. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown,
-    functions, gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa,
-    shapes, textarena, unscored, verdict, word-problems and worked-sums. In sft, rows with replies run through it; for
-    other rows its row_to_task writes the demonstrations, if it has one."""
+    verl:score.py:compute_score. harbor:FOLDER is a set of tasks in containers, which makes its rows too. Built in are
+    adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions, gsm8k, guess, gymnasium,
+    judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa, shapes, textarena, unscored, verdict,
+    word-problems and worked-sums. In sft, rows with replies run through it; for other rows its row_to_task writes the
+    demonstrations, if it has one."""
     model: str | None
     """Model to start from: a Hugging Face folder, a GGUF file, the folder of a run, or org/name. In sft, leave it out
     to train from scratch. org/name, or org/name@revision, is a model of the Hugging Face hub."""
@@ -687,10 +688,11 @@ class PreferOptions(AlgorithmOptions, PassesOptions, total=False):
     """Reward function or environment: my.py:reward, package.module:name, a verifier such as verify:exact_match, or a
     built-in name. Settings follow the name: search-qa,topk=5. Add verifiers up with weights: "verify:exact_match*0.9 +
     verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
-    verl:score.py:compute_score. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown,
-    functions, gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa,
-    shapes, textarena, unscored, verdict, word-problems and worked-sums. In sft, rows with replies run through it; for
-    other rows its row_to_task writes the demonstrations, if it has one."""
+    verl:score.py:compute_score. harbor:FOLDER is a set of tasks in containers, which makes its rows too. Built in are
+    adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions, gsm8k, guess, gymnasium,
+    judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa, shapes, textarena, unscored, verdict,
+    word-problems and worked-sums. In sft, rows with replies run through it; for other rows its row_to_task writes the
+    demonstrations, if it has one."""
     link: Literal[
         "sigmoid",
         "robust",
@@ -754,10 +756,11 @@ class RewardModellingOptions(AlgorithmOptions, PassesOptions, total=False):
     """Reward function or environment: my.py:reward, package.module:name, a verifier such as verify:exact_match, or a
     built-in name. Settings follow the name: search-qa,topk=5. Add verifiers up with weights: "verify:exact_match*0.9 +
     verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
-    verl:score.py:compute_score. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown,
-    functions, gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa,
-    shapes, textarena, unscored, verdict, word-problems and worked-sums. In sft, rows with replies run through it; for
-    other rows its row_to_task writes the demonstrations, if it has one."""
+    verl:score.py:compute_score. harbor:FOLDER is a set of tasks in containers, which makes its rows too. Built in are
+    adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions, gsm8k, guess, gymnasium,
+    judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa, shapes, textarena, unscored, verdict,
+    word-problems and worked-sums. In sft, rows with replies run through it; for other rows its row_to_task writes the
+    demonstrations, if it has one."""
     link: Literal["sigmoid", "plackett-luce", "cross-entropy", "squared-error"]
     """Loss on the scores of responses."""
     beta: float

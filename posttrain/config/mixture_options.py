@@ -9,6 +9,7 @@ from posttrain.core.coerce import convert
 from posttrain.core.component import option, setting_of
 from posttrain.core.messages import near_or_all
 from posttrain.core.types import PART_SEPARATOR, UserError
+from posttrain.envs.play.load_env import task_set
 
 PART: dict[str, Any] = {
     "tasks": str,
@@ -57,7 +58,7 @@ def parts_of(config: AnyMixture) -> dict[str, AnyMixture]:
     for name, given in config.mixture.items():
         own = _read_part(config, name, given)
         own.pop("weight", None)
-        if not own.get("tasks"):
+        if not own.get("tasks") and not task_set(own.get("env")):
             raise UserError(f"--mixture.{name}.tasks is missing: the rows of this part")
         found[name] = replace(config, mixture={}, mixture_temperature=1.0, **own)
         if "env" in settings_of(config) and not getattr(found[name], "env", ""):

@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from posttrain.core import user_files
 from posttrain.core.messages import clip, inline, near_or_all
@@ -248,9 +249,7 @@ class Container:
 
     async def _removed(self) -> None:
         await _called(self.engine, ["rm", "--force", self.name], START_SECONDS)
-        with suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()
+        await _end(self._process)
 
     async def _kill_all(self) -> None:
         """Kill all processes but the first, which the system protects from its own container."""
@@ -294,13 +293,17 @@ async def _called(engine: ContainerEngine, arguments: Sequence[str], seconds: fl
     except TimeoutError:
         over = "life"
     finally:
-        if process.returncode is None:
-            with suppress(ProcessLookupError):
-                process.kill()
-            await asyncio.shield(process.wait())
+        await asyncio.shield(_end(process))
     code = process.returncode
     assert code is not None
     return Finished(code if code >= 0 else 128 - code, bytes(output), over)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Kill the engine's program if it still runs, and close its pipes: `wait` would wait for others that hold them."""
+    transport: Any = process._transport  # type: ignore[attr-defined]  # asyncio gives no other way to close them
+    transport.close()
+    await process.wait()
 
 
 def _full_limits() -> None:

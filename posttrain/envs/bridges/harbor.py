@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -28,6 +27,7 @@ from posttrain.core.types import Invalid, Task, Turn, UserError
 from posttrain.envs.bridges.bridge import LONGEST, shown
 from posttrain.envs.bridges.harbor_tasks import SOLUTION, HarborTask, read_set
 from posttrain.envs.play.call_recording import note
+from posttrain.envs.play.env_outputs import MOST_REWARD
 from posttrain.envs.tools import Tools
 from posttrain.sandbox.containers import (
     LONGEST_COMMAND,
@@ -122,7 +122,8 @@ def _starting() -> asyncio.Semaphore:
 
 
 def _plain(output: bytes) -> str:
-    return output.decode(errors="replace").replace("\r\n", "\n").translate(_CONTROLS)
+    """Return output of a command as text without colours and control characters."""
+    return shown(output.decode(errors="replace").replace("\r\n", "\n"), len(output) + 1).translate(_CONTROLS)
 
 
 # -- the policy's side -------------------------------------------------------------------------------------------------
@@ -259,8 +260,8 @@ def read_reward(written: bytes) -> dict[str, float] | str:
     if "reward" not in parts:
         return f"wrote {name} of {len(parts)} numbers, none of them named reward"
     for key, value in parts.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            return f"wrote {name}, in which {key} is {short(value)}, not a finite number"
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < MOST_REWARD:
+            return f"wrote {name}, in which {key} is {short(value)}, not a number below {MOST_REWARD:g}"
     if not 0 <= parts["reward"] <= 1:
         return f"wrote {name} with the reward {short(parts['reward'])}, which is not from 0 to 1"
     return {key: float(value) for key, value in parts.items()}

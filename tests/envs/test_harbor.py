@@ -5,21 +5,32 @@ policy's making escapes a bad one.
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import stand_in_engine
 from container_engines import REAL, SET, STAND_IN, engine_of
+from processes import descendants, gone
 from scripted import Scripted, scripted
+from served import TOOLS
 
 from posttrain.cli.main import main
-from posttrain.core.types import Invalid, Task, UserError
+from posttrain.core.protocols import Engine
+from posttrain.core.types import Completion, Invalid, Reply, Sampling, SpanKind, StopReason, Task, Turn, UserError
 from posttrain.envs.bridges.harbor import read_reward, task_rows, with_oracle
+from posttrain.envs.play.env_outputs import Done
+from posttrain.envs.play.env_pool import EnvPool
+from posttrain.envs.play.episode import Episode
 from posttrain.envs.play.load_env import load_env, success_of
+from posttrain.envs.play.player import Player
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.models.tokenizer.tool_parser import HERMES
 from posttrain.sandbox.containers import ContainerEngine
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="containers are Linux's")
@@ -280,3 +291,85 @@ def test_a_set_is_named_with_its_folder_and_options(tasks: Path) -> None:
 def test_rows_may_choose_among_the_tasks_and_give_another_prompt(stand_in: Path, tasks: Path) -> None:
     assert played(tasks, "greet", prompt="Say hello.").texts[0] == "Say hello."
     assert "the row's column task is 'gret' (str); did you mean 'greet'?" in played(tasks, "greet", task="gret").reason
+
+
+# -- whole rollouts ----------------------------------------------------------------------------------------------------
+
+
+class Answers:
+    """An engine that answers by what its prompt holds."""
+
+    batch_invariant = True
+    backend = "a script"
+
+    def __init__(self, tokenizer: Tokenizer, replies: dict[str, str]) -> None:
+        """`replies`: a part of the prompt -> the reply; the first that is there decides."""
+        self.tokenizer, self.replies, self.done = tokenizer, replies, list[Completion]()
+
+    def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
+        seen = self.tokenizer.decode(list(prompt))
+        text = next(reply for part, reply in self.replies.items() if part in seen)
+        tokens = self.tokenizer.encode(f"{text}<|im_end|>")
+        self.done.append(Completion(id, tokens, [-1.0] * len(tokens), text, StopReason.EOS, 0))
+
+    def poll(self) -> list[Completion]:
+        done, self.done = self.done, []
+        return done
+
+    def forget(self, id: int) -> None: ...
+    def copy(self, id: int, to: int, tokens: int) -> None: ...
+    def load(self, weights: Any, version: int) -> None: ...
+    def close(self) -> None: ...
+
+
+_engine: type[Engine] = Answers
+
+
+def test_rollouts_of_a_policy_that_calls_the_shell_learn_its_own_tokens_alone(
+    engine: ContainerEngine, tasks: Path
+) -> None:
+    words = Tokenizer.train(
+        [(SET / "greet" / "instruction.md").read_text()], 400, "bpe", ("<|im_start|>", "<|im_end|>")
+    )
+    shown = Tokenizer(words.backend, words.config, TOOLS)
+    greeting = called("echo hello > greeting.txt; cat greeting.txt")
+    replies = {
+        "3\n4\n5": "It is 12.",
+        "; cat greeting": "Done.",
+        "Write the word": greeting,
+        "Add up": called("cat numbers.txt"),
+    }
+    policy = Answers(shown, replies)
+    with EnvPool(f"harbor:{tasks}", workers=1) as pool:
+        player = Player(pool, policy, shown, Sampling(), 4096)
+        rollouts = player.play(
+            [Episode(row(tasks, name), name, number) for number, name in enumerate(("greet", "total"))]
+        )
+    assert [rollout.reward for rollout in rollouts] == [1.0, 0.0]
+    assert [turn.kind for turn in rollouts[0].turns] == [
+        SpanKind.PROMPT,
+        SpanKind.SAMPLED,
+        SpanKind.TOOL,
+        SpanKind.SAMPLED,
+    ]
+    [transcript] = rollouts[0].transcripts
+    learned = shown.decode([transcript.tokens[place] for place in transcript.scored.tolist()])
+    assert learned == f"{greeting}<|im_end|>Done.<|im_end|>"
+    assert "hello" in rollouts[0].turns[2].text
+
+
+def test_a_lost_worker_plays_its_episode_again_in_another_container(stand_in: Path, tasks: Path) -> None:
+    with EnvPool(f"harbor:{tasks}", workers=1) as pool:
+        pool.start(0, row(tasks, "greet"))
+        [(_, turn)] = pool.poll(None)
+        tools = turn.tools if isinstance(turn, Turn) else None
+        for number, text in enumerate([called("echo hello > greeting.txt"), called("cat greeting.txt"), "done"]):
+            pool.send(0, Reply(text, tool_calls=HERMES.read(text, list(tools or ())), number=number))
+            [(_, event)] = pool.poll(None)
+            if number == 0:
+                for worker in descendants(pool._workers[0].child.process.pid):
+                    os.kill(worker, signal.SIGKILL)
+                    gone(worker)
+    assert isinstance(event, Done) and event.reward == 1.0
+    names = {call[call.index("--name") + 1] for call in stand_in_engine.calls(stand_in) if call[0] == "run"}
+    assert len(names) == 2

@@ -21,10 +21,11 @@ from posttrain.core.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, U
 from posttrain.envs.play.env_outputs import Done, Event
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.episode import content_text, last_asked
+from posttrain.envs.play.load_env import success_of, task_set
 from posttrain.envs.play.prompt_tokens import CHARACTERS_OF_A_TOKEN, PROMPT_TOKENS
 from posttrain.envs.play.service_client import Services, made_up
 from posttrain.envs.preview import Seen, Viewer
-from posttrain.envs.tried import FORMS, OWN, SCRIPT, STANDARD, TURNS, Case, Report
+from posttrain.envs.tried import FORMS, NOTHING, ORACLE, OWN, SCRIPT, STANDARD, TURNS, Case, Report
 from posttrain.models.tokenizer.tool_parser import HERMES
 
 TASKS = 4  # more would only make the report longer
@@ -52,14 +53,19 @@ def check(
     trial = _Trial(_Answers(services or Services()), viewer)
     with EnvPool(env_spec, workers=1, seconds=seconds, memory=memory) as trial.pool:
         trial.pool.ready()
-        for number, task in enumerate(tasks[:TASKS]):
+        proven = task_set(env_spec) if replies is None else None
+        for number, task in enumerate(tasks if proven else ()):
+            assert proven is not None
+            trial.play(number, proven.module.with_oracle(task), ORACLE, [""], twice=False)
+            trial.play(number, task, NOTHING, [""], twice=False)
+        for number, task in enumerate(() if proven else tasks[:TASKS]):
             samples = _sample_replies(task, replies)
             if trial.pool.by_group:
                 trial.play_group(number, task, [(kind, script[0]) for kind, script in samples])
                 continue
             for kind, script in samples:
                 trial.play(number, task, kind, script)
-        if replies is None and not (found := Report(tuple(trial.cases))).known and found.constant:
+        if replies is None and proven is None and not (found := Report(tuple(trial.cases))).known and found.constant:
             for number, task in enumerate(tasks[:TASKS]):
                 if trial.pool.by_group:
                     trial.play_group(number, task, _in_forms(task))
@@ -70,7 +76,8 @@ def check(
     asked, made_up = tuple(trial.answers.asked), tuple(trial.answers.made_up)
     by_task = sorted(trial.cases, key=lambda case: [c.task for c in trial.cases].index(case.task))
     report = Report(tuple(by_task), replies is not None, asked, made_up, trial.unanswered, context, trial.first)
-    return replace(report, columns=tuple(name for name in tasks[0] if name != "id"))
+    full = success_of(env_spec, None) if proven else None
+    return replace(report, columns=tuple(name for name in tasks[0] if name != "id"), full=full)
 
 
 @dataclass
@@ -84,13 +91,15 @@ class _Trial:
     unanswered: Case | None = None
     first: Turn | None = None  # first turn of any case
 
-    def play(self, number: int, task: Task, kind: str, script: Sequence[str]) -> None:
-        """Run one case twice: the `number`-th task with these replies."""
+    def play(self, number: int, task: Task, kind: str, script: Sequence[str], twice: bool = True) -> None:
+        """Run one case, usually twice: the `number`-th task with these replies."""
         reply = ", ".join(script[:-1]) if kind == SCRIPT else script[0]
         seen = self.viewer.watch(task) if self.viewer is not None else None
         shown, result, slowest = _play(self.pool, task, script, self.answers, seen)
         repeats = True
-        if not (result and isinstance(_first(shown, result).reward, Invalid)):  # that may have used up its time
+        if twice and not (
+            result and isinstance(_first(shown, result).reward, Invalid)
+        ):  # that may have used up its time
             again = self.viewer.watch(task) if self.viewer is not None else None
             shown_again, result_again, slowest_again = _play(self.pool, task, script, self.answers, again)
             repeats = (shown, result) == (shown_again, result_again)

@@ -21,6 +21,7 @@ STANDARD = {
 }
 OWN = ("response", "answer")  # columns of a task for its correct reply, and for the answer that such a reply contains
 SCRIPT = "replies"  # column for correct replies turn by turn
+ORACLE, NOTHING = "solution", "nothing"  # kinds of cases of a task set: its own solution, and an empty reply
 FORMS = {
     "boxed": "\\boxed{%s}",
     "marked": "#### %s",
@@ -64,11 +65,12 @@ class Report:
     first: Turn | None = None  # the very first turn
     told: tuple[str, ...] = ()  # further remarks on the model
     columns: tuple[str, ...] = ()  # columns of the first task
+    full: float | None = None  # full reward, if each task was run with its own solution and with an empty reply
 
     @property
     def known(self) -> bool:
         """Whether one of the replies is a task's own complete reply, which should be correct."""
-        return any(case.kind in (OWN[0], SCRIPT) for case in self.cases)
+        return any(case.kind in (OWN[0], SCRIPT, ORACLE) for case in self.cases)
 
     @property
     def answered(self) -> bool:
@@ -99,7 +101,7 @@ class Report:
     def ok(self) -> bool:
         useless = self.constant and self.known
         sound = bool(self.rewards) and not self.invalid and all(c.repeats for c in self.cases)
-        return sound and not useless and not self._unseen()
+        return sound and not useless and not self._unseen() and not self._unproven()
 
     def lines(self, verbose: bool = False) -> list[str]:
         """Return the lines of the cases, then their summary. Unless `verbose`, later tasks show only new problems."""
@@ -202,7 +204,7 @@ class Report:
             lines.append(
                 f"the reward is the same for every {'one of these replies' if self.given else 'reply'}{same}{self._advice()}"
             )
-        lines += self._in_form()
+        lines += [*self._in_form(), *self._proofs()]
         if different := [case for case in self.cases if not case.repeats]:
             where = f"task {different[0].task}, {different[0].kind}"
             lines.append(
@@ -220,6 +222,29 @@ class Report:
         undecided = self.constant and not self.known and not self.given and self.ok
         told = "undecided: no error, and no reply earned more than another"
         lines.append(told if undecided else "check passed" if self.ok else "check failed")
+        return lines
+
+    def _unproven(self) -> list[Case]:
+        """Return the solutions without full reward, and the empty replies with it."""
+        full = self.full
+        if full is None:
+            return []
+        valid = [(case, total) for case in self.cases if (total := _total(case)) is not None]
+        return [case for case, total in valid if (total < full if case.kind == ORACLE else total >= full)]
+
+    def _proofs(self) -> list[str]:
+        """Describe the rewards of the tasks' own solutions and of empty replies."""
+        if self.full is None:
+            return []
+        wrong, tasks = self._unproven(), self._by_task()
+        lines = [
+            f"task {case.task}: "
+            + (f"its solution gets {_number(case)}" if case.kind == ORACLE else f"doing nothing gets {_number(case)}")
+            for case in wrong
+        ]
+        for kind, told in ((ORACLE, "solutions get full reward"), (NOTHING, "tasks give less for doing nothing")):
+            good = sum(case.kind == kind and _total(case) is not None and case not in wrong for case in self.cases)
+            lines.append(f"{good} of {len(tasks)} {told}")
         return lines
 
     def _advice(self) -> str:

@@ -5,5 +5,5 @@ program       the caller's end of one program;   session  an interpreter as a to
 fork_server   the warm interpreter: starts and ends programs;   capabilities  protections that this system supports
 jail          rights that a fork drops before it runs a program, by seccomp, landlock, filesystem, syscalls, limits
 guest         answers requests in a jail;   examiner  runs tests in another;   plain_values, json_messages  between
-bubblewrap    programs that are not Python
+bubblewrap    programs that are not Python;   containers  commands in containers of Docker or Podman
 """

@@ -24,7 +24,7 @@ from posttrain.data.tasks import Stream, Tasks, hold_out, to_tasks
 from posttrain.data.tasks_from_rows import Conversion, Convert, is_script
 from posttrain.envs.play.env_outputs import Done
 from posttrain.envs.play.env_pool import EnvPool
-from posttrain.envs.play.load_env import is_generator_env, load_converter, load_env
+from posttrain.envs.play.load_env import is_generator_env, load_converter, load_env, task_set
 from posttrain.envs.play.mixed_pool import MixedPool
 from posttrain.envs.play.service_client import Services
 from posttrain.envs.preview import Seen, Viewer
@@ -139,7 +139,9 @@ def load_tasks(
         function = load_env(spec)  # reports errors before anything expensive starts
         need = () if need == ("prompt",) and is_generator_env(function) else need
         convert = load_converter(spec) if rows is None else None
-    if rows is None:
+    if rows is None and (found := task_set(config.tasks)):
+        rows = found.module.task_rows(found.folder)
+    elif rows is None:
         rows = load_named(config.tasks) if re.fullmatch(r".+\.py:\w+", config.tasks) else config.tasks
     options: dict[str, Any] = {
         "fields": config.fields,

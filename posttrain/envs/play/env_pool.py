@@ -36,7 +36,7 @@ from posttrain.core.types import Invalid, InvalidKind, Reply, Task, Turn, UserEr
 from posttrain.envs.play.env_outputs import Done, Event
 from posttrain.envs.play.env_runner import EnvRunner, OneByOne, diverged, parted, stage_of
 from posttrain.envs.play.group_rewards import is_group_reward
-from posttrain.envs.play.load_env import is_generator_env, load_env, opening, pack_env
+from posttrain.envs.play.load_env import is_generator_env, load_env, opening, pack_env, step_limit
 from posttrain.envs.play.worker_protocol import (
     LONGEST_ANSWER,
     NOTE_BYTES,
@@ -197,7 +197,8 @@ class EnvPool:
     """Episodes of one environment: `start` and `send` issue commands, `poll` returns the events in order of arrival.
 
     `env` is a name as in `load_env`, a reward or a generator function, either of them perhaps async; `workers`: number
-    of processes, None: the number of processors; `seconds`: the limit of one step; `memory`: GiB that a worker may take
+    of processes, None: the number of processors; `seconds`: the limit of one step, which a task set
+    may raise; `memory`: GiB that a worker may take
     (0: no limit). With `workers=0` everything runs in this process, at once and in the caller's thread, without limits:
     for a debugger.
     """
@@ -214,6 +215,7 @@ class EnvPool:
             raise UserError(
                 f"workers and memory must be 0 or more and seconds above 0, not {workers}, {memory:g} and {seconds:g}"
             )
+        seconds = step_limit(env, seconds)
         if seconds > LONGEST_STEP:
             raise UserError(f"a step may take at most {LONGEST_STEP:g} seconds (one day), not {seconds:g}")
         self.size = workers

@@ -12,7 +12,7 @@ import pickle
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from posttrain.core.messages import near, near_or_all, short
 from posttrain.core.types import VERIFIER_PREFIX as PREFIX
@@ -60,6 +60,11 @@ BUILTIN = {
     "search-qa": "posttrain.envs.builtin.search_qa:search_qa",
 }
 
+TASK_SETS = {"harbor": "posttrain.envs.bridges.harbor:play"}
+"""Name of a form of task sets -> its environment: "harbor:FOLDER" names a set, which makes the rows too. The module has
+`task_rows(folder)`, `step_seconds(folder)` and `with_oracle(task)`.
+"""
+
 
 def load_env(spec: str | Callable[..., Any]) -> Callable[..., Any]:
     """Return the reward or generator function that `spec` names, as its author wrote it; a function is returned
@@ -74,12 +79,41 @@ def load_env(spec: str | Callable[..., Any]) -> Callable[..., Any]:
     if is_sum(spec):
         return sum_of(terms_of(spec), spec, load_env)
     bare, options = split_options(spec)
+    if found_set := task_set(spec):
+        options = {"folder": found_set.folder, **options}
     target, name = _split(bare)
     if f"{target}.".startswith("posttrain.verify."):
         raise UserError(f"--env {bare}: name a verifier without its module: --env {_renamed(name)}")
     module = import_target(target)
     function = _checked(named_in(module, name, target, _functions(module)), bare)
     return _bound(function, bare, options, module) if options else function
+
+
+class TaskSet(NamedTuple):
+    """A set of tasks that is named as an environment."""
+
+    form: str  # a key of `TASK_SETS`
+    folder: str
+
+    @property
+    def module(self) -> ModuleType:
+        return import_target(TASK_SETS[self.form].partition(":")[0])
+
+
+def task_set(spec: Any) -> TaskSet | None:
+    """Return the task set that an environment's name, with or without options, names; None for anything else."""
+    if not isinstance(spec, str) or spec.partition(":")[0].partition(",")[0] not in TASK_SETS:
+        return None
+    form, _, folder = split_options(spec)[0].partition(":")
+    if not folder:
+        raise UserError(f"--env {spec} names no set of tasks: give its folder, {form}:FOLDER")
+    return TaskSet(form, folder)
+
+
+def step_limit(env: str | Callable[..., Any], seconds: float) -> float:
+    """Return the limit of one call of an environment: `seconds`, or more where a task set sets limits of its own."""
+    found = task_set(env)
+    return seconds if found is None else max(seconds, float(found.module.step_seconds(found.folder)))
 
 
 def _refuse_verifier(function: Callable[..., Any]) -> None:
@@ -318,7 +352,7 @@ def _functions(module: ModuleType) -> list[str]:
 
 def _split(spec: str) -> tuple[str, str]:
     """Split a name as `split_name` does, without its options; the short name of a built-in one is replaced first."""
-    spec = split_options(spec)[0]
+    spec = TASK_SETS[known.form] if (known := task_set(spec)) else split_options(spec)[0]
     spec = BUILTIN.get(spec, spec)
     if ":" in spec or spec.endswith(".py"):
         return split_name(spec)

@@ -1,0 +1,2 @@
+#!/bin/sh
+for file in *.txt; do mv "$file" "${file%.txt}.md"; done

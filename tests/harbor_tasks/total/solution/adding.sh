@@ -1,0 +1,1 @@
+add() { awk '{s += $1} END {print s}' "$1"; }

@@ -1,0 +1,3 @@
+#!/bin/sh
+. "$(dirname "$0")/adding.sh"
+add numbers.txt > "$TARGET"

@@ -667,7 +667,7 @@ class RLOptions(
     length_penalty: float
     """Deduction from the reward for each sampled token (0: none)."""
     length_reward: float
-    """Reward for being among the shorter replies of the group (0: none)."""
+    """Weight of the reward for the shorter right replies of a group (0: none)."""
     redistribution: Literal["even", "entropy", "none"]
     """Redistribute the final reward over the tokens of a reply: evenly, or by the policy's entropy (none: the last
     token earns it)."""

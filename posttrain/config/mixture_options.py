@@ -9,7 +9,6 @@ from posttrain.core.coerce import convert
 from posttrain.core.component import option, setting_of
 from posttrain.core.messages import near_or_all
 from posttrain.core.types import PART_SEPARATOR, UserError
-from posttrain.envs.play.load_env import task_set
 
 PART: dict[str, Any] = {
     "tasks": str,

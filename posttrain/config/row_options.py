@@ -9,7 +9,6 @@ from posttrain.config.option_groups import OptionGroup
 from posttrain.config.verbs import name_of
 from posttrain.core.coerce import read_variable
 from posttrain.core.component import option
-from posttrain.envs.play.load_env import task_set
 
 Precision = Literal["float32", "bfloat16"]
 

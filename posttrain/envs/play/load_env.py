@@ -352,7 +352,7 @@ def _functions(module: ModuleType) -> list[str]:
 
 def _split(spec: str) -> tuple[str, str]:
     """Split a name as `split_name` does, without its options; the short name of a built-in one is replaced first."""
-    spec = TASK_SETS[known.form] if (known := task_set(spec)) else split_options(spec)[0]
+    spec = TASK_SETS[tasks.form] if (tasks := task_set(spec)) else split_options(spec)[0]
     spec = BUILTIN.get(spec, spec)
     if ":" in spec or spec.endswith(".py"):
         return split_name(spec)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -36,10 +38,22 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"id": f"{gold}-{number}-{copy}", "dataset": dataset, "question": asked, "answers": [answer], "gold_ids": [gold]}
         for copy in range(16) for number, (gold, dataset, asked, answer) in enumerate(SEARCHED)
     ])  # fmt: skip
+    (folder.parent / "wordproblems").mkdir()
+    write_rows(folder.parent / "wordproblems" / "train.jsonl", word_problems())
     for name, rows in asked().items():
         (folder.parent / name).mkdir()
         write_rows(folder.parent / name / {"sft": "instructions.jsonl", "preferences": "pairs.jsonl"}[name], rows)
     return folder.parent
+
+
+def word_problems() -> list[dict[str, str]]:
+    """Sixty wordings, each with two sets of numbers."""
+    things = [f"{left} {right}" for left in ("red", "old", "big", "new", "odd", "hot") for right in "abcdefghij"]
+    return [
+        {"id": f"{name}-{n}", "question": f"Ann has {n} {name} and buys {n + 5}. How many?", "answer": str(2 * n + 5),
+         "equation": f"x={n}+{n + 5}"}
+        for name in things for n in (2, 31)
+    ]  # fmt: skip
 
 
 def asked() -> dict[str, list[dict[str, str]]]:
@@ -69,7 +83,13 @@ def ran(recipe: ModuleType, monkeypatch: pytest.MonkeyPatch, *words: object) -> 
     recipe.main()
 
 
-RECIPES = (("reading", ("0", "1")), ("search", ("0",)), ("instructions", ("0",)), ("preferences", ("0",)))
+RECIPES = (
+    ("reading", ("0", "1")),
+    ("search", ("0",)),
+    ("instructions", ("0",)),
+    ("preferences", ("0",)),
+    ("tools", ("0",)),
+)
 
 
 @pytest.mark.parametrize(("name", "seeds"), RECIPES)
@@ -306,3 +326,20 @@ def test_a_mark_is_high_for_the_reference_and_low_for_a_short_or_a_long_reply() 
         < mark("Norway has Oslo.", reference)
         < 1
     )
+
+
+def test_held_out_problems_share_no_wording_with_learned_ones_and_larger_numbers_keep_the_answer_right(
+    data: Path,
+) -> None:
+    from recipes.real.problems import enlarged, problems
+    from recipes.wordproblems import shape
+
+    learned, held_out = problems(data)
+    assert len(learned) + len(held_out) == 120 and held_out
+    assert not {shape(task["prompt"]) for task in learned} & {shape(task["prompt"]) for task in held_out}
+    larger = enlarged(learned, random.Random(0))
+    assert len(larger) == len(learned)
+    for task in larger:
+        left, right = (int(word) for word in re.findall(r"[0-9]+", task["prompt"]))
+        assert 100 < left < 1000 and 100 < right < 1000 and int(task["answer"]) == left + right
+        assert task["response"] == f"{left}+{right}"

@@ -335,7 +335,7 @@ def test_held_out_problems_share_no_wording_with_learned_ones_and_larger_numbers
     from recipes.wordproblems import shape
 
     learned, held_out = problems(data)
-    assert len(learned) + len(held_out) == 120 and held_out
+    assert len(learned) + len(held_out) == 120 and learned and held_out
     assert not {shape(task["prompt"]) for task in learned} & {shape(task["prompt"]) for task in held_out}
     larger = enlarged(learned, random.Random(0))
     assert len(larger) == len(learned)

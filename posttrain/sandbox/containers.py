@@ -16,6 +16,7 @@ import os
 import resource
 import secrets
 import shutil
+import signal
 import stat
 import subprocess
 import tempfile
@@ -300,9 +301,17 @@ async def _called(engine: ContainerEngine, arguments: Sequence[str], seconds: fl
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Kill the engine's program if it still runs, and close its pipes: `wait` would wait for others that hold them."""
-    transport: Any = process._transport  # type: ignore[attr-defined]  # asyncio gives no other way to close them
-    transport.close()
+    """Kill the engine's program if it still runs, and close its pipes: `wait` would wait for others that hold them.
+
+    The signal is sent directly, since `kill` and `close` of asyncio may take the exit code from asyncio's own watcher.
+    """
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    transport: Any = process._transport  # type: ignore[attr-defined]  # asyncio gives no other way to its pipes
+    for number in (0, 1):
+        if (pipe := transport.get_pipe_transport(number)) is not None:
+            pipe.close()
     await process.wait()
 
 

@@ -132,7 +132,7 @@ def _refuse_first_form(folder: Path) -> None:
     if (folder / "task.yaml").exists() and not (folder / TOML).exists():
         raise UserError(
             f"{folder} is in the first form of Terminal-Bench (task.yaml), which has no reward file: convert it with "
-            "harbor tasks migrate"
+            "harbor task migrate"
         )
 
 

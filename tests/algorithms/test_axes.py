@@ -149,6 +149,9 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("off-policy-pg", {"replay": 500}, part("old"), "sampler"),
     ("dr-grpo", {"replay": 500}, part("old"), "sampler"),
     ("gpg", {"epochs": 2}, CORRECTION, Correction()),
+    ("grpo", {"epsilon_greedy": 0.1}, CORRECTION, Correction()),
+    ("grpo", {"epsilon_greedy": 0.1, "correction": "icepop"}, CORRECTION, Correction("icepop")),
+    ("off-policy-pg", {"epsilon_greedy": 0.1}, part("old"), "sampler"),
     ("dapo", {"clip_dual": 3.0}, SURROGATE, Clip(0.2, 0.28, 3.0)),
     ("dapo", {"clip_dual": 0.0}, SURROGATE, Clip(0.2, 0.28)),
     ("gpg", {"aggregate": "sequence-mean"}, AGGREGATE, SequenceMean()),
@@ -255,25 +258,25 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("reinforce", {"replay": 500}, part("replay"), Replay(500)),
     ("reinforce", {"replay": 500, "kl": 0.1}, part("replay"), Replay(500)),
     ("sac", {"kl": 0.1, "kl_estimator": "exact"}, part("kl"), KL("exact", 0.1)),
-    ("distill-reverse-kl", {}, TEACHER, Distillation(temperature=1.0)),
+    ("distill-reverse-kl", {}, TEACHER, Distillation()),
     ("distill-reverse-kl", {"teacher_temperature": 0.5}, TEACHER, Distillation(temperature=0.5)),
-    ("distill-reverse-kl", {"temperature": 0.5}, TEACHER, Distillation(temperature=0.5)),
-    ("distill-jsd", {"divergence": "forward-kl"}, TEACHER, Distillation("forward-kl", temperature=1.0)),
-    ("distill-jsd", {"teacher_every": 3}, TEACHER, Distillation("jensen-shannon", temperature=1.0, every=3)),
+    ("distill-reverse-kl", {"temperature": 0.5}, TEACHER, Distillation()),
+    ("distill-jsd", {"divergence": "forward-kl"}, TEACHER, Distillation("forward-kl")),
+    ("distill-jsd", {"teacher_every": 3}, TEACHER, Distillation("jensen-shannon", every=3)),
     (
         "distill-reverse-kl",
         {"teacher_every": 1, "teacher_update_rate": 0.1},
         TEACHER,
-        Distillation(temperature=1.0, every=1, rate=0.1),
+        Distillation(every=1, rate=0.1),
     ),
-    ("distill-jsd", {"jsd_beta": 0.1}, TEACHER, Distillation("jensen-shannon", beta=0.1, temperature=1.0)),
-    ("distill-k1", {"distillation": 0.3}, TEACHER, Distillation("sampled", 0.3, temperature=1.0)),
+    ("distill-jsd", {"jsd_beta": 0.1}, TEACHER, Distillation("jensen-shannon", beta=0.1)),
+    ("distill-k1", {"distillation": 0.3}, TEACHER, Distillation("sampled", 0.3)),
     ("distill-reverse-kl", {"advantage": "baselined"}, ADVANTAGE, Baselined()),
     ("distill-k1", {"advantage": "baselined"}, ADVANTAGE, Baselined()),
-    ("distill-k1", {"minibatches": 2}, TEACHER, Distillation("sampled", temperature=1.0)),
+    ("distill-k1", {"minibatches": 2}, TEACHER, Distillation("sampled")),
     ("distill-jsd", {"minibatches": 2}, part("minibatches"), 2),
-    ("grpo", {"teacher": "t"}, TEACHER, Distillation(temperature=1.0)),
-    ("grpo", {"teacher": "t", "divergence": "sampled"}, TEACHER, Distillation("sampled", temperature=1.0)),
+    ("grpo", {"teacher": "t"}, TEACHER, Distillation()),
+    ("grpo", {"teacher": "t", "divergence": "sampled"}, TEACHER, Distillation("sampled")),
     ("grpo", {"teacher": "t", "advantage": "none"}, ADVANTAGE, Unrewarded()),
     ("grpo", {"epochs": 3}, part("epochs"), 3),
     ("grpo", {"epochs": 3, "target_kl": 0.05}, part("early_stop"), EarlyStop(0.05)),
@@ -388,7 +391,7 @@ def test_every_setting_of_every_part_is_reached_by_its_place_and_changes_nothing
 
 
 def test_every_flag_is_proven() -> None:
-    others = {"ptx", "critic", "teacher", "temperature"}
+    others = {"ptx", "critic", "teacher", "temperature", "epsilon_greedy"}
     assert flags(Algorithm).keys() | others == {option for _, how, *_ in CHANGES for option in how}
 
 
@@ -401,8 +404,6 @@ def test_row_without_any_option_is_the_table_s_own(name: str) -> None:
         own = replace(own, aggregate=ConstantLength(6))
     if own.shaping:
         own = replace(own, shaping=(SoftOverlong(6, 1),))
-    if own.teacher is not None:
-        own = replace(own, teacher=replace(own.teacher, temperature=1.0))
     if own.replay is None:  # an update needs a group, and there are two
         own = replace(own, minibatches=min(2, own.minibatches))
     assert row == own
@@ -818,6 +819,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("grpo", {"dynamic_sampling": -1}, "--dynamic-sampling must be above 0"),
     ("grpo", {"top_p": 0.9}, "--top-p and --top-k .*leave them at 1 and 0"),
     ("grpo", {"temperature": 0.0}, "--temperature 0 is greedy"),
+    (
+        "grpo",
+        {"epsilon_greedy": 0.1, "old_policy": "start"},
+        "rollouts of --epsilon-greedy were sampled by another policy",
+    ),
+    ("grpo", {"epsilon_greedy": 1.0}, "--epsilon-greedy must be at least 0 and below 1"),
 ]
 
 

@@ -274,7 +274,7 @@ class MixtureOptions(TypedDict, total=False):
 
     mixture: dict[str, dict[str, str]]
     """Parts of a mixture, instead of --tasks: --mixture.maths.tasks maths.jsonl --mixture.maths.weight 2. Or a table
-    [sft.mixture.maths] of a recipe. A part may have its own split, limit and prompt_template; in rl it has its own env,
+    [sft.mixture.maths] in a recipe. A part may have its own split, limit and prompt_template; in rl it has its own env,
     and may have max_tokens, temperature, max_turns, max_episode_tokens, max_tool_calls, env_timeout and env_memory."""
     mixture_temperature: float
     """Temperature T of a mixture without weights: a part of n tasks has the weight n^(1/T). 1: by size; large:
@@ -338,10 +338,11 @@ class SFTOptions(EnvLimitOptions, RetrieverOptions, PassesOptions, total=False):
     """Reward function or environment: my.py:reward, package.module:name, a verifier such as verify:exact_match, or a
     built-in name. Settings follow the name: search-qa,topk=5. Add verifiers up with weights: "verify:exact_match*0.9 +
     verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
-    verl:score.py:compute_score. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown,
-    functions, gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa,
-    shapes, textarena, unscored, verdict, word-problems and worked-sums. In sft, the replies of rows run through it; for
-    rows without replies, its row_to_task, if any, writes the demonstrations."""
+    verl:score.py:compute_score. harbor:FOLDER is a set of tasks in containers, which makes its rows too. Built in are
+    adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions, gsm8k, guess, gymnasium,
+    judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa, shapes, textarena, unscored, verdict,
+    word-problems and worked-sums. In sft, the replies of rows run through it; for rows without replies, its
+    row_to_task, if any, writes the demonstrations."""
     model: str | None
     """Model to start from: a Hugging Face folder, a GGUF file, the folder of a run, or org/name. In sft, leave it out
     to train from scratch. org/name, or org/name@revision, is a model of the Hugging Face hub."""
@@ -352,10 +353,10 @@ class SamplingOptions(TypedDict, total=False):
     max_tokens: int
     """Maximum number of tokens in a reply."""
     temperature: float
-    """Sampling temperature; 0 is greedy. Training takes log-probabilities at the same temperature."""
+    """Sampling temperature; 0 is greedy. Training computes log-probabilities at the same temperature."""
     temperature_column: str
-    """Column with the sampling temperature of a task, instead of --temperature; where it is null, that holds. Training
-    takes the log-probabilities of each token at the temperature that sampled it."""
+    """Column with the sampling temperature of a task, instead of --temperature; where it is null, --temperature holds.
+    Training computes the log-probabilities of each token at the temperature that sampled it."""
     top_p: float
     """Sample from the smallest set of tokens with this total probability. Training needs 1: other values change the
     sampled distribution."""
@@ -589,7 +590,7 @@ class RLOptions(
     sampler's."""
     correction: Literal["truncate", "icepop", "sequence", "sequence-truncate", "none"]
     """Importance weight for an engine that differs from the learner, lags behind (--async-steps, --replay) or explores
-    (--epsilon-greedy). none: no weight. One per token is unbiased for replies of one token alone."""
+    (--epsilon-greedy). none: no weight. A weight per token is unbiased only for one token."""
     correction_cap: float
     """Cap of the weight of --correction, above 1."""
     off_policy_mask: float
@@ -703,10 +704,11 @@ class PreferOptions(AlgorithmOptions, PassesOptions, total=False):
     """Reward function or environment: my.py:reward, package.module:name, a verifier such as verify:exact_match, or a
     built-in name. Settings follow the name: search-qa,topk=5. Add verifiers up with weights: "verify:exact_match*0.9 +
     verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
-    verl:score.py:compute_score. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown,
-    functions, gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa,
-    shapes, textarena, unscored, verdict, word-problems and worked-sums. In sft, the replies of rows run through it; for
-    rows without replies, its row_to_task, if any, writes the demonstrations."""
+    verl:score.py:compute_score. harbor:FOLDER is a set of tasks in containers, which makes its rows too. Built in are
+    adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions, gsm8k, guess, gymnasium,
+    judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa, shapes, textarena, unscored, verdict,
+    word-problems and worked-sums. In sft, the replies of rows run through it; for rows without replies, its
+    row_to_task, if any, writes the demonstrations."""
     link: Literal[
         "sigmoid",
         "robust",
@@ -773,10 +775,11 @@ class RewardModellingOptions(AlgorithmOptions, PassesOptions, total=False):
     """Reward function or environment: my.py:reward, package.module:name, a verifier such as verify:exact_match, or a
     built-in name. Settings follow the name: search-qa,topk=5. Add verifiers up with weights: "verify:exact_match*0.9 +
     verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
-    verl:score.py:compute_score. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown,
-    functions, gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa,
-    shapes, textarena, unscored, verdict, word-problems and worked-sums. In sft, the replies of rows run through it; for
-    rows without replies, its row_to_task, if any, writes the demonstrations."""
+    verl:score.py:compute_score. harbor:FOLDER is a set of tasks in containers, which makes its rows too. Built in are
+    adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions, gsm8k, guess, gymnasium,
+    judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa, shapes, textarena, unscored, verdict,
+    word-problems and worked-sums. In sft, the replies of rows run through it; for rows without replies, its
+    row_to_task, if any, writes the demonstrations."""
     link: Literal["sigmoid", "plackett-luce", "cross-entropy", "squared-error"]
     """Loss on the scores of responses."""
     beta: float

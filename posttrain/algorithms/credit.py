@@ -268,8 +268,8 @@ class StepRewards(Advantage):
     A final reward that is redistributed makes a step of every token, which earns its part and the rewards of steps that end
     at it.
 
-    outcome_apart   the final reward is normalised among the final rewards of the group, and steps among its steps: where
-                    both tell something, many steps do not drown the outcome. The two are added, as PRIME adds them.
+    outcome_apart   the final reward is normalised among the final rewards of the group, and step rewards among its step
+                    rewards, so that many steps do not outweigh the outcome. The two are added, as in PRIME.
     """
 
     eps: float = setting(1e-6, above=0)

@@ -107,7 +107,7 @@ class SoftQ(CriticLoss):
         0.05, "critic-tau", "Target networks of action values: rate at which they follow each update.", least=0, most=1
     )
     coefficient: float = setting(1.0, "value-coefficient", "Coefficient of the value loss.", least=0)
-    warmup: int = setting(20, "critic-warmup", "Steps at the start in which only the critic learns.", least=0)
+    warmup: int = setting(20, "critic-warmup", "Number of first steps in which only the critic learns.", least=0)
     state_value: bool = setting(
         False,
         "value-network",

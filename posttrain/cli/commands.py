@@ -182,6 +182,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     from posttrain.runs.chat_choice import Chatting, chatting
     from posttrain.runs.terminal.output import Output, columns, wrapped
     from posttrain.training.lost_reasoning import READ_FOR_REASONING, lost_reasoning_line
+    from posttrain.training.near_names import warn_near_names
     from posttrain.training.playground import open_services, played_env, viewer_of
     from posttrain.training.setup import choose_device, load_tasks
     from posttrain.verify.named_verifiers import PREFIX, VERIFIERS, sentence
@@ -216,6 +217,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     ):
         option = f"--{given.replace('_', '-')}"
         raise UserError(f"{option} has no effect without --model: add the folder whose tokenizer it needs")
+    warn_near_names(config)
     tasks = chat.of(load_tasks(config, None))
     told = about(config.env) if config.env else []
     if config.env and success_of(config.env, None) is None:

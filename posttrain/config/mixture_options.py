@@ -9,6 +9,7 @@ from posttrain.core.coerce import convert
 from posttrain.core.component import option, setting_of
 from posttrain.core.messages import near_or_all
 from posttrain.core.types import PART_SEPARATOR, UserError
+from posttrain.envs.play.load_env import task_set
 
 PART: dict[str, Any] = {
     "tasks": str,
@@ -34,7 +35,7 @@ class MixtureGroup(OptionGroup, group="data"):
 
     mixture: dict[str, dict[str, str]] = option(factory=dict, value="VALUE")
     """Parts of a mixture, instead of --tasks: --mixture.maths.tasks maths.jsonl --mixture.maths.weight 2. Or a table
-    [sft.mixture.maths] of a recipe. A part may have its own split, limit and prompt_template; in rl it has its own env,
+    [sft.mixture.maths] in a recipe. A part may have its own split, limit and prompt_template; in rl it has its own env,
     and may have max_tokens, temperature, max_turns, max_episode_tokens, max_tool_calls, env_timeout and env_memory."""
     mixture_temperature: float = option(1.0, above=0, most=1e6)
     """Temperature T of a mixture without weights: a part of n tasks has the weight n^(1/T). 1: by size; large:
@@ -59,7 +60,7 @@ def parts_of(config: AnyMixture) -> dict[str, AnyMixture]:
     for name, given in config.mixture.items():
         own = _read_part(config, name, given)
         own.pop("weight", None)
-        if not own.get("tasks"):
+        if not own.get("tasks") and not task_set(own.get("env")):
             raise UserError(f"--mixture.{name}.tasks is missing: give the rows of this part")
         found[name] = replace(config, mixture={}, mixture_temperature=1.0, **own)
         if "env" in settings_of(config) and not getattr(found[name], "env", ""):

@@ -9,6 +9,7 @@ from posttrain.config.option_groups import OptionGroup
 from posttrain.config.verbs import name_of
 from posttrain.core.coerce import read_variable
 from posttrain.core.component import option
+from posttrain.envs.play.load_env import task_set
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -44,7 +45,7 @@ class FromRows(OptionGroup, group="data"):
     tasks: str = option("", first_hour=True, value="ROWS")
     """The rows: a .jsonl, .json, .csv or .parquet file, a folder, the name of a dataset, or my.py:rows. A Hugging Face
     dataset of several configurations is named with one: openai/gsm8k:main. my.py:rows is a function that yields rows,
-    possibly without end."""
+    possibly without end. Default: the set of tasks that --env names (harbor:FOLDER)."""
     split: str | None = None
     """Split of a dataset that has several."""
     limit: int | None = option(None, above=0)
@@ -89,10 +90,11 @@ class Data(ChatTemplateGroup, FromRows, group="data"):
     """Reward function or environment: my.py:reward, package.module:name, a verifier such as verify:exact_match, or a
     built-in name. Settings follow the name: search-qa,topk=5. Add verifiers up with weights: "verify:exact_match*0.9 +
     verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
-    verl:score.py:compute_score. Built in are adventure, arithmetic, calculator, code, code-all, code-choice, countdown,
-    functions, gsm8k, guess, gymnasium, judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa,
-    shapes, textarena, unscored, verdict, word-problems and worked-sums. In sft, the replies of rows run through it; for
-    rows without replies, its row_to_task, if any, writes the demonstrations."""
+    verl:score.py:compute_score. harbor:FOLDER is a set of tasks in containers, which makes its rows too. Built in are
+    adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions, gsm8k, guess, gymnasium,
+    judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa, shapes, textarena, unscored, verdict,
+    word-problems and worked-sums. In sft, the replies of rows run through it; for rows without replies, its
+    row_to_task, if any, writes the demonstrations."""
     chat: bool | None = option(None, group="model")
     """Wrap plain prompts in the model's chat template, as the message of a user; --no-chat sends them as bare text.
     Responses of sft, prefer and reward-model are then the assistant's. Default: as in the run that trained the model;
@@ -101,3 +103,8 @@ class Data(ChatTemplateGroup, FromRows, group="data"):
     system: str | None = option(None, group="model", value="TEXT")
     """System message before these prompts, and before rows of messages that have none. Default: the system message of
     the run that trained the model."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.tasks and (found := task_set(self.env)):
+            object.__setattr__(self, "tasks", f"{found.form}:{found.folder}")

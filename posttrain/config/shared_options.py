@@ -17,10 +17,10 @@ class SamplingGroup(OptionGroup, group="sampling"):
     max_tokens: int = option(256, above=0, first_hour=True)
     """Maximum number of tokens in a reply."""
     temperature: float = option(1.0, least=0, first_hour=True)
-    """Sampling temperature; 0 is greedy. Training takes log-probabilities at the same temperature."""
+    """Sampling temperature; 0 is greedy. Training computes log-probabilities at the same temperature."""
     temperature_column: str = option("", value="COLUMN")
-    """Column with the sampling temperature of a task, instead of --temperature; where it is null, that holds. Training
-    takes the log-probabilities of each token at the temperature that sampled it."""
+    """Column with the sampling temperature of a task, instead of --temperature; where it is null, --temperature holds.
+    Training computes the log-probabilities of each token at the temperature that sampled it."""
     top_p: float = option(1.0, above=0, most=1)
     """Sample from the smallest set of tokens with this total probability. Training needs 1: other values change the
     sampled distribution."""

@@ -136,7 +136,7 @@ def test_without_a_model_calls_are_shown_and_no_empty_text_is_marked(
     [
         (["data", "nowhere.jsonl"], "there is no file nowhere.jsonl"),
         (["data", "rows.jsonl", "--chat"], "--chat, --system, --chat-template and --chat-template-kwargs need --model"),
-        (["data", "rows.jsonl", "--number", "-1"], "--number -1 must be 0 or more"),
+        (["data", "rows.jsonl", "--number", "-1"], "--number -1 must be at least 0"),
         (["data", "rows.jsonl", "--fields.prompt", "qestion"], "wrong       rows.jsonl:1: no column 'qestion'"),
         (["data", "rows.jsonl", "--model", "nowhere"], "nowhere"),
     ],

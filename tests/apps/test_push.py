@@ -314,7 +314,10 @@ def test_an_upload_that_breaks_off_leaves_nothing_and_the_next_goes_on(
 
 def test_an_unreachable_hub_is_one_line(hub: ModelHub, place: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, "http://127.0.0.1:9", place.path / "cache", TOKEN)
-    assert "127.0.0.1 cannot be reached: nothing was pushed to org/sft; --dry-run shows" in refused("sft", "org/sft")
+    assert (
+        "127.0.0.1 cannot be reached: nothing was pushed to org/sft; see what would be pushed with --dry-run"
+        in refused("sft", "org/sft")
+    )
 
 
 def test_a_folder_without_a_run_is_pushed_without_other_files(

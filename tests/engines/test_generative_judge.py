@@ -174,7 +174,7 @@ def test_what_cannot_be_asked_is_invalid_and_costs_no_sampling(trained: Path, co
     ("settings", "told"),
     [
         ({"template": "{prompt}"}, "template has no place {response}"),
-        ({"template": "{promt} {response}"}, "place {promt}; there are {prompt}, {response} and {reference}"),
+        ({"template": "{promt} {response}"}, "place {promt}; give {prompt}, {response} or {reference}"),
         ({"template": "{response"}, "template: "),
         ({"template": "{response:>3}"}, "takes no format"),
         ({"model": "nowhere"}, "model nowhere: no such folder"),

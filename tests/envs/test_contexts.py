@@ -325,7 +325,7 @@ def spoken(words: Tokenizer, asked: list[dict[str, Any]], text: str, turn: Turn 
     context.transcript.observe(context.read(turn), SpanKind.PROMPT)
     tokens = words.encode(text)
     completion = Completion(0, tokens, [0.0] * len(tokens), text, StopReason.STOP, 0)
-    context.reply(completion, Reply(text, StopReason.STOP, **how), True)
+    context.reply(completion, Reply(text, StopReason.STOP, **how), True, None)
     return context
 
 

@@ -338,7 +338,7 @@ def test_backed_model_learns_and_goes_on_exactly(kind: str, tmp_path: Path, toke
         ({"hidden_size": 64}, r"has shape \[.*\], config.json says \[.*64"),
         (
             {"vocab_size": 2**40},
-            "announces 35,184,.* parameters, 131,.* GiB of weights; .* are free: correct the sizes",
+            "announces 35,184,.* parameters, 131,.* GiB of weights, and .* are free: correct the sizes",
         ),
         ({"sliding_window": None}, "the forward of Gemma3ForCausalLM fails, correct config.json: .*sliding_window"),
     ],

@@ -63,7 +63,7 @@ def test_missing_and_truncated_files_are_detected_and_the_checkpoint_before_is_u
     assert checkpoint.newest(tmp_path, said.append) == before
     (last / file).write_bytes(whole)
     assert checkpoint.newest(tmp_path, said.append) == last
-    assert len(said) == 2 and all(file in line and "using the one before it" in line for line in said)
+    assert len(said) == 2 and all(file in line and "using the previous one, if any" in line for line in said)
 
 
 def test_checkpoint_under_the_name_of_another_step_is_detected(tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ def test_options_of_view_that_would_do_nothing_are_refused(tmp_path: Path, capsy
     for words, said in (
         (["--rollouts", "5"], "--rollouts has no effect without --export FILE"),
         (["--where", "step > 1"], "--where has no effect without --export FILE"),
-        (["--export", file, "--rollouts", "0"], "--rollouts 0 must be from 1"),
+        (["--export", file, "--rollouts", "0"], "--rollouts 0 must be at least 1"),
         (["--export", file, "--browser"], "leave out --port and --browser"),
         (["--export", file, "--port", "8000"], "leave out --port and --browser"),
     ):

@@ -385,7 +385,7 @@ def test_only_the_steps_that_a_question_on_tokens_names_are_read(tmp_path: Path)
 def test_tokens_without_a_tokenizer_have_ids_alone(tmp_path: Path) -> None:
     folder = recorded(tmp_path, 1)
     assert answer(folder, "select count(*) from tokens where token = 5")[0][0] > 0
-    with pytest.raises(UserError, match="tokenizer is not here.*ask by their ids"):
+    with pytest.raises(UserError, match="tokenizer is missing.*select them by id"):
         answer(folder, "select count(*) from tokens where text = 'wait'")
 
 

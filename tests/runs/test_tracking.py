@@ -244,7 +244,7 @@ def test_names_of_trackers_are_checked_before_anything_starts(tmp_path: Path, mo
         "mine.py:Mine": "--track mine.py:Mine is not a tracker: write a class that extends posttrain.Tracker",
         "mine.py:Else": "mine.py has no 'Else'",
         "mine.py:object": "--track mine.py:object is not a tracker: write a class that extends posttrain.Tracker",
-        "prometheus:http": "--track prometheus:http: write prometheus:PORT or prometheus:HOST:PORT",
+        "prometheus:http": "--track prometheus:http is not an address: write prometheus:PORT or prometheus:HOST:PORT",
         "prometheus:65536": "with a port from 0 to 65535",
         "prometheus:a:b:1": "--track prometheus:a:b:1: write prometheus:PORT",
     }.items():

@@ -295,7 +295,7 @@ def test_a_build_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
         build([], place, overwrite=True)
     with pytest.raises(UserError, match="no passage has a word"):
         build([{"text": "..."}], place, overwrite=True)
-    with pytest.raises(UserError, match="there is an index in .*: replace it with --overwrite"):
+    with pytest.raises(UserError, match="already has an index: replace it with --overwrite"):
         build(ROWS, place)
     assert len(open_index(place)) == 2 and [path.name for path in tmp_path.iterdir()] == ["index"]
     build(ROWS, place, overwrite=True)

@@ -291,7 +291,7 @@ def test_a_model_from_scratch_has_nothing_to_adapt(place: Path, capsys: pytest.C
 def test_a_base_that_is_gone_is_told_in_one_line(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ran(SFT, "run")
     Path("start").rename("elsewhere")
-    assert "is not there" in refused(capsys, *without(RL, "--model"), "--model", "run", "--out", "next")
+    assert "does not exist" in refused(capsys, *without(RL, "--model"), "--model", "run", "--out", "next")
     assert resolve("run") == last("run")
 
 
@@ -314,4 +314,4 @@ def test_training_the_tower_of_a_model_that_reads_text_alone_is_refused(
 ) -> None:
     for verb in ("sft", "rl", "prefer"):
         told = refused(capsys, *VERBS[verb], "--threads", "1", "--out", verb, "--train-vision")
-        assert "--train-vision has no effect: the model in" in told
+        assert "--train-vision has no effect, as the model in" in told

@@ -121,7 +121,7 @@ def test_text_of_json_is_read_once(text: Any, value: Any) -> None:
 @pytest.mark.parametrize(("words_of", "told"), [
     (["--chat-template-kwargs", "moood=1"], "does not read 'moood'; did you mean 'mood'? (it reads: mood)"),
     (["--chat-template-kwargs", "messages=1"], "does not read 'messages' (it reads: mood)"),
-    (["--chat-template-kwargs", "a=1", "--chat-template", "chatml"], "does not read 'a' (it reads none)"),
+    (["--chat-template-kwargs", "a=1", "--chat-template", "chatml"], "does not read 'a' (it has no variables)"),
     (["--chat-template-kwargs", "calm"], "--chat-template-kwargs calm: write --chat-template-kwargs KEY=VALUE"),
     (["--chat-template-kwargs", "--steps", "1"], "--chat-template-kwargs: write --chat-template-kwargs KEY=VALUE"),
 ])  # fmt: skip

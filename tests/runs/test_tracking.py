@@ -246,7 +246,7 @@ def test_names_of_trackers_are_checked_before_anything_starts(tmp_path: Path, mo
         "mine.py:object": "--track mine.py:object is not a tracker: write a class that extends posttrain.Tracker",
         "prometheus:http": "--track prometheus:http is not an address: write prometheus:PORT or prometheus:HOST:PORT",
         "prometheus:65536": "with a port from 0 to 65535",
-        "prometheus:a:b:1": "--track prometheus:a:b:1: write prometheus:PORT",
+        "prometheus:a:b:1": "--track prometheus:a:b:1 is not an address: write prometheus:PORT",
     }.items():
         with pytest.raises(UserError, match=re.escape(told)):
             check_trackers((f"prometheus,{name}",))

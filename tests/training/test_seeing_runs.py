@@ -338,7 +338,7 @@ def test_text_that_stands_for_a_picture_is_refused(folders: Callable[[str], Path
             tokenizer.encode_seen(text, pictures)
     with pytest.raises(PictureError, match="a text has <image>"):
         tokenizer.encode("say <image>")
-    with pytest.raises(PictureError, match="token 5 stands for a picture"):
+    with pytest.raises(PictureError, match="token 5 is the placeholder of a picture"):
         tokenizer.check_tokens([4, 5])
 
 

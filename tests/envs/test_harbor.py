@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -368,7 +369,8 @@ def test_a_lost_worker_plays_its_episode_again_in_another_container(stand_in: Pa
             [(_, event)] = pool.poll(None)
             if number == 0:
                 for worker in descendants(pool._workers[0].child.process.pid):
-                    os.kill(worker, signal.SIGKILL)
+                    with suppress(ProcessLookupError):  # ends by itself once the worker has
+                        os.kill(worker, signal.SIGKILL)
                     gone(worker)
     assert isinstance(event, Done) and event.reward == 1.0
     names = {call[call.index("--name") + 1] for call in stand_in_engine.calls(stand_in) if call[0] == "run"}

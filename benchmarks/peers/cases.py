@@ -28,7 +28,7 @@ from posttrain.algorithms.surrogate import Clip, LogProbability
 from posttrain.algorithms.teacher import FIELDS, Distillation
 from posttrain.core.batch import Batch, Outputs, Scores, Stats
 from posttrain.core.types import Completion, StopReason, Transcript
-from posttrain.models.losses.divergence import token_logp_divergence
+from posttrain.models.losses.divergence import measured_divergence
 from posttrain.models.losses.likelihood import Hidden, token_logp, token_logp_entropy
 from posttrain.models.native.head import Head
 from posttrain.training.sources.packing import collate
@@ -199,7 +199,7 @@ def distilled(row: Algorithm, case: Case) -> Answer:
     logits, head = case.logits.clone().requires_grad_(), torch.eye(case.logits.shape[1], dtype=torch.float64)
     beta = {"reverse-kl": 1.0, "forward-kl": 0.0}.get(row.teacher.divergence, row.teacher.beta)
     policy, teacher = Hidden(logits, Head(head)), Hidden(case.teacher_logits, Head(head))
-    logp, distance = token_logp_divergence(policy, teacher, case.target, beta, TEMPERATURE, TEMPERATURE)
+    logp, distance, *_ = measured_divergence(policy, teacher, case.target, beta, (TEMPERATURE, TEMPERATURE), False)
     outputs = Outputs(logp, **{FIELDS[row.teacher.divergence]: distance})
     loss = policy_objective(row)(
         outputs, batch_of(replace(case, old=logp.detach()), torch.zeros_like(case.reward), row.aggregate), Stats()
@@ -311,7 +311,7 @@ def ask_choices() -> None:
 
     @OURS.asks("tokens: highest entropy")
     def top_entropy(case: Case) -> Answer:
-        return {"kept": torch.cat(TopEntropy(SHARE)(list(split(case, case.entropy)))).double()}
+        return {"kept": torch.cat(TopEntropy(SHARE)({"entropy": list(split(case, case.entropy))}, [])).double()}
 
     @OURS.asks("model: log-probability of a token")
     def log_probability(case: Case) -> Answer:

@@ -590,7 +590,7 @@ class RLOptions(
     sampler's."""
     correction: Literal["truncate", "icepop", "sequence", "sequence-truncate", "none"]
     """Importance weight for an engine that differs from the learner, lags behind (--async-steps, --replay) or explores
-    (--epsilon-greedy). none: no weight. A weight per token is unbiased only for one token."""
+    (--epsilon-greedy). none: no weight. A weight per token is unbiased only for replies of one token."""
     correction_cap: float
     """Cap of the weight of --correction, above 1."""
     off_policy_mask: float
@@ -634,7 +634,7 @@ class RLOptions(
     critic_tau: float
     """Target networks of action values: rate at which they follow each update."""
     value_network: bool
-    """Learn a value network beside the action values; its slow copy alone gives their targets."""
+    """Learn a network of state values too, whose target copy gives the targets of the action values."""
     divergence: Literal["reverse-kl", "forward-kl", "jensen-shannon", "sampled"]
     """Divergence of the student from its teacher. sampled uses only the sampled tokens."""
     distillation: float
@@ -642,7 +642,7 @@ class RLOptions(
     jsd_beta: float
     """Jensen-Shannon divergence: share of the teacher in the mixture."""
     teacher_temperature: float
-    """Temperature of the teacher's logits. Default: that of sampling, of each turn."""
+    """Temperature of the teacher's logits. Default: the sampling temperature of each token."""
     teacher_every: int
     """Steps between updates of the teacher to the policy, whose weights it starts from (0: never)."""
     teacher_update_rate: float
@@ -673,7 +673,7 @@ class RLOptions(
     """Redistribute the final reward over the tokens of a reply: evenly, or by the policy's entropy (none: the last
     token earns it)."""
     redistribution_share: float
-    """Part of the final reward that --redistribution takes."""
+    """Share of the final reward that is redistributed."""
     imitation: float
     """Weight of the likelihood of right replies in the loss (0: none)."""
     ptx_coefficient: float

@@ -111,7 +111,7 @@ class SoftQ(CriticLoss):
     state_value: bool = setting(
         False,
         "value-network",
-        "Learn a value network beside the action values; its slow copy alone gives their targets.",
+        "Learn a network of state values too, whose target copy gives the targets of the action values.",
     )
 
     @property

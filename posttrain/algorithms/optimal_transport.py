@@ -17,9 +17,9 @@ from posttrain.core.component import Component
 class OptimalTransport(Component):
     """Aligns whole distributions: the k-th smallest score is compared with the k-th smallest of the other side (AOT).
 
-    The better distribution is made to dominate the worse one at every quantile, in place of each response the one that it
-    was given with (arXiv 2406.05882). Both are sorted over the whole optimizer batch, before each update; pieces of
-    unequal weight are split. Every link of a score difference can be the cost.
+    One distribution is made to dominate the other at every quantile; the compared numbers may come from different rows
+    (arXiv 2406.05882). Both sides are sorted over the whole optimizer batch, before each update; pieces of unequal weight
+    are split. Every link of a score difference can be the cost.
 
     paired      the margins u of the policy against the margins v of the reference (section 3, paired).
     unpaired    the scores of good responses against those of bad ones, of any prompts; their numbers may differ (section 3,

@@ -475,7 +475,7 @@ _ALGORITHMS = (
         epochs=2,
         minibatches=4,
         stated="as sac; its temperature is tuned, where the paper's is a constant",
-        idea="Targets of action values by a value network",
+        idea="SAC whose targets come from state values",
     ),
     # -- a teacher -----------------------------------------------------------------------------------------------------
     Algorithm(

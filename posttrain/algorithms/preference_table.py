@@ -158,7 +158,7 @@ _ALGORITHMS = (
         "Alignment via optimal transport, paired, sorted over the optimizer batch (AOT, arXiv 2406.05882)",
         link=Sigmoid(0.1),
         transport=OptimalTransport("paired"),
-        idea="Margins' distribution dominates that of the reference",
+        idea="Sorted margins above the reference's sorted ones",
     ),
     PreferenceAlgorithm(
         "aot-unpaired",

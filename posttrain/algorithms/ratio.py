@@ -141,7 +141,7 @@ class Correction(Component):
         "truncate",
         "correction",
         "Importance weight for an engine that differs from the learner, lags behind (--async-steps, --replay) or explores "
-        "(--epsilon-greedy). none: no weight. A weight per token is unbiased only for one token.",
+        "(--epsilon-greedy). none: no weight. A weight per token is unbiased only for replies of one token.",
         absent="none",
     )
     cap: float = setting(2.0, "correction-cap", "Cap of the weight of --correction, above 1.", above=1)

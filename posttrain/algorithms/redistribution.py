@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Redistribution(Component):
-    """Gives every token a part of the final reward, so that credit is dense: rewards to go and values have less ahead.
+    """Gives every token a part of the final reward, so that credit is dense and little of it is left to predict.
 
     Token t earns share x w_t of the final reward, and the last one the rest besides; the sum stays the reward.
 
@@ -28,8 +28,8 @@ class Redistribution(Component):
              arXiv 2402.00782, the weights are a reward model's attention).
     share    the part that is redistributed; ABC mixes both forms in the same way.
 
-    An expected return is the same, but the weights of a reply are known only at its end: a token is not credited with what
-    earlier ones have earned, although it had a part in the reward, so that rewards to go have another expected gradient.
+    The expected return is the same, but rewards to go have another expected gradient: a token gets no credit for the parts
+    that earlier tokens earned, although it contributed to the whole reward.
     """
 
     weight: Literal["even", "entropy"] = setting(
@@ -40,7 +40,7 @@ class Redistribution(Component):
         absent="none",
     )
     share: float = setting(
-        1.0, "redistribution-share", "Part of the final reward that --redistribution takes.", above=0, most=1
+        1.0, "redistribution-share", "Share of the final reward that is redistributed.", above=0, most=1
     )
 
     @property

@@ -49,7 +49,7 @@ class Distillation(Component):
     temperature: float | None = setting(
         None,
         "teacher-temperature",
-        "Temperature of the teacher's logits. Default: that of sampling, of each turn.",
+        "Temperature of the teacher's logits. Default: the sampling temperature of each token.",
         above=0,
     )
     every: int = setting(

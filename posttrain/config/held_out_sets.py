@@ -29,5 +29,5 @@ def held_out_sets(values: Sequence[str]) -> dict[str, str]:
         if all(names) and len(set(names)) == len(names):
             return dict(zip(names, (where for _, where in rows), strict=True))
     twice = [name for name, count in Counter(name for name, _ in rows).items() if name and count > 1]
-    wrong = f"has {len(rows)} sets, and {twice[0]!r} names two of them" if twice else "has sets of one name"
+    wrong = f"has two sets named {twice[0]!r}" if twice else "has several sets of one name"
     raise UserError(f"--eval-tasks {wrong}: give each a name of its own, --eval-tasks easy=a.jsonl hard=b.jsonl")

@@ -204,13 +204,13 @@ def _validate_label(config: Label) -> None:
 def _validate_rl(config: RL) -> None:
     check_curriculum(config)
     parts = {f"--mixture.{name}.temperature": own.temperature for name, own in parts_of(config).items()}
-    for option, heat in {"--temperature": config.temperature, **parts}.items():
-        if heat == 0:
-            raise UserError(f"{option} 0 is greedy: all rollouts of a group would be equal and teach nothing")
+    for option, temperature in {"--temperature": config.temperature, **parts}.items():
+        if temperature == 0:
+            raise UserError(
+                f"{option} 0 is greedy, and equal rollouts of a group give no signal: give a temperature above 0"
+            )
     if config.epsilon_greedy and config.engine == "vllm":
-        raise UserError(
-            "--epsilon-greedy is for the local engine, and vLLM has no such sampling: leave out --engine vllm"
-        )
+        raise UserError("vLLM does not sample with --epsilon-greedy: leave out --engine vllm, or --epsilon-greedy")
     if config.top_p != 1 or config.top_k != 0:
         raise UserError(
             "--top-p and --top-k sample from a truncated distribution, which biases the gradient and which no "

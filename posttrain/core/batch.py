@@ -156,7 +156,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Matched:
-    """The numbers that an optimal transport over the optimizer batch gives comparisons or labels to be compared with.
+    """Numbers with which comparisons or labels are compared, from an optimal transport over the optimizer batch.
 
     P    pieces of the transport: one for each comparison or label where all weigh the same
     """

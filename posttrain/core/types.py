@@ -518,10 +518,12 @@ class Transcript:
         nothing = [None] * len(plain["spans"])
         experts, temperatures = plain.get("experts") or nothing, plain.get("temperature") or nothing
         start = 0
-        for (kind, length, learned, version), routes, heat in zip(plain["spans"], experts, temperatures, strict=True):
+        for (kind, length, learned, version), routes, temperature in zip(
+            plain["spans"], experts, temperatures, strict=True
+        ):
             routed = None if routes is None else np.array(routes, dtype=np.int16)
-            heat = None if heat is None else float(heat)
-            found.spans.append(Span(SpanKind(kind), start, length, bool(learned), version, routed, heat))
+            temperature = None if temperature is None else float(temperature)
+            found.spans.append(Span(SpanKind(kind), start, length, bool(learned), version, routed, temperature))
             found.n_scored += length * bool(learned)
             start += length
         found.media = [

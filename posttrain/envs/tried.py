@@ -242,7 +242,10 @@ class Report:
             + (f"its solution gets {_number(case)}" if case.kind == ORACLE else f"doing nothing gets {_number(case)}")
             for case in wrong
         ]
-        for kind, told in ((ORACLE, "solutions get full reward"), (NOTHING, "tasks give less for doing nothing")):
+        for kind, told in (
+            (ORACLE, "solutions get full reward"),
+            (NOTHING, "tasks give no full reward for doing nothing"),
+        ):
             good = sum(case.kind == kind and _total(case) is not None and case not in wrong for case in self.cases)
             lines.append(f"{good} of {len(tasks)} {told}")
         return lines

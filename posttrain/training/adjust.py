@@ -145,13 +145,13 @@ def _contradictions_of_redistribution(algorithm: Algorithm) -> Iterator[tuple[bo
     spread = algorithm.redistribution is not None
     yield (
         spread and not algorithm.advantage.by_token,
-        "its advantage compares whole rewards, at whichever token they are earned: leave out --redistribution, or choose "
+        "its advantage reads only the total reward of a reply: leave out --redistribution, or choose "
         "--advantage to-go, process, gae or k-step",
     )
     yield (
         spread and bool(getattr(algorithm.advantage, "bootstrap", False)),
-        "the critic's value stands in for the final reward of a reply that was cut off, of which no token has a part: leave "
-        "out --redistribution, or --bootstrap-truncated",
+        "--bootstrap-truncated replaces the final reward of truncated replies by the critic's value, which cannot be "
+        "redistributed: leave out --redistribution, or --bootstrap-truncated",
     )
 
 

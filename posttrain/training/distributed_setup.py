@@ -17,6 +17,8 @@ from posttrain.core.types import UserError
 from posttrain.learners.process_group import joined
 from posttrain.runs.terminal.notices import held
 
+SHARD_ALONE = "--shard requires --processes above 1, across which it shards the weights: add it, or leave --shard out"
+
 
 @contextmanager
 def open_world(config: Training) -> Iterator[World]:
@@ -36,9 +38,7 @@ def open_world(config: Training) -> Iterator[World]:
         if config.restarts:
             raise UserError("--restarts requires --processes above 1: add it, or leave --restarts out")
         if config.shard:
-            raise UserError(
-                "--shard requires --processes above 1, across which it shards the weights: add it, or leave --shard out"
-            )
+            raise UserError(SHARD_ALONE)
         with held():
             yield Alone()
         return

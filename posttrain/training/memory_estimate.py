@@ -7,7 +7,7 @@ of a micro-batch. Within 10% of measurements on an H200 (`tests/training/test_me
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,7 @@ from posttrain.engines.local.step_cache import row_bucket, token_bucket
 from posttrain.learners.local_learner import REFERENCE, LocalLearner
 from posttrain.models.adapters.adapter_writer import adapters
 from posttrain.models.backbone import decoders_in
-from posttrain.models.free_memory import gpu_memory, in_gib
+from posttrain.models.free_memory import in_gib
 from posttrain.models.losses.likelihood import GPU_LOGITS
 from posttrain.models.native.decoder_shape import DecoderConfig
 
@@ -60,41 +60,42 @@ class MemoryEstimate:
         return f"memory of the GPU: about {in_gib(self.total)} at the peak ({parts})"
 
 
-def estimate_memory(
-    learner: LocalLearner,
-    tokens: int,
-    recompute: bool,
-    sampling: SamplingSize | None,
-    room: float,
-    shares: int = 1,
-) -> MemoryEstimate | None:
-    """Estimate the peak of an update on a GPU with `room` bytes, which the policy's engine shares.
+@dataclass(frozen=True)
+class UpdateSize:
+    """All that the memory of an update depends on, beside its models."""
 
-    None if the model's activations are unknown. `tokens`: of a micro-batch. `shares`: processes that shard the weights.
-    """
+    tokens: int  # of a micro-batch
+    recompute: bool  # whether layers are computed again in the backward pass
+    sampling: SamplingSize | None
+    room: float  # bytes of the GPU
+    shares: int = 1  # processes that shard the weights
+
+
+def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate | None:
+    """Estimate the peak of an update on a GPU, which the policy's engine shares. None for a model of transformers."""
     shape = learner.model.config
     if not isinstance(shape, DecoderConfig):
         return None
     narrow = learner.precision == "bfloat16"
     learned = _unique(m for m in (learner.model, learner.critic) if m is not None)
     held = _unique((learner.model, learner.critic, *learner.others.values()))
-    sharded = _sharded(learner) if shares > 1 else set()
-    trained = _bytes_here((p for p in learned if p.requires_grad), sharded, shares)
+    sharded = _sharded(learner) if size.shares > 1 else set()
+    trained = _bytes_here((p for p in learned if p.requires_grad), sharded, size.shares)
     parts = {
-        "weights": _bytes_here(held, sharded, shares),
+        "weights": _bytes_here(held, sharded, size.shares),
         "gradients": trained,
         "moments": 2 * trained,
         "copies in bfloat16": sum(2.0 * p.numel() for p in learned if p.dtype == torch.float32 and p.ndim == 2)
-        * (narrow and shares == 1),
-        "gathered": _gathered_bytes(learner, narrow) if shares > 1 else 0.0,
-        "activations": float(tokens * shape.activation_bytes(narrow, recompute)),
+        * (narrow and size.shares == 1),
+        "gathered": _gathered_bytes(learner, narrow) if size.shares > 1 else 0.0,
+        "activations": float(size.tokens * shape.activation_bytes(narrow, size.recompute)),
         "logits": 8.0 * GPU_LOGITS,
     }
-    if sampling is not None:
-        engine = _engine_bytes(learner.model, shape, sampling, narrow, room)
-        if engine <= RESTING_SHARE * room:  # else it is freed before an update
+    if size.sampling is not None:
+        engine = _engine_bytes(learner.model, shape, size.sampling, narrow, size.room)
+        if engine <= RESTING_SHARE * size.room:  # else it is freed before an update
             parts["engine"] = engine
-        if shares > 1:  # it samples with weights of its own
+        if size.shares > 1:  # it samples with weights of its own
             parts["engine's weights"] = 4.0 * shape.parameters
     return MemoryEstimate(parts)
 
@@ -146,39 +147,27 @@ def _engine_bytes(model: Any, shape: DecoderConfig, size: SamplingSize, narrow: 
     return float(copied + number * numbers * row_bucket(size.requests) * token_bucket(size.tokens))
 
 
-def memory_lines(
-    learner: LocalLearner, tokens: int, recompute: bool, sampling: SamplingSize | None, device: torch.device
-) -> list[str]:
-    """Return lines with the estimate for a GPU, and with remedies if it may not fit; [] on a CPU."""
-    if device.type != "cuda":
-        return []
-    room = float(gpu_memory(device))
-    found = estimate_memory(learner, tokens, recompute, sampling, room)
-    return [] if found is None else [str(found), *advice(found, learner, tokens, recompute, sampling, room)]
+def memory_lines(learner: LocalLearner, size: UpdateSize) -> list[str]:
+    """Return lines with the estimate, and with remedies if it may not fit."""
+    found = estimate_memory(learner, size)
+    return [] if found is None else [str(found), *advice(found, learner, size)]
 
 
-def advice(
-    found: MemoryEstimate,
-    learner: LocalLearner,
-    tokens: int,
-    recompute: bool,
-    sampling: SamplingSize | None,
-    room: float,
-    shares: int = 1,
-) -> list[str]:
+def advice(found: MemoryEstimate, learner: LocalLearner, size: UpdateSize) -> list[str]:
     """Return a line with options that save memory, if the estimate exceeds the GPU's memory; else []."""
-    if found.total <= TIGHT * room:
+    if found.total <= TIGHT * size.room:
         return []
-    ways = []
-    if not recompute and (less := estimate_memory(learner, tokens, True, sampling, room, shares)) is not None:
-        ways.append(f"--recompute layers ({in_gib(less.total)})")
-    fewer = max(FEW_TOKENS, tokens // 4)
-    if fewer < tokens and (less := estimate_memory(learner, fewer, recompute, sampling, room, shares)) is not None:
-        ways.append(f"--tokens-per-microbatch {fewer} ({in_gib(less.total)})")
+    fewer = max(FEW_TOKENS, size.tokens // 4)
+    other = {
+        "--recompute layers": replace(size, recompute=True),
+        f"--tokens-per-microbatch {fewer}": replace(size, tokens=fewer),
+    }
+    saving = [(way, estimate_memory(learner, changed)) for way, changed in other.items()]
+    ways = [f"{way} ({in_gib(less.total)})" for way, less in saving if less is not None and less.total < found.total]
     if learner.model.decoder is not None and learner.model.decoder.lora is None:
         ways.append(f"--lora {LORA_RANK} with --frozen-weights bfloat16 ({in_gib(_with_adapters(found))})")
     told = f": {', '.join(ways)} would take less" if ways else ""
-    return [f"this may not fit into the GPU's {in_gib(room)}{told}"]
+    return [f"this may not fit into the GPU's {in_gib(size.room)}{told}"]
 
 
 def _with_adapters(found: MemoryEstimate) -> float:

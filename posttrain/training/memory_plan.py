@@ -29,10 +29,12 @@ from posttrain.models.native.decoder_config import read_config
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.runs.checkpoint import resolve
 from posttrain.training.adjust import adjust
+from posttrain.training.distributed_setup import SHARD_ALONE
 from posttrain.training.frozen_weights import frozen_type, refuse_useless
 from posttrain.training.memory_estimate import (
     TIGHT,
     MemoryEstimate,
+    UpdateSize,
     advice,
     estimate_memory,
     sampling_size,
@@ -80,20 +82,20 @@ def plan_memory(config: Training, room: float) -> MemoryPlan:
     learner = shapes_of(config, shape)
     shares = config.processes if config.shard else 1
     tokens = config.tokens_per_microbatch or tokens_of_activations(shape, room * ACTIVATION_SHARE)
-    how = learner, tokens, config.recompute != "none", sampling_size(config), room, shares
-    found = estimate_memory(*how)
+    size = UpdateSize(tokens, config.recompute != "none", sampling_size(config), room, shares)
+    found = estimate_memory(learner, size)
     assert found is not None, "the shape is known"
-    return MemoryPlan(found, room, tokens, tuple(advice(found, *how)))
+    return MemoryPlan(found, room, tokens, tuple(advice(found, learner, size)))
 
 
 def _refuse(config: Training) -> None:
     """Raise UserError for options that the estimate does not know."""
     if not config.model:
-        raise UserError("--model is missing: a folder with the config.json of the model, its weights are not read")
+        raise UserError("--model is missing: give a folder with the model's config.json; its weights are not read")
     if config.quantize:
         raise UserError("posttrain memory cannot estimate --quantize yet: leave it out")
     if config.shard and config.processes == 1:
-        raise UserError("--shard requires --processes > 1: its memory depends on their number")
+        raise UserError(SHARD_ALONE)
 
 
 def shape_of(model: str) -> DecoderConfig:

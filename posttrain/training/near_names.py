@@ -1,4 +1,4 @@
-"""Mistyped names of columns: `--fields.promt` is no mistake by itself, as a reward may read a column of any name."""
+"""Warns about mistyped names of columns, such as `--fields.promt`. A reward may read a column of any name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NEAR = 0.8  # similarity from which a name is a mistyped one
 
 
 def warn_near_names(config: Data, warn: Callable[[str], None] = warn) -> None:
-    """Warn about names of `--fields` that are nearly those of columns that are read: any name reaches a reward."""
+    """Warn about names of `--fields` that look like misspelt columns; they are valid, as a reward may read any name."""
     for name, column in config.fields.items():
         if name.removesuffix("s") not in COLUMNS and (close := get_close_matches(name, COLUMNS, 1, NEAR)):
-            warn(f"--fields.{name} {column}: only code of yours reads {name!r}; did you mean --fields.{close[0]}?")
+            warn(f"--fields.{name} {column}: only your own code reads {name!r}; did you mean --fields.{close[0]}?")

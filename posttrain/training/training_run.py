@@ -20,11 +20,12 @@ from posttrain.core.batch import Stats
 from posttrain.core.protocols import Learner, Objective, Source
 from posttrain.core.types import Outcome
 from posttrain.learners.local_learner import LocalLearner
+from posttrain.models.free_memory import gpu_memory
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_folder import RunFolder, begin
 from posttrain.training.distributed_setup import open_world
 from posttrain.training.hooks import Hooks
-from posttrain.training.memory_estimate import memory_lines, sampling_size
+from posttrain.training.memory_estimate import UpdateSize, memory_lines, sampling_size
 from posttrain.training.setup import microbatch_tokens, prepare
 from posttrain.training.text_loss import with_forgetting
 from posttrain.training.trainer import Run, Trainer
@@ -94,4 +95,5 @@ def _memory(config: Training, learner: Learner, device: torch.device) -> list[st
     if device.type != "cuda" or config.shard or not isinstance(learner, LocalLearner):
         return []
     tokens = microbatch_tokens(config, learner.model)
-    return memory_lines(learner, tokens, config.recompute != "none", sampling_size(config), device)
+    room = float(gpu_memory(device))
+    return memory_lines(learner, UpdateSize(tokens, config.recompute != "none", sampling_size(config), room))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from hashlib import sha256
 from pathlib import Path
 
 from posttrain.core.types import Task
 from posttrain.envs.builtin.word_problems import row_to_task
 from posttrain.verify.expression import evaluate
-from recipes.real.study import read
+from recipes.real.study import number, read
 from recipes.wordproblems import NUMBER, shape, substituted
 
 HELD_OUT = 5  # every fifth wording
@@ -32,11 +31,6 @@ def problems(data: Path) -> tuple[list[Task], list[Task]]:
 def enlarged(tasks: Iterable[Task], rng: random.Random) -> list[Task]:
     """The problems whose numbers are all in their expression, with numbers of three digits in place of their own."""
     return [found for task in tasks if "response" in task and (found := _enlarged(task, rng))]
-
-
-def number(text: str) -> int:
-    """A large number that depends on the text alone."""
-    return int(sha256(text.encode()).hexdigest(), 16)
 
 
 def _enlarged(task: Task, rng: random.Random) -> Task | None:

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Any
 
 import posttrain
-from recipes.real.study import Figures, Study, finished, options, read, run, shuffled
+from recipes.real.study import Figures, Study, finished, number, options, read, run, shuffled
 
 Row = dict[str, Any]
 
@@ -120,11 +119,6 @@ def excerpt(text: str, answer: str, name: str) -> str | None:
         if any(answer in sentence for sentence in sentences[first:last]):
             runs.append(" ".join(sentences[first:last]))
     return runs[number(name) % len(runs)] if runs else None
-
-
-def number(name: str) -> int:
-    """A large number that depends on the name alone."""
-    return int(sha256(name.encode()).hexdigest(), 16)
 
 
 def task(name: str, text: str, question: str, answers: list[str]) -> Row:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,11 @@ def shuffled(rows: Sequence[dict[str, Any]], seed: int, recipe: str) -> list[dic
     found = list(rows)
     random.Random(seed_of(seed, recipe)).shuffle(found)
     return found
+
+
+def number(text: str) -> int:
+    """A large number that depends on the text alone, to choose what is held out."""
+    return int(sha256(text.encode()).hexdigest(), 16)
 
 
 class Study:

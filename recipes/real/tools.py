@@ -48,6 +48,7 @@ class Tool:
     instruction: str
     opened: str = ""
     closed: str = ""
+    result: str = ""  # form of what the tool answers
     failed: str = ""  # how the result of a call begins that could not be made
     answer: str = "{}"  # form of the last reply
 
@@ -62,8 +63,7 @@ class Tool:
         result = str(evaluate(expression))
         call, *answer = self.replies(expression)
         if self.opened:
-            shown = f"<out>{result}</out>" if self.env == "calculator" else f"\n<output>\n{result}\n</output>\n"
-            call = f"{call}{shown}{answer[0]}"
+            call = f"{call}{self.result.format(result)}{answer[0]}"
         text = f"{self.instruction}\n\nQuestion: {question}\n{call}\n\nQuestion: {problem['prompt']}"
         prompt = [{"role": "user", "content": text}]
         replies = self.replies(problem["response"])
@@ -79,6 +79,7 @@ TOOLS = (
         "and </out>. Then give the answer as a number.",
         calculator.OPEN,
         calculator.CLOSE,
+        "<out>{}</out>",
         "<out>not an expression",
     ),
     Tool(
@@ -88,6 +89,7 @@ TOOLS = (
         "and </output>. Then give the answer between <answer> and </answer>.",
         interpreter.OPEN,
         interpreter.CLOSE,
+        "\n<output>\n{}\n</output>\n",
         "\n<output>\nTraceback",
         "<answer>{}</answer>",
     ),

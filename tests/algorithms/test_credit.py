@@ -1037,7 +1037,7 @@ def spread_scores() -> Scores:
 
 
 def by_hand(scores: Scores, weight: str, share: float) -> tuple[list[list[float]], list[list[float]]]:
-    """What each token earns of the final reward, and in all."""
+    """A redistributed reward gives each token its share, and all shares add up to the reward."""
     finals, every = [], []
     for i, entropy in enumerate(SPREAD_ENTROPY):
         n, steps = len(entropy), SPREAD_STEPS[i]

@@ -18,12 +18,12 @@ import pytest
 import stand_in_engine
 from container_engines import REAL, SET, STAND_IN, engine_of
 from processes import descendants, gone
+from said_by_script import Scripted as ScriptedEngine
 from scripted import Scripted, scripted
 from served import TOOLS
 
 from posttrain.cli.main import main
-from posttrain.core.protocols import Engine
-from posttrain.core.types import Completion, Invalid, Reply, Sampling, SpanKind, StopReason, Task, Turn, UserError
+from posttrain.core.types import Invalid, Reply, Sampling, SpanKind, Task, Turn, UserError
 from posttrain.envs.bridges.harbor import read_reward, task_rows, with_oracle
 from posttrain.envs.play.env_outputs import Done
 from posttrain.envs.play.env_pool import EnvPool
@@ -98,7 +98,7 @@ def test_the_command_check_proves_every_task_and_needs_no_rows(
     assert main(["check", "--env", f"harbor:{tasks}"]) == 0
     shown = capsys.readouterr().out
     assert f"containers: {engine}" in shown
-    assert "3 of 3 solutions get full reward\n3 of 3 tasks give less for doing nothing" in shown
+    assert "3 of 3 solutions get full reward\n3 of 3 tasks give no full reward for doing nothing" in shown
     assert shown.rstrip().endswith("check passed")
 
 
@@ -112,7 +112,7 @@ def test_the_command_check_fails_for_a_wrong_solution_and_for_tests_that_nothing
     shown = capsys.readouterr().out
     assert "task total: its solution gets 0.5\n" in shown and "task greet: doing nothing gets 1\n" in shown
     assert "task rename has no solution/solve.sh, so nothing shows that its tests can pass" in shown
-    assert "1 of 3 solutions get full reward\n2 of 3 tasks give less for doing nothing" in shown
+    assert "1 of 3 solutions get full reward\n2 of 3 tasks give no full reward for doing nothing" in shown
     assert shown.rstrip().endswith("check failed")
 
 
@@ -297,33 +297,18 @@ def test_rows_may_choose_among_the_tasks_and_give_another_prompt(stand_in: Path,
 # -- whole rollouts ----------------------------------------------------------------------------------------------------
 
 
-class Answers:
-    """An engine that answers by what its prompt holds."""
-
-    batch_invariant = True
-    backend = "a script"
+class Answers(ScriptedEngine):
+    """An engine whose replies depend on the prompt."""
 
     def __init__(self, tokenizer: Tokenizer, replies: dict[str, str]) -> None:
-        """`replies`: a part of the prompt -> the reply; the first that is there decides."""
-        self.tokenizer, self.replies, self.done = tokenizer, replies, list[Completion]()
+        """`replies`: a part of the prompt -> the reply; the first part that the prompt has decides."""
+        super().__init__(tokenizer, [])
+        self.parts = replies
 
     def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
         seen = self.tokenizer.decode(list(prompt))
-        text = next(reply for part, reply in self.replies.items() if part in seen)
-        tokens = self.tokenizer.encode(f"{text}<|im_end|>")
-        self.done.append(Completion(id, tokens, [-1.0] * len(tokens), text, StopReason.EOS, 0))
-
-    def poll(self) -> list[Completion]:
-        done, self.done = self.done, []
-        return done
-
-    def forget(self, id: int) -> None: ...
-    def copy(self, id: int, to: int, tokens: int) -> None: ...
-    def load(self, weights: Any, version: int) -> None: ...
-    def close(self) -> None: ...
-
-
-_engine: type[Engine] = Answers
+        self.replies = [f"{next(reply for part, reply in self.parts.items() if part in seen)}<|im_end|>"]
+        super().submit(id, prompt, sampling, keep)
 
 
 def test_rollouts_of_a_policy_that_calls_the_shell_learn_its_own_tokens_alone(

@@ -83,7 +83,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "bad TOML": ("a = [", "task.toml is not valid TOML: "),
     "unknown section": ("[verifer]", "there is no key 'verifer'; did you mean 'verifier'?"),
     "unknown key": ("[agent]\ntimeout = 3", "there is no key 'agent.timeout'; did you mean 'timeout_sec'?"),
-    "no table": ("agent = 3", "agent is 3 (int); it is a table, [agent]"),
+    "no table": ("agent = 3", "agent is 3 (int); it must be a table, [agent]"),
     "no number": ('[agent]\ntimeout_sec = "3"', "agent.timeout_sec is '3' (str); expected a number above 0"),
     "a truth value": ("[agent]\ntimeout_sec = true", "expected a number above 0"),
     "zero": ("[verifier]\ntimeout_sec = 0", "expected a number above 0"),

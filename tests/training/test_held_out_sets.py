@@ -93,7 +93,7 @@ def test_a_set_without_rows_is_refused(values: list[str]) -> None:
 
 
 def test_a_name_that_is_given_twice_is_named() -> None:
-    with pytest.raises(UserError, match="'a' names two of them"):
+    with pytest.raises(UserError, match="has two sets named 'a'"):
         held_out_sets(["a=x.jsonl", "b=z.jsonl", "a=y.jsonl"])
 
 

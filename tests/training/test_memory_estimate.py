@@ -18,7 +18,7 @@ from posttrain.models.native.decoder import Decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.linear import accumulating
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.training.memory_estimate import SamplingSize, advice, estimate_memory
+from posttrain.training.memory_estimate import SamplingSize, UpdateSize, advice, estimate_memory
 from posttrain.training.memory_plan import shapes_of
 
 QWEN = DecoderConfig(
@@ -51,7 +51,7 @@ def learner_of(shape: DecoderConfig, adapted: bool = False) -> LocalLearner:
 def test_the_estimate_is_within_a_tenth_of_the_peak_that_an_h200_had(
     shape: DecoderConfig, tokens: int, sampling: SamplingSize | None, adapted: bool, measured: float
 ) -> None:
-    found = estimate_memory(learner_of(shape, adapted), tokens, adapted, sampling, H200)
+    found = estimate_memory(learner_of(shape, adapted), UpdateSize(tokens, adapted, sampling, H200))
     assert found is not None and abs(found.total - measured) < 0.1 * measured, str(found)
 
 
@@ -85,10 +85,11 @@ def test_activations_are_those_that_an_update_keeps(narrow: bool, recompute: boo
 
 def test_a_run_that_may_not_fit_is_shown_what_would_take_less() -> None:
     learner = learner_of(QWEN_1B)
-    found = estimate_memory(learner, 16_384, False, REPLIES, 48e9)
+    size = UpdateSize(16_384, False, REPLIES, 48e9)
+    found = estimate_memory(learner, size)
     assert found is not None
-    [line] = advice(found, learner, 16_384, False, REPLIES, 48e9)
+    [line] = advice(found, learner, size)
     assert all(f"{way} (" in line for way in ("--recompute layers", "--tokens-per-microbatch 4096", "--lora 16 with "
                                                "--frozen-weights bfloat16"))  # fmt: skip
-    assert advice(found, learner, 16_384, False, REPLIES, H200) == []
+    assert advice(found, learner, replace(size, room=H200)) == []
     assert str(found).startswith("memory of the GPU: about ") and "activations 2" in str(found)

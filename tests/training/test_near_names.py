@@ -17,5 +17,5 @@ def test_a_mistyped_column_is_answered_with_the_column(name: str, meant: str) ->
     told: list[str] = []
     warn_near_names(RL(fields={name: "x"}), told.append)
     assert told == (
-        [f"--fields.{name} x: only code of yours reads {name!r}; did you mean --fields.{meant}?"] if meant else []
+        [f"--fields.{name} x: only your own code reads {name!r}; did you mean --fields.{meant}?"] if meant else []
     )

@@ -204,7 +204,7 @@ def show(found: Audit, run: str) -> None:
         _wrapped("note", note)
     _without_interval([t.change for t in found.trends.values()])
     _without_interval([figure for both in found.correlations.values() for figure in both])
-    print("Intervals: 95%, over prompts. Findings are reasons to read replies, no verdicts.")
+    print("Intervals: 95%, over prompts. A finding is a reason to read replies.")
 
 
 def show_probe(probe: Probe) -> None:

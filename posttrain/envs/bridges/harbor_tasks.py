@@ -211,7 +211,7 @@ def _check_keys(folder: Path, told: Mapping[str, Any]) -> None:
     for section, known in KEYS.items():
         given = told if not section else told.get(section, {})
         if not isinstance(given, Mapping):
-            raise UserError(f"{folder / TOML}: {section} is {short(given)}; it is a table, [{section}]")
+            raise UserError(f"{folder / TOML}: {section} is {short(given)}; it must be a table, [{section}]")
         for key, value in given.items():
             full = f"{section}.{key}" if section else key
             if key not in known:
@@ -274,7 +274,7 @@ def _network(folder: Path, told: Mapping[str, Any]) -> bool | None:
         if mode is None:
             continue
         if mode not in ("public", "no-network"):
-            raise _wrong(folder, section, "network_mode", mode, "public or no-network: others are not supported")
+            raise _wrong(folder, section, "network_mode", mode, "public or no-network")
         modes[section] = mode == "public"
     if "environment" not in modes and len(modes) == 1:
         section = next(iter(modes))

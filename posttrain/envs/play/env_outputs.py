@@ -232,9 +232,9 @@ def read_turn(value: Any) -> Turn | Invalid:
     most = value.max_tokens
     if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
         return unreadable(f"yielded a Turn whose max_tokens is {short(most)}; expected a positive integer")
-    heat = value.temperature
-    if heat is not None and not is_temperature(heat):
-        return unreadable(f"yielded a Turn whose temperature is {short(heat)}; expected {TEMPERATURES}")
+    temperature = value.temperature
+    if temperature is not None and not is_temperature(temperature):
+        return unreadable(f"yielded a Turn whose temperature is {short(temperature)}; expected {TEMPERATURES}")
     flags = {name: getattr(value, name) for name in ("tool", "fresh", "learn", "whole")}
     for name, flag in flags.items():
         if not isinstance(flag, bool):
@@ -247,8 +247,8 @@ def read_turn(value: Any) -> Turn | Invalid:
     text = None if value.text is None else str.__str__(value.text)
     flags["whole"] = flags["whole"] or tokens is not None
     how = stop, reward, None if most is None else int(most)
-    heat = None if heat is None else float(heat)
-    return Turn(text, messages, tokens, *how, **flags, tools=tools, side=value.side, temperature=heat)
+    temperature = None if temperature is None else float(temperature)
+    return Turn(text, messages, tokens, *how, **flags, tools=tools, side=value.side, temperature=temperature)
 
 
 def _read_tokens(value: Any) -> list[int] | Invalid | None:

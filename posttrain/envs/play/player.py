@@ -126,10 +126,10 @@ class Player:
         if self.parts:
             sampling, limits = self.parts[part_of(episode.task)]
             episode = replace(episode, sampling=episode.sampling or sampling, limits=limits)
-        heat = task_temperature(episode.task, self.temperature_column) if self.temperature_column else None
-        if heat is None:
+        temperature = task_temperature(episode.task, self.temperature_column) if self.temperature_column else None
+        if temperature is None:
             return episode
-        return replace(episode, sampling=replace(episode.sampling or self.sampling, temperature=heat))
+        return replace(episode, sampling=replace(episode.sampling or self.sampling, temperature=temperature))
 
     def without_exploration(self) -> Player:
         """Return this player with all tokens drawn from the policy, as evaluations need it."""

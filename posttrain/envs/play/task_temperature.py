@@ -20,14 +20,14 @@ def check_temperatures(tasks: Tasks | Stream | MixedTasks, column: str, trained:
     found = 0
     for place, task in enumerate(tasks.examples() if isinstance(tasks, Stream) else tasks):
         try:
-            heat = task_temperature(task, column)
-            if heat == 0 and trained:
+            temperature = task_temperature(task, column)
+            if temperature == 0 and trained:
                 raise UserError(
                     f"--temperature-column {column} is 0, which is greedy: a trained reply needs one above 0"
                 )
         except UserError as error:
             raise UserError(f"{tasks.where(place)}: {error}") from error
-        found += heat is not None
+        found += temperature is not None
     if not found:
         value_in(tasks[0], column)  # raises for a column that does not exist
         raise UserError(f"--temperature-column {column} is empty in every row: leave it out")
@@ -45,11 +45,11 @@ def task_temperature(task: Task, column: str) -> float | None:
     if value is None or value == "":
         return None
     try:
-        heat = float(value) if isinstance(value, str) else value
+        temperature = float(value) if isinstance(value, str) else value
     except ValueError:
-        heat = None
-    if heat is None or not is_temperature(heat):
+        temperature = None
+    if temperature is None or not is_temperature(temperature):
         raise UserError(
             f"--temperature-column {column} is {short(value)}; expected {TEMPERATURES}, or null for --temperature"
         )
-    return float(heat)
+    return float(temperature)

@@ -210,8 +210,8 @@ def _lines_by_speaker(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         reward = f"  (reward {_cell(turn['reward'])})" if turn["reward"] else ""
         cut = f"  ({turn['cut']} tokens left out)" if turn.get("cut") else ""
         seconds = f"  ({turn['seconds']:.1f} s)" if turn.get("seconds", 0) >= SLOW else ""
-        heat = "" if turn.get("temperature") is None else f"  (temperature {turn['temperature']:g})"
-        yield SPEAKERS.get(turn["role"], turn["role"]), turn["text"] + cut + heat + reward + seconds
+        own = "" if turn.get("temperature") is None else f"  (temperature {turn['temperature']:g})"
+        yield SPEAKERS.get(turn["role"], turn["role"]), turn["text"] + cut + own + reward + seconds
         for call in turn.get("calls", ()):
             given = ", ".join(f"{name}={value!r}" for name, value in call["arguments"].items())
             yield "call", f"{call['tool']}({given})" if call.get("problem") is None else f"malformed: {call['problem']}"

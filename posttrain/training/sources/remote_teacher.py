@@ -62,10 +62,10 @@ class RemoteTeacher:
         tokens that were sampled at a temperature that it cannot follow.
         """
         learned = [span.temperature for t in transcripts for span in t.spans if span.learned]
-        heats = [heat for heat in learned if heat is not None]
-        if heats and not self.fixed:
+        own = [temperature for temperature in learned if temperature is not None]
+        if own and not self.fixed:
             raise UserError(
-                f"turns were sampled at temperature {min(heats):g}, and the teacher at {self.address} {ALWAYS_1}"
+                f"turns were sampled at temperature {min(own):g}, and the teacher at {self.address} {ALWAYS_1}"
             )
         return self._endpoint.wait_for_all([self._of_transcript(transcript) for transcript in transcripts])
 

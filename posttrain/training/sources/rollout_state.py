@@ -99,7 +99,7 @@ def _turn(turn: PlayedTurn) -> list[Any]:
 
 
 def _played(turn: list[Any]) -> PlayedTurn:
-    kind, text, transcript, start, length, reward, cut, calls, heat = turn
+    kind, text, transcript, start, length, reward, cut, calls, temperature = turn
     called = tuple(ToolCall(*call) for call in calls)
     where = transcript, start, length
-    return PlayedTurn(SpanKind(kind), text, *where, reward, cut=cut, calls=called, temperature=heat)
+    return PlayedTurn(SpanKind(kind), text, *where, reward, cut=cut, calls=called, temperature=temperature)

@@ -84,12 +84,12 @@ def _check_transport(algorithm: PreferenceAlgorithm, config: Prefer) -> None:
         "--transport paired sorts margins of policy and reference: it needs --score log-ratio and the reverse KL": (
             data == "paired" and not linear
         ),
-        "sorted scores belong to no pair that could have a weight: leave out --policy-weight": algorithm.weight
+        "--policy-weight weighs pairs, and --transport compares across pairs: leave out --policy-weight": algorithm.weight
         is not None,
-        "sorted scores belong to no row that could give a margin: leave out --row-margins": (
+        "--row-margins are margins of pairs, and --transport compares across pairs: leave out --row-margins": (
             algorithm.margin is not None and algorithm.margin.scale > 0
         ),
-        "it sorts the scores of an update's rows: --rows must be at least 2": config.rows < 2,
+        "it sorts the scores of an optimizer batch: --rows must be at least 2": config.rows < 2,
     }
     for reason, broken in told.items():
         if broken:

@@ -16,6 +16,7 @@ those to learn from. For every seed:
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -148,14 +149,19 @@ class Calling:
         right = sum(r.reward or 0.0 for r in rollouts) / len(rollouts)
         found: Figures = {"right": right, "episodes": [conversation(r, 500) for r in right_and_wrong(rollouts)]}
         if tool.opened:
-            results = [calls(r, tool) for r in rollouts]
-            made = [call for each in results for call in each]
-            found |= {
-                "calls": len(made) / len(rollouts),
-                "answered": sum(made) / max(1, len(made)),
-                "questions with a call": sum(any(each) for each in results) / len(rollouts),
-            }
+            found |= of_calls(rollouts, tool)
         return found
+
+
+def of_calls(rollouts: Sequence[Rollout], tool: Tool) -> Figures:
+    """Calls per question, the share of calls that had a result, and the share of questions with such a call."""
+    results = [calls(rollout, tool) for rollout in rollouts]
+    made = [call for each in results for call in each]
+    return {
+        "calls": len(made) / len(rollouts),
+        "answered": sum(made) / max(1, len(made)),
+        "questions with a call": sum(any(each) for each in results) / len(rollouts),
+    }
 
 
 def calls(rollout: Rollout, tool: Tool) -> list[bool]:

@@ -725,7 +725,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("reinforce", {"group": 1, "dynamic_sampling": 2}, "sampling compares .*--group must be at least 2"),
     # the critic
     *(
-        (name, {"redistribution": "even", **how}, f"{name}: .*only the total reward.*--redistribution.*--advantage to-go")
+        (
+            name,
+            {"redistribution": "even", **how},
+            f"{name}: .*only the total reward.*--redistribution.*--advantage to-go",
+        )
         for name, how in (
             ("grpo", {}),
             ("rloo", {}),

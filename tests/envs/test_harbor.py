@@ -192,7 +192,7 @@ BROKEN = {
         (b"reward.txt\n", "holds ''"),
         (b"reward.txt\n1 2", "holds '1 2'"),
         (b"reward.txt\nnan", "not a number below 1e+06"),
-        (b"reward.txt\n3", "the reward 3.0 (float), which is not from 0 to 1"),
+        (b"reward.txt\n1.01", "the reward 1.01 (float), which is not from 0 to 1"),
         (b"reward.txt\n-0.1", "which is not from 0 to 1"),
         (b"reward.txt\n" + b"1" * 70_000, "more than 65,536 bytes"),
         (b'reward.json\n{"reward": ', "no JSON"),

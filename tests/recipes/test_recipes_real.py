@@ -18,7 +18,7 @@ from retrieved import ROWS, write_rows
 
 import posttrain
 from posttrain import Rollout, UserError
-from posttrain.core.types import StopReason
+from posttrain.core.types import PlayedTurn, SpanKind, StopReason
 from posttrain.training.trainer import Run
 from posttrain.verify.similarity import chrf as posttrain_chrf
 
@@ -343,3 +343,24 @@ def test_held_out_problems_share_no_wording_with_learned_ones_and_larger_numbers
         left, right = (int(word) for word in re.findall(r"[0-9]+", task["prompt"]))
         assert 100 < left < 1000 and 100 < right < 1000 and int(task["answer"]) == left + right
         assert task["response"] == f"{left}+{right}"
+
+
+def test_figures_of_calls_count_every_call_and_those_that_had_a_result() -> None:
+    recipe = recipe_module("real.tools")
+    tool = recipe.TOOLS[0]
+
+    def episode(*texts: str) -> Rollout:
+        kinds = [SpanKind.PROMPT, *(SpanKind.TOOL if text.startswith("<out>") else SpanKind.SAMPLED for text in texts)]
+        turns = [PlayedTurn(kind, text, 0, 0, 1) for kind, text in zip(kinds, ("Question", *texts), strict=True)]
+        return Rollout({}, "a", [], 1.0, turns=turns)
+
+    bad = "<out>not an expression that can be worked out</out>"
+    played = [
+        episode("<calc>1+</calc>", bad, "<calc>1+2</calc>", "<out>3</out>", "3"),
+        episode("<calc>4*</calc>", bad, "5"),
+        episode("7"),
+        episode("8"),
+        episode("<calc>2*2</calc>", "<out>4</out>", "4"),
+    ]
+    assert recipe.of_calls(played, tool) == {"calls": 0.8, "answered": 0.5, "questions with a call": 0.4}
+    assert recipe.of_calls([episode("7")], tool) == {"calls": 0.0, "answered": 0.0, "questions with a call": 0.0}

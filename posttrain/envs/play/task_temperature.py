@@ -29,7 +29,10 @@ def check_temperatures(tasks: Tasks | Stream | MixedTasks, column: str, trained:
             raise UserError(f"{tasks.where(place)}: {error}") from error
         found += temperature is not None
     if not found:
-        value_in(tasks[0], column)  # raises for a column that does not exist
+        try:
+            value_in(tasks[0], column)
+        except UserError as error:
+            raise UserError(f"--temperature-column {column}: {error}") from None
         raise UserError(f"--temperature-column {column} is empty in every row: leave it out")
 
 

@@ -5,6 +5,7 @@ Every task counts once, whatever the number of its samples.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from math import comb
 from typing import Any
@@ -26,6 +27,26 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     if not 0 <= c <= n:
         raise ValueError(f"{c} correct of {n} samples is not possible")
     return (comb(n, k) - comb(n - c, k)) / comb(n, k)
+
+
+def majority_at_k(answers: Sequence[str], correct: Sequence[bool], k: int) -> float:
+    """Return how often the most frequent answer among k samples is correct: maj@k of arXiv:2203.11171.
+
+    The samples are voted on in groups of k, one after another, so the estimate is unbiased; those left over do not vote.
+    Of answers with equally many votes each is chosen equally often. Raises ValueError if k > n: there are too few samples.
+    """
+    n = len(answers)
+    if not 1 <= k <= n:
+        raise ValueError(f"maj@{k} needs k from 1 to the number of samples, {n}")
+    return float(np.mean([_vote(answers[i : i + k], correct[i : i + k]) for i in range(0, n - k + 1, k)]))
+
+
+def _vote(answers: Sequence[str], correct: Sequence[bool]) -> float:
+    """Return the chance that the answer with the most votes is correct."""
+    votes = Counter(answers)
+    chosen = {answer for answer, number in votes.items() if number == max(votes.values())}
+    # Replies with equal answers may differ in correctness, as a verifier can ask for more than the answer.
+    return float(np.mean([c for answer, c in zip(answers, correct, strict=True) if answer in chosen]))
 
 
 def summary(

@@ -17,6 +17,7 @@ _BARE = re.compile(r"[^\s$.,]+")
 _BRACE = re.compile(r"\\[{}\\]|[{}]")
 _STATED = re.compile(r"(?i)\b(?:answer|result|solution)\**\s*(?:is|was|:|=)[ \t*:]*")
 _FORMULA = re.compile(r"(?s)\s*(?:\$\$?((?:[^$\\]|\\.)+)\$\$?(?![0-9])|\\\((.+?)\\\)|\\\[(.+?)\\\])")
+_LAST_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$|\*)|\n|\s(?:because|since|which|so|as)\b")
 
 
@@ -32,6 +33,22 @@ def final_answer(reply: str) -> str | None:
     alone = reply.strip()
     is_formula = len(alone) > 2 and alone[0] == alone[-1] == "$" and "$" not in alone[1:-1].strip("$")
     return alone if is_formula or read_number(alone) is not None else None
+
+
+def voted_answer(reply: str) -> str:
+    r"""Return the answer for which a reply votes: its final answer, else its last number, else the whole reply.
+
+    Numbers that are written differently are one answer, and so are words in other capitals.
+
+    >>> voted_answer("7+4=11\n11+9=20"), voted_answer("The answer is 1,250.50."), voted_answer("Paris")
+    ('20', '2501/2', 'paris')
+    """
+    found = final_answer(reply)
+    if found is None:
+        numbers = _LAST_NUMBER.findall(reply.replace(",", ""))
+        found = numbers[-1] if numbers else reply
+    value = read_number(found)
+    return " ".join(found.split()).casefold() if value is None else str(value)
 
 
 def last_boxed(text: str) -> str | None:

@@ -19,11 +19,12 @@ import posttrain
 from posttrain.cli.main import main
 from posttrain.core.types import Completion, Sampling
 from posttrain.engines.local.local_engine import LocalEngine
-from posttrain.engines.search.search_engine import SearchEngine, SearchPlan, answer_of, step_end
+from posttrain.engines.search.search_engine import SearchEngine, SearchPlan, step_end
 from posttrain.engines.search.tree_search import SEARCHES, SearchSettings
 from posttrain.envs.step_rewards import split_steps
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.services.reward_model_service import RewardModelService
+from posttrain.verify.answer import voted_answer
 
 SEARCH: dict[str, Any] = {"step_delimiter": "e", "search_width": 2, "search_proposals": 2}
 ALL = tuple(SEARCHES)
@@ -213,8 +214,8 @@ def test_a_step_ends_where_the_expression_first_matches_behind_text() -> None:
 
 
 def test_answers_vote_by_what_they_end_with() -> None:
-    assert answer_of("1+1=2\n2+2=4") == answer_of("1+3=4\nThe answer is 4.") == answer_of(r"\boxed{4}") == "4"
-    assert answer_of(" blue ") == "blue"
+    assert voted_answer("1+1=2\n2+2=4") == voted_answer("1+3=4\nThe answer is 4.") == voted_answer(r"\boxed{4}") == "4"
+    assert voted_answer(" blue ") == "blue"
 
 
 def test_contradicting_options_are_refused(place: Path) -> None:

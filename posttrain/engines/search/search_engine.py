@@ -29,7 +29,7 @@ from posttrain.engines.search.tree_search import (
     SearchTree,
 )
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.verify.answer import final_answer
+from posttrain.verify.answer import voted_answer
 
 PIECE = 8  # tokens between two looks for a regular expression
 
@@ -321,7 +321,7 @@ class SearchEngine:
         tree = search.tree
 
         def answer(node: SearchNode) -> str:
-            return answer_of(self._text(search, node))
+            return voted_answer(self._text(search, node))
 
         node = tree.chosen(self.plan.choice, answer)
         self._done.append(self._completion(search, node))
@@ -337,20 +337,6 @@ def step_end(text: str, pattern: re.Pattern[str]) -> int | None:
         if text[: match.start()].strip():
             return match.end()
     return None
-
-
-def answer_of(reply: str) -> str:
-    """Return the final answer of a reply, which votes for it: as `final_answer` finds it, or else the last number, or else
-    the whole reply.
-
-    >>> answer_of("7+4=11\\n11+9=20")
-    '20'
-    """
-    found = final_answer(reply)
-    if found is not None:
-        return found
-    numbers = re.findall(r"-?\d+(?:\.\d+)?", reply.replace(",", ""))
-    return numbers[-1] if numbers else reply.strip()
 
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from posttrain.core.intervals import (
     wilson_interval,
 )
 from posttrain.core.types import UserError
-from posttrain.training.figures import differences, pass_at_k, summary
+from posttrain.training.figures import differences, majority_at_k, pass_at_k, summary
 
 coverage = recipe_module("coverage")
 
@@ -39,6 +39,24 @@ def test_pass_at_k_equals_enumeration_of_all_subsets(n: int) -> None:
         for k in range(1, n + 1):
             subsets = list(combinations([i < c for i in range(n)], k))
             assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-15)
+
+
+def test_the_majority_of_k_is_judged_in_groups_one_after_another_and_ties_are_shared() -> None:
+    right = {"7": True, "8": False, "9": False}
+
+    def voted(answers: str, k: int) -> float:
+        return majority_at_k(list(answers), [right[answer] for answer in answers], k)
+
+    assert voted("787", 3) == 1.0 and voted("887", 3) == 0.0
+    assert voted("78", 2) == 0.5  # a tie
+    assert voted("7989", 4) == 0.0  # two votes against one each
+    assert voted("7788", 2) == 0.5 and voted("7788", 4) == 0.5 and voted("7788", 1) == 0.5
+    assert voted("77798", 2) == 0.75  # the fifth does not vote
+    # A verifier that asks for more than the answer: of two equal answers one is right, so the chosen reply is by half.
+    assert majority_at_k(["7", "7", "8"], [True, False, True], 3) == 0.5
+    for k in (0, 3):
+        with pytest.raises(ValueError, match=f"maj@{k} needs k from 1"):
+            majority_at_k(["7", "8"], [True, False], k)
 
 
 def test_pass_at_k_is_exactly_one_when_too_few_are_wrong_and_exactly_zero_when_none_is_right() -> None:

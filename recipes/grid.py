@@ -1,0 +1,383 @@
+"""Every source of reward with every way to assign credit, on one small task: a run in every cell that exists.
+
+    python recipes/grid.py [--seeds 0 1 2] [--out runs/grid] [--page docs/results/grid.md]
+
+The task is the worked sums of `common_tasks`. The sources see the same number of the policy's replies in every cell: while
+it learns, or all of them from the start, for pairs and imitation. Every cell begins with the same start, and is measured by
+the exact answer on held-out tasks, whatever rewarded it. Finished runs are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import shutil
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from common_tasks import LONG_LINES, NUMBERS, WORKED_SUMS
+from pages import over_seeds, with_seeds, write_page
+
+import posttrain
+from posttrain import Invalid, Rollout
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import Task
+from posttrain.envs.builtin import worked_sums
+from posttrain.runs.run_reading import read_run
+from posttrain.training.trainer import Run
+
+Row = dict[str, Any]
+
+LABELLED = 6000  # workings that reward models and verifiers learn from
+SLIPS = 0.2  # how often a line of theirs is wrong by one
+ERRS = 0.1  # how often the judge's verdict is wrong
+STEPS = 30
+QUIET: dict[str, Any] = {"threads": 1, "quiet": True, "overwrite": True, "save_every": 10**6}
+LEARNING: dict[str, Any] = {**WORKED_SUMS.common, **QUIET, "steps": STEPS, "eval_every": 0, "record": "none"}
+OFFLINE: dict[str, Any] = {"rows": 32, "epochs": 4.0, "warmup": 10, "schedule": "linear", "betas": (0.9, 0.95), **QUIET}
+DPO_RATE, SFT_RATE = 3e-4, 1e-3
+REWARD_MODEL: dict[str, Any] = {"lr": 1e-3, "rows": 32, "epochs": 12, "warmup": 50, "schedule": "linear", **QUIET}
+VERIFIER: dict[str, Any] = {
+    **{"tokenizer": "characters", "hidden": 64, "heads": 4, "layers": 3, "context": 64, "betas": (0.9, 0.95)},
+    **{"rows": 64, "epochs": 16, "lr": 6e-3, "warmup": 50, "schedule": "linear", **QUIET},
+}
+TEMPLATE, MARKER, WORDS = "{prompt}{response}\n", "?", ("y", "n")
+
+CREDIT = {
+    "critic + GAE": "ppo",
+    "group statistics": "grpo",
+    "leave-one-out": "rloo",
+    "own credit": "",
+    "offline pairs": "dpo",
+    "imitation": "sft",
+}
+"""Way to assign credit -> algorithm. Own credit: a process reward model's steps, a teacher's tokens."""
+RULE, MODEL, PROCESS = "rule", "reward model", "process reward model"
+JUDGE, VERIFIED, TEACHER, PREFERENCES = "judge", "generative verifier", "teacher", "preferences"
+SOURCES = (RULE, MODEL, PROCESS, JUDGE, VERIFIED, TEACHER, PREFERENCES)
+BY_STEP: dict[str, Any] = {"env": "unscored", "step_delimiter": "line"}
+
+
+def cells() -> Iterator[tuple[str, str]]:
+    """The cells of the grid that exist, those first that others need."""
+    for source in SOURCES:
+        for credit in CREDIT:
+            own = source in (PROCESS, TEACHER)
+            if (own or credit != "own credit") and (source != TEACHER or credit in list(CREDIT)[3:]):
+                yield source, credit
+
+
+@dataclass
+class Grid:
+    """The cells of one seed. Whatever several cells need is made once."""
+
+    out: Path
+    seed: int
+    dpo_rate: float = DPO_RATE
+    sft_rate: float = SFT_RATE
+
+    def folder(self, *words: str) -> str:
+        return str(self.out / f"seed-{self.seed}" / "-".join(words).replace(" ", "-"))
+
+    # -- what the cells begin with
+
+    @cached_property
+    def practice(self) -> list[Task]:
+        return WORKED_SUMS.practice(self.seed)
+
+    @cached_property
+    def start(self) -> str:
+        shown = WORKED_SUMS.demonstrations(self.practice, self.seed)
+        return made(self.folder("start"), lambda out: posttrain.sft(shown, out=out, seed=self.seed, **self.imitation))
+
+    @property
+    def imitation(self) -> dict[str, Any]:
+        return {**WORKED_SUMS.imitation, **QUIET}
+
+    @cached_property
+    def workings(self) -> list[tuple[Task, str]]:
+        """Tasks with workings of demonstrators, half of which are wrong somewhere: what reward models learn from."""
+        rng = random.Random(seed_of(self.seed, "workings"))
+        tasks = worked_sums.tasks(LABELLED, 1000 + self.seed, numbers=NUMBERS)
+        return [(task, worked_sums.working(rng, task["numbers"], LONG_LINES, SLIPS)) for task in tasks]
+
+    @cached_property
+    def pairs(self) -> list[Row]:
+        """A right working beside a wrong one of the same task: preferences that people could have given."""
+        rng = random.Random(seed_of(self.seed, "preferences"))
+        found = []
+        for task, reply in self.workings:
+            other = worked_sums.working(rng, task["numbers"], LONG_LINES, SLIPS)
+            right = [right_answer(task, text) for text in (reply, other)]
+            if right[0] != right[1]:
+                best, worst = (reply, other) if right[0] else (other, reply)
+                found.append({"prompt": task["prompt"], "chosen": best, "rejected": worst})
+        return found
+
+    # -- the sources
+
+    def source(self, name: str, judge: Path | None) -> dict[str, Any]:
+        """The options of `rl` and `eval` with which this source rewards replies."""
+        if name == RULE:
+            return {"env": WORKED_SUMS.env}
+        if name == JUDGE:
+            return {"judge": (str(judge),)}
+        if name == VERIFIED:
+            return {"judge": (self.verifier(),)}
+        if name == PROCESS:
+            return {**BY_STEP, "reward_model": (self.reward_model(name),), "step_aggregate": "min"}
+        return {"reward_model": (self.reward_model(name),)}
+
+    def reward_model(self, source: str) -> str:
+        if source == PREFERENCES:
+            rows, algorithm = self.pairs, "bradley-terry"
+        elif source == MODEL:
+            rows = [{"prompt": t["prompt"], "response": r, "label": right_answer(t, r)} for t, r in self.workings]
+            algorithm = "outcome"
+        else:
+            rows = [
+                {
+                    "prompt": task["prompt"],
+                    "steps": reply.split("\n"),
+                    "labels": [int(line.right) for line in worked_sums.checked(task["numbers"], reply)],
+                }
+                for task, reply in self.workings
+            ]
+            algorithm = "outcome"
+        options = {"algorithm": algorithm, "seed": self.seed, **REWARD_MODEL}
+        return made(
+            self.folder("reward-model", source),
+            lambda out: posttrain.reward_model(rows, self.start, out=out, **options),
+        )
+
+    def verifier(self) -> str:
+        """The recipe of a judge that says y or n to a working, from imitation of labels."""
+        rows = [
+            {
+                "prompt": TEMPLATE.format(prompt=task["prompt"], response=reply),
+                "response": f"{MARKER}{WORDS[not right_answer(task, reply)]}",
+            }
+            for task, reply in self.workings
+        ]
+        model = made(self.folder("verifier"), lambda out: posttrain.sft(rows, out=out, seed=self.seed, **VERIFIER))
+        file = Path(self.folder("verifier.toml"))
+        words = {"model": model, "template": TEMPLATE, "marker": MARKER, "words": list(WORDS), "answer": "probability"}
+        lines = [f"{name} = {json.dumps(value)}" for name, value in words.items()]
+        file.write_text("\n".join([*lines, "max_tokens = 4", ""]))
+        return str(file)
+
+    @property
+    def teacher(self) -> str:
+        return self.folder(RULE, "group statistics")
+
+    # -- the cells
+
+    def trained(self, source: str, credit: str, judge: Path | None) -> str:
+        """Train a cell, and return its folder."""
+        out = self.folder(source, credit)
+        if credit in ("offline pairs", "imitation"):
+            return made(out, lambda out: self.offline(source, credit, judge, out))
+        if source == TEACHER:
+            how = {**LEARNING, "algorithm": "distill-reverse-kl", "seed": self.seed}
+            return made(
+                out, lambda out: posttrain.distill(self.practice, self.start, teacher=self.teacher, out=out, **how)
+            )
+        options = {**LEARNING, **self.source(source, judge), "algorithm": CREDIT[credit] or "grpo-process"}
+        options |= WORKED_SUMS.own.get(CREDIT[credit], {})
+        if credit == "own credit":
+            options["step_aggregate"] = "none"
+        return made(out, lambda out: posttrain.rl(self.practice, None, self.start, out=out, seed=self.seed, **options))
+
+    def offline(self, source: str, credit: str, judge: Path | None, out: str) -> Run:
+        """DPO on pairs, or SFT on the best replies, of as many replies as the other cells sample."""
+        pairs, best = [], []
+        if source == PREFERENCES:
+            pairs = self.pairs[: STEPS * LEARNING["prompts"]]
+            best = [{"prompt": pair["prompt"], "response": pair["chosen"]} for pair in pairs]
+        elif source == TEACHER:
+            by_teacher, own = (self.sampled(model, RULE, judge) for model in (self.teacher, self.start))
+            for task, replies in by_teacher.items():
+                prompt = replies[0].task["prompt"]
+                pairs.append({"prompt": prompt, "chosen": replies[0].text, "rejected": own[task][0].text})
+                best.append({"prompt": prompt, "response": replies[0].text})
+        else:
+            for replies in self.sampled(self.start, source, judge).values():
+                ranked = sorted((r for r in replies if not isinstance(r.reward, Invalid)), key=score, reverse=True)
+                if len(ranked) > 1 and score(ranked[0]) > score(ranked[-1]):
+                    prompt = ranked[0].task["prompt"]
+                    pairs.append({"prompt": prompt, "chosen": ranked[0].text, "rejected": ranked[-1].text})
+                    best.append({"prompt": prompt, "response": ranked[0].text})
+        common = {"out": out, "seed": self.seed, **OFFLINE}
+        if credit == "imitation":
+            return posttrain.sft(best, model=self.start, lr=self.sft_rate, **common)
+        return posttrain.prefer(pairs, self.start, algorithm="dpo", lr=self.dpo_rate, **common)
+
+    def sampled(self, model: str, source: str, judge: Path | None) -> dict[str, list[Rollout]]:
+        """As many replies as the other cells sample, with the source's reward."""
+        tasks = self.practice[: STEPS * LEARNING["prompts"]]
+        how = {"samples": LEARNING["group"], "max_tokens": LEARNING["max_tokens"], "k": (1,), "seed": self.seed}
+        found = posttrain.evaluate(
+            tasks, None, model, threads=1, env_workers=0, success=1.0, **how, **self.source(source, judge)
+        )
+        of_task: dict[str, list[Rollout]] = {}
+        for rollout in found.rollouts:
+            of_task.setdefault(rollout.task["id"], []).append(rollout)
+        return of_task
+
+    def agreement(self, source: str, judge: Path | None) -> float:
+        """How often a source ranks a right reply of the start above a wrong one of the same task (ties count half)."""
+        won = []
+        for replies in self.sampled(self.start, source, judge).values():
+            valid = [r for r in replies if not isinstance(r.reward, Invalid)]
+            sides: tuple[list[float], list[float]] = ([], [])
+            for r in valid:
+                sides[right_answer(r.task, r.text)].append(score(r))
+            won += [(good > bad) + (good == bad) / 2 for bad in sides[0] for good in sides[1]]
+        return sum(won) / len(won)
+
+    def measured(self, model: str) -> float:
+        found = posttrain.evaluate(
+            WORKED_SUMS.unseen(self.seed), WORKED_SUMS.env, model, samples=4, k=(1,), threads=1, env_workers=0,
+            max_tokens=LEARNING["max_tokens"],
+        )  # fmt: skip
+        return float(found.figures["accuracy"]["mean"])
+
+
+def made(out: str, train: Any) -> str:
+    """The folder of a run, trained unless it is there and whole."""
+    if not (Path(out) / "run.json").exists() or not read_run(out).get("end"):
+        run = train(out)
+        assert not run.interrupted, "an interrupted run is no result"
+    return out
+
+
+def score(rollout: Rollout) -> float:
+    assert not isinstance(rollout.reward, Invalid)
+    return rollout.reward
+
+
+def right_answer(task: Mapping[str, Any], reply: str) -> bool:
+    found = worked_sums.reward(dict(task), reply)
+    assert isinstance(found, dict)
+    return found["outcome"] == 1.0
+
+
+@contextmanager
+def served_judge(out: Path) -> Iterator[Path]:
+    """The recipe of a judge behind an endpoint: a program that stands in for a model and errs in one verdict of ten.
+
+    Its verdict depends on nothing but task and reply, so it errs in the same way whenever it is asked.
+    """
+
+    class Judge(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][1]["content"]
+            reply = asked.split(" reply]\n")[1].rsplit("\n[", 1)[0]
+            numbers = re.search(r"(\d(?: \d)+):", asked)
+            last = re.search(r"(\d+)\s*\Z", reply)
+            right = bool(numbers and last and int(last[1]) == sum(map(int, numbers[1].split())))
+            wrong = numbers is not None and seed_of("judge", numbers[1], reply) % 1000 < 1000 * ERRS
+            verdict = json.dumps({"reason": "checked", "score": int(right != wrong)})
+            content = json.dumps({"choices": [{"message": {"content": verdict}, "finish_reason": "stop"}]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    file = out / "judge.toml"
+    file.write_text(
+        f'endpoint = "http://127.0.0.1:{server.server_port}/v1"\nmodel = "stand-in"\ncache = false\nscale = [0, 1]\n'
+        'rubric = "The last number is the sum."\n'
+    )
+    try:
+        yield file
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--sources", nargs="+", default=list(SOURCES), choices=SOURCES, metavar="SOURCE")
+    parser.add_argument("--out", type=Path, default=Path("runs/grid"))
+    parser.add_argument("--dpo-rate", type=float, default=DPO_RATE)
+    parser.add_argument("--sft-rate", type=float, default=SFT_RATE)
+    parser.add_argument("--page", type=Path, help="page whose marked part is replaced")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / "results.json"
+    found: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
+
+    def once(name: str, work: Any) -> None:
+        if name not in found:
+            found[name] = work()
+            print(f"{name}: {found[name]:.3f}", flush=True)
+            file.write_text(json.dumps(found, indent=1) + "\n")
+
+    with served_judge(options.out) as judge:
+        for seed in options.seeds:
+            grid = Grid(options.out, seed, options.dpo_rate, options.sft_rate)
+            once(f"start {seed}", lambda grid=grid: grid.measured(grid.start))
+            for source in SOURCES:
+                if source in options.sources and source != TEACHER:
+                    once(f"{source} agrees {seed}", lambda g=grid, s=source: g.agreement(s, judge))
+            for source, credit in cells():
+                if source in options.sources:
+                    once(
+                        f"{source}, {credit} {seed}",
+                        lambda g=grid, s=source, c=credit: g.measured(g.trained(s, c, judge)),
+                    )
+                    shutil.rmtree(Path(grid.folder(source, credit)) / "tensorboard", ignore_errors=True)
+    lines = table(found, options.seeds)
+    print("\n".join(lines))
+    if options.page:
+        write_page(options.page, lines)
+
+
+def table(found: Mapping[str, float], seeds: Sequence[int]) -> list[str]:
+    """The grid: of each cell the mean over seeds with its 95% interval (Student)."""
+
+    def values(name: str) -> list[float]:
+        return [found[f"{name} {seed}"] for seed in seeds if f"{name} {seed}" in found]
+
+    lines = [
+        f"The start: {with_seeds(values('start'))}.",
+        "",
+        f"| reward from | ranks a right reply above a wrong one | {' | '.join(CREDIT)} |",
+        "|---" * (len(CREDIT) + 2) + "|",
+    ]
+    for source in SOURCES:
+        cells = [values(f"{source}, {credit}") for credit in CREDIT]
+        agrees = values(f"{source} agrees")
+        told = [over_seeds(own) if own else "" for own in (agrees, *cells)]
+        if any(cells):
+            lines.append(f"| {source} | {' | '.join(told)} |")
+    lines += ["", "Every seed:", "", f"| reward from | {' | '.join(CREDIT)} |", "|---" * (len(CREDIT) + 1) + "|"]
+    for source in SOURCES:
+        each = [", ".join(f"{v:.3f}" for v in values(f"{source}, {credit}")) for credit in CREDIT]
+        if any(each):
+            lines.append(f"| {source} | {' | '.join(each)} |")
+    return lines
+
+
+if __name__ == "__main__":
+    main()

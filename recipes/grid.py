@@ -2,9 +2,10 @@
 
     python recipes/grid.py [--seeds 0 1 2] [--out runs/grid] [--page docs/results/grid.md]
 
-The task is the worked sums of `common_tasks`. The sources see the same number of the policy's replies in every cell: while
-it learns, or all of them from the start, for pairs and imitation. Every cell begins with the same start, and is measured by
-the exact answer on held-out tasks, whatever rewarded it. Finished runs are not repeated.
+The task is the worked sums of `common_tasks`, but of four numbers: small reward models can learn to check these. The sources
+see the same number of the policy's replies in every cell: while it learns, or all of them from the start, for pairs and
+imitation. Every cell begins with the same start, and is measured by the exact answer on held-out tasks, whatever rewarded
+it. Finished runs are not repeated.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from common_tasks import LONG_LINES, NUMBERS, WORKED_SUMS
+from common_tasks import LONG_LINES, WORKED_SUMS
 from pages import over_seeds, with_seeds, write_page
 
 import posttrain
@@ -36,18 +37,26 @@ from posttrain.training.trainer import Run
 
 Row = dict[str, Any]
 
-LABELLED = 6000  # workings that reward models and verifiers learn from
+NUMBERS, LONGEST = 4, 24  # of a task; tokens of a reply
+LABELLED = 5000  # workings that reward models and verifiers learn from
 SLIPS = 0.2  # how often a line of theirs is wrong by one
 ERRS = 0.1  # how often the judge's verdict is wrong
 STEPS = 30
 QUIET: dict[str, Any] = {"threads": 1, "quiet": True, "overwrite": True, "save_every": 10**6}
-LEARNING: dict[str, Any] = {**WORKED_SUMS.common, **QUIET, "steps": STEPS, "eval_every": 0, "record": "none"}
+LEARNING: dict[str, Any] = {
+    **WORKED_SUMS.common,
+    **QUIET,
+    "steps": STEPS,
+    "eval_every": 0,
+    "record": "none",
+    "max_tokens": LONGEST,
+}
 OFFLINE: dict[str, Any] = {"rows": 32, "epochs": 4.0, "warmup": 10, "schedule": "linear", "betas": (0.9, 0.95), **QUIET}
 DPO_RATE, SFT_RATE = 3e-4, 1e-3
-REWARD_MODEL: dict[str, Any] = {"lr": 1e-3, "rows": 32, "epochs": 12, "warmup": 50, "schedule": "linear", **QUIET}
+REWARD_MODEL: dict[str, Any] = {"lr": 2e-3, "rows": 32, "epochs": 12, "warmup": 50, "schedule": "linear", **QUIET}
 VERIFIER: dict[str, Any] = {
     **{"tokenizer": "characters", "hidden": 64, "heads": 4, "layers": 3, "context": 64, "betas": (0.9, 0.95)},
-    **{"rows": 64, "epochs": 16, "lr": 6e-3, "warmup": 50, "schedule": "linear", **QUIET},
+    **{"rows": 64, "epochs": 12, "lr": 6e-3, "warmup": 50, "schedule": "linear", **QUIET},
 }
 TEMPLATE, MARKER, WORDS = "{prompt}{response}\n", "?", ("y", "n")
 
@@ -91,7 +100,7 @@ class Grid:
 
     @cached_property
     def practice(self) -> list[Task]:
-        return WORKED_SUMS.practice(self.seed)
+        return worked_sums.tasks(5000, self.seed, numbers=NUMBERS)
 
     @cached_property
     def start(self) -> str:
@@ -194,7 +203,7 @@ class Grid:
         options |= WORKED_SUMS.own.get(CREDIT[credit], {})
         if credit == "own credit":
             options["step_aggregate"] = "none"
-        return made(out, lambda out: posttrain.rl(self.practice, None, self.start, out=out, seed=self.seed, **options))
+        return made(out, lambda out: posttrain.rl(self.practice, model=self.start, out=out, seed=self.seed, **options))
 
     def offline(self, source: str, credit: str, judge: Path | None, out: str) -> Run:
         """DPO on pairs, or SFT on the best replies, of as many replies as the other cells sample."""
@@ -223,9 +232,9 @@ class Grid:
     def sampled(self, model: str, source: str, judge: Path | None) -> dict[str, list[Rollout]]:
         """As many replies as the other cells sample, with the source's reward."""
         tasks = self.practice[: STEPS * LEARNING["prompts"]]
-        how = {"samples": LEARNING["group"], "max_tokens": LEARNING["max_tokens"], "k": (1,), "seed": self.seed}
+        how = {"samples": LEARNING["group"], "max_tokens": LONGEST, "k": (1,), "seed": self.seed}
         found = posttrain.evaluate(
-            tasks, None, model, threads=1, env_workers=0, success=1.0, **how, **self.source(source, judge)
+            tasks, model=model, threads=1, env_workers=0, success=1.0, **how, **self.source(source, judge)
         )
         of_task: dict[str, list[Rollout]] = {}
         for rollout in found.rollouts:
@@ -245,8 +254,9 @@ class Grid:
 
     def measured(self, model: str) -> float:
         found = posttrain.evaluate(
-            WORKED_SUMS.unseen(self.seed), WORKED_SUMS.env, model, samples=4, k=(1,), threads=1, env_workers=0,
-            max_tokens=LEARNING["max_tokens"],
+            worked_sums.tasks(500, self.seed, numbers=NUMBERS, held_out=True), WORKED_SUMS.env, model, samples=4, k=(1,),
+            threads=1, env_workers=0,
+            max_tokens=LONGEST,
         )  # fmt: skip
         return float(found.figures["accuracy"]["mean"])
 

@@ -2,17 +2,15 @@
 
     python recipes/grid.py [--seeds 0 1 2] [--out runs/grid] [--page docs/results/grid.md]
 
-The task is the worked sums of `common_tasks`, but of four numbers: small reward models can learn to check these. The sources
-see the same number of the policy's replies in every cell: while it learns, or all of them from the start, for pairs and
-imitation. Every cell begins with the same start, and is measured by the exact answer on held-out tasks, whatever rewarded
-it. Finished runs are not repeated.
+The task is the sums of `common_tasks`. The sources see the same number of the policy's replies in every cell: while it
+learns, or all of them from the start, for pairs and imitation. Every cell begins with the same start, and is measured by the
+exact answer on held-out tasks, whatever rewarded it. Finished runs are not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import re
 import shutil
 import threading
@@ -24,39 +22,37 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from common_tasks import LONG_LINES, WORKED_SUMS
+from common_tasks import SUMS
 from pages import over_seeds, with_seeds, write_page
 
 import posttrain
 from posttrain import Invalid, Rollout
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Task
-from posttrain.envs.builtin import worked_sums
+from posttrain.envs.builtin import arithmetic
 from posttrain.runs.run_reading import read_run
 from posttrain.training.trainer import Run
 
 Row = dict[str, Any]
 
-NUMBERS, LONGEST = 4, 24  # of a task; tokens of a reply
-LABELLED = 5000  # workings that reward models and verifiers learn from
-SLIPS = 0.2  # how often a line of theirs is wrong by one
+ASKED = 3000  # tasks whose replies are labelled for reward models and verifiers, SAMPLED each
+SAMPLED = 4
 ERRS = 0.1  # how often the judge's verdict is wrong
-STEPS = 30
+STEPS = 60
 QUIET: dict[str, Any] = {"threads": 1, "quiet": True, "overwrite": True, "save_every": 10**6}
 LEARNING: dict[str, Any] = {
-    **WORKED_SUMS.common,
+    **SUMS.common,
     **QUIET,
     "steps": STEPS,
     "eval_every": 0,
     "record": "none",
-    "max_tokens": LONGEST,
 }
 OFFLINE: dict[str, Any] = {"rows": 32, "epochs": 4.0, "warmup": 10, "schedule": "linear", "betas": (0.9, 0.95), **QUIET}
 DPO_RATE, SFT_RATE = 3e-4, 1e-3
-REWARD_MODEL: dict[str, Any] = {"lr": 2e-3, "rows": 32, "epochs": 12, "warmup": 50, "schedule": "linear", **QUIET}
+REWARD_MODEL: dict[str, Any] = {"lr": 1e-3, "rows": 64, "epochs": 6, "warmup": 50, "schedule": "linear", **QUIET}
 VERIFIER: dict[str, Any] = {
-    **{"tokenizer": "characters", "hidden": 64, "heads": 4, "layers": 3, "context": 64, "betas": (0.9, 0.95)},
-    **{"rows": 64, "epochs": 12, "lr": 6e-3, "warmup": 50, "schedule": "linear", **QUIET},
+    **{"tokenizer": "characters", "hidden": 64, "heads": 4, "layers": 2, "context": 32, "betas": (0.9, 0.95)},
+    **{"rows": 64, "epochs": 10, "lr": 5e-3, "warmup": 50, "schedule": "linear", **QUIET},
 }
 TEMPLATE, MARKER, WORDS = "{prompt}{response}\n", "?", ("y", "n")
 
@@ -64,23 +60,24 @@ CREDIT = {
     "critic + GAE": "ppo",
     "group statistics": "grpo",
     "leave-one-out": "rloo",
-    "own credit": "",
+    "every token": "",
     "offline pairs": "dpo",
     "imitation": "sft",
 }
-"""Way to assign credit -> algorithm. Own credit: a process reward model's steps, a teacher's tokens."""
-RULE, MODEL, PROCESS = "rule", "reward model", "process reward model"
+"""Way to assign credit -> algorithm. Every token: what a teacher thinks of it."""
+RULE, MODEL = "rule", "reward model"
 JUDGE, VERIFIED, TEACHER, PREFERENCES = "judge", "generative verifier", "teacher", "preferences"
-SOURCES = (RULE, MODEL, PROCESS, JUDGE, VERIFIED, TEACHER, PREFERENCES)
-BY_STEP: dict[str, Any] = {"env": "unscored", "step_delimiter": "line"}
+SOURCES = (RULE, MODEL, JUDGE, VERIFIED, TEACHER, PREFERENCES)
+
+
+OFFLINE_CREDIT = ("offline pairs", "imitation")
 
 
 def cells() -> Iterator[tuple[str, str]]:
     """The cells of the grid that exist, those first that others need."""
     for source in SOURCES:
         for credit in CREDIT:
-            own = source in (PROCESS, TEACHER)
-            if (own or credit != "own credit") and (source != TEACHER or credit in list(CREDIT)[3:]):
+            if (source == TEACHER) == (credit == "every token") or (source == TEACHER and credit in OFFLINE_CREDIT):
                 yield source, credit
 
 
@@ -100,35 +97,37 @@ class Grid:
 
     @cached_property
     def practice(self) -> list[Task]:
-        return worked_sums.tasks(5000, self.seed, numbers=NUMBERS)
+        return SUMS.practice(self.seed)
 
     @cached_property
     def start(self) -> str:
-        shown = WORKED_SUMS.demonstrations(self.practice, self.seed)
+        shown = SUMS.demonstrations(self.practice, self.seed)
         return made(self.folder("start"), lambda out: posttrain.sft(shown, out=out, seed=self.seed, **self.imitation))
 
     @property
     def imitation(self) -> dict[str, Any]:
-        return {**WORKED_SUMS.imitation, **QUIET}
+        return {**SUMS.imitation, **QUIET}
 
     @cached_property
-    def workings(self) -> list[tuple[Task, str]]:
-        """Tasks with workings of demonstrators, half of which are wrong somewhere: what reward models learn from."""
-        rng = random.Random(seed_of(self.seed, "workings"))
-        tasks = worked_sums.tasks(LABELLED, 1000 + self.seed, numbers=NUMBERS)
-        return [(task, worked_sums.working(rng, task["numbers"], LONG_LINES, SLIPS)) for task in tasks]
+    def labelled(self) -> list[list[tuple[str, str, bool]]]:
+        """Replies of the start to tasks, in groups: prompt, reply, and whether it is right."""
+        found = posttrain.evaluate(
+            self.practice[-ASKED:], SUMS.env, self.start, samples=SAMPLED, k=(1,), max_tokens=LEARNING["max_tokens"],
+            threads=1, env_workers=0, seed=1 + self.seed,
+        )  # fmt: skip
+        groups: dict[str, list[tuple[str, str, bool]]] = {}
+        for r in found.rollouts:
+            groups.setdefault(r.task["id"], []).append((r.task["prompt"], r.text, right_answer(r.task, r.text)))
+        return list(groups.values())
 
     @cached_property
     def pairs(self) -> list[Row]:
-        """A right working beside a wrong one of the same task: preferences that people could have given."""
-        rng = random.Random(seed_of(self.seed, "preferences"))
+        """A right reply beside a wrong one to the same task: preferences that people could have given."""
         found = []
-        for task, reply in self.workings:
-            other = worked_sums.working(rng, task["numbers"], LONG_LINES, SLIPS)
-            right = [right_answer(task, text) for text in (reply, other)]
-            if right[0] != right[1]:
-                best, worst = (reply, other) if right[0] else (other, reply)
-                found.append({"prompt": task["prompt"], "chosen": best, "rejected": worst})
+        for group in self.labelled:
+            sides = [[reply for _, reply, right in group if right == wanted] for wanted in (True, False)]
+            if all(sides):
+                found.append({"prompt": group[0][0], "chosen": sides[0][0], "rejected": sides[1][0]})
         return found
 
     # -- the sources
@@ -136,29 +135,21 @@ class Grid:
     def source(self, name: str, judge: Path | None) -> dict[str, Any]:
         """The options of `rl` and `eval` with which this source rewards replies."""
         if name == RULE:
-            return {"env": WORKED_SUMS.env}
+            return {"env": SUMS.env}
         if name == JUDGE:
             return {"judge": (str(judge),)}
         if name == VERIFIED:
             return {"judge": (self.verifier(),)}
-        if name == PROCESS:
-            return {**BY_STEP, "reward_model": (self.reward_model(name),), "step_aggregate": "min"}
         return {"reward_model": (self.reward_model(name),)}
 
     def reward_model(self, source: str) -> str:
         if source == PREFERENCES:
             rows, algorithm = self.pairs, "bradley-terry"
-        elif source == MODEL:
-            rows = [{"prompt": t["prompt"], "response": r, "label": right_answer(t, r)} for t, r in self.workings]
-            algorithm = "outcome"
         else:
             rows = [
-                {
-                    "prompt": task["prompt"],
-                    "steps": reply.split("\n"),
-                    "labels": [int(line.right) for line in worked_sums.checked(task["numbers"], reply)],
-                }
-                for task, reply in self.workings
+                {"prompt": prompt, "response": reply, "label": right}
+                for group in self.labelled
+                for prompt, reply, right in group
             ]
             algorithm = "outcome"
         options = {"algorithm": algorithm, "seed": self.seed, **REWARD_MODEL}
@@ -168,13 +159,11 @@ class Grid:
         )
 
     def verifier(self) -> str:
-        """The recipe of a judge that says y or n to a working, from imitation of labels."""
+        """The recipe of a judge that says y or n to a reply, from imitation of labels."""
         rows = [
-            {
-                "prompt": TEMPLATE.format(prompt=task["prompt"], response=reply),
-                "response": f"{MARKER}{WORDS[not right_answer(task, reply)]}",
-            }
-            for task, reply in self.workings
+            {"prompt": TEMPLATE.format(prompt=prompt, response=reply), "response": f"{MARKER}{WORDS[not right]}"}
+            for group in self.labelled
+            for prompt, reply, right in group
         ]
         model = made(self.folder("verifier"), lambda out: posttrain.sft(rows, out=out, seed=self.seed, **VERIFIER))
         file = Path(self.folder("verifier.toml"))
@@ -192,17 +181,15 @@ class Grid:
     def trained(self, source: str, credit: str, judge: Path | None) -> str:
         """Train a cell, and return its folder."""
         out = self.folder(source, credit)
-        if credit in ("offline pairs", "imitation"):
+        if credit in OFFLINE_CREDIT:
             return made(out, lambda out: self.offline(source, credit, judge, out))
         if source == TEACHER:
             how = {**LEARNING, "algorithm": "distill-reverse-kl", "seed": self.seed}
             return made(
                 out, lambda out: posttrain.distill(self.practice, self.start, teacher=self.teacher, out=out, **how)
             )
-        options = {**LEARNING, **self.source(source, judge), "algorithm": CREDIT[credit] or "grpo-process"}
-        options |= WORKED_SUMS.own.get(CREDIT[credit], {})
-        if credit == "own credit":
-            options["step_aggregate"] = "none"
+        options = {**LEARNING, **self.source(source, judge), "algorithm": CREDIT[credit]}
+        options |= SUMS.own.get(CREDIT[credit], {})
         return made(out, lambda out: posttrain.rl(self.practice, model=self.start, out=out, seed=self.seed, **options))
 
     def offline(self, source: str, credit: str, judge: Path | None, out: str) -> Run:
@@ -231,8 +218,13 @@ class Grid:
 
     def sampled(self, model: str, source: str, judge: Path | None) -> dict[str, list[Rollout]]:
         """As many replies as the other cells sample, with the source's reward."""
-        tasks = self.practice[: STEPS * LEARNING["prompts"]]
-        how = {"samples": LEARNING["group"], "max_tokens": LONGEST, "k": (1,), "seed": self.seed}
+        tasks = self.practice[:3840]
+        how = {
+            "samples": STEPS * LEARNING["prompts"] * LEARNING["group"] // len(tasks),
+            "max_tokens": LEARNING["max_tokens"],
+            "k": (1,),
+            "seed": self.seed,
+        }
         found = posttrain.evaluate(
             tasks, model=model, threads=1, env_workers=0, success=1.0, **how, **self.source(source, judge)
         )
@@ -254,9 +246,8 @@ class Grid:
 
     def measured(self, model: str) -> float:
         found = posttrain.evaluate(
-            worked_sums.tasks(500, self.seed, numbers=NUMBERS, held_out=True), WORKED_SUMS.env, model, samples=4, k=(1,),
-            threads=1, env_workers=0,
-            max_tokens=LONGEST,
+            SUMS.unseen(self.seed), SUMS.env, model, samples=4, k=(1,), threads=1, env_workers=0,
+            max_tokens=LEARNING["max_tokens"],
         )  # fmt: skip
         return float(found.figures["accuracy"]["mean"])
 
@@ -275,9 +266,7 @@ def score(rollout: Rollout) -> float:
 
 
 def right_answer(task: Mapping[str, Any], reply: str) -> bool:
-    found = worked_sums.reward(dict(task), reply)
-    assert isinstance(found, dict)
-    return found["outcome"] == 1.0
+    return arithmetic.reward(dict(task), reply) == 1.0
 
 
 @contextmanager
@@ -293,9 +282,9 @@ def served_judge(out: Path) -> Iterator[Path]:
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["messages"][1]["content"]
             reply = asked.split(" reply]\n")[1].rsplit("\n[", 1)[0]
-            numbers = re.search(r"(\d(?: \d)+):", asked)
+            numbers = re.search(r"(\d(?:\+\d)+)=", asked)
             last = re.search(r"(\d+)\s*\Z", reply)
-            right = bool(numbers and last and int(last[1]) == sum(map(int, numbers[1].split())))
+            right = bool(numbers and last and int(last[1]) == sum(map(int, numbers[1].split("+"))))
             wrong = numbers is not None and seed_of("judge", numbers[1], reply) % 1000 < 1000 * ERRS
             verdict = json.dumps({"reason": "checked", "score": int(right != wrong)})
             content = json.dumps({"choices": [{"message": {"content": verdict}, "finish_reason": "stop"}]}).encode()

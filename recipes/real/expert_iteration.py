@@ -130,7 +130,8 @@ class Expert:
         steps = len(rows) // self.prompts
         size: dict[str, Any] = {"steps": steps, "prompts": self.prompts, "group": 8, "max_tokens": LONGEST}
         how: dict[str, Any] = {"algorithm": "grpo", "kl": 0.0, "lr": RATE, "warmup": 3, **size}
-        start = str(self.study.folder(BEFORE[arm], self.seed))
+        before = self.study.folder(BEFORE[arm], self.seed)
+        start = str(before) if before.exists() else self.study.model  # no solution came out right: nothing was imitated
         return finished(posttrain.rl(rows, ENV, start, **how, **self.study.common(arm, self.seed)))
 
     def sampled(self, rows: Sequence[Row], model: str, temperature: float, **more: Any) -> list[Rollout]:

@@ -8,7 +8,7 @@ import random
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,6 +89,7 @@ RECIPES = (
     ("instructions", ("0",)),
     ("preferences", ("0",)),
     ("tools", ("0",)),
+    ("expert_iteration", ("0",)),
 )
 
 
@@ -343,6 +344,41 @@ def test_held_out_problems_share_no_wording_with_learned_ones_and_larger_numbers
         left, right = (int(word) for word in re.findall(r"[0-9]+", task["prompt"]))
         assert 100 < left < 1000 and 100 < right < 1000 and int(task["answer"]) == left + right
         assert task["response"] == f"{left}+{right}"
+
+
+def test_expert_iteration_keeps_each_right_and_finished_reply_once_and_always_trains_the_untrained_model() -> None:
+    recipe = recipe_module("real.expert_iteration")
+    tasks = [{"id": name, "prompt": f"{name}?", "answer": "3"} for name in "ab"]
+    said = [("a", "1 + 2 = 3", 1.0, True), ("a", "1 + 2 = 3 ", 1.0, True), ("a", "2 + 2 = 4", 0.0, True),
+            ("b", "9 - 6 = 3, and so", 1.0, False)]  # fmt: skip
+    sampled_by: list[tuple[str, int]] = []
+    imitated: list[list[str]] = []
+
+    class Trial(recipe.Expert):  # type: ignore[name-defined, misc]
+        def sampled(self, rows: Any, model: str, temperature: float, **_: Any) -> list[Rollout]:
+            sampled_by.append((model, len(rows[0]["prompt"])))
+            ends = {True: StopReason.EOS, False: StopReason.LENGTH}
+            return [Rollout({"id": i}, "g", [], reward, stop=ends[end], text=text) for i, text, reward, end in said]
+
+        def imitation(self, rows: Any, arm: str) -> str:
+            imitated.append([row["response"] for row in rows])
+            return f"round {len(imitated)}"
+
+    study = SimpleNamespace(model="untrained")
+    found: dict[str, float] = {}
+    trial = Trial(study, 0, [], [tasks, tasks], [], [], 2)
+    assert trial.expert_iteration(found) == "round 2"
+    assert imitated == [["1 + 2 = 3"]] * 2  # "a" says the same twice, "b" was cut off
+    assert sampled_by == [("untrained", 9), ("round 1", 1)]  # solved problems are shown in the first round alone
+    assert found["right in round 1"] == 0.75 and found["rows after round 2"] == 1
+
+
+def test_written_solutions_that_miss_the_answer_are_not_imitated() -> None:
+    recipe = recipe_module("real.expert_iteration")
+    task = {"response": "(5+35)/8", "answer": "5"}
+    assert recipe.right(task) and recipe.solution(task) == "(5 + 35) / 8 = 5"
+    assert recipe.right({"response": "5.2+4.23", "answer": "9.43"})
+    assert not recipe.right({"response": "2-1", "answer": "5"}) and not recipe.right({"answer": "5"})
 
 
 def test_figures_of_calls_count_every_call_and_those_that_had_a_result() -> None:

@@ -38,17 +38,17 @@ Row = dict[str, Any]
 ASKED = 3000  # tasks whose replies are labelled for reward models and verifiers, SAMPLED each
 SAMPLED = 4
 ERRS = 0.1  # how often the judge's verdict is wrong
-STEPS = 60
+STEPS = 30
 QUIET: dict[str, Any] = {"threads": 1, "quiet": True, "overwrite": True, "save_every": 10**6}
 LEARNING: dict[str, Any] = {
     **SUMS.common,
     **QUIET,
     "steps": STEPS,
     "eval_every": 0,
-    "record": "none",
+    "record": "tokens",
 }
 OFFLINE: dict[str, Any] = {"rows": 32, "epochs": 4.0, "warmup": 10, "schedule": "linear", "betas": (0.9, 0.95), **QUIET}
-DPO_RATE, SFT_RATE = 3e-4, 1e-3
+DPO_RATE, SFT_RATE = 1e-3, 1e-3
 REWARD_MODEL: dict[str, Any] = {"lr": 1e-3, "rows": 64, "epochs": 6, "warmup": 50, "schedule": "linear", **QUIET}
 VERIFIER: dict[str, Any] = {
     **{"tokenizer": "characters", "hidden": 64, "heads": 4, "layers": 2, "context": 32, "betas": (0.9, 0.95)},
@@ -161,7 +161,7 @@ class Grid:
     def verifier(self) -> str:
         """The recipe of a judge that says y or n to a reply, from imitation of labels."""
         rows = [
-            {"prompt": TEMPLATE.format(prompt=prompt, response=reply), "response": f"{MARKER}{WORDS[not right]}"}
+            {"prompt": TEMPLATE.format(prompt=prompt, response=reply), "response": f"{MARKER} {WORDS[not right]}"}
             for group in self.labelled
             for prompt, reply, right in group
         ]

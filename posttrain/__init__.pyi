@@ -852,8 +852,8 @@ class EvaluationOptions(
 ):
     """Options of posttrain eval."""
 
-    against: str | None
-    """Second model: the two are compared task by task."""
+    against: tuple[str, ...]
+    """Other models, one or several: --model is compared with each, task by task."""
     suite: str | None
     """TOML file of several evaluations, instead of --tasks: one table each, whose keys are options of this command."""
     samples: int
@@ -1013,8 +1013,8 @@ def evaluate(
     model: str | PathLike[str] | None = None,
     **options: Unpack[EvaluationOptions],
 ) -> Evaluated:
-    """Mean reward, accuracy and pass@k on a set of tasks; --against compares two models. Every figure has
-    a 95% interval.
+    """Mean reward, accuracy and pass@k on a set of tasks; --against compares models. Every figure has a
+    95% interval.
 
     `tasks`: a path, rows in memory, a generator, or a function that makes rows without end. Options are
     those of `posttrain eval --help-all`.

@@ -265,6 +265,9 @@ class TrainingOptions(
 
     eval_every: int
     """Steps between evaluations on the held-out tasks (0: only before and after training)."""
+    eval_suite: str | None
+    """TOML file of several evaluations, as for posttrain eval --suite, to sample at every evaluation. The metrics are
+    suite/PART/accuracy, suite/PART/reward ... and suite/mean."""
     forget: str | None
     """Texts, or prompts with responses, whose loss is measured at every evaluation (forget/loss), to detect forgetting.
     Verbs that sample measure it at the sampling temperature."""

@@ -108,7 +108,7 @@ def _read(verb: Verb, given: Mapping[str, Any]) -> tuple[Any, Any, Any]:
             env = given[option]
             name = getattr(env, "__qualname__", repr(env))
             options[option] = f"{getattr(env, '__module__', '')}:{name}" if option == "with_" else name
-    for option in {"model", "teacher"} & given.keys():
+    for option in {"model", "teacher", "against"} & given.keys():
         value = given[option]
         values = tuple(map(str, [value] if isinstance(value, str | PathLike) else value))
         options[option] = values if isinstance(getattr(verb.options, option), tuple) else values[0]

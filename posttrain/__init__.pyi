@@ -265,6 +265,9 @@ class TrainingOptions(
 
     eval_every: int
     """Steps between evaluations on the held-out tasks (0: only before and after training)."""
+    eval_suite: str | None
+    """TOML file of several evaluations, as for posttrain eval --suite, to sample at every evaluation. The metrics are
+    suite/PART/accuracy, suite/PART/reward ... and suite/mean."""
     forget: str | None
     """Texts, or prompts with responses, whose loss is measured at every evaluation (forget/loss), to detect forgetting.
     Verbs that sample measure it at the sampling temperature."""
@@ -340,8 +343,8 @@ class SFTOptions(EnvLimitOptions, RetrieverOptions, PassesOptions, total=False):
     verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
     verl:score.py:compute_score. harbor:FOLDER is a set of tasks in containers, which makes its rows too. Built in are
     adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions, gsm8k, guess, gymnasium,
-    judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa, shapes, textarena, unscored, verdict,
-    word-problems and worked-sums. In sft, the replies of rows run through it; for rows without replies, its
+    judge, math, nim, openenv, python, reasoning-gym, refusal, reward-model, search-qa, shapes, textarena, unscored,
+    verdict, word-problems and worked-sums. In sft, the replies of rows run through it; for rows without replies, its
     row_to_task, if any, writes the demonstrations."""
     model: str | None
     """Model to start from: a Hugging Face folder, a GGUF file, the folder of a run, or org/name. In sft, leave it out
@@ -706,8 +709,8 @@ class PreferOptions(AlgorithmOptions, PassesOptions, total=False):
     verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
     verl:score.py:compute_score. harbor:FOLDER is a set of tasks in containers, which makes its rows too. Built in are
     adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions, gsm8k, guess, gymnasium,
-    judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa, shapes, textarena, unscored, verdict,
-    word-problems and worked-sums. In sft, the replies of rows run through it; for rows without replies, its
+    judge, math, nim, openenv, python, reasoning-gym, refusal, reward-model, search-qa, shapes, textarena, unscored,
+    verdict, word-problems and worked-sums. In sft, the replies of rows run through it; for rows without replies, its
     row_to_task, if any, writes the demonstrations."""
     link: Literal[
         "sigmoid",
@@ -777,8 +780,8 @@ class RewardModellingOptions(AlgorithmOptions, PassesOptions, total=False):
     verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
     verl:score.py:compute_score. harbor:FOLDER is a set of tasks in containers, which makes its rows too. Built in are
     adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions, gsm8k, guess, gymnasium,
-    judge, math, nim, openenv, python, reasoning-gym, reward-model, search-qa, shapes, textarena, unscored, verdict,
-    word-problems and worked-sums. In sft, the replies of rows run through it; for rows without replies, its
+    judge, math, nim, openenv, python, reasoning-gym, refusal, reward-model, search-qa, shapes, textarena, unscored,
+    verdict, word-problems and worked-sums. In sft, the replies of rows run through it; for rows without replies, its
     row_to_task, if any, writes the demonstrations."""
     link: Literal["sigmoid", "plackett-luce", "cross-entropy", "squared-error"]
     """Loss on the scores of responses."""
@@ -852,8 +855,8 @@ class EvaluationOptions(
 ):
     """Options of posttrain eval."""
 
-    against: str | None
-    """Second model: the two are compared task by task."""
+    against: tuple[str, ...]
+    """Other models, one or several: --model is compared with each, task by task."""
     suite: str | None
     """TOML file of several evaluations, instead of --tasks: one table each, whose keys are options of this command."""
     samples: int
@@ -1013,8 +1016,8 @@ def evaluate(
     model: str | PathLike[str] | None = None,
     **options: Unpack[EvaluationOptions],
 ) -> Evaluated:
-    """Mean reward, accuracy and pass@k on a set of tasks; --against compares two models. Every figure has
-    a 95% interval.
+    """Mean reward, accuracy and pass@k on a set of tasks; --against compares models. Every figure has a
+    95% interval.
 
     `tasks`: a path, rows in memory, a generator, or a function that makes rows without end. Options are
     those of `posttrain eval --help-all`.

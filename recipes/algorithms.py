@@ -76,12 +76,11 @@ def learn(out: Path, common: CommonTask, row: str, seed: int) -> None:
         held_out, env, str(run.path), against=str(begun / "sft"),
         samples=4, k=(1,), max_tokens=options["max_tokens"], env_workers=0, threads=1,
     )  # fmt: skip
-    assert found.against is not None
     record = read_run(run.path)
     shutil.rmtree(run.path / "rollouts")  # of all rows and seeds together they are gigabytes
     result = {
         **{"row": row, "seed": seed, "settings": common.settings(row), "steps": options["steps"]},
-        **{"before": found.against["accuracy"]["mean"], "after": found.figures["accuracy"]["mean"]},
+        **{"before": found.against[0].figures["accuracy"]["mean"], "after": found.figures["accuracy"]["mean"]},
         "interval": [found.figures["accuracy"]["low"], found.figures["accuracy"]["high"]],
         "seconds": round(seconds, 1),
         "curve": [(m["step"], m["eval/accuracy"]) for m in read_metrics(run.path) if "eval/accuracy" in m],

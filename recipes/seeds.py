@@ -98,13 +98,14 @@ def _verb(verb: str) -> list[str]:
 def _figures(path: Path) -> dict[str, Any]:
     """Of accuracy where the environment has a success threshold, else of the reward."""
     content = json.loads(path.read_text())
+    [other] = content["against"]
     name = "accuracy" if "accuracy" in content["figures"] else "reward"
     return {
         "of": name,
         "tasks": content["figures"]["tasks"],
-        "before": content["against"][name]["mean"],
+        "before": other["figures"][name]["mean"],
         "after": content["figures"][name]["mean"],
-        "difference": content["differences"][name],
+        "difference": other["differences"][name],
     }
 
 

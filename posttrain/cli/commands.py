@@ -9,7 +9,7 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from shlex import quote
-from typing import Annotated, Any
+from typing import Annotated
 
 from posttrain.cli.training_commands import Options, read
 from posttrain.config.inference import (
@@ -33,36 +33,19 @@ from posttrain.core.types import UserError
 
 
 def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  # noqa: B008
-    """Mean reward, accuracy and pass@k on a set of tasks, with intervals; --against compares two checkpoints."""
-    from posttrain.core.intervals import told
-    from posttrain.runs.terminal.printing import examples, say, table
+    """Mean reward, accuracy and pass@k on a set of tasks, with intervals; --against compares checkpoints."""
+    from posttrain.cli.evaluation_tables import evaluate_suite, show_figures
+    from posttrain.runs.terminal.printing import examples, say
     from posttrain.training.verbs import evaluate
 
     if config.suite is not None:
-        from posttrain.cli.suite_command import evaluate_suite
-
         return evaluate_suite(config)
     found = evaluate.evaluate(config)
     chosen = {name: found.rollouts[place] for name, place in found.examples.items()}
     earned = {reward for of_task in found.rewards.values() for reward in of_task}
     alike = f", whose rewards are all {min(earned):.4g}" if len(earned) == 1 else ""
     examples(f"Replies of {config.model}{alike}", {f"{name}, reward {r.reward:.4g}": r for name, r in chosen.items()})
-    names = [n for n in found.figures if isinstance(found.figures[n], dict)]
-    sides = [(config.model, found.figures), *([(config.against, found.against)] if found.against is not None else [])]
-
-    def cell(figure: dict[str, Any]) -> str:
-        return f"{figure['mean']:.3f}" if "why" in figure else told(figure)
-
-    rows = [[name, *(cell(figures[name]) for _, figures in sides)] for name in names]
-    title = f"{found.figures['tasks']} tasks, {config.samples} sample{'s'[: config.samples - 1]} each"
-    table(title, ["", *(str(model) for model, _ in sides)], rows)
-    for name, difference in (found.differences or {}).items():
-        say(f"difference in {name}, task by task: {told(difference)}{'' if 'why' in difference else ' (95% interval)'}")
-    reasons: dict[str, dict[str, None]] = {}  # reason for a missing interval -> names of its figures
-    for name, figure in [(n, side[n]) for side in (found.figures, found.against or {}) for n in names if n in side]:
-        if "why" in figure:
-            reasons.setdefault(figure["why"], {})[name] = None
-    say(*(f"{', '.join(of)}: {why}" for why, of in reasons.items()), *found.notes)
+    show_figures(config, found)
     if config.out:
         rollouts = evaluate.save(found, Path(config.out))
         say(f"figures     {config.out}", *(f"look at it  posttrain rollouts {quote(str(file))}" for file in rollouts))

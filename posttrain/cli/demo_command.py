@@ -66,13 +66,13 @@ def small(out: Path, seed: int) -> Any:
         unseen, "arithmetic", str(learned.path), against=str(imitated.path),
         samples=8, k=(1, 8), max_tokens=4, threads=1,
     )  # fmt: skip
-    assert found.against is not None and found.differences is not None
+    [compared] = found.against
     rows = [
         [stage, *(told(figures[name]) for name in ("accuracy", "pass@1", "pass@8"))]
-        for stage, figures in (("before: imitation", found.against), ("after: GRPO", found.figures))
+        for stage, figures in (("before: imitation", compared.figures), ("after: GRPO", found.figures))
     ]
     table(f"{len(unseen)} sums never seen, 8 replies each, 95% intervals", ["", "accuracy", "pass@1", "pass@8"], rows)
-    print(f"gained {told(found.differences['accuracy'])}, the same sums compared one by one")
+    print(f"gained {told(compared.differences['accuracy'])}, the same sums compared one by one")
     return learned
 
 
@@ -114,9 +114,10 @@ def real(out: Path, seed: int, model: str) -> Any:
     rows = []
     for name, tasks in tests.items():
         found = posttrain.evaluate(tasks, "verify:numeric", str(learned.path), against=model, samples=4, max_tokens=24)
-        assert found.against is not None and found.differences is not None
-        before, after, gain = found.against["accuracy"], found.figures["accuracy"], found.differences["accuracy"]
-        lengths = [f"{mean_length(rollouts):.0f}" for rollouts in (found.against_rollouts, found.rollouts)]
+        [compared] = found.against
+        before, after = compared.figures["accuracy"], found.figures["accuracy"]
+        gain = compared.differences["accuracy"]
+        lengths = [f"{mean_length(rollouts):.0f}" for rollouts in (compared.rollouts, found.rollouts)]
         rows.append([name, told(before, ".2f"), told(after, ".2f"), told(gain, ".2f"), " to ".join(lengths)])
     columns = ["", "before", "after", "gained", "tokens"]
     table("Accuracy, 4 replies each at temperature 1, 95% intervals", columns, rows)

@@ -41,8 +41,8 @@ class Evaluation(
 
     model: str = option("", group="model", first_hour=True, value="FOLDER")
     """Model to evaluate: the folder of a checkpoint or of a run."""
-    against: str | None = option(None, group="model", first_hour=True, value="FOLDER")
-    """Second model: the two are compared task by task."""
+    against: tuple[str, ...] = option((), group="model", first_hour=True, value="FOLDER")
+    """Other models, one or several: --model is compared with each, task by task."""
     suite: str | None = option(None, group="data", first_hour=True, value="FILE")
     """TOML file of several evaluations, instead of --tasks: one table each, whose keys are options of this command."""
     samples: int = option(8, above=0, group="sampling", first_hour=True)

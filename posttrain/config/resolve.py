@@ -71,6 +71,7 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
             "--reward-model, or --judge"
         )
     if isinstance(config, Evaluation):
+        _validate_against(config)
         check_search(config, config.env, (config.temperature,), config.top_k)
     if isinstance(config, Prefer | RewardModelling | RL | Evaluation | Sample) and not config.model:
         raise UserError("--model is missing: give the folder of a checkpoint, or of a run of posttrain sft")
@@ -80,6 +81,13 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
         _validate_rl(config)
     if isinstance(config, Sample):
         _validate_sample(config)
+
+
+def _validate_against(config: Evaluation) -> None:
+    if twice := next((name for name in config.against if config.against.count(name) > 1), None):
+        raise UserError(f"--against names {twice} twice: give each model once")
+    if not all(config.against):
+        raise UserError("--against is empty: give the folder of a checkpoint or of a run, or leave it out")
 
 
 def profiled_steps(text: str) -> range:

@@ -152,6 +152,9 @@ class Training(RunGroup, SeedGroup, ProcessesGroup, HardwareGroup, HeldOutGroup,
 
     eval_every: int = option(0, least=0, group="evaluation", first_hour=True)
     """Steps between evaluations on the held-out tasks (0: only before and after training)."""
+    eval_suite: str | None = option(None, group="evaluation", value="FILE")
+    """TOML file of several evaluations, as for posttrain eval --suite, to sample at every evaluation. The metrics are
+    suite/PART/accuracy, suite/PART/reward ... and suite/mean."""
     forget: str | None = option(None, group="evaluation", value="ROWS")
     """Texts, or prompts with responses, whose loss is measured at every evaluation (forget/loss), to detect forgetting.
     Verbs that sample measure it at the sampling temperature."""

@@ -16,7 +16,7 @@ reason. How often they cover the truth: docs/results/intervals.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf, nan, sqrt
@@ -198,6 +198,19 @@ def sign_test(difference: ArrayLike) -> float:
         signs = (np.arange(2**number)[:, None] >> np.arange(number) & 1) * 2.0 - 1.0
         return float((np.abs(signs @ sizes) >= total * (1 - 1e-9)).mean())
     return 2 * (1 - NormalDist().cdf(total / float(np.sqrt(sizes @ sizes))))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return the p of several tests, adjusted so that the chance of any false rejection among them stays below the level.
+
+    Holm's step-down method (Scandinavian Journal of Statistics 6:65, 1979): the k-th smallest of n is multiplied by
+    n - k + 1, and none is below a smaller one. It assumes nothing about how the tests depend on each other.
+    """
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, place in enumerate(sorted(range(len(p_values)), key=lambda place: p_values[place])):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[place]))
+        adjusted[place] = largest
+    return adjusted
 
 
 def binomial_tail(successes: int, n: int) -> float:

@@ -22,6 +22,7 @@ LEARNING, HONEST, EXPLORING, STABLE = QUESTIONS = (
 
 HELD_OUT = "eval/"
 REWARDS = "reward/{part}"
+SUITE = "Suite"  # the panel of its parts
 SPOKEN = ("", "count", "share")  # units that a title contains already
 
 
@@ -71,6 +72,13 @@ _OF_PARTS = (
     ("length", "reply length", "tokens", "Mean number of sampled tokens of a rollout"), ("invalid", "invalid rewards", "share", "Share of invalid rewards"),
 )  # fmt: skip
 
+_OF_SUITE = (
+    ("reward/{name}", "part {name} of the reward", "", "Mean of this part of the reward of the rollouts", False, ()), ("accuracy", "accuracy", "share", "Share of right rollouts", True, ()),
+    ("reward", "reward", "", "Mean reward of the rollouts", True, ("suite/{part}/accuracy",)), ("length", "reply length", "tokens", "Mean number of sampled tokens of a rollout", False, ()),
+    ("truncated", "replies cut off", "share", "Share of the rollouts that a limit ended", False, ()), ("invalid", "invalid rewards", "share", "Share of invalid rewards", False, ()),
+)  # fmt: skip
+"""name, title, unit, meaning, whether it is in the overview, more exact metrics"""
+
 _TRAINING = (
     Metric("reward", "Reward", "", "Mean reward of the rollouts of a step, invalid ones left out.", LEARNING, plotted=True, terminal="reward", checked=True),
     Metric("reward_greedy", "Reward of greedy replies", "", "Mean reward of the greedy replies that are baselines of their groups.", LEARNING),
@@ -78,6 +86,8 @@ _TRAINING = (
     Metric(REWARDS, "Reward: {part}", "", "Mean of one part of the reward, by the name that the environment gives it, or the reward of one side of a game.", HONEST, "Parts of the reward", plotted=True),
     Metric("divergence", "KL from the teacher", "nats per token", "Distance of the policy from its teacher that distillation minimises.", LEARNING, colour="red", plotted=True, terminal="divergence", form=".4f", checked=True),
     Metric("eval/accuracy", "Held-out accuracy", "share", "Accuracy on the held-out tasks or comparisons.", LEARNING, colour="green", plotted=True, checked=True),
+    Metric("suite/mean", "Mean over the suite", "", "Mean over the parts of `--eval-suite`: of their accuracy, or of their reward where nothing defines a right reply.", LEARNING, SUITE, "mean", "green", plotted=True),
+    *(Metric(f"suite/{{part}}/{what}", f"Suite: {title} of {{part}}", unit, f"{meaning} of this part of `--eval-suite`.", LEARNING if shown else "", SUITE if shown else "", "{part}", unless=unless) for what, title, unit, meaning, shown, unless in _OF_SUITE),
     Metric("eval/loss", "Held-out loss", "nats per token", "Negative log-likelihood of the held-out responses.", LEARNING, colour="green", plotted=True),
     Metric("forget/loss", "Loss of the texts of --forget", "nats per token", "Negative log-likelihood of texts that are not trained on: it rises where training makes the model forget.", LEARNING, colour="red", plotted=True),
     Metric("eval/divergence", "Held-out KL from the teacher", "nats per token", "KL(policy || teacher) at the policy's replies to held-out tasks, whatever distillation minimises.", LEARNING, colour="green", plotted=True),
@@ -236,5 +246,9 @@ def metric_named(name: str) -> Metric | None:
         return exact
     for metric in METRICS:
         if "{" in metric.name and (found := metric.pattern.fullmatch(name)):
-            return replace(metric, name=name, title=metric.title.format(**found.groupdict()))
+            filled = found.groupdict()
+            exact = tuple(other.format(**filled) for other in metric.unless)
+            return replace(
+                metric, name=name, title=metric.title.format(**filled), line=metric.line.format(**filled), unless=exact
+            )
     return None

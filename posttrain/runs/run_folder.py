@@ -37,6 +37,7 @@ READ = (
     "tasks",
     "mixture",
     "eval_tasks",
+    "eval_suite",
     "forget",
     "ptx",
     "model",

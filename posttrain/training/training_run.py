@@ -27,6 +27,7 @@ from posttrain.training.distributed_setup import open_world
 from posttrain.training.hooks import Hooks
 from posttrain.training.memory_estimate import UpdateSize, memory_lines, sampling_size
 from posttrain.training.setup import microbatch_tokens, prepare
+from posttrain.training.suite_check import with_suite
 from posttrain.training.text_loss import with_forgetting
 from posttrain.training.trainer import Run, Trainer
 
@@ -80,6 +81,7 @@ def run_training(
         device = prepare(run.config)
         parts = build(RunContext(run, device, resources, rows, env))
         measure = with_forgetting(run, parts.learner, parts.tokenizer, parts.measure, device)
+        measure = with_suite(run, parts.learner, parts.tokenizer, measure, device, resources)
         trainer = Trainer(run, parts.learner, parts.source, parts.tokenizer, measure, parts.steps, watching)
         for part in parts.notifiers:
             part.say = trainer.display.note

@@ -87,19 +87,19 @@ def refusal_reward(
 
 
 def refusal_rates(harmful: bool, reply: str, *, refuses: Refuses = refuses) -> dict[str, float] | Invalid:
-    """Return {"refusal/missed": x} for a harmful request, {"refusal/over": x} for a harmless one; x is 1.0 for a
-    mistake.
+    """Return {"refusal/wanted": x} for a harmful request, {"refusal/unwanted": x} for a harmless one; x is 1.0 for a
+    refusal.
 
-    As parts of a reward's dict that has a key "reward", these values are only logged. The mean of each is a rate among
-    the requests of its kind.
+    As parts of a reward's dict that has a key "reward", these values are only logged. The mean of each is the rate of
+    refusals among the requests of its kind.
 
     >>> refusal_rates(True, "Sure, first you...")
-    {'refusal/missed': 1.0}
+    {'refusal/wanted': 0.0}
     """
     share = _share(refuses(reply))
     if isinstance(share, Invalid):
         return share
-    return {"refusal/missed": 1 - share} if harmful else {"refusal/over": share}
+    return {"refusal/wanted" if harmful else "refusal/unwanted": share}
 
 
 def _share(found: float | bool | Invalid) -> float | Invalid:

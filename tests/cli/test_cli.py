@@ -202,13 +202,13 @@ def test_eval_compares_two_checkpoints_and_writes_its_figures(place: Path, capsy
     words = "eval --tasks rows.jsonl --env arithmetic --samples 2 --k 1 2 --max-tokens 4 --threads 1 --limit 4".split()
     assert main([*words, "--model", "start", "--against", "start", "--out", "figures/a.json"]) == 0
     said, few = capsys.readouterr().out, "too few tasks for an interval: 4, and it takes 6"
-    assert f"difference in accuracy, task by task: 0.000 ({few})" in said
-    assert f"reward, accuracy, pass@1, pass@2: {few}" in said
+    assert "start  0.000                 0.000                     0     0     4  1.000  undecided" in said
+    assert f"reward, accuracy, pass@1, pass@2, difference in reward, difference in accuracy: {few}" in said
     assert "figures     figures/a.json\nlook at it  posttrain rollouts figures/a.rollouts.parquet\n" in said
     assert main(["rollouts", "figures/a.json"]) == 2
     assert "its rollouts are in figures/a.rollouts.parquet" in capsys.readouterr().err
     figures = json.loads((place / "figures" / "a.json").read_text())
-    assert figures["figures"] == figures["against"] and len(figures["rewards"]) == 4
+    assert figures["figures"] == figures["against"][0]["figures"] and len(figures["rewards"]) == 4
     own, other = (place / "figures" / f"a{side}.rollouts.parquet" for side in ("", ".against"))
     rows = rows_of(read_file(own))
     assert own.read_bytes() == other.read_bytes() and len(rows) == 8

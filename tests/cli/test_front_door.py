@@ -159,9 +159,12 @@ def test_evaluation_compares_two_checkpoints_on_the_same_tasks(imitated: Run, tm
         max_tokens=4,
         threads=1,
     )
-    assert found.against is not None and found.differences is not None
-    gain = found.figures["accuracy"]["mean"] - found.against["accuracy"]["mean"]
-    assert found.differences["accuracy"]["mean"] == pytest.approx(gain) and found.differences["accuracy"]["low"] > 0.1
+    [compared] = found.against
+    gain, gap = (
+        found.figures["accuracy"]["mean"] - compared.figures["accuracy"]["mean"],
+        compared.differences["accuracy"],
+    )
+    assert gap["mean"] == pytest.approx(gain) and gap["low"] > 0.1 and compared.wins["verdict"] == "better"
     assert (
         found.figures["pass@4"]["mean"]
         >= found.figures["pass@1"]["mean"]
@@ -171,7 +174,9 @@ def test_evaluation_compares_two_checkpoints_on_the_same_tasks(imitated: Run, tm
         TASKS[:10], even, str(run.path), against=str(run.path), samples=2, max_tokens=4, threads=1, env_workers=0
     )
     why = "no interval: all 10 tasks are at 0"
-    assert itself.differences == {"reward": {"mean": 0.0, "low": None, "high": None, "why": why, "tasks": 10}}
+    assert itself.against[0].differences == {
+        "reward": {"mean": 0.0, "low": None, "high": None, "why": why, "tasks": 10}
+    }
 
 
 def test_unknown_option_is_refused_with_a_suggestion(imitated: Run) -> None:

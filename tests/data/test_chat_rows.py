@@ -157,9 +157,9 @@ def test_two_models_are_each_shown_the_same_tasks_in_their_own_way(model_of: Cal
         ROWS, right, model=str(model_of("instruct")), against=str(model_of("none")), samples=1, max_tokens=2,
         env_workers=0,
     )  # fmt: skip
-    assert found.rewards.keys() == {r.task["id"] for r in found.against_rollouts}
+    assert found.rewards.keys() == {r.task["id"] for r in found.against[0].rollouts}
     assert all("messages" in r.task for r in found.rollouts) and all(
-        "messages" not in r.task for r in found.against_rollouts
+        "messages" not in r.task for r in found.against[0].rollouts
     )
 
 

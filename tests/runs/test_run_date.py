@@ -81,7 +81,7 @@ def test_an_evaluation_asks_a_checkpoint_and_its_rival_as_the_checkpoint_was_tra
     rl(**data, model=str(start / "start"), out=str(start / "run"), **{k: v for k, v in SMALL.items() if k not in data})
     at(monkeypatch, "2026-02-04")
     found = evaluate(**data, model=str(start / "run"), against=str(start / "start"), env_workers=0, threads=1)
-    for rollout in (*found.rollouts, *found.against_rollouts):
+    for rollout in (*found.rollouts, *found.against[0].rollouts):
         assert Tokenizer.load(start / "start").decode(rollout.transcripts[0].tokens).startswith("Tuesday 03 February")
 
 

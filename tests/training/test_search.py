@@ -294,8 +294,8 @@ def test_the_best_of_more_replies_has_a_higher_score_of_the_model_that_chose_it(
 
 def test_both_sides_of_a_comparison_search(place: Path) -> None:
     found = evaluate(against="start")
-    assert found.against is not None and found.against["search tokens"] == found.figures["search tokens"]
-    assert found.differences["reward"]["mean"] == 0
+    assert found.against[0].figures["search tokens"] == found.figures["search tokens"]
+    assert found.against[0].differences["reward"]["mean"] == 0
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from conftest import tiny
 
 import posttrain
 from posttrain.cli.main import main
+from posttrain.core.intervals import holm
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.verbs.suite import macro_average
@@ -45,7 +46,7 @@ out_of_distribution = true
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
     folder = tmp_path_factory.mktemp("suite")
-    for name, seed in (("model", 0), ("other", 1)):
+    for name, seed in (("model", 0), ("other", 1), ("third", 2)):
         save_model(tiny(tokenizer, seed), folder / name, tokenizer)
     for name, texts in (("near", "one two three four five six seven eight".split()), ("far", "a b c d e f g".split())):
         rows = "".join(json.dumps({"prompt": text, "id": f"{name}-{text}"}) + "\n" for text in texts)
@@ -69,8 +70,8 @@ def test_parts_are_what_they_are_alone_and_averages_count_each_once(capsys: pyte
     far = posttrain.evaluate("far.jsonl", "rewards.py:graded", "model", samples=3, **common)
     for name, alone in (("near", near), ("far-away", far)):
         part = found["parts"][name]
-        assert part["figures"] == alone.figures and part["against"]["figures"] == alone.against
-        assert part["differences"] == alone.differences
+        assert part["figures"] == alone.figures and part["against"][0]["figures"] == alone.against[0].figures
+        assert part["against"][0]["differences"] == alone.against[0].differences
         rollouts = pq.read_table(f"out/s.{name}.rollouts.parquet")
         assert rollouts.num_rows == len(alone.rollouts) and Path(f"out/s.{name}.json").exists()
         assert part["rates"]["total_tokens"] == sum(r.n_sampled for r in alone.rollouts)
@@ -82,9 +83,8 @@ def test_parts_are_what_they_are_alone_and_averages_count_each_once(capsys: pyte
     averages = found["averages"]
     assert averages["all"]["mean"] == pytest.approx((accuracy + reward) / 2)
     assert averages["in distribution"]["mean"] == accuracy and averages["out of distribution"]["mean"] == reward
-    assert near.against is not None
-    gap = averages["in distribution"]["difference"]["mean"]
-    assert gap == pytest.approx(accuracy - near.against["accuracy"]["mean"])
+    gap = averages["in distribution"]["against"][0]["difference"]["mean"]
+    assert gap == pytest.approx(accuracy - near.against[0].figures["accuracy"]["mean"])
 
 
 def test_wins_are_counted_by_task() -> None:
@@ -93,18 +93,49 @@ def test_wins_are_counted_by_task() -> None:
         '[one]\ntasks = "near.jsonl"\nenv = "rewards.py:even"\nmax_tokens = 5\nsamples = 4\nenv_workers = 0\n'
     )
     assert main(["eval", "--suite", "same.toml", "--model", "model", "--against", "model", "--out", "same.json"]) == 0
-    wins = json.loads(Path("same.json").read_text())["parts"]["one"]["wins"]
-    assert wins == {"won": 0, "lost": 0, "tied": 8, "p": 1.0}
+    [same] = json.loads(Path("same.json").read_text())["parts"]["one"]["against"]
+    assert same["wins"] == {"won": 0, "lost": 0, "tied": 8, "p": 1.0, "p_holm": 1.0, "verdict": "undecided"}
     assert main(["eval", "--suite", "same.toml", "--model", "model", "--against", "other", "--out", "two.json"]) == 0
     rewards: list[dict[str, list[float]]] = []
     for model in ("model", "other"):
         how = {"samples": 4, "max_tokens": 5, "env_workers": 0}
         rewards.append(posttrain.evaluate("near.jsonl", "rewards.py:even", model, **how).rewards)
     gaps = [sum(rewards[0][task]) - sum(rewards[1][task]) for task in rewards[0]]
-    wins = json.loads(Path("two.json").read_text())["parts"]["one"]["wins"]
+    wins = json.loads(Path("two.json").read_text())["parts"]["one"]["against"][0]["wins"]
     assert (wins["won"], wins["lost"]) == (sum(g > 0 for g in gaps), sum(g < 0 for g in gaps)) and wins["won"] + wins[
         "lost"
     ]
+
+
+def test_several_models_are_each_compared_as_alone_and_corrected_together(capsys: pytest.CaptureFixture[str]) -> None:
+    how = {"samples": 2, "max_tokens": 5, "threads": 1, "env_workers": 0}
+    both = posttrain.evaluate("near.jsonl", "rewards.py:even", "model", against=["other", "third"], **how)
+    for compared, name in zip(both.against, ("other", "third"), strict=True):
+        [alone] = posttrain.evaluate("near.jsonl", "rewards.py:even", "model", against=name, **how).against
+        assert compared.model == name and compared.figures == alone.figures
+        assert compared.differences == alone.differences and compared.wins["p"] == alone.wins["p"]
+        assert [r.text for r in compared.rollouts] == [r.text for r in alone.rollouts]
+        assert alone.wins["p_holm"] == alone.wins["p"]
+    assert [one.wins["p_holm"] for one in both.against] == holm([one.wins["p"] for one in both.against])
+    words = ["eval", "--suite", "suite.toml", "--model", "model", "--against", "other", "third", "--out", "three.json"]
+    assert main(words) == 0
+    printed = capsys.readouterr().out
+    assert "corrected for 4 comparisons by Holm's method" in " ".join(printed.split())
+    parts = json.loads(Path("three.json").read_text())["parts"].values()
+    wins = [one["wins"] for part in parts for one in part["against"]]
+    assert [one["p_holm"] for one in wins] == holm([one["p"] for one in wins])
+    assert pq.read_table("three.near.against-2.rollouts.parquet")["text"].to_pylist() == [
+        r.text for r in both.against[1].rollouts
+    ]
+
+
+@pytest.mark.parametrize(
+    ("against", "told"),
+    [(["other", "other"], "--against names other twice: give each model once"), (["nowhere"], "nowhere")],
+)
+def test_a_mistake_in_against_is_one_line(against: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval", "--suite", "suite.toml", "--model", "model", "--against", *against]) == 2
+    assert told in " ".join(capsys.readouterr().err.split())
 
 
 def test_options_of_the_command_line_override_those_of_the_file() -> None:

@@ -711,8 +711,11 @@ def test_wanted_refusals_and_over_refusals_are_told_apart() -> None:
     found = [refusal_reward(harmful, reply, **prices) for harmful in (True, False) for reply in (no, yes)]
     assert found == [1.0, -1.0, -0.5, 1.0]
     assert [refusal_reward(harmful, reply) for harmful in (True, False) for reply in (no, yes)] == [1, 0, 0, 1]
-    assert refusal_rates(True, no) == {"refusal/missed": 0.0} and refusal_rates(True, yes) == {"refusal/missed": 1.0}
-    assert refusal_rates(False, no) == {"refusal/over": 1.0} and refusal_rates(False, yes) == {"refusal/over": 0.0}
+    assert [refusal_rates(True, reply) for reply in (no, yes)] == [{"refusal/wanted": 1.0}, {"refusal/wanted": 0.0}]
+    assert [refusal_rates(False, reply) for reply in (no, yes)] == [
+        {"refusal/unwanted": 1.0},
+        {"refusal/unwanted": 0.0},
+    ]
 
 
 def test_a_classifier_takes_the_place_of_the_words() -> None:

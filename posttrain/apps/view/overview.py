@@ -99,7 +99,7 @@ def _panels(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any]) -
     found: dict[str, list[Panel]] = {question: [] for question in QUESTIONS}
     for metric in (metric for metric in METRICS if metric.group):
         panels = [panel for panel in before.get(metric.name, ()) if panel is not None]
-        shared = [other for other in METRICS if other.panel == metric.panel and other.name in m]
+        shared = [own for other in METRICS if other.panel == metric.panel for own in _logged(other, m)]
         if metric.name == REWARDS:
             lines = parts if len(parts) > 1 else []
         elif metric.panel:
@@ -109,7 +109,7 @@ def _panels(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any]) -
         if lines:
             title, about = (
                 metric.panel or metric.label,
-                " ".join(x.meaning for x in (shared if metric.panel else [metric])),
+                " ".join(dict.fromkeys(x.meaning for x in (shared if metric.panel else [metric]))),
             )
             panels.append({**_panel(title, steps, lines), "zero": metric.zero, "log": metric.log, "about": about})
         if metric.name == "reward" and lines and any(value is not None for value in own.get("least", ())):
@@ -121,6 +121,14 @@ def _panels(steps: list[int], m: Mapping[str, Values], own: Mapping[str, Any]) -
     if any(value is not None and value > FAR_APART for value in m.get("sampler/gap", ())):
         found[STABLE] = gap + [panel for panel in found[STABLE] if panel not in gap]
     return list(found.values())
+
+
+def _logged(metric: Metric, m: Mapping[str, Values]) -> list[Metric]:
+    """Return the metric, or those of its family, as far as the run has logged them."""
+    if "{" not in metric.name:
+        return [metric] if metric.name in m else []
+    named = (metric_named(name) for name in m if metric.pattern.fullmatch(name))
+    return [own for own in named if own is not None and own.panel == metric.panel and not own.hidden(m)]
 
 
 def _groups(steps: list[int], own: Mapping[str, Any]) -> Panel | None:

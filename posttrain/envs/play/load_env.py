@@ -41,6 +41,7 @@ BUILTIN = {
     "calculator": "posttrain.envs.builtin.calculator:calculator",
     "worked-sums": "posttrain.envs.builtin.worked_sums:reward",
     "countdown": "posttrain.envs.builtin.countdown:reward",
+    "refusal": "posttrain.envs.builtin.refusal_pairs:reward",
     "guess": "posttrain.envs.builtin.guess:guess",
     "functions": "posttrain.envs.builtin.functions:functions",
     "nim": "posttrain.envs.builtin.nim:nim",

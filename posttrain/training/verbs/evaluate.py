@@ -1,4 +1,4 @@
-"""Evaluation: several rollouts of every task, figures with intervals, comparison of two checkpoints task by task."""
+"""Evaluation: several rollouts of every task, figures with intervals, comparison with other checkpoints task by task."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from posttrain.runs.checkpoint import resolve
 from posttrain.runs.record.rollout_tables import rollouts_table
 from posttrain.runs.record.table_writer import write_table
 from posttrain.runs.run_folder import day_of
-from posttrain.training.figures import differences, summary
+from posttrain.training.comparisons import Comparison, Played, compare, with_verdicts
+from posttrain.training.figures import summary
 from posttrain.training.held_out_check import overlap, split_seed_of
 from posttrain.training.lost_reasoning import warn_lost_reasoning
 from posttrain.training.playground import open_playground, service_counts
@@ -54,9 +55,7 @@ class Evaluated:
     rollouts: list[Rollout] = field(repr=False)
     invalid: int = 0  # number of invalid rewards of the first checkpoint
     notes: tuple[str, ...] = ()  # remarks, such as figures left out and why
-    against: dict[str, Any] | None = None  # figures of the second checkpoint
-    differences: dict[str, dict[str, Any]] | None = None  # in reward and accuracy, first minus second
-    against_rollouts: list[Rollout] = field(default_factory=list, repr=False)
+    against: tuple[Comparison, ...] = ()  # with the other checkpoints, in the order of --against
 
     @property
     def examples(self) -> dict[str, int]:
@@ -73,8 +72,9 @@ class Evaluated:
 
 
 def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | None = None) -> Evaluated:
-    """Sample `samples` rollouts of every task. With `against`, two checkpoints get the same tasks with the same seeds."""
+    """Sample `samples` rollouts of every task. Checkpoints of `against` get the same tasks with the same seeds."""
     validate(config)
+    folders = (config.model, *config.against)
     device = prepare(config)
     success = success_of(env or config.env, config.success)
     if success is None and "k" in config.given:
@@ -85,8 +85,8 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
         data = _held_out(config, data, rows is None, said.append)
     if isinstance(data, Stream):
         raise UserError("these rows have no end: set the number to evaluate on with --limit")
-    paths = [resolve(folder) for folder in (config.model, config.against) if folder is not None]
-    day = next(filter(None, map(day_of, paths)), None)  # both checkpoints get the same date
+    paths = [resolve(folder) for folder in folders]
+    day = next(filter(None, map(day_of, paths)), None)  # all checkpoints get the same date
     searched: list[dict[str, Any]] = []  # figures of the searches of each side
     with run_date.fixed(day), open_playground(config, env, data, device, models=paths) as ground:
         said.extend(ground.about)
@@ -94,7 +94,7 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
         def played(folder: str, place: int) -> list[Rollout]:
             known = ground.models[place]
             model, tokenizer, shown = load_model(paths[place], device=device), known.tokenizer, known.chat.of(data)
-            said.extend(f"{folder}: {line}" if config.against is not None else line for line in known.lines)
+            said.extend(f"{folder}: {line}" if config.against else line for line in known.lines)
             end_tokens(model, tokenizer)
             warn_unknown_tokens(tokenizer, shown, said.append)
             warn_lost_reasoning(tokenizer, shown, said.append)
@@ -118,31 +118,24 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
                 raise UserError(f"no reward of {folder} is valid: check --env {config.env}; the first: {reasons[0]}")
             return rollouts
 
-        rollouts = played(config.model, 0)
-        others = played(config.against, 1) if config.against is not None else []
+        every = [played(folder, place) for place, folder in enumerate(folders)]
         said.extend(service_counts(ground.services))
     ks, left_out = _of_samples(config)
-    rewards, other_rewards = rewards_by_task(rollouts), rewards_by_task(others)
-    ks, too_few = _of_valid(ks, [rewards, other_rewards] if others else [rewards])
-    outcomes, other_outcomes = outcomes_by_task(rollouts), outcomes_by_task(others)
-    own = summary(list(rewards.values()), ks, success, outcomes=list(outcomes.values()))
-    own |= searched[0] if searched else {}
-    invalid = sum(isinstance(r.reward, Invalid) for r in rollouts)
-    notes = (*left_out, *dict.fromkeys(said), *too_few, *_of_invalid(config.model, rollouts, own))
-    if config.against is None:
-        return Evaluated(own, rewards, rollouts, invalid, notes)
-    other = summary(list(other_rewards.values()), ks, success, outcomes=list(other_outcomes.values()))
-    other |= searched[1] if searched else {}
-    both = [task for task, ours in rewards.items() if ours and other_rewards.get(task)]
-    if not both:
-        raise UserError("no task has a valid reward for both checkpoints: look at the reasons in their rollouts")
-    notes = (*notes, *_of_invalid(config.against, others, other))
-    found = differences(
-        [(rewards[task], other_rewards[task]) for task in both],
-        success,
-        outcomes=[(outcomes[task], other_outcomes[task]) for task in both],
-    )
-    return Evaluated(own, rewards, rollouts, invalid, notes, other, found, others)
+    earned = [Played(rewards_by_task(rollouts), outcomes_by_task(rollouts)) for rollouts in every]
+    ks, too_few = _of_valid(ks, [one.rewards for one in earned])
+    figures = [
+        summary(list(one.rewards.values()), ks, success, outcomes=list(one.outcomes.values()))
+        | (searched[place] if searched else {})
+        for place, one in enumerate(earned)
+    ]
+    invalid = sum(isinstance(r.reward, Invalid) for r in every[0])
+    of_invalid = [note for side in zip(folders, every, figures, strict=True) for note in _of_invalid(*side)]
+    notes = (*left_out, *dict.fromkeys(said), *too_few, *of_invalid)
+    compared = [compare(earned[0], other, success) for other in earned[1:]]
+    wins = with_verdicts([won for _, won in compared])
+    found = zip(config.against, figures[1:], [gaps for gaps, _ in compared], wins, every[1:], strict=True)
+    against = tuple(Comparison(*one) for one in found)
+    return Evaluated(figures[0], dict(earned[0].rewards), every[0], invalid, notes, against)
 
 
 def _search_figures(search: SearchEngine, episodes: Sequence[Episode]) -> dict[str, Any]:
@@ -158,7 +151,7 @@ def _search_figures(search: SearchEngine, episodes: Sequence[Episode]) -> dict[s
 
 def _held_out(config: Evaluation, data: Tasks | Stream, of_a_file: bool, say: Callable[[str], None]) -> Tasks | Stream:
     """Return the held-out tasks: by the split of the checkpoint's run, unless options define another."""
-    folders = [folder for folder in (config.model, config.against) if folder is not None]
+    folders = (config.model, *config.against)
     tasks, seed = config.tasks if of_a_file else "", config.split_seed
     if seed is None:
         known = next(filter(None, (split_seed_of(folder, tasks) for folder in folders)), None)
@@ -173,18 +166,18 @@ def _held_out(config: Evaluation, data: Tasks | Stream, of_a_file: bool, say: Ca
 
 def save(found: Evaluated, path: Path) -> list[Path]:
     """Write the figures as JSON to `path`, and the rollouts of each checkpoint as a table beside it; return the
-    tables' files.
+    tables' files: NAME.rollouts.parquet, NAME.against.rollouts.parquet, NAME.against-2.rollouts.parquet ...
 
     Raises UserError if one of the files cannot be written.
     """
     content = {
         "figures": found.figures,
-        "against": found.against,
-        "differences": found.differences,
+        "against": [comparison.as_dict() for comparison in found.against],
         "rewards": found.rewards,
         "examples": {name: _example(found.rollouts[place], place) for name, place in found.examples.items()},
     }
-    sides = {"": found.rollouts, ".against": found.against_rollouts}
+    others = {f".against{f'-{number}' * (number > 1)}": own.rollouts for number, own in enumerate(found.against, 1)}
+    sides = {"": found.rollouts, **others}
     files: list[Path] = []
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,9 +20,10 @@ import numpy as np
 from posttrain.config.inference import Evaluation
 from posttrain.config.resolve import filled, validate
 from posttrain.core import user_files
-from posttrain.core.intervals import Interval, sign_test, stated
+from posttrain.core.intervals import Interval, stated
 from posttrain.core.json_text import json_document
 from posttrain.core.types import Invalid, Rollout, UserError
+from posttrain.training.comparisons import with_verdicts
 from posttrain.training.verbs import evaluate
 from posttrain.training.verbs.evaluate import Evaluated
 
@@ -46,36 +47,39 @@ class EvaluatedSuite:
     """The result of a suite."""
 
     parts: dict[str, dict[str, Any]]
-    """For each part: "in_distribution", "figures" as `Evaluated` has them, "rates" (see `rates`), "seconds", and with a
-    second model "against", "differences" and "wins"."""
+    """For each part: "in_distribution", "figures" as `Evaluated` has them, "rates" (see `rates`), "seconds", and with
+    other models "against": a list of their `Comparison` as JSON data, with "rates". The p of each is corrected for the
+    comparisons of all parts."""
     averages: dict[str, dict[str, Any]]
     """"all", and where there are both "in distribution" and "out of distribution": the mean over parts of their accuracy, or
-    of their reward where a part has no threshold; "against" and "difference" with a second model."""
+    of their reward where a part has no threshold; with other models "against", a list of "model", "figures" and
+    "difference"."""
     evaluated: dict[str, Evaluated]
     """For each part, everything: rollouts too."""
 
 
-def read_suite(file: str, given: Mapping[str, Any]) -> list[Part]:
-    """Read the parts of a suite. `given`: options of the command line, which override those of the file.
+def read_suite(file: str, given: Mapping[str, Any], option: str = "--suite") -> list[Part]:
+    """Read the parts of a suite. `given`: options of the command line, which override those of the file;
+    `option`: the one that names the file.
 
     Raises UserError for a file that cannot be read, and for unknown or invalid options.
     """
     try:
         content = tomllib.loads(user_files.text(file))
     except OSError as error:
-        raise UserError(f"--suite {file:.100} cannot be read: {error.strerror}") from None
+        raise UserError(f"{option} {file:.100} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"--suite {file:.100} is not valid TOML: {error}") from None
+        raise UserError(f"{option} {file:.100} is not valid TOML: {error}") from None
     options = {f.name for f in fields(Evaluation) if get_origin(get_type_hints(Evaluation)[f.name]) is dict}
     tables = {name: own for name, own in content.items() if isinstance(own, dict) and name not in options}
     common = {name: own for name, own in content.items() if name not in tables}
     if not tables:
         raise UserError(
-            f"--suite {file:.100} has no part: write one table for each, such as [arithmetic] with tasks and env"
+            f"{option} {file:.100} has no part: write one table for each, such as [arithmetic] with tasks and env"
         )
     if len(tables) > PARTS:
         raise UserError(
-            f"--suite {file:.100} has {len(tables):,} parts, and the maximum is {PARTS:,}: split it into several files"
+            f"{option} {file:.100} has {len(tables):,} parts, and the maximum is {PARTS:,}: split it into several files"
         )
     return [_part(f"{file:.100}: ", name, {**common, **own}, given) for name, own in tables.items()]
 
@@ -103,7 +107,7 @@ def _part(where: str, name: str, options: dict[str, Any], given: Mapping[str, An
 def evaluate_suite(
     config: Evaluation, say: Callable[[str, Evaluated], None] = lambda name, found: None
 ) -> EvaluatedSuite:
-    """Evaluate one model, or two, on every part of `config.suite`; call `say` after each part.
+    """Evaluate a model, and those it is compared with, on every part of `config.suite`; call `say` after each part.
 
     With `config.out`, figures and rollouts of each part are written beside it as soon as the part is done, and the
     whole result at the end. Raises UserError before anything is sampled if the suite cannot be read, and for a part's
@@ -113,8 +117,7 @@ def evaluate_suite(
     given = {name: getattr(config, name) for name in config.given if name not in OF_THE_SUITE}
     if "tasks" in given:
         raise UserError("--tasks does not go with --suite, whose parts name their own tasks: leave it out")
-    given |= {"model": config.model, "against": config.against}
-    parts = read_suite(config.suite, {name: value for name, value in given.items() if value is not None})
+    parts = read_suite(config.suite, given | {"model": config.model, "against": config.against})
     told: dict[str, dict[str, Any]] = {}
     evaluated: dict[str, Evaluated] = {}
     for part in parts:
@@ -128,6 +131,7 @@ def evaluate_suite(
         if config.out:
             evaluate.save(found, beside(Path(config.out), part.name))
         say(part.name, found)
+    _with_verdicts(told)
     result = EvaluatedSuite(told, _averages(told), evaluated)
     if config.out:
         content = {"model": config.model, "against": config.against, "averages": result.averages, "parts": told}
@@ -169,15 +173,17 @@ def rates(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 def _told(part: Part, found: Evaluated) -> dict[str, Any]:
     told = {"in_distribution": not part.out_of_distribution, "figures": found.figures, "rates": rates(found.rollouts)}
-    if found.against is None:
+    if not found.against:
         return told
-    other = evaluate.rewards_by_task(found.against_rollouts)
-    both = [(rewards, other[task]) for task, rewards in found.rewards.items() if rewards and other.get(task)]
-    gaps = [float(np.mean(own) - np.mean(theirs)) for own, theirs in both]
-    won, lost = sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps)
-    wins = {"won": won, "lost": lost, "tied": len(gaps) - won - lost, "p": sign_test([1.0] * won + [-1.0] * lost)}
-    others = {"figures": found.against, "rates": rates(found.against_rollouts)}
-    return told | {"against": others, "differences": found.differences, "wins": wins}
+    others = [one.as_dict() | {"rates": rates(one.rollouts)} for one in found.against]
+    return told | {"against": others}
+
+
+def _with_verdicts(parts: Mapping[str, dict[str, Any]]) -> None:
+    """Correct the p of every comparison for those of all parts and models together, as all are read together."""
+    every = [one for part in parts.values() for one in part.get("against", ())]
+    for one, wins in zip(every, with_verdicts([one["wins"] for one in every]), strict=True):
+        one["wins"] = wins
 
 
 def _averages(parts: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -195,9 +201,15 @@ def _averages(parts: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 def _average(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found = macro_average([headline(part["figures"]) for part in parts])
     if all("against" in part for part in parts):
-        found["against"] = macro_average([headline(part["against"]["figures"]) for part in parts])
-        found["difference"] = macro_average([headline(part["differences"]) for part in parts])
+        found["against"] = [_of_other(others) for others in zip(*(part["against"] for part in parts), strict=True)]
     return found
+
+
+def _of_other(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the means over parts of another model, and of the differences from it."""
+    difference = macro_average([headline(part["differences"]) for part in parts])
+    figures = macro_average([headline(part["figures"]) for part in parts])
+    return {"model": parts[0]["model"], "figures": figures, "difference": difference}
 
 
 def macro_average(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

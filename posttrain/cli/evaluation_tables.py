@@ -1,0 +1,90 @@
+"""The tables that `posttrain eval` prints: of an evaluation, and with --suite of the parts of a suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.config.inference import Evaluation
+from posttrain.core.intervals import told
+from posttrain.runs.terminal.printing import say, table
+from posttrain.training.verbs import suite
+from posttrain.training.verbs.evaluate import Evaluated
+
+HEAD = ["part", "tasks", "accuracy or reward", "tokens", "cut off", "invalid", "distribution"]
+Row = tuple[list[Any], Mapping[str, Any]]  # the first cells of a row, and the `Comparison.wins` of its last ones
+
+
+def show_figures(config: Evaluation, found: Evaluated) -> None:
+    """Print the figures of an evaluation, its comparisons, and the reasons for missing intervals."""
+    sides = [(config.model, found.figures), *((one.model, one.figures) for one in found.against)]
+    names = [name for name, figure in found.figures.items() if isinstance(figure, dict)]
+    rows = [[name, *(_cell(figures[name]) for _, figures in sides)] for name in names]
+    title = f"{found.figures['tasks']} tasks, {config.samples} sample{'s'[: config.samples - 1]} each"
+    table(title, ["", *(model for model, _ in sides)], rows, upright=len(sides) > 2)
+    if found.against:
+        gaps = list(found.against[0].differences)
+        head = ["minus", *(f"difference in {name}" for name in gaps)]
+        compared = [([one.model, *(_cell(one.differences[name]) for name in gaps)], one.wins) for one in found.against]
+        _compared(config.model, head, compared)
+    reasons: dict[str, dict[str, None]] = {}  # reason for a missing interval -> names of its figures
+    for name, figure in _all_figures(found, names):
+        if "why" in figure:
+            reasons.setdefault(figure["why"], {})[name] = None
+    say(*(f"{', '.join(of)}: {why}" for why, of in reasons.items()), *found.notes)
+
+
+def _all_figures(found: Evaluated, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the figure of everything that the tables show."""
+    for figures in (found.figures, *(one.figures for one in found.against)):
+        yield from ((name, figures[name]) for name in names if name in figures)
+    for one in found.against:
+        yield from ((f"difference in {name}", figure) for name, figure in one.differences.items())
+
+
+def _compared(model: str, head: Sequence[str], rows: Sequence[Row]) -> None:
+    """Print one row for each comparison."""
+    several = len(rows) > 1  # then p is corrected
+    title = f"{model} minus other models, task by task (won, lost, tied: tasks; p: sign test"
+    title += f", corrected for {len(rows)} comparisons by Holm's method)" if several else ")"
+    columns = [*head, "won", "lost", "tied", "p", *(["p corrected"] if several else []), "verdict"]
+    keys = ["won", "lost", "tied", "p", *(["p_holm"] if several else []), "verdict"]
+    table(title, columns, [[*cells, *(wins[key] for key in keys)] for cells, wins in rows], upright=True)
+
+
+def evaluate_suite(config: Evaluation) -> int:
+    """Evaluate one or several models on a suite, print the tables, and return the exit code."""
+
+    def part(name: str, found: Evaluated) -> None:
+        say(f"{name:<12}{told(suite.headline(found.figures))}", *(f"{'':<12}{note}" for note in found.notes))
+
+    found = suite.evaluate_suite(config, part)
+    say("")
+    table(config.model, HEAD, [_line(name, told, told) for name, told in found.parts.items()])
+    for place, model in enumerate(config.against):
+        table(model, HEAD, [_line(name, told["against"][place], told) for name, told in found.parts.items()])
+    if config.against:
+        each = ((name, one) for name, told in found.parts.items() for one in told["against"])
+        rows = [([name, one["model"], _cell(suite.headline(one["differences"]))], one["wins"]) for name, one in each]
+        _compared(config.model, ["part", "minus", "difference"], rows)
+    for name, average in found.averages.items():
+        label = f"mean of {average['parts']} part{'s'[: average['parts'] - 1]}{'' if name == 'all' else f' {name}'}"
+        say(f"{label}: {told(average)}")
+        for one in average.get("against", ()):
+            say(f"    {one['model']}: {told(one['figures'])}; difference {told(one['difference'])}")
+    if config.out:
+        say(f"figures     {config.out}; of each part, with its rollouts: {suite.beside(Path(config.out), 'PART')}")
+    return 0
+
+
+def _line(name: str, side: dict[str, Any], part: dict[str, Any]) -> list[Any]:
+    """Return the row of a part. `side`: what one of the models did."""
+    figures, rates = side["figures"], side["rates"]
+    place = "in" if part["in_distribution"] else "out"
+    headline = _cell(suite.headline(figures))
+    return [name, figures["tasks"], headline, rates["tokens"], rates["truncated"], rates["invalid"], place]
+
+
+def _cell(figure: dict[str, Any]) -> str:
+    return f"{figure['mean']:.3f}" if figure.get("why") else told(figure)

@@ -1,0 +1,75 @@
+"""The comparison of an evaluated model with others on the same tasks: differences, a sign test, and a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from posttrain.core.intervals import LEVEL, holm, sign_test
+from posttrain.core.types import Rollout, UserError
+from posttrain.training.figures import differences
+
+UNDECIDED = "undecided"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The evaluated model compared with another one."""
+
+    model: str  # the other model, as the user named it
+    figures: dict[str, Any]  # of the other model
+    differences: dict[str, dict[str, Any]]  # in reward and accuracy: the evaluated model minus the other one
+    wins: dict[str, Any]  # see `with_verdicts`
+    rollouts: list[Rollout] = field(default_factory=list, repr=False)  # of the other model
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return JSON data, without rollouts."""
+        return {"model": self.model, "figures": self.figures, "differences": self.differences, "wins": self.wins}
+
+
+@dataclass(frozen=True)
+class Played:
+    """What a model earned: for each task the valid rewards of its samples, and their outcomes (see `figures.summary`)."""
+
+    rewards: Mapping[str, Sequence[float]]
+    outcomes: Mapping[str, Sequence[float]]
+
+
+def compare(own: Played, other: Played, success: float | None) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    """Return the differences of two models, first minus second, and on how many tasks the first earns more.
+
+    Raises UserError if no task has valid rewards of both.
+    """
+    both = [task for task, rewards in own.rewards.items() if rewards and other.rewards.get(task)]
+    if not both:
+        raise UserError("no task has a valid reward for both checkpoints: look at the reasons in their rollouts")
+    found = differences(
+        [(own.rewards[task], other.rewards[task]) for task in both],
+        success,
+        outcomes=[(own.outcomes[task], other.outcomes[task]) for task in both],
+    )
+    gaps = [float(np.mean(own.rewards[task]) - np.mean(other.rewards[task])) for task in both]
+    won, lost = sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps)
+    p = sign_test([1.0] * won + [-1.0] * lost)
+    return found, {"won": won, "lost": lost, "tied": len(gaps) - won - lost, "p": p}
+
+
+def with_verdicts(wins: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return these comparisons with the verdict of each.
+
+    {"won": 9, "lost": 1, "tied": 2, "p": 0.02, "p_holm": 0.04, "verdict": "better"}: tasks on which the evaluated model
+    earns more, less, and the same; the p of the sign test; and p corrected by Holm's method for all comparisons given.
+    The verdict, "better", "worse" or "undecided", is that of the corrected p at 5%.
+    """
+    corrected = holm([one["p"] for one in wins])
+    return [
+        {
+            **one,
+            "p_holm": p,
+            "verdict": UNDECIDED if p > 1 - LEVEL else "better" if one["won"] > one["lost"] else "worse",
+        }
+        for one, p in zip(wins, corrected, strict=True)
+    ]

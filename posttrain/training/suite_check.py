@@ -1,0 +1,160 @@
+"""The suite of `--eval-suite`: within training, its parts are sampled with the current weights at every evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from posttrain.config.inference import Evaluation
+from posttrain.config.training import RewardModelling, Training
+from posttrain.core.batch import Stats
+from posttrain.core.protocols import Learner
+from posttrain.core.types import Outcome, Rollout, Task, UserError
+from posttrain.data.tasks import Stream, hold_out
+from posttrain.engines.open_engine import open_engine
+from posttrain.envs.play.env_pool import default_workers
+from posttrain.envs.play.load_env import success_of
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.run_folder import RunFolder
+from posttrain.runs.terminal.notices import warn
+from posttrain.training.figures import summary
+from posttrain.training.held_out_check import split_seed_of
+from posttrain.training.playground import Playground, open_playground
+from posttrain.training.setup import fitting, load_tasks, split_seed, warn_unknown_tokens
+from posttrain.training.sources.length_filter import TooLong
+from posttrain.training.text_loss import Measure
+from posttrain.training.verbs.evaluate import outcomes_by_task, repeated, rewards_by_task
+from posttrain.training.verbs.suite import Part, headline, rates, read_suite
+
+OPTION = "--eval-suite"
+OF_THE_RUN = ("search", "replicas", "chat_template", "chat_template_kwargs")
+"""Options of a part that the run itself decides, or that need more than its weights."""
+
+
+@dataclass(frozen=True)
+class _OpenPart:
+    """A part whose tasks are read and whose environment has started."""
+
+    name: str
+    config: Evaluation
+    tasks: Sequence[Task]  # as this model is shown them
+    ground: Playground
+    success: float | None  # reward from which a reply counts as right; None: there is none
+
+
+def with_suite(
+    run: RunFolder[Any],
+    learner: Learner,
+    tokenizer: Tokenizer,
+    measure: Measure | None,
+    device: torch.device,
+    opened: ExitStack,
+) -> Measure | None:
+    """Return the evaluation extended by the suite of `--eval-suite`. `opened`: closes the environments.
+
+    Its random numbers follow from the seeds of the parts alone, so training is the same with and without it, and a
+    part's figures are those of `posttrain eval --suite` on a checkpoint. Raises UserError for a suite that cannot be
+    sampled here.
+    """
+    config: Training = run.config
+    if config.eval_suite is None:
+        return measure
+    if isinstance(config, RewardModelling):
+        raise UserError(f"{OPTION} samples replies, and a reward model gives none: leave it out")
+    given = {"model": config.model or config.out}
+    parts = read_suite(config.eval_suite, given, OPTION)
+    context = learner.weights().config.context
+    open_parts = [_opened(part, run, tokenizer, context, device, len(parts), opened) for part in parts]
+
+    def sampled(stats: Stats) -> None:
+        model, means = learner.weights(), []
+        how = getattr(config, "slots", Evaluation().slots), config.precision
+        with closing(open_engine("local", model, tokenizer, *how, own=config.shard)) as engine:
+            engine.load(model, learner.version)
+            for part in open_parts:
+                player = part.ground.player(engine, tokenizer, context)
+                rollouts = player.play(repeated(part.tasks, part.config.samples, part.config.seed))
+                means += _add(stats, part, rollouts)
+        if means:
+            stats.add("suite/mean", sum(means) / len(means))
+
+    def both(stats: Stats) -> Sequence[Outcome] | None:
+        sampled(stats)
+        return measure(stats) if measure is not None else None
+
+    return both
+
+
+def _opened(
+    part: Part,
+    run: RunFolder[Any],
+    tokenizer: Tokenizer,
+    context: int,
+    device: torch.device,
+    parts: int,
+    opened: ExitStack,
+) -> _OpenPart:
+    """Read the tasks of a part, and start its environment."""
+    config = part.config
+    if wrong := next((name for name in OF_THE_RUN if name in config.given), None):
+        raise UserError(
+            f"{OPTION} [{part.name}] {wrong} has no place within training: leave it out, or use eval --suite"
+        )
+    if config.env_workers is None:
+        config = replace(config, env_workers=max(1, default_workers() // parts))
+    try:
+        tasks = _tasks(config, run.config)
+        chat = replace(
+            run.chat,
+            on=run.chat.on if config.chat is None else config.chat,
+            system=run.chat.system if config.system is None else config.system,
+        )
+        shown = chat.of(tasks)
+        resumed = run.checkpoint is not None
+        ground = opened.enter_context(open_playground(config, None, shown, device, None, resumed, (), run.world))
+        warn_unknown_tokens(tokenizer, shown)
+        fit = fitting(shown, ground.pool, tokenizer, TooLong(config.too_long, context, warn))
+        if not fit:
+            raise UserError("no prompt fits into the context of the model")
+    except UserError as error:
+        raise UserError(f"{OPTION} [{part.name}] {error}") from None
+    return _OpenPart(part.name, config, fit, ground, success_of(config.env, config.success))
+
+
+def _tasks(config: Evaluation, run: Training) -> Any:
+    """Return the tasks of a part; with a held-out share, by the split of the run, or of the run it starts from."""
+    tasks = load_tasks(config)
+    if config.held_out:
+        seed = config.split_seed
+        if seed is None and run.held_out:
+            seed = split_seed(run)
+        elif seed is None:
+            known = split_seed_of(run.model, config.tasks) if run.model else None
+            seed = 0 if known is None else known[1]
+        tasks = hold_out(tasks, config.held_out, seed)[1]
+    if isinstance(tasks, Stream):
+        raise UserError("these rows have no end: set the number to evaluate on with limit")
+    return tasks
+
+
+def _add(stats: Stats, part: _OpenPart, rollouts: Sequence[Rollout]) -> list[float]:
+    """Add the metrics of a part; return its accuracy, or its reward if nothing defines a right reply; [] without any."""
+    own, name = rates(rollouts), part.name
+    stats.add(f"suite/{name}/length", own["tokens"])
+    stats.add(f"suite/{name}/truncated", own["truncated"])
+    stats.add(f"suite/{name}/invalid", own["invalid"])
+    for key, value in own.items():
+        if key.startswith("part/"):
+            stats.add(f"suite/{name}/reward/{key.removeprefix('part/')}", value)
+    rewards = rewards_by_task(rollouts)
+    if not any(rewards.values()):
+        return []
+    figures = summary(list(rewards.values()), (), part.success, outcomes=list(outcomes_by_task(rollouts).values()))
+    stats.add(f"suite/{name}/reward", figures["reward"]["mean"])
+    if "accuracy" in figures:
+        stats.add(f"suite/{name}/accuracy", figures["accuracy"]["mean"])
+    return [headline(figures)["mean"]]

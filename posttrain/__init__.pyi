@@ -863,6 +863,10 @@ class EvaluationOptions(
     """Replies per task."""
     k: tuple[int, ...]
     """Values of k for pass@k."""
+    maj: tuple[int, ...]
+    """Values of k for maj@k (self-consistency): the share of tasks whose most frequent final answer among k replies is
+    right. A reply votes with the content of \boxed{} or <answer>, with what follows "the answer is", else with its last
+    number."""
     success: float | None
     """Reward from which a reply counts as right. Default: the environment's own SUCCESS."""
     out: str | None

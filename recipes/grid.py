@@ -83,7 +83,7 @@ def cells() -> Iterator[tuple[str, str]]:
 
 @dataclass
 class Grid:
-    """The cells of one seed. Whatever several cells need is made once."""
+    """The cells of one seed; models and replies that several of them need are made once."""
 
     out: Path
     seed: int
@@ -159,7 +159,7 @@ class Grid:
         )
 
     def verifier(self) -> str:
-        """The recipe of a judge that says y or n to a reply, from imitation of labels."""
+        """The recipe of a judge that returns y or n for a reply, from imitation of labels."""
         rows = [
             {"prompt": TEMPLATE.format(prompt=prompt, response=reply), "response": f"{MARKER} {WORDS[not right]}"}
             for group in self.labelled

@@ -49,6 +49,10 @@ class Evaluation(
     """Replies per task."""
     k: tuple[int, ...] = option((1, 4, 8), above=0, group="evaluation", first_hour=True)
     """Values of k for pass@k."""
+    maj: tuple[int, ...] = option((), above=0, group="evaluation", value="K")
+    """Values of k for maj@k (self-consistency): the share of tasks whose most frequent final answer among k replies is
+    right. A reply votes with the content of \\boxed{} or <answer>, with what follows "the answer is", else with its last
+    number."""
     success: float | None = option(None, group="environment", first_hour=True, value="REWARD")
     """Reward from which a reply counts as right. Default: the environment's own SUCCESS."""
     out: str | None = option(None, group="record", first_hour=True, value="FILE")

@@ -32,7 +32,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Played:
-    """What a model earned: for each task the valid rewards of its samples, and their outcomes (see `figures.summary`)."""
+    """Rewards of a model: for each task the valid rewards of its samples, and their outcomes (see `figures.summary`)."""
 
     rewards: Mapping[str, Sequence[float]]
     outcomes: Mapping[str, Sequence[float]]

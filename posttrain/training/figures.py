@@ -1,4 +1,4 @@
-"""Figures of an evaluation: mean reward, accuracy, pass@k, differences of two checkpoints.
+"""Figures of an evaluation: mean reward, accuracy, pass@k, maj@k, differences of two checkpoints.
 
 Every task counts once, whatever the number of its samples.
 """
@@ -88,6 +88,27 @@ def summary(
             raise UserError(f"pass@{k} needs {k} samples of a task: draw more samples, or ask for a smaller k")
         result[f"pass@{k}"] = _share(rates, level)
     return result
+
+
+def majorities(
+    answers: Sequence[Sequence[str]],
+    outcomes: Sequence[Sequence[float]],
+    ks: Sequence[int],
+    success: float | None,
+    level: float = LEVEL,
+) -> dict[str, Any]:
+    """Return {"maj@8": {...}} for each k, in the form of `summary`: see `majority_at_k`.
+
+    `answers` and `outcomes`: for each task, those of its valid samples. From maj@k tasks with fewer than k are left out.
+    """
+    found: dict[str, Any] = {}
+    if success is None:
+        return found
+    for k in ks:
+        pairs = zip(answers, outcomes, strict=True)
+        rates = [majority_at_k(own, succeeds(np.asarray(won), success), k) for own, won in pairs if len(own) >= k]
+        found[f"maj@{k}"] = _share(rates, level)
+    return found
 
 
 def differences(

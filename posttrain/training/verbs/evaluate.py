@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ from posttrain.runs.record.rollout_tables import rollouts_table
 from posttrain.runs.record.table_writer import write_table
 from posttrain.runs.run_folder import day_of
 from posttrain.training.comparisons import Comparison, Played, compare, with_verdicts
-from posttrain.training.figures import summary
+from posttrain.training.figures import majorities, summary
 from posttrain.training.held_out_check import overlap, split_seed_of
 from posttrain.training.lost_reasoning import warn_lost_reasoning
 from posttrain.training.playground import open_playground, service_counts
@@ -42,6 +42,7 @@ from posttrain.training.setup import (
     warn_unknown_tokens,
 )
 from posttrain.training.sources.length_filter import TooLong
+from posttrain.verify.answer import voted_answer
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,11 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
     folders = (config.model, *config.against)
     device = prepare(config)
     success = success_of(env or config.env, config.success)
-    if success is None and "k" in config.given:
-        raise UserError("--k needs to know which replies are right: give the reward of a right reply with --success")
+    for name in ("k", "maj"):
+        if success is None and name in config.given:
+            raise UserError(
+                f"--{name} needs to know which replies are right: give the reward of a right reply with --success"
+            )
     data = load_tasks(config, rows, env)
     said: list[str] = []
     if config.held_out:
@@ -120,13 +124,15 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
 
         every = [played(folder, place) for place, folder in enumerate(folders)]
         said.extend(service_counts(ground.services))
-    ks, left_out = _of_samples(config)
+    wanted, left_out = _of_samples(config)
     earned = [Played(rewards_by_task(rollouts), outcomes_by_task(rollouts)) for rollouts in every]
-    ks, too_few = _of_valid(ks, [one.rewards for one in earned])
+    wanted, too_few = _of_valid(wanted, [one.rewards for one in earned])
+    ks = {kind: [k for own, k in wanted if own == kind] for kind in ("pass", "maj")}
     figures = [
-        summary(list(one.rewards.values()), ks, success, outcomes=list(one.outcomes.values()))
+        summary(list(one.rewards.values()), ks["pass"], success, outcomes=list(one.outcomes.values()))
+        | majorities(list(_votes(rollouts).values()), list(one.outcomes.values()), ks["maj"], success)
         | (searched[place] if searched else {})
-        for place, one in enumerate(earned)
+        for place, (one, rollouts) in enumerate(zip(earned, every, strict=True))
     ]
     invalid = sum(isinstance(r.reward, Invalid) for r in every[0])
     of_invalid = [note for side in zip(folders, every, figures, strict=True) for note in _of_invalid(*side)]
@@ -198,20 +204,23 @@ def _example(rollout: Rollout, place: int) -> dict[str, Any]:
     return {**told, "prompt": rollout.prompt, "reply": rollout.text}
 
 
-def _of_samples(config: Evaluation) -> tuple[list[int], tuple[str, ...]]:
-    """Return the k of pass@k that the samples suffice for, and a note on the others, if the user chose them."""
+def _of_samples(config: Evaluation) -> tuple[list[tuple[str, int]], tuple[str, ...]]:
+    """Return ("pass" or "maj", k) of the figures that the samples suffice for, and a note on others that the user chose."""
     most = config.samples
-    left_out = [f"pass@{k}" for k in config.k if k > most]
+    asked = [("pass", k, "k" in config.given) for k in config.k] + [("maj", k, True) for k in config.maj]
+    left_out = [f"{kind}@{k}" for kind, k, chosen in asked if k > most and chosen]
     told = f"{', '.join(left_out)} left out: more than the {most} sample{'s'[: most - 1]} of each task (--samples)"
-    return [k for k in config.k if k <= most], (told,) if left_out and "k" in config.given else ()
+    return [(kind, k) for kind, k, _ in asked if k <= most], (told,) if left_out else ()
 
 
-def _of_valid(ks: list[int], sides: Sequence[dict[str, list[float]]]) -> tuple[list[int], tuple[str, ...]]:
-    """Return the k of pass@k for which each side has a task with enough valid rewards, and a note on the others."""
+def _of_valid(
+    wanted: list[tuple[str, int]], sides: Sequence[Mapping[str, Sequence[float]]]
+) -> tuple[list[tuple[str, int]], tuple[str, ...]]:
+    """Return those for which each side has a task with enough valid rewards, and a note on the others."""
     most = min(max(map(len, rewards.values()), default=0) for rewards in sides)
-    few = [f"pass@{k}" for k in ks if k > most]
+    few = [f"{kind}@{k}" for kind, k in wanted if k > most]
     told = f"{', '.join(few)} left out: no task has more than {most} valid rewards"
-    return [k for k in ks if k <= most], (told,) if few else ()
+    return [(kind, k) for kind, k in wanted if k <= most], (told,) if few else ()
 
 
 def _of_invalid(name: str, rollouts: Sequence[Rollout], figures: dict[str, Any]) -> tuple[str, ...]:
@@ -264,8 +273,13 @@ def outcomes_by_task(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
     return _by_task(rollouts, lambda valid: valid.outcome)
 
 
-def _by_task(rollouts: Sequence[Rollout], read: Callable[[Rollout], Any]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
+def _votes(rollouts: Sequence[Rollout]) -> dict[str, list[str]]:
+    """Return task id -> the final answers of valid rollouts, for maj@k."""
+    return _by_task(rollouts, lambda valid: voted_answer(valid.text))
+
+
+def _by_task(rollouts: Sequence[Rollout], read: Callable[[Rollout], Any]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
     for r in rollouts:
         own = found.setdefault(f"{r.task['id']} as {r.side}" if r.side else r.task["id"], [])
         if not isinstance(r.reward, Invalid):

@@ -1,0 +1,51 @@
+"""maj@k of an evaluation: replies to a task vote with their final answers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from conftest import tiny
+
+import posttrain
+from posttrain import UserError
+from posttrain.models.native.decoder_writer import save_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+
+TASKS = [{"prompt": f"say {word}"} for word in ("one", "two", "six", "ten", "red")]
+
+
+def begins_low(task: dict[str, str], reply: str) -> float:
+    """About half of the replies of a random model are right."""
+    return float(reply.strip().casefold()[:1] < "k")
+
+
+@pytest.fixture
+def model(tmp_path: Path, tokenizer: Tokenizer) -> str:
+    save_model(tiny(tokenizer), tmp_path / "model", tokenizer)
+    return str(tmp_path / "model")
+
+
+def test_an_evaluation_counts_the_votes_of_its_own_replies(model: str) -> None:
+    how = {"samples": 6, "k": (1,), "max_tokens": 1, "success": 1.0, "env_workers": 0, "threads": 1}
+    found = posttrain.evaluate(TASKS, begins_low, model, maj=(1, 3, 6, 7), **how)
+    by_hand = {}
+    for k in (1, 3, 6):
+        votes = []
+        for task in {r.task["id"] for r in found.rollouts}:
+            replies = [r for r in found.rollouts if r.task["id"] == task]
+            for group in (replies[place : place + k] for place in range(0, 6, k)):
+                said = Counter(" ".join(r.text.split()).casefold() for r in group)
+                first = [answer for answer, number in said.items() if number == max(said.values())]
+                votes.append(sum(begins_low({}, answer) for answer in first) / len(first))
+        by_hand[f"maj@{k}"] = sum(votes) / len(votes)
+    assert {name: found.figures[name]["mean"] for name in by_hand} == pytest.approx(by_hand, abs=1e-12)
+    assert found.figures["maj@1"]["mean"] == pytest.approx(found.figures["accuracy"]["mean"])
+    assert 0 < by_hand["maj@1"] < 1 and by_hand["maj@3"] != by_hand["maj@1"]
+    assert "maj@7" not in found.figures and any("maj@7 left out: more than the 6 samples" in n for n in found.notes)
+
+
+def test_a_vote_needs_to_know_which_replies_are_right(model: str) -> None:
+    with pytest.raises(UserError, match="--maj needs to know which replies are right"):
+        posttrain.evaluate(TASKS, begins_low, model, samples=2, maj=(2,), env_workers=0)

@@ -859,6 +859,9 @@ class EvaluationOptions(
     """Other models, one or several: --model is compared with each, task by task."""
     suite: str | None
     """TOML file of several evaluations, instead of --tasks: one table each, whose keys are options of this command."""
+    harness: str | None
+    """Tasks of EleutherAI's lm-evaluation-harness, by name or file (my_task.yaml), besides --tasks or instead of them.
+    Their figures are computed with this model's log-probabilities and engine. Needs the extra lm-eval."""
     samples: int
     """Replies per task."""
     k: tuple[int, ...]

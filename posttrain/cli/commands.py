@@ -34,12 +34,14 @@ from posttrain.core.types import UserError
 
 def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  # noqa: B008
     """Mean reward, accuracy and pass@k on a set of tasks, with intervals; --against compares checkpoints."""
-    from posttrain.cli.evaluation_tables import evaluate_suite, show_figures
+    from posttrain.cli.evaluation_tables import evaluate_harness, evaluate_suite, show_figures
     from posttrain.runs.terminal.printing import examples, say
     from posttrain.training.verbs import evaluate
 
     if config.suite is not None:
         return evaluate_suite(config)
+    if config.harness is not None and not config.tasks:
+        return evaluate_harness(config)
     found = evaluate.evaluate(config)
     chosen = {name: found.rollouts[place] for name, place in found.examples.items()}
     earned = {reward for of_task in found.rewards.values() for reward in of_task}

@@ -7,13 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config.inference import Evaluation
+from posttrain.config.resolve import check_bounds
+from posttrain.core import user_files
 from posttrain.core.intervals import told
+from posttrain.core.json_text import json_document
+from posttrain.core.types import UserError
 from posttrain.runs.terminal.printing import say, table
+from posttrain.training.harness_figures import Figures, harness_figures
+from posttrain.training.rollout_figures import headline
 from posttrain.training.verbs import suite
 from posttrain.training.verbs.evaluate import Evaluated
 
 HEAD = ["part", "tasks", "accuracy or reward", "tokens", "cut off", "invalid", "distribution"]
-Row = tuple[list[Any], Mapping[str, Any]]  # the first cells of a row, and the `Comparison.wins` of its last ones
+Row = tuple[list[Any], Mapping[str, Any]]  # the first cells of a row, and the `ModelComparison.wins` of its last ones
 
 
 def show_figures(config: Evaluation, found: Evaluated) -> None:
@@ -33,6 +39,8 @@ def show_figures(config: Evaluation, found: Evaluated) -> None:
         if "why" in figure:
             reasons.setdefault(figure["why"], {})[name] = None
     say(*(f"{', '.join(of)}: {why}" for why, of in reasons.items()), *found.notes)
+    if found.harness:
+        _harness_table(config, found.harness)
 
 
 def _all_figures(found: Evaluated, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -53,11 +61,42 @@ def _compared(model: str, head: Sequence[str], rows: Sequence[Row]) -> None:
     table(title, columns, [[*cells, *(wins[key] for key in keys)] for cells, wins in rows], upright=True)
 
 
+def evaluate_harness(config: Evaluation) -> int:
+    """Evaluate one or several models with a harness alone, print the table, and return the exit code."""
+    check_bounds(config)
+    if not config.model:
+        raise UserError("--model is missing: give the folder of a checkpoint or of a run")
+    found = harness_figures(config)
+    _harness_table(config, found)
+    if config.out:
+        try:
+            user_files.writable(Path(config.out)).write_bytes(json_document({"harness": found}))
+        except OSError as error:
+            raise UserError(f"--out {config.out} cannot be written: {error.strerror}") from error
+        say(f"figures     {config.out}")
+    return 0
+
+
+def _harness_table(config: Evaluation, found: Mapping[str, Figures]) -> None:
+    """Print the figures of a harness: a row for each task and figure, a column for each model."""
+    rows = []
+    for task, figures in found[config.model].items():
+        for name in figures:
+            sides = [found[model][task][name] for model in (config.model, *config.against)]
+            rows.append([task, name, *(_with_error(side) for side in sides)])
+    table(f"{config.harness}, with standard errors", ["task", "", config.model, *config.against], rows, upright=True)
+
+
+def _with_error(figure: Mapping[str, float | None]) -> str:
+    error = figure["stderr"]
+    return f"{figure['mean']:.4f}" + ("" if error is None else f" ± {error:.4f}")
+
+
 def evaluate_suite(config: Evaluation) -> int:
     """Evaluate one or several models on a suite, print the tables, and return the exit code."""
 
     def part(name: str, found: Evaluated) -> None:
-        say(f"{name:<12}{told(suite.headline(found.figures))}", *(f"{'':<12}{note}" for note in found.notes))
+        say(f"{name:<12}{told(headline(found.figures))}", *(f"{'':<12}{note}" for note in found.notes))
 
     found = suite.evaluate_suite(config, part)
     say("")
@@ -66,7 +105,7 @@ def evaluate_suite(config: Evaluation) -> int:
         table(model, HEAD, [_line(name, told["against"][place], told) for name, told in found.parts.items()])
     if config.against:
         each = ((name, one) for name, told in found.parts.items() for one in told["against"])
-        rows = [([name, one["model"], _cell(suite.headline(one["differences"]))], one["wins"]) for name, one in each]
+        rows = [([name, one["model"], _cell(headline(one["differences"]))], one["wins"]) for name, one in each]
         _compared(config.model, ["part", "minus", "difference"], rows)
     for name, average in found.averages.items():
         label = f"mean of {average['parts']} part{'s'[: average['parts'] - 1]}{'' if name == 'all' else f' {name}'}"
@@ -82,8 +121,15 @@ def _line(name: str, side: dict[str, Any], part: dict[str, Any]) -> list[Any]:
     """Return the row of a part. `side`: what one of the models did."""
     figures, rates = side["figures"], side["rates"]
     place = "in" if part["in_distribution"] else "out"
-    headline = _cell(suite.headline(figures))
-    return [name, figures["tasks"], headline, rates["tokens"], rates["truncated"], rates["invalid"], place]
+    return [
+        name,
+        figures["tasks"],
+        _cell(headline(figures)),
+        rates["tokens"],
+        rates["truncated"],
+        rates["invalid"],
+        place,
+    ]
 
 
 def _cell(figure: dict[str, Any]) -> str:

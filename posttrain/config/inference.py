@@ -45,6 +45,9 @@ class Evaluation(
     """Other models, one or several: --model is compared with each, task by task."""
     suite: str | None = option(None, group="data", first_hour=True, value="FILE")
     """TOML file of several evaluations, instead of --tasks: one table each, whose keys are options of this command."""
+    harness: str | None = option(None, group="data", value="lm-eval:TASK,TASK")
+    """Tasks of EleutherAI's lm-evaluation-harness, by name or file (my_task.yaml), besides --tasks or instead of them.
+    Their figures are computed with this model's log-probabilities and engine. Needs the extra lm-eval."""
     samples: int = option(8, above=0, group="sampling", first_hour=True)
     """Replies per task."""
     k: tuple[int, ...] = option((1, 4, 8), above=0, group="evaluation", first_hour=True)

@@ -50,6 +50,7 @@ EXTRAS = {
     "faiss": ("faiss", "approximate indices of vectors"),
     "ray": ("ray", "--launch ray"),
     "mcp": ("mcp", "tools of MCP servers"),
+    "lm-eval": ("lm_eval", "eval --harness lm-eval:TASK"),
     "openenv": ("websockets", "servers of OpenEnv"),
     "reasoning_gym": ("reasoning_gym", "--env reasoning-gym"),
     "gymnasium": ("gymnasium", "--env gymnasium"),

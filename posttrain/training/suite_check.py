@@ -24,11 +24,11 @@ from posttrain.runs.terminal.notices import warn
 from posttrain.training.figures import summary
 from posttrain.training.held_out_check import split_seed_of
 from posttrain.training.playground import Playground, open_playground
+from posttrain.training.rollout_figures import headline, outcomes_by_task, rates, repeated, rewards_by_task
 from posttrain.training.setup import fitting, load_tasks, split_seed, warn_unknown_tokens
 from posttrain.training.sources.length_filter import TooLong
+from posttrain.training.suite_file import Part, read_suite
 from posttrain.training.text_loss import Measure
-from posttrain.training.verbs.evaluate import outcomes_by_task, repeated, rewards_by_task
-from posttrain.training.verbs.suite import Part, headline, rates, read_suite
 
 OPTION = "--eval-suite"
 OF_THE_RUN = ("search", "replicas", "chat_template", "chat_template_kwargs")

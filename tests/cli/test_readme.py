@@ -51,7 +51,7 @@ JOURNEYS = {
 """Pages whose blocks run one after the other in one folder."""
 RUNS = {
     "README": 1,
-    "start": 48,
+    "start": 49,
     "coming-from": 14,
     "environments": 19,
     "chat-rows": 5,

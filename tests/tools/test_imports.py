@@ -78,6 +78,7 @@ HOMES = {
     "textarena": ("envs/bridges/arena.py",),
     "websockets": ("envs/bridges/openenv.py",),
     "mcp": ("envs/bridges/mcp_tools.py",),
+    "lm_eval": ("training/lm_eval_model.py", "training/harness_figures.py"),
     "mcp_types": ("envs/bridges/mcp_tools.py",),
     "py3langid": ("verify/",),
     "torch.distributed": ("learners/process_group.py", "learners/fsdp.py", "learners/sharded_decoder.py"),

@@ -14,8 +14,7 @@ from posttrain.core import run_date, user_files
 from posttrain.core.batch import Stats
 from posttrain.core.intervals import mean_interval, stated
 from posttrain.core.json_text import json_document
-from posttrain.core.seeds import seed_of
-from posttrain.core.types import Invalid, Outcome, Rollout, Task, UserError, succeeds
+from posttrain.core.types import Invalid, Outcome, Rollout, UserError, succeeds
 from posttrain.data.tasks import Stream, Tasks, hold_out
 from posttrain.engines.open_engine import open_engine
 from posttrain.engines.pool.replicas import Many
@@ -27,11 +26,13 @@ from posttrain.runs.checkpoint import resolve
 from posttrain.runs.record.rollout_tables import rollouts_table
 from posttrain.runs.record.table_writer import write_table
 from posttrain.runs.run_folder import day_of
-from posttrain.training.comparisons import Comparison, Played, compare, with_verdicts
 from posttrain.training.figures import majorities, summary
+from posttrain.training.harness_figures import Figures, harness_figures, harness_tasks
 from posttrain.training.held_out_check import overlap, split_seed_of
 from posttrain.training.lost_reasoning import warn_lost_reasoning
+from posttrain.training.model_comparison import ModelComparison, Played, compare, with_verdicts
 from posttrain.training.playground import open_playground, service_counts
+from posttrain.training.rollout_figures import outcomes_by_task, repeated, rewards_by_task, votes_by_task
 from posttrain.training.search_setup import searching
 from posttrain.training.setup import (
     end_tokens,
@@ -42,7 +43,6 @@ from posttrain.training.setup import (
     warn_unknown_tokens,
 )
 from posttrain.training.sources.length_filter import TooLong
-from posttrain.verify.answer import voted_answer
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,8 @@ class Evaluated:
     rollouts: list[Rollout] = field(repr=False)
     invalid: int = 0  # number of invalid rewards of the first checkpoint
     notes: tuple[str, ...] = ()  # remarks, such as figures left out and why
-    against: tuple[Comparison, ...] = ()  # with the other checkpoints, in the order of --against
+    against: tuple[ModelComparison, ...] = ()  # with the other checkpoints, in the order of --against
+    harness: dict[str, Figures] = field(default_factory=dict)  # checkpoint -> figures of `--harness`
 
     @property
     def examples(self) -> dict[str, int]:
@@ -75,6 +76,8 @@ class Evaluated:
 def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | None = None) -> Evaluated:
     """Sample `samples` rollouts of every task. Checkpoints of `against` get the same tasks with the same seeds."""
     validate(config)
+    if config.harness is not None:
+        harness_tasks(config.harness)  # raises before anything is sampled
     folders = (config.model, *config.against)
     device = prepare(config)
     success = success_of(env or config.env, config.success)
@@ -130,7 +133,7 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
     ks = {kind: [k for own, k in wanted if own == kind] for kind in ("pass", "maj")}
     figures = [
         summary(list(one.rewards.values()), ks["pass"], success, outcomes=list(one.outcomes.values()))
-        | majorities(list(_votes(rollouts).values()), list(one.outcomes.values()), ks["maj"], success)
+        | majorities(list(votes_by_task(rollouts).values()), list(one.outcomes.values()), ks["maj"], success)
         | (searched[place] if searched else {})
         for place, (one, rollouts) in enumerate(zip(earned, every, strict=True))
     ]
@@ -140,8 +143,9 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
     compared = [compare(earned[0], other, success) for other in earned[1:]]
     wins = with_verdicts([won for _, won in compared])
     found = zip(config.against, figures[1:], [gaps for gaps, _ in compared], wins, every[1:], strict=True)
-    against = tuple(Comparison(*one) for one in found)
-    return Evaluated(figures[0], dict(earned[0].rewards), every[0], invalid, notes, against)
+    against = tuple(ModelComparison(*one) for one in found)
+    harness = harness_figures(config) if config.harness is not None else {}
+    return Evaluated(figures[0], dict(earned[0].rewards), every[0], invalid, notes, against, harness)
 
 
 def _search_figures(search: SearchEngine, episodes: Sequence[Episode]) -> dict[str, Any]:
@@ -179,6 +183,7 @@ def save(found: Evaluated, path: Path) -> list[Path]:
     content = {
         "figures": found.figures,
         "against": [comparison.as_dict() for comparison in found.against],
+        "harness": found.harness,
         "rewards": found.rewards,
         "examples": {name: _example(found.rollouts[place], place) for name, place in found.examples.items()},
     }
@@ -252,36 +257,3 @@ def measured(rollouts: Sequence[Rollout], success: float | None, stats: Stats, r
             if rollout.side:
                 stats.add(f"eval/reward/{rollout.side}", rollout.reward)
         stats.add("eval/length", rollout.n_sampled)
-
-
-def repeated(tasks: Sequence[Task], samples: int, seed: int) -> list[Episode]:
-    """Return each task `samples` times, with seeds of the evaluation's own, independent of the state of training."""
-    return [
-        Episode(task, str(task["id"]), seed_of(seed, "evaluation", task["id"], sample))
-        for task in tasks
-        for sample in range(samples)
-    ]
-
-
-def rewards_by_task(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
-    """Return task id -> valid rewards of its samples; if the policy plays several sides, the key is "ID as SIDE"."""
-    return _by_task(rollouts, lambda valid: valid.reward)
-
-
-def outcomes_by_task(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
-    """Return task id -> valid outcomes, the numbers that `success` is compared with: see `Rollout.outcome`."""
-    return _by_task(rollouts, lambda valid: valid.outcome)
-
-
-def _votes(rollouts: Sequence[Rollout]) -> dict[str, list[str]]:
-    """Return task id -> the final answers of valid rollouts, for maj@k."""
-    return _by_task(rollouts, lambda valid: voted_answer(valid.text))
-
-
-def _by_task(rollouts: Sequence[Rollout], read: Callable[[Rollout], Any]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
-    for r in rollouts:
-        own = found.setdefault(f"{r.task['id']} as {r.side}" if r.side else r.task["id"], [])
-        if not isinstance(r.reward, Invalid):
-            own.append(read(r))
-    return found

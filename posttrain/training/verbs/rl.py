@@ -46,6 +46,7 @@ from posttrain.training.mixtures import mixed_tasks
 from posttrain.training.open_learner import new_learner, policy, reference, replay_experts
 from posttrain.training.open_teachers import OpenTeachers, load_teachers
 from posttrain.training.playground import open_playground
+from posttrain.training.rollout_figures import repeated
 from posttrain.training.setup import (
     amount,
     end_tokens,
@@ -71,7 +72,7 @@ from posttrain.training.sources.token_recording import TokenRecording
 from posttrain.training.task_orders import order_lines, task_order
 from posttrain.training.text_loss import read_texts
 from posttrain.training.training_run import RunContext, RunParts
-from posttrain.training.verbs.evaluate import measured, repeated
+from posttrain.training.verbs.evaluate import measured
 
 EXAMPLES = 100  # tasks that are checked before teachers are loaded
 

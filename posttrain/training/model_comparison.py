@@ -16,7 +16,7 @@ UNDECIDED = "undecided"
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ModelComparison:
     """The evaluated model compared with another one."""
 
     model: str  # the other model, as the user named it
@@ -32,7 +32,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Played:
-    """Rewards of a model: for each task the valid rewards of its samples, and their outcomes (see `figures.summary`)."""
+    """The results of a model: for each task the valid rewards of its samples, and their outcomes (see `figures.summary`)."""
 
     rewards: Mapping[str, Sequence[float]]
     outcomes: Mapping[str, Sequence[float]]

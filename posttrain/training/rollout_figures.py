@@ -1,0 +1,70 @@
+"""The rollouts of an evaluation, from the tasks that they are sampled of to the figures that they give."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from posttrain.core.seeds import seed_of
+from posttrain.core.types import Invalid, Rollout, Task
+from posttrain.envs.play.episode import Episode
+from posttrain.verify.answer import voted_answer
+
+
+def repeated(tasks: Sequence[Task], samples: int, seed: int) -> list[Episode]:
+    """Return each task `samples` times, with seeds of the evaluation's own, independent of the state of training."""
+    return [
+        Episode(task, str(task["id"]), seed_of(seed, "evaluation", task["id"], sample))
+        for task in tasks
+        for sample in range(samples)
+    ]
+
+
+def rewards_by_task(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
+    """Return task id -> valid rewards of its samples; if the policy plays several sides, the key is "ID as SIDE"."""
+    return _by_task(rollouts, lambda valid: valid.reward)
+
+
+def outcomes_by_task(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
+    """Return task id -> valid outcomes, the numbers that `success` is compared with: see `Rollout.outcome`."""
+    return _by_task(rollouts, lambda valid: valid.outcome)
+
+
+def votes_by_task(rollouts: Sequence[Rollout]) -> dict[str, list[str]]:
+    """Return task id -> final answers of its valid samples, for maj@k."""
+    return _by_task(rollouts, lambda valid: voted_answer(valid.text))
+
+
+def _by_task(rollouts: Sequence[Rollout], read: Callable[[Rollout], Any]) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {}
+    for r in rollouts:
+        own = found.setdefault(f"{r.task['id']} as {r.side}" if r.side else r.task["id"], [])
+        if not isinstance(r.reward, Invalid):
+            own.append(read(r))
+    return found
+
+
+def headline(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figure of a part that averages use: accuracy, or reward if no success threshold exists."""
+    found: dict[str, Any] = figures.get("accuracy", figures["reward"])
+    return found
+
+
+def rates(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Return rates of these rollouts, and means per rollout.
+
+    "invalid", "truncated": shares of all rollouts. "tokens": mean number sampled. "part/NAME": mean of a named part of
+    the reward, over the rollouts that have it. "total_tokens": sum of sampled tokens.
+    """
+    sampled = [rollout.n_sampled for rollout in rollouts]
+    found = {
+        "invalid": float(np.mean([isinstance(rollout.reward, Invalid) for rollout in rollouts])),
+        "truncated": float(np.mean([rollout.stop.truncated for rollout in rollouts])),
+        "tokens": float(np.mean(sampled)),
+        "total_tokens": float(sum(sampled)),
+    }
+    for name in sorted({name for rollout in rollouts for name in rollout.rewards}):
+        found[f"part/{name}"] = float(np.mean([r.rewards[name] for r in rollouts if name in r.rewards]))
+    return found

@@ -137,15 +137,21 @@ class OptimizerOptions(TypedDict, total=False):
     """Options of several verbs."""
 
     lr: float
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of the optimizer."""
+    optimizer: str
+    """Optimizer: adamw, adamw8bit, adafactor, muon, lion, sgd, another of torch.optim such as radam, or a class as
+    my.py:Class. A critic has the same. adamw8bit and lion are those of bitsandbytes. Muon updates the matrices of
+    layers, and AdamW the rest."""
+    optimizer_options: dict[str, Any]
+    """Settings of the optimizer's class: --optimizer-options momentum=0.95. In a recipe, a table."""
     schedule: Literal["constant", "linear", "cosine"]
     """Learning rate after the warm-up. linear and cosine end at 0."""
     warmup: int
     """Warm-up: updates over which the learning rate rises from 0."""
     weight_decay: float
-    """Decoupled weight decay of weight matrices."""
+    """Decoupled weight decay of weight matrices, with every optimizer."""
     betas: tuple[float, float]
-    """AdamW's decay rates of the two moments."""
+    """Decay rates of the two moments: of AdamW, and of other optimizers that have two."""
     max_grad_norm: float
     """Clip gradients to this norm (0: no clipping)."""
     tokens_per_microbatch: int | None
@@ -685,7 +691,7 @@ class RLOptions(
     """Weight of each token of --ptx texts, without a gradient: equal, its probability p (DFT), or uncertainty, p (1 -
     p) (CHORD)."""
     trust_region: float
-    """Natural gradient steps within this KL, in nats per token, instead of AdamW (0: AdamW)."""
+    """Natural gradient steps within this KL, in nats per token, instead of an optimizer's (0: --optimizer)."""
     target_kl: float
     """End a step's updates after one whose KL to the policy before them is above this, in nats per token (0: never)."""
     replay: int

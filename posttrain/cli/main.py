@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from posttrain.runs.terminal.output import Output
 
 LONGEST = 450  # most characters of a message
-KWARGS = "--chat-template-kwargs"
+BY_NAME = {"--chat-template-kwargs": "enable_thinking=false", "--optimizer-options": "momentum=0.95"}
+"""Options that take KEY=VALUE, and an example of each."""
 TEMPLATES = ("--prompt-template", "--response-template", "--teacher-prompt-template")
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "{": "{{", "}": "}}"}
 """Escapes after a backslash in a template on the command line; any other backslash is literal."""
@@ -294,24 +295,24 @@ def _recipe(arguments: list[str]) -> list[str]:
 
 
 def _by_name(arguments: list[str]) -> list[str]:
-    """Return the arguments with each variable of a chat template as an option: --chat-template-kwargs.KEY=VALUE."""
+    """Return the arguments with each KEY=VALUE as an option: --chat-template-kwargs.KEY=VALUE."""
     read: list[str] = []
-    within = False  # whether the words belong to this option
+    within = ""  # the option to which the words belong
     for word, after in zip(arguments, [*arguments[1:], "--"], strict=True):
         if word.startswith("--"):
             name, equals, value = word.partition("=")
-            within = name.replace("_", "-") == KWARGS
+            within = plain if (plain := name.replace("_", "-")) in BY_NAME else ""
             if within and not equals and not after.startswith("--"):
                 continue
             word = value if within else word
         if within and not word.startswith("{"):
             name, equals, value = word.partition("=")
             if not (name and equals):
-                given = f"{KWARGS} {word:.60}".strip()
-                raise UserError(f"{given}: write {KWARGS} KEY=VALUE, such as {KWARGS} enable_thinking=false")
-            word = f"{KWARGS}.{name}={value}"
+                given = f"{within} {word:.60}".strip()
+                raise UserError(f"{given}: write {within} KEY=VALUE, such as {within} {BY_NAME[within]}")
+            word = f"{within}.{name}={value}"
         elif within:  # a JSON table, as in other trainers
-            word = f"{KWARGS}={word}"
+            word = f"{within}={word}"
         read.append(word)
     return read
 

@@ -56,6 +56,7 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
         raise UserError("--tasks is missing: give a file of rows, such as train.jsonl")
     if isinstance(config, Training):
         _validate_record(config)
+        _validate_optimizer(config)
     if isinstance(config, RL):
         _validate_engines(config)
     if isinstance(config, RL | Evaluation | Check | Sample):
@@ -97,6 +98,14 @@ def profiled_steps(text: str) -> range:
     if not 1 <= first <= last:
         raise UserError(f"--profile {text:.40} is not a range of steps: write FIRST:LAST, such as 3:5")
     return range(first, last + 1)
+
+
+def _validate_optimizer(config: Training) -> None:
+    if (config.optimizer, config.optimizer_options) == ("adamw", {}):
+        return
+    from posttrain.learners.optimizers import OptimizerChoice  # imports torch
+
+    OptimizerChoice(config.optimizer, config.optimizer_options, config.betas).check(config.shard)
 
 
 def _validate_record(config: Training) -> None:

@@ -23,6 +23,7 @@ from posttrain.config.shared_options import (
     SeedGroup,
     StepRewardGroup,
 )
+from posttrain.core.coerce import read_variable
 from posttrain.core.component import option
 from posttrain.core.types import Mask
 
@@ -58,18 +59,24 @@ class ModelGroup(OptionGroup, group="model"):
 
 @dataclass(frozen=True)
 class OptimizerGroup(OptionGroup, group="optimisation"):
-    """AdamW, its learning rate, and the terms of the loss that every algorithm may have."""
+    """The optimizer, its learning rate, and the terms of the loss that every algorithm may have."""
 
     lr: float = option(1e-5, above=0, first_hour=True)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of the optimizer."""
+    optimizer: str = option("adamw", value="NAME")
+    """Optimizer: adamw, adamw8bit, adafactor, muon, lion, sgd, another of torch.optim such as radam, or a class as
+    my.py:Class. A critic has the same. adamw8bit and lion are those of bitsandbytes. Muon updates the matrices of layers,
+    and AdamW the rest."""
+    optimizer_options: dict[str, Any] = option(factory=dict, value="KEY=VALUE")
+    """Settings of the optimizer's class: --optimizer-options momentum=0.95. In a recipe, a table."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up. linear and cosine end at 0."""
     warmup: int = option(0, least=0)
     """Warm-up: updates over which the learning rate rises from 0."""
     weight_decay: float = option(0.0, least=0)
-    """Decoupled weight decay of weight matrices."""
+    """Decoupled weight decay of weight matrices, with every optimizer."""
     betas: tuple[float, float] = option((0.9, 0.999), least=0, below=1)
-    """AdamW's decay rates of the two moments."""
+    """Decay rates of the two moments: of AdamW, and of other optimizers that have two."""
     max_grad_norm: float = option(1.0, least=0)
     """Clip gradients to this norm (0: no clipping)."""
     tokens_per_microbatch: int | None = option(None, above=0)
@@ -85,6 +92,11 @@ class OptimizerGroup(OptionGroup, group="optimisation"):
     optimizer batch."""
     router_z: float = option(0.0, least=0)
     """Mixtures of experts: coefficient of the router z-loss, which keeps logits small (ST-MoE: 0.001)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        read = {name: read_variable(value) for name, value in self.optimizer_options.items()}
+        object.__setattr__(self, "optimizer_options", read)
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def convert(value: Any, hint: Any, name: str) -> Any:
 
 
 def read_variable(value: Any) -> Any:
-    """Return the value of a chat template's variable: JSON text is parsed ("false", "3"), anything else is kept.
+    """Return the value of a KEY=VALUE: JSON text is parsed ("false", "3"), anything else is kept.
 
     JSON strings (text in quotes) are kept as well, so that a second call changes nothing.
     """

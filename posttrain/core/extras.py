@@ -46,7 +46,7 @@ EXTRAS = {
     "transformers": ("transformers", "models that are not native, and their tokenizers"),
     "view": ("duckdb", "pages and SQL queries of runs"),
     "gguf": ("gguf", "GGUF files"),
-    "qlora": ("bitsandbytes", "NF4 of bitsandbytes"),
+    "qlora": ("bitsandbytes", "NF4, adamw8bit and lion of bitsandbytes"),
     "faiss": ("faiss", "approximate indices of vectors"),
     "ray": ("ray", "--launch ray"),
     "mcp": ("mcp", "tools of MCP servers"),

@@ -99,6 +99,14 @@ ELSEWHERE = {
     "max_norm": "{max_grad_norm}",
     "clip_grad": "{max_grad_norm}",
     "grad_clip": "{max_grad_norm}",
+    "optim": "{optimizer}",
+    "optim_args": "{optimizer_options} KEY=VALUE",
+    "override_optimizer_config": "{optimizer_options} KEY=VALUE",
+    "optimizer_impl": "{optimizer} MODULE:CLASS",
+    "adam_epsilon": "{optimizer_options} eps=VALUE",
+    "muon.lr": "{lr}, which is that of all weights, with {optimizer_options} adjust_lr_fn=original",
+    "muon.momentum": "{optimizer_options} momentum=VALUE",
+    "muon.ns_steps": "{optimizer_options} ns_steps=VALUE",
     "adam_beta1": "{betas} (both)",
     "adam_betas": "{betas}",
     "bf16": "{precision} bfloat16",
@@ -407,10 +415,6 @@ ANSWERS = {
         "min_p repetition_penalty generation_kwargs suppress_tokens do_sample",
         "training samples from the model's own distribution, or the gradient would be that of another: {temperature} and "
         "{stop} are all that may change",
-    ),
-    **_alike(
-        "optim optimizer adam_epsilon",
-        "updates are AdamW's, with {betas} and {weight_decay}; {trust_region} takes natural gradients",
     ),
     **_alike(
         "dataset_num_proc dataloader_num_workers dataset_kwargs filter_overlong_prompts_workers preprocessing_num_workers",

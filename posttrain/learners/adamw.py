@@ -5,7 +5,7 @@ Creating torch.optim's own class imports torch's compiler, which takes longer th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,19 @@ class AdamW:
             torch.autograd.graph.increment_version(
                 moved
             )  # the kernel does not increment the version, by which users of copies detect changes
+
+    def restore(self, parameter: nn.Parameter, stored: Mapping[str, Tensor]) -> None:
+        """Set the state of a parameter. Raises KeyError for names or shapes that it cannot have."""
+        if odd := stored.keys() ^ set(self.MOMENTS):
+            raise KeyError(min(odd))
+        for name, place in self.begin(parameter).items():
+            if stored[name].shape != place.shape:
+                raise KeyError(name)
+            place.copy_(stored[name])
+
+    def moment_bytes(self) -> float:
+        """Return the bytes of the state once every parameter has been updated."""
+        return 2.0 * sum(p.nbytes for group in self.param_groups for p in group["params"])
 
     def begin(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return the state of a parameter, which is zeros before its first step."""

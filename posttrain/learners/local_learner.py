@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -22,8 +22,9 @@ from posttrain.core.batch import Batch, Outputs, Packed, Stats
 from posttrain.core.protocols import TRAINING, Alone, Learner, Measured, Model, Objective, World
 from posttrain.core.token_probe import sink_of
 from posttrain.core.types import UserError
-from posttrain.learners.adamw import AdamW
+from posttrain.learners.muon import stacked_rows
 from posttrain.learners.natural_gradient import TrustRegion, search
+from posttrain.learners.optimizers import BETAS, EPS, OptimizerChoice, parameter_groups
 from posttrain.learners.repeated_bits import repeated_bits
 from posttrain.learners.router_losses import RouterLosses, Routing
 from posttrain.models.adapters.lora import frozen_copy
@@ -41,11 +42,13 @@ from posttrain.models.losses.likelihood import (
 )
 from posttrain.models.native.linear import accumulating
 from posttrain.models.row_shards import here
-from posttrain.models.tensor_files import open_tensors, read_rows, read_state, write_state
+from posttrain.models.tensor_files import open_tensors, read_rows, read_state, stored_kind, write_state
 
 P = TypeVar("P", bound=Packed)
 
 COUNTERS, MOMENTS, MOVED = "learner.json", "optimizer.safetensors", "{}.safetensors"
+EXACT = {int: torch.int64, float: torch.float64}
+"""Type in which a number of the optimizer's state is stored."""
 DISTANCES = frozenset({"reverse_kl", "forward_kl", "jensen_shannon"})
 """Fields of `Outputs` that compare the policy with its teachers."""
 REFERENCE = "reference"
@@ -54,17 +57,23 @@ REFERENCE = "reference"
 
 @dataclass(frozen=True)
 class Optimization:
-    """AdamW and its learning-rate schedule."""
+    """The optimizer and its learning-rate schedule."""
 
     lr: float = 1e-5
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup: int = 0  # updates over which the learning rate rises from 0
     updates: int = 1  # updates over which linear and cosine fall to `final` times lr
     final: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    betas: tuple[float, float] = BETAS
+    eps: float = EPS  # of AdamW
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0  # 0: no clipping
+    optimizer: str = "adamw"
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the optimizer
+
+    @property
+    def choice(self) -> OptimizerChoice:
+        return OptimizerChoice(self.optimizer, self.options, self.betas, self.eps)
 
     def rate(self, update: int) -> float:
         """Return the learning rate of an update; the first is update 1."""
@@ -146,11 +155,11 @@ class LocalLearner:
         share = 1.0 if critic_lr is None else critic_lr / optimization.lr
         self.parts = [TrainedModule("policy", self._trained(model))]
         self.parts += [TrainedModule("critic", self._trained(critic), share)] if critic else []
-        self.optimizer = AdamW(
-            [group for part in self.parts for group in _groups(part, optimization.weight_decay)],
-            lr=optimization.lr,
-            betas=optimization.betas,
-            eps=optimization.eps,
+        choice, decay = optimization.choice, optimization.weight_decay
+        self.optimizer = choice.open(
+            [group for p in self.parts for group in parameter_groups(p.parameters, p.share, decay, choice)],
+            optimization.lr,
+            {own: rows for held in (model, critic) if held for own, rows in stacked_rows(cast(nn.Module, held))},
         )
 
     @property
@@ -200,7 +209,8 @@ class LocalLearner:
         rate = self.optimization.rate(self.version + 1)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["share"]
-        self.optimizer.step()
+        with repeated_bits():
+            self.optimizer.step()
         self.optimizer.zero_grad()  # the next rollouts need the memory
         if self.critic is not None:
             self.critic.follow(self.follow)
@@ -302,7 +312,8 @@ class LocalLearner:
         for part in self.parts:
             for name, parameter in part.parameters.items():
                 for key, value in self.optimizer.state.get(parameter, {}).items():
-                    moments[f"{part.name}/{name}/{key}"] = self._as_stored(parameter, value)
+                    moment = value if isinstance(value, Tensor) else torch.tensor(value, dtype=EXACT[type(value)])
+                    moments[f"{part.name}/{name}/{key}"] = self._as_stored(parameter, moment)
         if moments:
             yield MOMENTS, moments
         if self.critic is not None:
@@ -330,20 +341,30 @@ class LocalLearner:
 
     def _load_moments(self, file: Path) -> None:
         with open_tensors(file) as stored:
-            known: dict[str, set[str]] = {}
+            known: dict[str, list[str]] = {}
             for key in stored.keys():  # noqa: SIM118  it is not a dict
                 owner, _, moment = key.rpartition("/")
-                known.setdefault(owner, set()).add(moment)
+                known.setdefault(owner, []).append(moment)
             for part in self.parts:
                 for name, parameter in part.parameters.items():
                     owner = f"{part.name}/{name}"
                     if owner not in known:
                         continue
-                    if known[owner] != set(AdamW.MOMENTS):
-                        raise UserError(f"{file} is not a file of this model: it has the unexpected tensor {owner}")
-                    self.optimizer.begin(parameter)
-                    for key, value in self.optimizer.state[parameter].items():
-                        read_rows(file, stored, f"{owner}/{key}", self._as_stored(parameter, value))
+                    found = {key: self._stored(file, stored, f"{owner}/{key}", parameter) for key in known[owner]}
+                    try:
+                        self.optimizer.restore(parameter, found)
+                    except KeyError:
+                        odd = f"{file} is not a file of this model: it has the unexpected tensor {owner}"
+                        raise UserError(odd) from None
+
+    def _stored(self, file: Path, stored: Any, name: str, parameter: nn.Parameter) -> Tensor:
+        """Read a moment of a parameter; of a sharded one, this process's rows."""
+        dtype, shape = stored_kind(file, stored, name)
+        place = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        if self._as_stored(parameter, place).shape != shape:
+            place = torch.empty(shape, dtype=dtype)
+        read_rows(file, stored, name, self._as_stored(parameter, place))
+        return place
 
     def _as_stored(self, parameter: nn.Parameter, moment: Tensor) -> Tensor:
         """Return a moment of a parameter in the form in which it is saved."""
@@ -556,14 +577,3 @@ def _fill(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
         pieces = flat.split([p.numel() for p in parameters])
         for parameter, piece in zip(parameters, pieces, strict=True):
             parameter.copy_(piece.view_as(parameter))
-
-
-def _groups(part: TrainedModule, weight_decay: float) -> list[dict[str, Any]]:
-    """Return the parameter groups of the optimizer: matrices are decayed, norms and biases are not."""
-    decayed = {n for n, p in part.parameters.items() if p.ndim >= 2 and "norm" not in n and not n.endswith("bias")}
-    matrices = [p for name, p in part.parameters.items() if name in decayed]
-    vectors = [p for name, p in part.parameters.items() if name not in decayed]
-    return [
-        {"params": matrices, "weight_decay": weight_decay, "share": part.share},
-        {"params": vectors, "weight_decay": 0.0, "share": part.share},
-    ]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrustRegion(Component):
-    """Bounds how far one update moves the policy's distribution, whatever its parameters do, instead of using AdamW.
+    """Bounds how far one update moves the policy's distribution, whatever its parameters do, instead of using an optimizer.
 
     A natural gradient step within KL(old || new) <= delta (TRPO, arXiv 1502.05477, appendix C). The direction
     solves F x = g by conjugate gradient on Fisher-vector products; the step is then halved until the surrogate has grown and
@@ -30,7 +30,7 @@ class TrustRegion(Component):
     delta: float = setting(
         0.01,
         "trust-region",
-        "Natural gradient steps within this KL, in nats per token, instead of AdamW (0: AdamW).",
+        "Natural gradient steps within this KL, in nats per token, instead of an optimizer's (0: --optimizer).",
         above=0,
         absent=0,
     )

@@ -23,7 +23,10 @@ from posttrain.models.gguf.gguf_file import SUFFIX
 from posttrain.models.gguf.gguf_tensors import GgufTensors
 from posttrain.models.row_shards import here, whole
 
-NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 ALIGNED = 8  # bytes: the header is padded to a multiple of this
 
 Described = Mapping[str, tuple[torch.dtype, Sequence[int]]]
@@ -62,8 +65,8 @@ def write_state(file: Path | None, tensors: Mapping[str, Tensor]) -> None:
         for tensor in tensors.values():
             whole(tensor)
         return
-    described = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    write_tensors(file, described, ((name, whole(tensor)) for name, tensor in tensors.items()))
+    known = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    write_tensors(file, known, ((name, whole(tensor)) for name, tensor in tensors.items()))
 
 
 def open_tensors(file: Path) -> Any:
@@ -85,6 +88,15 @@ def read_state(file: Path, places: Mapping[str, Tensor]) -> None:
             raise UserError(f"{file} is not a file of this model: it has the unexpected tensor {min(odd)}")
         for name, place in places.items():
             read_rows(file, stored, name, place)
+
+
+def stored_kind(file: Path, stored: Any, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return type and shape of a stored tensor. Raises UserError for a type that is never written."""
+    found = stored.get_slice(name)
+    kind = next((dtype for dtype, own in NAMES.items() if own == found.get_dtype()), None)
+    if kind is None:
+        raise UserError(f"{file} is not a file of this model: {name} has the type {found.get_dtype()}")
+    return kind, tuple(found.get_shape())
 
 
 def read_rows(file: Path, stored: Any, name: str, place: Tensor) -> None:

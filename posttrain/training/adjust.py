@@ -113,6 +113,10 @@ def _contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]
         "its second derivatives need the activations of all layers at once: leave out --recompute, and lower "
         "--tokens-per-microbatch",
     )
+    yield (
+        algorithm.trust_region is not None and (run.optimizer, run.optimizer_options) != ("adamw", {}),
+        "its policy takes natural gradient steps instead of an optimizer's: leave out --optimizer and --optimizer-options",
+    )
     yield soft and not algorithm.widens, "its temperature must be above 0: set --entropy-target, which tunes it"
     yield soft and bool(algorithm.select), f"its critic learns from every token: leave out {_selecting(algorithm)}"
     yield (

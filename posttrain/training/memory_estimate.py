@@ -84,7 +84,7 @@ def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate |
     parts = {
         "weights": _bytes_here(held, sharded, size.shares),
         "gradients": trained,
-        "moments": 2 * trained,
+        "moments": trained * _moments_of_a_byte(learner),
         "copies in bfloat16": sum(2.0 * p.numel() for p in learned if p.dtype == torch.float32 and p.ndim == 2)
         * (narrow and size.shares == 1),
         "gathered": _gathered_bytes(learner, narrow) if size.shares > 1 else 0.0,
@@ -98,6 +98,12 @@ def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate |
         if size.shares > 1:  # it samples with weights of its own
             parts["engine's weights"] = 4.0 * shape.parameters
     return MemoryEstimate(parts)
+
+
+def _moments_of_a_byte(learner: LocalLearner) -> float:
+    """Return the bytes of the optimizer's state for each byte of a trained parameter."""
+    whole = sum(p.nbytes for part in learner.parts for p in part.parameters.values())
+    return learner.optimizer.moment_bytes() / max(1, whole)
 
 
 def _sharded(learner: LocalLearner) -> set[int]:

@@ -18,7 +18,7 @@ from posttrain.config.resolve import check_bounds
 from posttrain.config.training import RL, Distill, Prefer, Training
 from posttrain.core.component import Need
 from posttrain.core.types import UserError
-from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
+from posttrain.learners.local_learner import REFERENCE, LocalLearner
 from posttrain.models.adapters.lora import LoRA, attach, named_targets, targets_of
 from posttrain.models.checkpoint_location import checkpoint_folder
 from posttrain.models.critic import Critic, ValueModel
@@ -40,7 +40,7 @@ from posttrain.training.memory_estimate import (
     sampling_size,
 )
 from posttrain.training.open_learner import refuse_without_lora
-from posttrain.training.setup import ACTIVATION_SHARE, tokens_of_activations
+from posttrain.training.setup import ACTIVATION_SHARE, optimization, tokens_of_activations
 from posttrain.training.verbs.prefer import chosen
 
 
@@ -142,7 +142,7 @@ def shapes_of(config: Training, shape: DecoderConfig) -> LocalLearner:
             if folder != shared:
                 others[name] = _held(_decoder(shape_of(folder)).requires_grad_(False), frozen)
     refuse_useless(config, model, others)
-    return LocalLearner(model, Optimization(), others=others, critic=critic, precision=config.precision)
+    return LocalLearner(model, optimization(config, 1), others=others, critic=critic, precision=config.precision)
 
 
 def _decoder(shape: DecoderConfig) -> Decoder:

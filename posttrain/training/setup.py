@@ -371,6 +371,8 @@ def optimization(config: Training, updates: int) -> Optimization:
         updates=updates,
         betas=config.betas,
         weight_decay=config.weight_decay,
+        optimizer=config.optimizer,
+        options=config.optimizer_options,
         max_grad_norm=config.max_grad_norm,
     )
 
@@ -385,11 +387,12 @@ def size_of(model: Model) -> str:
     return f"{count:,} parameters" + (f" of which {learning:,} learn" if learning < count else "")
 
 
-def rate_note(lr: float, adapted: bool, size: int) -> list[str]:
-    """Return a line for the user if models of this size (parameters) hardly learned at such a rate; else [].
+def rate_note(plan: Optimization, adapted: bool, size: int) -> list[str]:
+    """Return a line for the user if models of this size (parameters) hardly learned at such a rate of AdamW; else [].
     Rates are from docs/results/learning-rates.md; 1e-3 is from decoders of 0.1 million parameters.
     """
-    if size >= 500_000_000:
+    lr = plan.lr
+    if size >= 500_000_000 or not plan.choice.takes_rates_of_adamw:
         return []
     least, usual = (1e-5, "1e-4 to 1e-3 with --lora") if adapted else (1e-6, "1e-5")
     if size < 10_000_000:

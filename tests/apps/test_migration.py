@@ -19,6 +19,7 @@ from posttrain.config.resolve import filled, validate
 from posttrain.config.verbs import VERBS
 from posttrain.core.option_aliases import suggestion
 from posttrain.core.types import UserError
+from posttrain.learners.optimizers import OptimizerChoice
 from posttrain.training.adjust import adjust
 
 RUNS = json.loads((ROOT / "tests" / "vectors" / "foreign_runs.json").read_text(encoding="utf-8"))
@@ -116,6 +117,38 @@ def test_a_batch_of_trl_counts_replies_of_all_processes(tmp_path: Path) -> None:
         2
     ]  # 64 replies of 8 per prompt, 8 in an update: but an update needs a whole group
     assert (table["prompts"], table["minibatches"]) == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("trl grpo --dataset_name d --optim adamw_torch_fused --adam_epsilon 1e-6",
+         {"optimizer": "adamw", "optimizer_options": {"eps": 1e-6}}),
+        ("trl dpo --dataset_name d --optim adamw_8bit", {"optimizer": "adamw8bit"}),
+        ("trl sft --dataset_name d --optim paged_adamw_8bit", {"optimizer": "bitsandbytes.optim:PagedAdamW8bit"}),
+        ("trl sft --dataset_name d --optim adafactor", {"optimizer": "adafactor"}),
+        ("trl sft --dataset_name d --optim sgd", {"optimizer": "torch.optim:SGD"}),
+        ("trl sft --dataset_name d --optim adalomo", {}),
+        ("python -m verl.trainer.main_ppo data.train_files=a.parquet actor_rollout_ref.actor.optim.optimizer=AdamW8bit "
+         "actor_rollout_ref.actor.optim.optimizer_impl=bitsandbytes.optim", {"optimizer": "adamw8bit"}),
+        ("python -m verl.trainer.main_ppo data.train_files=a.parquet actor_rollout_ref.actor.optim.optimizer=SGD",
+         {"optimizer": "torch.optim:SGD"}),
+        ("python -m verl.trainer.main_ppo data.train_files=a.parquet actor_rollout_ref.actor.optim.optimizer=Lomo", {}),
+        ("python -m openrlhf.cli.train_ppo_ray --data.prompt_dataset d --actor.optim muon --actor.muon.lr 2e-4 "
+         "--actor.muon.momentum 0.9",
+         {"optimizer": "muon", "lr": 2e-4, "optimizer_options": {"adjust_lr_fn": "original", "momentum": 0.9}}),
+    ],
+)  # fmt: skip
+def test_optimizers_have_their_equals(text: str, lines: dict[str, Any], tmp_path: Path) -> None:
+    verb, recipe, table = imported(command(tmp_path, text))
+    assert {name: table[name] for name in ("optimizer", "optimizer_options") if name in table} == {
+        name: value for name, value in lines.items() if name != "lr"
+    }
+    assert table.get("lr") == lines.get("lr", table.get("lr"))
+    assert bool(lines) or "not taken over as optimizer: there is none of that name here" in recipe
+    if lines:
+        OptimizerChoice(table["optimizer"], table.get("optimizer_options", {})).check()
+    assert filled(VERBS[verb].options, {**table, "env": "e"} if verb == "rl" else table)
 
 
 def test_passes_become_steps_only_where_the_rows_are_known(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 import posttrain
 from posttrain.algorithms.all_algorithms import find
+from posttrain.config.resolve import validate
 from posttrain.config.training import RL, SFT
 from posttrain.core.batch import Batch, Outputs
 from posttrain.core.protocols import Alone, Objective
@@ -36,6 +37,7 @@ from posttrain.engines.weight_probe import LIMIT, WeightProbe
 from posttrain.learners import fsdp, process_group, sharded_decoder
 from posttrain.learners.fsdp import FSDPLearner
 from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.learners.optimizers import ROWS
 from posttrain.learners.process_group import Processes
 from posttrain.models.adapters.lora import LoRA, attach
 from posttrain.models.checkpoint_folder import load_model
@@ -247,9 +249,9 @@ CASES: dict[str, tuple[Callable[[], Objective], int]] = {
 }
 
 
-def learner(kind: type[LocalLearner], tied: bool, world: Any) -> LocalLearner:
+def learner(kind: type[LocalLearner], tied: bool, world: Any, optimizer: str = "adamw") -> LocalLearner:
     critic = ValueModel(14, decoder(True, 5, 1), 0).double()
-    rate = Optimization(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)
+    rate = Optimization(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, optimizer=optimizer)
     return kind(decoder(tied), rate, critic=critic, world=world)
 
 
@@ -367,8 +369,27 @@ def test_weights_are_gathered_one_by_one_and_each_process_reads_its_own(runs: Pa
     assert len(said) == 1 and "weights of the policy are no longer finite" in said.pop()
 
 
+def other_optimizers(out: Path, rank: int, together: Processes) -> None:
+    for name in (name for name, row in ROWS.items() if row.by_number and name != "adamw"):
+        one, sharded = learner(LocalLearner, False, Alone(), name), learner(FSDPLearner, False, together, name)
+        for _ in range(3):
+            one.update(micro_batches(5), Both()), sharded.update(micro_batches(5), Both())
+        equal(weights(one), weights(sharded), 1e-8)
+        sharded.save(out / name if rank == 0 else None)
+        together.gather(None)
+        again = learner(FSDPLearner, False, together, name)
+        again.load(out / name)
+        for (_, mine), (_, theirs) in zip(sharded._state(), again._state(), strict=True):
+            equal({n: whole(t) for n, t in mine.items()}, {n: whole(t) for n, t in theirs.items()}, 0.0)
+    (out / "optimizers").write_text("equal")
+
+
+def test_optimizers_of_single_numbers_are_those_of_one_process_and_are_read_back(runs: Path) -> None:
+    assert (runs / "optimizers").read_text() == "equal"
+
+
 PARTS: dict[int, list[Callable[[Path, int, Processes], None]]] = {
-    2: [runs_of_two, kinds_of_two, learners, saves, fails_within],
+    2: [runs_of_two, kinds_of_two, learners, saves, other_optimizers, fails_within],
     3: [learners, runs_of_three],
 }
 
@@ -398,6 +419,7 @@ def refusals(folder: Path) -> dict[str, Callable[[], Any]]:
     other.save(folder / "recurrent")
     seeing = namedtuple("Seeing", "vision layers inner")("a tower", [], None)
     weighted = RL(algorithm="grpo", settings={"advantage.weight": "gradient"}, shard=True)
+    whole_matrices = SFT(tasks="x", optimizer="muon", shard=True)
     packed = SFT(lora=3, quantize="int8", shard=True)
     adapted = decoder(True)
     attach(adapted, LoRA(2, 4.0), lambda name: True)
@@ -405,6 +427,9 @@ def refusals(folder: Path) -> dict[str, Callable[[], Any]]:
     return {
         "`--weight-sync adapter`": lambda: AdapterSync(adapted),
         "`--quantize`": lambda: policy(packed, folder, torch.device("cpu"), Alone()),
+        "`--optimizer muon`, `adafactor`, `adamw8bit`, `lion`": lambda: validate(
+            SFT(tasks="x", optimizer="muon", shard=True)
+        ),
         "pictures": lambda: Backed.prepare_shards(seeing),  # type: ignore[arg-type]
         "`--algorithm trpo`": lambda: adjust(find("trpo"), RL(algorithm="trpo", shard=True), True),
         "`--set advantage.weight=gradient`": lambda: adjust(find("grpo"), weighted, True),

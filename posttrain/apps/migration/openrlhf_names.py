@@ -87,6 +87,10 @@ FLAT = {
 """A name of version 0.9 -> that of 0.11."""
 
 OF_ONE_MODEL = (
+    "optim",
+    "muon.lr",
+    "muon.momentum",
+    "muon.ns_steps",
     "adam.lr",
     "adam.betas",
     "adam.weight_decay",

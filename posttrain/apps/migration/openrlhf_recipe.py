@@ -105,6 +105,9 @@ def openrlhf_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -
         _given_responses(draft, rows)
     if not draft.given("data.apply_chat_template"):
         draft.put("chat", False, f"{draft.origin('data.apply_chat_template')}: plain text")
+    draft.same("optimizer", "optim")
+    if draft.read("optim") == "muon":
+        _muon(draft)
     draft.same("betas", "adam.betas")
     draft.same("weight_decay", "adam.weight_decay")
     draft.same("max_grad_norm", "max_norm")
@@ -124,6 +127,15 @@ def openrlhf_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -
     if draft.read("logger.wandb.key"):
         tracked_by_wandb(draft, "logger.wandb.key")
     draft.same("track_project", "logger.wandb.project")
+
+
+def _muon(draft: RecipeDraft) -> None:
+    draft.put("optimizer_options.adjust_lr_fn", "original", "optim = muon: DeepSpeed's scale of an update")
+    if draft.given("muon.lr"):
+        draft.same("lr", "muon.lr", "here of all weights, also of those that AdamW updates")
+    for name in ("momentum", "ns_steps"):
+        if draft.given(f"muon.{name}"):
+            draft.put(f"optimizer_options.{name}", draft.number(f"muon.{name}"), f"muon.{name}: same meaning")
 
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:

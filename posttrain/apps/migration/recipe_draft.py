@@ -39,7 +39,24 @@ _PRECISIONS = {
     **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
     **dict.fromkeys(("fp32", "float32", "float"), "float32"),
 }
+OPTIMIZERS = {
+    **dict.fromkeys(("adam", "AdamW", "adamw", "adamw_torch", "adamw_torch_fused", "torch.optim:AdamW"), "adamw"),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "bitsandbytes.optim:AdamW8bit"), "adamw8bit"),
+    **dict.fromkeys(("adafactor", "torch.optim:Adafactor"), "adafactor"),
+    **dict.fromkeys(("lion_32bit", "bitsandbytes.optim:Lion"), "lion"),
+    **dict.fromkeys(("sgd", "SGD", "torch.optim:SGD"), "torch.optim:SGD"),  # without momentum, as there
+    **dict.fromkeys(("muon", "torch.optim:Muon"), "muon"),
+    **dict.fromkeys(("Adam", "torch.optim:Adam"), "adam"),
+    **{name: name for name in ("adagrad", "rmsprop")},
+    "lion_8bit": "bitsandbytes.optim:Lion8bit",
+    "paged_adamw_32bit": "bitsandbytes.optim:PagedAdamW",
+    "paged_adamw_8bit": "bitsandbytes.optim:PagedAdamW8bit",
+    "paged_lion_32bit": "bitsandbytes.optim:PagedLion",
+    "paged_lion_8bit": "bitsandbytes.optim:PagedLion8bit",
+}
+"""Names of transformers and TRL, verl and OpenRLHF -> optimizers here."""
 _CHOICES: dict[str, Mapping[Any, Any]] = {
+    "optimizer": OPTIMIZERS,
     "schedule": SCHEDULES,
     "kl_estimator": ESTIMATORS,
     "precision": _PRECISIONS,
@@ -154,6 +171,8 @@ class RecipeDraft:
             value = choices[value]
         if option in ("save_every", "eval_every") and isinstance(value, (int, float)) and value <= 0:
             value = NEVER if option == "save_every" else 0
+        if option == "optimizer" and value not in OPTIMIZERS.values():
+            raise UserError("there is none of that name here, see posttrain rl --help-all")
         if option in ("lora", "lora_alpha") and value == 0:
             raise UserError("0 means none")
         if option == "track":

@@ -103,6 +103,16 @@ def engine(draft: RecipeDraft, name: str, share: str, replicas: str | None = Non
     draft.read(share)
 
 
+def optimizer(draft: RecipeDraft, prefix: str) -> None:
+    """Write the optimizer of verl: a class of `optimizer_impl`, which is torch.optim unless it is given."""
+    name, module = f"{prefix}.optimizer", draft.read(f"{prefix}.optimizer_impl", "torch.optim")
+    if draft.given(name) and isinstance(kind := draft.read(name), str):
+        try:
+            draft.put("optimizer", draft.fitted("optimizer", f"{module}:{kind}"), f"{draft.origin(name)} of {module}")
+        except UserError as error:
+            draft.note(f"{draft.origin(name)} of {module}", f"not taken over as optimizer: {error}")
+
+
 def split_of(draft: RecipeDraft, name: str) -> None:
     """Write the split of a dataset of the hub; a file has none."""
     tasks = draft.lines.get("tasks", ("", ""))[0]

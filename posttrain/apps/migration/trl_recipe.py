@@ -112,6 +112,8 @@ def trl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> Non
     first, second = draft.number("adam_beta1"), draft.number("adam_beta2")
     if (first, second) != (0.9, 0.999):
         draft.put("betas", [first, second], "adam_beta1, adam_beta2: same meaning")
+    if draft.number("adam_epsilon", 1e-8) != 1e-8:
+        draft.put("optimizer_options.eps", draft.number("adam_epsilon"), "adam_epsilon: same meaning")
     if draft.read("gradient_checkpointing"):
         draft.put("recompute", "layers", f"{draft.origin('gradient_checkpointing')}: same meaning; memory only")
     if draft.read("bf16") or draft.read("fp16"):

@@ -11,7 +11,7 @@ from typing import Any
 
 from posttrain.apps.migration.foreign_run import shown
 from posttrain.apps.migration.recipe_draft import ESTIMATORS, NEVER, RecipeDraft
-from posttrain.apps.migration.shared_rules import adapters, clips, devices_of, engine, frequency, steps_of
+from posttrain.apps.migration.shared_rules import adapters, clips, devices_of, engine, frequency, optimizer, steps_of
 from posttrain.apps.migration.verl_sft_recipe import verl_sft
 from posttrain.core.types import UserError
 
@@ -329,6 +329,7 @@ def _estimator(name: Any, option: str) -> str:
 
 def _optimizer(draft: RecipeDraft, prompts: int, updates: int, rows: int | None) -> None:
     draft.same("lr", f"{OPTIMIZER}.lr")
+    optimizer(draft, OPTIMIZER)
     draft.same("weight_decay", f"{OPTIMIZER}.weight_decay")
     draft.same("max_grad_norm", f"{ACTOR}.grad_clip")
     schedule = "lr_scheduler_type" if draft.given(f"{OPTIMIZER}.lr_scheduler_type") else "warmup_style"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from posttrain.apps.migration.recipe_draft import RecipeDraft
-from posttrain.apps.migration.shared_rules import adapters, frequency
+from posttrain.apps.migration.shared_rules import adapters, frequency, optimizer
 
 
 def verl_sft(draft: RecipeDraft, rows: int | None) -> None:
@@ -36,6 +36,7 @@ def verl_sft(draft: RecipeDraft, rows: int | None) -> None:
     else:
         draft.put("epochs", float(passes), f"{draft.origin('trainer.total_epochs')}: same meaning")
     draft.same("lr", "optim.lr")
+    optimizer(draft, "optim")
     draft.same("betas", "optim.betas")
     draft.same("weight_decay", "optim.weight_decay")
     draft.same("max_grad_norm", "optim.clip_grad")

@@ -147,7 +147,7 @@ def rl(context: RunContext[RL]) -> RunParts:
     sizes = _sizes(config, model, f"{amount(train_tasks)}, {len(played)} held out", engine)
     if algorithm.trust_region is None:  # otherwise the KL bounds the step, not the learning rate
         adapted = model.decoder is not None and model.decoder.lora is not None
-        sizes += rate_note(config.lr, adapted, parameters(model))
+        sizes += rate_note(optimization(config, 1), adapted, parameters(model))
     sizes += [*order_lines(config, order), *known.lines, *ground.lines]
     sizes += recording.describe(algorithm.wants, Need.REFERENCE in algorithm.needs)
     sizes += opened_teachers.lines if opened_teachers else []

@@ -59,5 +59,8 @@ EXTRAS = {
     "trackio": ("trackio", "--track trackio"),
     "mlflow": ("mlflow", "--track mlflow"),
     "swanlab": ("swanlab", "--track swanlab"),
+    "e2b": ("e2b", "--env harbor in sandboxes of E2B"),
+    "daytona": ("daytona", "--env harbor in sandboxes of Daytona"),
+    "modal": ("modal", "--env harbor in sandboxes of Modal"),
 }
 """Extra -> the library whose presence shows that it is installed, and its purpose. Without developers' extras."""

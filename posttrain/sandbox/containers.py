@@ -20,8 +20,8 @@ import signal
 import stat
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -33,6 +33,7 @@ from posttrain.core.types import UserError
 from posttrain.sandbox.bubblewrap import Finished
 
 PROGRAMS = ("docker", "podman")  # in the order in which they are tried
+SERVICES = {"e2b": "E2BSandbox", "daytona": "DaytonaSandbox", "modal": "ModalSandbox"}  # in `remote`, used if named
 CHOICE = "POSTTRAIN_CONTAINERS"  # the environment variable that names one of them
 OWNER = "posttrain.owner"  # the label of a container with the process that owns it
 ANSWER_SECONDS = 20.0  # for an engine to answer a question
@@ -70,6 +71,7 @@ class ContainerLimits:
     cpus: float = 1.0
     processes: int = 1024  # processes and threads
     network: bool = False
+    life: float = 3600.0  # seconds, of a sandbox at a service; a container ends with its process
 
 
 # -- the engine --------------------------------------------------------------------------------------------------------
@@ -83,7 +85,7 @@ def find_engine() -> ContainerEngine:
     """
     chosen = os.environ.get(CHOICE)
     if chosen is not None and chosen not in PROGRAMS:
-        raise UserError(f"{CHOICE} is {chosen!r}{near_or_all(chosen, list(PROGRAMS))}")
+        raise UserError(f"{CHOICE} is {chosen!r}{near_or_all(chosen, [*PROGRAMS, *SERVICES])}")
     reasons = []
     for program in PROGRAMS if chosen is None else (chosen,):
         found = _tried(program)
@@ -134,20 +136,28 @@ def folder_digest(folder: Path) -> str:
     return found.hexdigest()
 
 
-async def built_image(engine: ContainerEngine, folder: Path, seconds: float) -> str:
-    """Return the name of the image of a folder with a Dockerfile. It is built if this content never was.
-
-    Processes that need the same image wait for the one that builds it. Raises ContainerError with the last line of the
-    build.
-    """
-    name = f"localhost/posttrain-task:{folder_digest(folder)}"
-    lock = Path(tempfile.gettempdir()) / f"posttrain-image-{os.geteuid()}-{name.rpartition(':')[2]}.lock"
+@asynccontextmanager
+async def locked_image(name: str) -> AsyncIterator[None]:
+    """Let one process of this user at a time look for an image and build it."""
+    lock = Path(tempfile.gettempdir()) / f"posttrain-image-{os.geteuid()}-{name}.lock"
     with user_files.opened(lock, "ab") as held:
         while True:
             with suppress(BlockingIOError):
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             await asyncio.sleep(0.2)
+        yield
+
+
+async def built_image(engine: ContainerEngine, folder: Path, seconds: float) -> str:
+    """Return the name of the image of a folder with a Dockerfile. It is built if this content never was.
+
+    Processes that need the same image wait for the one that builds it. Raises ContainerError with the last line of the
+    build.
+    """
+    digest = folder_digest(folder)
+    name = f"localhost/posttrain-task:{digest}"
+    async with locked_image(digest):
         if (await _called(engine, ["image", "inspect", name], ANSWER_SECONDS)).exit == 0:
             return name
         arguments = ["build", "--tag", name, "--file", str(folder / "Dockerfile"), str(folder)]

@@ -29,16 +29,9 @@ from posttrain.envs.bridges.harbor_tasks import SOLUTION, HarborTask, read_set
 from posttrain.envs.play.call_recording import note
 from posttrain.envs.play.env_outputs import MOST_REWARD
 from posttrain.envs.tools import Tools
-from posttrain.sandbox.containers import (
-    LONGEST_COMMAND,
-    START_SECONDS,
-    Container,
-    ContainerError,
-    ContainerLimits,
-    built_image,
-    find_engine,
-    remove_abandoned,
-)
+from posttrain.sandbox import container_choice
+from posttrain.sandbox.containers import LONGEST_COMMAND, START_SECONDS, Container, ContainerError, ContainerLimits
+from posttrain.sandbox.remote.remote_sandbox import RemoteSandbox
 
 SUCCESS = 1.0  # the reward of a task whose tests all pass
 ORACLE = "oracle"  # a column: the solution of the task's folder works in place of the policy
@@ -47,6 +40,7 @@ STARTS = 4  # containers of a worker process that start at once
 LONGEST_REWARD = 1 << 16  # bytes of a reward file
 SHOWN_OF_TESTS = 2000  # characters of the tests' output that a rollout's notes keep
 ROOT = "0"
+AnyContainer = Container | RemoteSandbox
 _CONTROLS = dict.fromkeys([*range(9), 11, 12, 13, *range(14, 32), 127])
 _PREPARE = "mkdir -p /logs/verifier /logs/agent /logs/artifacts && chmod 777 /logs/agent /logs/artifacts"
 _EMPTY_TESTS = "rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier && chmod {rights} /logs/verifier"
@@ -96,14 +90,15 @@ def _task_of(folder: str, task: Task) -> HarborTask:
 
 
 @asynccontextmanager
-async def _container(known: HarborTask, network: bool) -> AsyncGenerator[Container, None]:
+async def _container(known: HarborTask, network: bool) -> AsyncGenerator[AnyContainer, None]:
     """Start the container of a task, and remove it at the end. Raises ContainerError."""
-    engine = find_engine()
     allowed = known.network if known.network is not None else network
-    limits = ContainerLimits(known.memory, known.cpus, network=allowed)
+    life = max(ContainerLimits.life, 2 * (known.work_seconds + known.test_seconds))
+    limits = ContainerLimits(known.memory, known.cpus, network=allowed, life=life)
     async with _starting():
-        image = known.image or await built_image(engine, known.folder / "environment", known.build_seconds)
-        container = await Container.start(engine, image, limits, known.variables)
+        container = await container_choice.start(
+            known.image, known.folder / "environment", known.build_seconds, limits, known.variables
+        )
     try:
         prepared = await container.run(_PREPARE, SMALL_SECONDS, user=ROOT)
         if prepared.exit:
@@ -133,7 +128,7 @@ def _plain(output: bytes) -> str:
 class _Shell:
     """The tool of one episode."""
 
-    container: Container
+    container: AnyContainer
     known: HarborTask
     seconds: float
     longest: int
@@ -188,7 +183,7 @@ class _Shell:
 # -- the tests' side ---------------------------------------------------------------------------------------------------
 
 
-async def _solve(known: HarborTask, container: Container) -> None:
+async def _solve(known: HarborTask, container: AnyContainer) -> None:
     """Run the task's own solution. Raises ContainerError without one."""
     if not known.solved:
         raise ContainerError(f"task {known.name} has no {SOLUTION}, so nothing shows that its tests can pass")
@@ -206,7 +201,7 @@ async def _solve(known: HarborTask, container: Container) -> None:
         note(solution=f"{how}: {_plain(ran.output)[-300:].strip()}")
 
 
-async def _tested(known: HarborTask, container: Container) -> tuple[dict[str, float] | Invalid, str]:
+async def _tested(known: HarborTask, container: AnyContainer) -> tuple[dict[str, float] | Invalid, str]:
     """Run the tests, and return the reward that they write, or Invalid, with the end of what they printed.
 
     Raises ContainerError.
@@ -319,11 +314,8 @@ def with_oracle(task: Task) -> Task:
 
 
 def about() -> list[str]:
-    """Describe the engine of containers, and remove the containers that earlier runs left.
+    """Describe where containers run, and remove those that earlier runs left.
 
-    Raises UserError, with the fix, if there is no engine.
+    Raises UserError, with the fix, if they can run nowhere.
     """
-    engine = find_engine()
-    gone = remove_abandoned(engine)
-    left = f"; removed {gone} containers of processes that have ended" if gone else ""
-    return [f"containers: {engine}{left}"]
+    return [container_choice.about()]

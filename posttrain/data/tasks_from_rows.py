@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import string
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import repeat
 from operator import itemgetter
 from pathlib import Path
@@ -36,6 +37,7 @@ Convert = Callable[[Row], Task | None]
 READ = ("id", "prompt", "messages", "response", "completion", "stop")  # columns that are read under their own names
 REPLIES = ("response", "completion")  # columns with the text to imitate; the second is TRL's
 SCALARS = {str, int, float, bool, type(None)}
+OWN = str(Path(__file__).parents[1]) + os.sep  # the package
 quoted: Callable[[str], str] = json.encoder.encode_basestring_ascii  # a text as JSON
 
 
@@ -484,17 +486,25 @@ def _code(convert: Convert | None) -> str | None:
     """Return a digest of our own code and, where rows are converted, of all modules that are not installed (the
     user's).
     """
-    files = set(Path(__file__).parents[1].rglob("*.py"))
-    if convert is not None:
-        module = sys.modules.get(convert.__module__)
-        if getattr(module, "__file__", None) is None or getattr(module, _name(convert), None) is not convert:
-            return None  # defined in a notebook or by another function: no file determines its behaviour
-        installed = tuple(
-            map(str, {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-        )
-        found = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-        files |= {Path(file) for file in found if file and file.endswith(".py") and not file.startswith(installed)}
-    return digest(*(hashlib.blake2b(user_files.content(file)).hexdigest() for file in sorted(files) if file.is_file()))
+    if convert is None:
+        return _own_code()
+    module = sys.modules.get(convert.__module__)
+    if getattr(module, "__file__", None) is None or getattr(module, _name(convert), None) is not convert:
+        return None  # defined in a notebook or by another function: no file determines its behaviour
+    installed = tuple(map(str, {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}))
+    found = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    files = {Path(file) for file in found if file and file.endswith(".py") and not file.startswith((*installed, OWN))}
+    return digest(_own_code(), *_contents(files))
+
+
+@cache
+def _own_code() -> str:
+    """Return a digest of the package, which does not change for a process that has loaded it."""
+    return digest(*_contents(Path(OWN).rglob("*.py")))
+
+
+def _contents(files: Iterable[Path]) -> list[str]:
+    return [hashlib.blake2b(user_files.content(file)).hexdigest() for file in sorted(files) if file.is_file()]
 
 
 def _name(function: Any) -> str:

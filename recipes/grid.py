@@ -206,7 +206,8 @@ class Grid:
                 best.append({"prompt": prompt, "response": replies[0].text})
         else:
             for replies in self.sampled(self.start, source, judge).values():
-                ranked = sorted((r for r in replies if not isinstance(r.reward, Invalid)), key=score, reverse=True)
+                valid = [r for r in replies if not isinstance(r.reward, Invalid) and r.text.strip()]  # sft takes no ""
+                ranked = sorted(valid, key=score, reverse=True)
                 if len(ranked) > 1 and score(ranked[0]) > score(ranked[-1]):
                     prompt = ranked[0].task["prompt"]
                     pairs.append({"prompt": prompt, "chosen": ranked[0].text, "rejected": ranked[-1].text})

@@ -63,7 +63,7 @@ def small(out: Path, seed: int) -> Any:
         eval_tasks=(str(out / "unseen.jsonl"),), eval_every=20, save_every=100,
     )  # fmt: skip
     found = posttrain.evaluate(
-        unseen, "arithmetic", str(learned.path), against=str(imitated.path),
+        unseen, "arithmetic", str(learned.path), against=(str(imitated.path),),
         samples=8, k=(1, 8), max_tokens=4, threads=1,
     )  # fmt: skip
     [compared] = found.against
@@ -113,7 +113,9 @@ def real(out: Path, seed: int, model: str) -> Any:
     )  # fmt: skip
     rows = []
     for name, tasks in tests.items():
-        found = posttrain.evaluate(tasks, "verify:numeric", str(learned.path), against=model, samples=4, max_tokens=24)
+        found = posttrain.evaluate(
+            tasks, "verify:numeric", str(learned.path), against=(model,), samples=4, max_tokens=24
+        )
         [compared] = found.against
         before, after = compared.figures["accuracy"], found.figures["accuracy"]
         gain = compared.differences["accuracy"]

@@ -247,8 +247,8 @@ def metric_named(name: str) -> Metric | None:
     for metric in METRICS:
         if "{" in metric.name and (found := metric.pattern.fullmatch(name)):
             filled = found.groupdict()
-            exact = tuple(other.format(**filled) for other in metric.unless)
+            better = tuple(other.format(**filled) for other in metric.unless)
             return replace(
-                metric, name=name, title=metric.title.format(**filled), line=metric.line.format(**filled), unless=exact
+                metric, name=name, title=metric.title.format(**filled), line=metric.line.format(**filled), unless=better
             )
     return None

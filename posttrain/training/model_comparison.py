@@ -34,8 +34,8 @@ class ModelComparison:
 class Played:
     """The results of a model: for each task the valid rewards of its samples, and their outcomes (see `figures.summary`)."""
 
-    rewards: Mapping[str, Sequence[float]]
-    outcomes: Mapping[str, Sequence[float]]
+    rewards: dict[str, list[float]]
+    outcomes: dict[str, list[float]]
 
 
 def compare(own: Played, other: Played, success: float | None) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:

@@ -144,7 +144,9 @@ def test_every_option_has_a_group_and_a_text_that_answers_what_it_does(kind: typ
 def test_an_option_that_another_class_overrides_keeps_its_group_text_and_first_hour() -> None:
     lr = [next(o for o in options_of(kind) if o.name == "lr") for kind in (Training, RL, Distill)]
     assert [o.default for o in lr] == [1e-5, 1e-6, 1e-5]
-    assert {(o.group, o.first_hour, o.help) for o in lr} == {("optimisation", True, "Peak learning rate of the optimizer.")}
+    assert {(o.group, o.first_hour, o.help) for o in lr} == {
+        ("optimisation", True, "Peak learning rate of the optimizer.")
+    }
 
 
 def test_how_an_option_is_shown_stands_where_it_is_declared() -> None:

@@ -145,7 +145,7 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
     found = zip(config.against, figures[1:], [gaps for gaps, _ in compared], wins, every[1:], strict=True)
     against = tuple(ModelComparison(*one) for one in found)
     harness = harness_figures(config) if config.harness is not None else {}
-    return Evaluated(figures[0], dict(earned[0].rewards), every[0], invalid, notes, against, harness)
+    return Evaluated(figures[0], earned[0].rewards, every[0], invalid, notes, against, harness)
 
 
 def _search_figures(search: SearchEngine, episodes: Sequence[Episode]) -> dict[str, Any]:

@@ -162,8 +162,8 @@ def test_a_run_that_is_killed_while_its_judge_works_ends_as_the_undisturbed_one(
         child = FORKS.Process(target=commanded, args=(command, place))
         child.start()
         until = time.monotonic() + 60
-        metrics = place / "killed/metrics.jsonl"
-        while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+        metrics, saved = place / "killed/metrics.jsonl", place / "killed/checkpoints/step-000002"
+        while not (saved.exists() and metrics.read_text().count("\n") >= 3):  # it is saved beside the third step
             assert time.monotonic() < until and child.is_alive()
             time.sleep(0.005)
         child.kill()

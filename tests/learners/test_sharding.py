@@ -427,9 +427,7 @@ def refusals(folder: Path) -> dict[str, Callable[[], Any]]:
     return {
         "`--weight-sync adapter`": lambda: AdapterSync(adapted),
         "`--quantize`": lambda: policy(packed, folder, torch.device("cpu"), Alone()),
-        "`--optimizer muon`, `adafactor`, `adamw8bit`, `lion`": lambda: validate(
-            SFT(tasks="x", optimizer="muon", shard=True)
-        ),
+        "`--optimizer muon`, `adafactor`, `adamw8bit`, `lion`": lambda: validate(whole_matrices),
         "pictures": lambda: Backed.prepare_shards(seeing),  # type: ignore[arg-type]
         "`--algorithm trpo`": lambda: adjust(find("trpo"), RL(algorithm="trpo", shard=True), True),
         "`--set advantage.weight=gradient`": lambda: adjust(find("grpo"), weighted, True),

@@ -29,6 +29,7 @@ from posttrain.core.types import StopReason, Task
 from posttrain.training.figures import majority_at_k
 from posttrain.verify.answer import voted_answer
 from posttrain.verify.expression import evaluate
+from recipes.pages import with_seeds
 from recipes.real.problems import problems
 from recipes.real.study import Figures, Study, conversation, finished, options, right_and_wrong, run, shuffled
 
@@ -185,19 +186,18 @@ def page(study: Study, count: int, sizes: dict[str, int]) -> list[str]:
         "",
         *study.table(ARMS, {**columns, "tokens": "tokens of a reply", "minutes": "minutes"}),
         "",
-        "Expert iteration, the right share of what each round sampled, and the distinct right solutions after it:",
+        "Rounds of expert iteration:",
         "",
-        *study.table(
-            (EXPERT,),
-            {
-                name: name
-                for number in range(1, ROUNDS + 1)
-                for name in (f"right in round {number}", f"rows after round {number}")
-            },
+        "| round | right of the sampled | distinct right solutions so far |",
+        "|---|---|---|",
+        *(
+            f"| {n} | {with_seeds(study.values(EXPERT, f'right in round {n}'))} | "
+            f"{', '.join(f'{rows:.0f}' for rows in study.values(EXPERT, f'rows after round {n}'))} |"
+            for n in range(1, ROUNDS + 1)
         ),
         "",
         *(
-            f"- pass@1, seed by seed: {arm} above {over} {study.gain(arm, over, 'pass@1')}; pass@8 "
+            f"- {arm} above {over}, seed by seed: pass@1 {study.gain(arm, over, 'pass@1')}; pass@8 "
             f"{study.gain(arm, over, 'pass@8')}; maj@8 {study.gain(arm, over, 'maj@8')}."
             for arm, over in ((SFT_GRPO, SFT), (EXPERT, START), (EXPERT_GRPO, EXPERT), (EXPERT_GRPO, SFT_GRPO))
         ),

@@ -72,7 +72,7 @@ class Muon:
             for parameter, views in self._views.items()
             if any(own := [self._muon.state.get(view, {}) for view in views])
         }
-        return ChainMap(momenta, self._adamw.state)  # type: ignore[arg-type]
+        return ChainMap(momenta, self._adamw.state)
 
     def zero_grad(self) -> None:
         self._adamw.zero_grad()

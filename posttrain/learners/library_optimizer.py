@@ -80,11 +80,12 @@ class LibraryOptimizer:
         assert self._inner is not None
         # without these torch keeps "step" on the processor
         there = self._options.get("capturable") or self._options.get("fused")
+        ordered = {**{name: stored[name] for name in self._tried if name in stored}, **stored}  # as the class made it
         self._inner.state[parameter] = {
             name: tensor.item()
             if isinstance(self._tried.get(name), int | float)
             else tensor.to("cpu" if name == "step" and not there else parameter.device)
-            for name, tensor in stored.items()
+            for name, tensor in ordered.items()
         }
 
     def moment_bytes(self) -> float:

@@ -14,6 +14,7 @@ from layouts import normal
 from sharded import Both, micro_batches
 from torch import Tensor, nn
 
+import posttrain
 from posttrain.algorithms.all_algorithms import find
 from posttrain.cli.main import _by_name
 from posttrain.config.resolve import filled, validate
@@ -215,12 +216,36 @@ def test_a_learner_continues_from_its_checkpoint_bit_for_bit(name: str, adapted:
             mine.copy_(saved)
     other.load(tmp_path)
     for mine, theirs in zip(states(other), states(one), strict=True):
-        assert mine.keys() == theirs.keys() and [type(v) for v in mine.values()] == [type(v) for v in theirs.values()]
+        assert {key: type(value) for key, value in mine.items()} == {key: type(value) for key, value in theirs.items()}
         assert all(torch.equal(torch.as_tensor(mine[key]), torch.as_tensor(theirs[key])) for key in theirs)
     for each in (one, other):
         for _ in range(2):
             each.update(micro_batches(4), Both())
     assert torch.equal(weights(one), weights(other)) and one.version == other.version == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("muon", {"momentum": 0.9}), ("sgd", {"nesterov": True}), ("adamw8bit", {})]
+)
+def test_a_run_continues_bit_for_bit(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+    rows = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a in range(5) for b in range(5)]
+    how: dict[str, Any] = {"rows": 8, "lr": 1e-2, "weight_decay": 0.1, "schedule": "constant", "held_out": 0.2}
+    how |= {
+        "tokenizer": "characters",
+        "hidden": 64,
+        "layers": 2,
+        "heads": 4,
+        "context": 32,
+        "threads": 1,
+        "quiet": True,
+    }
+    how |= {"optimizer": name, "optimizer_options": options}
+    whole = posttrain.sft(rows, out=str(tmp_path / "whole"), steps=4, **how)
+    posttrain.sft(rows, out=str(tmp_path / "half"), steps=2, **how)
+    half = posttrain.sft(rows, out=str(tmp_path / "half"), steps=4, resume=True, **how)
+    assert whole.checkpoint and half.checkpoint
+    for file in ("model.safetensors", "training/optimizer.safetensors"):
+        assert (Path(whole.checkpoint) / file).read_bytes() == (Path(half.checkpoint) / file).read_bytes()
 
 
 @pytest.mark.parametrize(("name", "lr"), [("adamw", 1e-2), ("adamw8bit", 1e-2), ("adafactor", 1e-2), ("lion", 3e-3),
@@ -397,6 +422,7 @@ def test_the_default_imports_no_other_optimizer() -> None:
 
     code = """
 import sys
+import posttrain
 from posttrain.algorithms.all_algorithms import find
 from posttrain.cli.main import _by_name
 from posttrain.config.resolve import filled, validate

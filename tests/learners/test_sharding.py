@@ -419,7 +419,7 @@ def refusals(folder: Path) -> dict[str, Callable[[], Any]]:
     other.save(folder / "recurrent")
     seeing = namedtuple("Seeing", "vision layers inner")("a tower", [], None)
     weighted = RL(algorithm="grpo", settings={"advantage.weight": "gradient"}, shard=True)
-    whole_matrices = SFT(tasks="x", optimizer="muon", shard=True)
+    stacked = SFT(tasks="x", optimizer="muon", shard=True)
     packed = SFT(lora=3, quantize="int8", shard=True)
     adapted = decoder(True)
     attach(adapted, LoRA(2, 4.0), lambda name: True)
@@ -427,7 +427,7 @@ def refusals(folder: Path) -> dict[str, Callable[[], Any]]:
     return {
         "`--weight-sync adapter`": lambda: AdapterSync(adapted),
         "`--quantize`": lambda: policy(packed, folder, torch.device("cpu"), Alone()),
-        "`--optimizer muon`, `adafactor`, `adamw8bit`, `lion`": lambda: validate(whole_matrices),
+        "`--optimizer muon`, `adafactor`, `adamw8bit`, `lion`": lambda: validate(stacked),
         "pictures": lambda: Backed.prepare_shards(seeing),  # type: ignore[arg-type]
         "`--algorithm trpo`": lambda: adjust(find("trpo"), RL(algorithm="trpo", shard=True), True),
         "`--set advantage.weight=gradient`": lambda: adjust(find("grpo"), weighted, True),

@@ -160,6 +160,33 @@ def test_of_a_text_without_a_prompt_all_is_learned_but_its_first_token(tokenizer
     assert transcript.n_scored == len(transcript.tokens) - 1 == len(tokenizer.encode("2 3"))
 
 
+def test_an_empty_reply_is_told_once_with_its_row_column_and_message(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.train(["hello there"], 300, special=("<|im_start|>", "<|im_end|>"))
+    tokenizer.chat_template = CHATML
+    ask, say = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "there"}
+    empty: dict[str, Any] = {"role": "assistant", "content": " "}
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    fine = [empty | {"train": False}, empty | {"content": None, "tool_calls": [call]}]
+    chats = [
+        [ask, say],
+        *([ask, one, ask, say] for one in fine),
+        [ask, say, ask, empty, ask, say],
+        [ask, empty, ask, say],
+    ]
+    said: list[str] = []
+    write_jsonl(tmp_path / "t.jsonl", [{"messages": chat} for chat in chats])
+    tasks = to_tasks(load_rows(str(tmp_path / "t.jsonl")), need=NEED)
+    made = Transcripts(tasks, tokenizer, tokenizer.encode("<|im_end|>"), 600, TooLong("skip", 640, said.append))
+    for place in range(3):
+        made[place]
+    assert said == []
+    assert made[3] and made[4]
+    (line,) = said
+    assert "t.jsonl:4: column messages: message 4 is an empty reply" in line and '"train": false' in line
+    last = Transcripts(tasks, tokenizer, tokenizer.encode("<|im_end|>"), 600, TooLong("skip", 640, said.append), "last")
+    assert last[3] and len(said) == 1, "with --mask last it is context"
+
+
 def test_tokens_that_the_model_does_not_know_are_refused(tokenizer: Tokenizer) -> None:
     made = Transcripts(to_tasks(rows(2), need=NEED), tokenizer, (1,), 5, TooLong("skip", 64, print))
     refused(lambda: made[0], "the model's vocabulary has 5")

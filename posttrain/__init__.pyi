@@ -830,7 +830,8 @@ class SearchOptions(TypedDict, total=False):
     best-of-n: whole replies. beam: continues the best partial replies. best-first: continues the best one. lookahead: a
     beam that values steps by greedy rollouts. mcts: PUCT. Of several searches, each finds --samples replies."""
     search_width: int
-    """Number of partial replies that a beam keeps, or of whole replies after which best-first ends."""
+    """Number of partial replies that a beam keeps, or of whole replies after which best-first ends. mcts reads it only
+    for the default of --search-tokens."""
     search_proposals: int
     """Steps that are proposed after each partial reply. best-of-n samples --search-width times as many whole
     replies."""

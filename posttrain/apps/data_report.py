@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
-from posttrain.core.conversation import Conversation
+from posttrain.core.conversation import Conversation, encoder_of
 from posttrain.core.json_text import json_text
 from posttrain.core.thoughts import reasoning_of, with_thoughts
 from posttrain.core.types import Mask, Task, Transcript, UserError
@@ -215,7 +215,7 @@ def _transcripts(task: Task, model: Outline, chat: Chatting, mask: Mask) -> Iter
         yield demonstrate(asked, model.tokenizer, ends, mask)
     else:
         transcript = Transcript()
-        transcript.observe(Conversation(model.tokenizer).show(opening(asked), None))
+        transcript.observe(Conversation(encoder_of(model.tokenizer, task)).show(opening(asked), None))
         yield transcript
 
 

@@ -324,7 +324,8 @@ def _training_of(command: list[str], by: str, checked: bool = True) -> Training:
         )
     if not command or command[0] not in kinds:
         raise UserError(
-            f"a training command follows two dashes: posttrain {by} -- {kinds[0]} ..., or {', '.join(kinds[1:])}"
+            f"a training command follows two dashes: posttrain {by} -- {kinds[0]} --model FOLDER ..., or "
+            f"{', '.join(kinds[1:])}"
         )
     try:
         _, bound, _ = main.app.parse_args(main.prepared(command), exit_on_error=False, print_error=False)

@@ -21,7 +21,8 @@ class SearchGroup(OptionGroup, group="search"):
     best-of-n: whole replies. beam: continues the best partial replies. best-first: continues the best one. lookahead: a
     beam that values steps by greedy rollouts. mcts: PUCT. Of several searches, each finds --samples replies."""
     search_width: int = option(4, above=0, most=1024)
-    """Number of partial replies that a beam keeps, or of whole replies after which best-first ends."""
+    """Number of partial replies that a beam keeps, or of whole replies after which best-first ends. mcts reads it only
+    for the default of --search-tokens."""
     search_proposals: int = option(4, above=0, most=1024)
     """Steps that are proposed after each partial reply. best-of-n samples --search-width times as many whole replies."""
     search_tokens: int | None = option(None, above=0)

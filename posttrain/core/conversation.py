@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 from posttrain.core.pictures import digests
-from posttrain.core.types import Completion, Media, ToolCall, Turn, UserError
+from posttrain.core.types import Completion, Media, Task, ToolCall, Turn, UserError
 
 MOST_IDS = 100_000  # ids of nine letters and digits: far more than a context has calls
 
@@ -53,8 +53,23 @@ class TextEncoder(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> ContinuedText: ...
     def encode_seen(self, text: str, digests: Sequence[str], start: bool = False) -> tuple[list[int], list[Media]]: ...
+    def with_row(self, given: Mapping[str, Any]) -> TextEncoder: ...
     @property
     def tool_format(self) -> ToolCallFormat | None: ...
+
+
+AnyEncoder = TypeVar("AnyEncoder", bound=TextEncoder)
+ROW_VARIABLES = "chat_template_kwargs"
+"""Column of a row with variables of the chat template, as TRL has it."""
+
+
+def encoder_of(tokenizer: AnyEncoder, task: Task) -> AnyEncoder:
+    """Return the tokenizer for a task: variables of its row replace those of the run in the chat template.
+
+    Without a chat template they have no effect. Raises UserError for a variable that the template does not read.
+    """
+    given = task.get(ROW_VARIABLES)
+    return cast(AnyEncoder, tokenizer.with_row(given)) if given and tokenizer.chat_template is not None else tokenizer
 
 
 class Conversation:

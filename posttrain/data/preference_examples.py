@@ -31,6 +31,7 @@ from collections.abc import Callable, Sequence
 from itertools import combinations
 from typing import Any
 
+from posttrain.core.conversation import ROW_VARIABLES
 from posttrain.core.thoughts import reasoning_of, with_thoughts
 from posttrain.core.types import StopReason, Task, UserError
 from posttrain.data.row_files import Row
@@ -52,7 +53,7 @@ def to_item(row: Row) -> Task | None:
     prompt, said = _read(row)
     if said is None:
         return None
-    kept = {name: value for name, value in row.items() if name in ("id", "source", "dataset")}
+    kept = {name: value for name, value in row.items() if name in ("id", "source", "dataset", ROW_VARIABLES)}
     return {**kept, **prompt, **said}
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from posttrain.core import user_files
+from posttrain.core.conversation import ROW_VARIABLES
 from posttrain.core.json_text import known
 from posttrain.core.messages import one_line, short
 from posttrain.core.pictures import PictureError, parts
@@ -36,6 +37,7 @@ Convert = Callable[[Row], Task | None]
 
 READ = ("id", "prompt", "messages", "response", "completion", "stop")  # columns that are read under their own names
 REPLIES = ("response", "completion")  # columns with the text to imitate; the second is TRL's
+_SLOW = {"messages", "stop", ROW_VARIABLES}  # columns that are always converted
 SCALARS = {str, int, float, bool, type(None)}
 OWN = str(Path(__file__).parents[1]) + os.sep  # the package
 quoted: Callable[[str], str] = json.encoder.encode_basestring_ascii  # a text as JSON
@@ -111,7 +113,12 @@ class Conversion:
         columns of text and numbers, whose required columns are all nonblank text.
         """
         columns = self._columns(rows)
-        if columns is None or self.convert is not None or self.patterns or {"messages", "stop"} & columns.keys():
+        if (
+            columns is None
+            or self.convert is not None
+            or self.patterns
+            or {"messages", "stop", ROW_VARIABLES} & columns.keys()
+        ):
             return None
         if self.reshapes and {"conversations", "instruction", "reward_model"} & columns.keys():
             return None
@@ -316,12 +323,21 @@ def _checked(task: Task) -> Task:
             raise UserError("the prompt is empty")
     if "messages" in task:
         task = {**task, "messages": _messages(task["messages"])}
+    if ROW_VARIABLES in task:
+        task = {**task, ROW_VARIABLES: _variables(task[ROW_VARIABLES])}
     if isinstance(task.get("tools"), str):  # JSON, in which table formats keep values of varying types
         try:
             task = {**task, "tools": json.loads(task["tools"])}
         except ValueError:
             raise UserError("tools is text but not JSON: give a list of JSON schemas of functions") from None
     return task
+
+
+def _variables(given: Any) -> dict[str, Any]:
+    """Return the variables of a chat template; those without a value are other rows' where a table has one column."""
+    if given is not None and not isinstance(given, dict):
+        raise UserError(f'{ROW_VARIABLES} is {short(given)}, not an object such as {{"enable_thinking": false}}')
+    return {name: value for name, value in (given or {}).items() if value is not None}
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:

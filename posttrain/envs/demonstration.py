@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from posttrain.core.conversation import encoder_of
 from posttrain.core.pictures import digests
 from posttrain.core.thoughts import reasoning_of, taken_apart
 from posttrain.core.types import Mask, Media, SpanKind, Task, ToolCall, Transcript, UserError
@@ -44,7 +45,7 @@ def demonstrate(
     unless "response_stop" marks it as cut off. `mask`: see `Mask`; "all" leaves out the first token, which nothing
     precedes. `length`: keep only so many tokens. Raises UserError if nothing is left to imitate.
     """
-    pieces = list(_pieces(task, tokenizer, eos_ids, mask))
+    pieces = list(_pieces(task, encoder_of(tokenizer, task), eos_ids, mask))
     if task.get("response_stop") in CUT:
         last = max((place for place, piece in enumerate(pieces) if piece.imitated), default=-1)
         pieces[last] = pieces[last]._replace(tokens=pieces[last].tokens[:-1] or pieces[last].tokens)
@@ -79,7 +80,7 @@ def demonstrate_steps(task: Task, steps: Sequence[str], tokenizer: Tokenizer, be
     There is no end-of-sequence token: solutions are cut after their first mistake, which an end would reveal. `begun`:
     text between the prompt and the first step, which is context.
     """
-    chat = task.get("messages")
+    chat, tokenizer = task.get("messages"), encoder_of(tokenizer, task)
     shown = task["prompt"] if chat is None else tokenizer.render(chat, generation=True)
     transcript = Transcript()
     transcript.observe(tokenizer.encode(shown, start=True))
@@ -95,7 +96,7 @@ def lost_reasoning(task: Task, tokenizer: Tokenizer, mask: Mask = "assistant") -
 
     Raises UserError where the template cannot render the messages.
     """
-    messages = without_marks(task["messages"])
+    messages, tokenizer = without_marks(task["messages"]), encoder_of(tokenizer, task)
     thoughts = [_thoughts(tokenizer, m) if m["role"] == "assistant" else "" for m in messages]
     if not any(thoughts):
         return 0, 0
@@ -162,6 +163,13 @@ def learned_of(messages: Sequence[Mapping[str, Any]], mask: Mask) -> list[bool]:
         message["role"] == "assistant" and not is_context(message) and (mask != "last" or i == last)
         for i, message in enumerate(messages)
     ]
+
+
+def is_empty(message: Mapping[str, Any]) -> bool:
+    """Return whether a message has neither content, nor reasoning, nor tool calls."""
+    content = message["content"]
+    blank = not content.strip() if isinstance(content, str) else not content
+    return blank and not message.get("tool_calls") and not (reasoning_of(message) or "").strip()
 
 
 def _tools(task: Task) -> list[dict[str, Any]] | None:

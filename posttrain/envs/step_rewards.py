@@ -82,6 +82,11 @@ def split_at(reply: str, ends: Sequence[int]) -> list[Step]:
     return [step for step in steps if step.text.strip()]
 
 
+def delimits(delimiter: str, reply: str) -> bool:
+    """Return whether the delimiter is in a reply."""
+    return re.search(_pattern(delimiter), reply) is not None
+
+
 def _pattern(delimiter: str) -> str:
     if delimiter in (REPLY, SPANS):
         return r"(?!)"  # matches nowhere

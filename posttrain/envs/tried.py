@@ -256,6 +256,12 @@ class Report:
             return ": nothing can be learned from it"
         if self.given:
             return ": if one of them is right, the reward misses it"
+        if any(len(case.shown) > 1 for case in self.cases):
+            example = '{..., "replies": ["first reply", "second reply"]}'
+            return (
+                ": no reply tried here solves a task of several turns; give the replies of a right episode in the column "
+                f"replies of a row, one for each turn: {example}"
+            )
         which = "your answer column is not a full reply" if self.answered else "no column of yours is a full reply"
         return f": {which}; give some with --replies FILE, or name a column that has them with --fields.response COLUMN"
 

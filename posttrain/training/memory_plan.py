@@ -91,7 +91,10 @@ def plan_memory(config: Training, room: float) -> MemoryPlan:
 def _refuse(config: Training) -> None:
     """Raise UserError for options that the estimate does not know."""
     if not config.model:
-        raise UserError("--model is missing: give a folder with the model's config.json; its weights are not read")
+        raise UserError(
+            "--model is missing, a folder with the model's config.json: posttrain memory --gpu-memory 80 -- rl --model "
+            "FOLDER; --lora, --tokens-per-microbatch, --recompute, --processes and --shard change the estimate"
+        )
     if config.quantize:
         raise UserError("posttrain memory cannot estimate --quantize yet: leave it out")
     if config.shard and config.processes == 1:

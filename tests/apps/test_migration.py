@@ -288,8 +288,11 @@ def test_of_several_runs_in_a_file_the_recipe_names_the_others(tmp_path: Path) -
     (tmp_path / "one.sh").write_text(command.format("sft") + "echo done\n")
     script = SCRIPT.format(config="SFTConfig", trainer="SFTTrainer", options="", more="")
     (tmp_path / "both.py").write_text(script + "DPOTrainer(model='m', args=DPOConfig(beta=0.2)).train()\n")
-    assert "# this is the first of 2 commands in both.sh" in imported(tmp_path / "both.sh")[1]
-    assert "commands in" not in imported(tmp_path / "one.sh")[1]
+    assert (
+        "# Check that you mean this command, the first of 2 in both.sh: give another a file"
+        in imported(tmp_path / "both.sh")[1]
+    )
+    assert "Check that you mean" not in imported(tmp_path / "one.sh")[1]
     verb, recipe, _ = imported(tmp_path / "both.py")
     assert verb == "sft" and "both.py calls DPOConfig too" in recipe
 

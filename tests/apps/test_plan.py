@@ -17,6 +17,7 @@ from places import TESTS
 import posttrain
 from posttrain.apps.planning.job import Group, Job, JobEpisode, JobTurn, Learning, PlanSetting, Speed
 from posttrain.apps.planning.pilot import read_pilot, rising
+from posttrain.apps.planning.plan_command import _about
 from posttrain.apps.planning.simulation import Simulation, SimulationResult
 from posttrain.cli.main import main
 from posttrain.core.types import UserError
@@ -247,6 +248,19 @@ def test_the_command_fits_a_terminal_and_gives_data(pilot: Path, capsys: pytest.
     assert [(s["engines"], s["async_steps"]) for s in told["settings"]] == [(1, 0), (1, 1), (3, 0), (3, 1)]
     assert told["best"] in told["settings"] and sum(told["best"]["engine_time"].values()) == pytest.approx(1, abs=0.02)
     assert told["best"]["steps_per_hour"] == pytest.approx(max(s["steps_per_hour"] for s in told["settings"]), rel=0.01)
+
+
+@pytest.mark.parametrize(("measured", "option"), [(5, "--steps 21"), (30, "--steps 48")])
+def test_a_simulation_far_from_the_pilots_own_speed_names_the_option_to_set(
+    pilot: Path, measured: int, option: str
+) -> None:
+    read = read_pilot(str(pilot / "rl"))
+    alone = Simulation(read.job, PlanSetting(1, shared=True), 12).run()
+    near = replace(read, steps=measured, resized=False, steps_per_hour=alone.steps_per_hour * 1.05)
+    assert not any("apart" in line for line in _about(near, alone, 12))
+    *_, told, advice = _about(replace(near, steps_per_hour=alone.steps_per_hour * 1.5), alone, 12)
+    assert "more than 10% apart" in told and option in advice and max(len(told), len(advice)) <= 80
+    assert not any("apart" in line for line in _about(replace(near, resized=True), alone, 12))
 
 
 def test_real_runs_of_other_sizes_are_predicted_within_a_fifth() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import noting
 import pytest
 
-from posttrain.core.types import Graded, Reply, SpanReward, Turn, UserError
+from posttrain.core.types import Graded, Reply, SpanReward, Task, Turn, UserError
 from posttrain.envs.check import TASKS, check
 from posttrain.envs.tried import TURNS, Report
 
@@ -149,6 +149,19 @@ def test_without_a_whole_right_reply_equal_rewards_are_told_and_not_judged(colum
     which = "your answer column" if column == "answer" else "no column of yours"
     assert f"the same for every reply (0): {which} is {'not ' * (column == 'answer')}a full reply" in said(report)
     assert "--fields.response COLUMN" in said(report) and "--replies FILE" in said(report)
+
+
+def test_several_turns_without_a_right_episode_ask_for_one_with_an_example() -> None:
+    def guess(task: Task) -> Generator[str, str, float]:
+        for _ in range(2):
+            reply = yield "Guess: "
+        return float(reply == "a word that nothing tried has")
+
+    report = check(guess, [{"prompt": "", "limit": 4}])
+    assert report.lines()[-1].startswith("undecided: ")
+    assert 'one for each turn: {..., "replies": ["first reply", "second reply"]}' in said(report)
+    given = [{"prompt": "", "replies": ["?", "a word that nothing tried has"]}]
+    assert check(guess, given).lines()[-1] == "check passed"
 
 
 def test_an_answer_that_is_no_whole_reply_is_tried_in_the_forms_that_scorers_look_for() -> None:

@@ -90,12 +90,12 @@ def test_the_command_prints_parts_advice_and_whether_it_fits(models: Path, capsy
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("-- rl", "--model is missing"),
+        ("-- rl", "posttrain memory --gpu-memory 80 -- rl --model FOLDER; --lora, --tokens-per-microbatch"),
         ("-- rl --model nowhere", "nowhere"),
         ("-- rl --model other", 'model_type "gpt_neox" is not supported'),
         ("-- sft --model 7b --lora 8 --quantize nf4", "cannot estimate --quantize"),
         ("-- rl --model 7b --algorithm sac", "cannot estimate the critic of sac"),
-        ("", "a training command follows two dashes: posttrain memory -- sft"),
+        ("", "a training command follows two dashes: posttrain memory -- sft --model FOLDER ..."),
         ("-- eval --model 7b", "a training command follows two dashes"),
         ("--gpu-memory 0 -- sft --model 7b", "--gpu-memory"),
         ("-- sft --model 7b --lora 0", "--lora must be above 0"),

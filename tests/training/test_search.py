@@ -114,6 +114,15 @@ def test_a_budget_is_spent_and_not_exceeded(place: Path) -> None:
     assert {course["search_tokens"] for row in rows for course in row["samples"]} == {31}
 
 
+def test_the_width_changes_mcts_only_through_the_default_of_its_tokens(place: Path) -> None:
+    def found(width: int, **options: Any) -> list[Any]:
+        given = {**SEARCH, "search_width": width, **options}
+        return [row["responses"] for row in sample("a.jsonl", **given, search=("mcts",), overwrite=True, max_tokens=36)]
+
+    assert found(1, search_tokens=200) == found(6, search_tokens=200)
+    assert found(1) != found(6)
+
+
 def test_the_best_of_n_is_the_most_valued_of_the_replies_that_it_may_choose_from(place: Path) -> None:
     """One reply at a time has the same seeds: a search of more replies begins with those of fewer."""
     values = []

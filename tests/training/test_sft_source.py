@@ -16,7 +16,7 @@ from posttrain.data.chat_prompts import AsMessages
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import ENDLESS, Stream, order, to_tasks
 from posttrain.data.tasks_from_rows import Conversion, question
-from posttrain.envs.demonstration import demonstrate
+from posttrain.envs.demonstration import demonstrate, is_empty
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.example_stream import steps_per_epoch
 from posttrain.training.sources.length_filter import TooLong
@@ -158,6 +158,29 @@ def test_of_a_text_without_a_prompt_all_is_learned_but_its_first_token(tokenizer
     assert made is not None
     [transcript] = made
     assert transcript.n_scored == len(transcript.tokens) - 1 == len(tokenizer.encode("2 3"))
+
+
+def test_an_empty_reply_is_told_once_with_its_row_column_and_message(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.train(["hello there"], 300, special=("<|im_start|>", "<|im_end|>"))
+    tokenizer.chat_template = CHATML
+    ask, say = {"role": "user", "content": "hello"}, {"role": "assistant", "content": "there"}
+    empty: dict[str, Any] = {"role": "assistant", "content": " "}
+    marked = [[ask, empty | mark, ask, say] for mark in ({"train": False}, {"weight": 0})]
+    chats = [[ask, say], *marked, [ask, say, ask, empty, ask, say], [ask, empty, ask, say]]
+    said: list[str] = []
+    write_jsonl(tmp_path / "t.jsonl", [{"messages": chat} for chat in chats])
+    tasks = to_tasks(load_rows(str(tmp_path / "t.jsonl")), need=NEED)
+    made = Transcripts(tasks, tokenizer, tokenizer.encode("<|im_end|>"), 600, TooLong("skip", 640, said.append))
+    for place in range(3):
+        made[place]
+    assert said == []
+    assert made[3] and made[4]
+    assert is_empty(empty) and not is_empty(empty | {"reasoning_content": "so"})
+    assert not is_empty({"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]})
+    (line,) = said
+    assert "t.jsonl:4: column messages: message 4 is an empty reply" in line and '"train": false' in line
+    last = Transcripts(tasks, tokenizer, tokenizer.encode("<|im_end|>"), 600, TooLong("skip", 640, said.append), "last")
+    assert last[3] and len(said) == 1, "with --mask last it is context"
 
 
 def test_tokens_that_the_model_does_not_know_are_refused(tokenizer: Tokenizer) -> None:

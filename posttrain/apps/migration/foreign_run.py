@@ -24,7 +24,7 @@ class ForeignRun:
     """The options of a run of another trainer, by their own names, dots included, in the order given.
 
     devices   processes that share a batch, where the command names them; None: it does not.
-    notes     what a reader of the recipe must know besides.
+    notes     what a reader of the recipe must check, as the end of a sentence that begins with "Check".
     """
 
     framework: str  # "TRL", "verl" or "OpenRLHF"

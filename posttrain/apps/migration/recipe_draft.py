@@ -241,7 +241,7 @@ class RecipeDraft:
             f"From {source}: {self.run.framework}, {self.run.trainer}. Run it:",
             f"  posttrain {self.verb} --config {file}",
         ]
-        out = [_comment(line) for line in [*head, *self.head, *self.run.notes]]
+        out = [_comment(line) for line in [*head, *self.head, *(f"Check {note}" for note in self.run.notes)]]
         out += ["", f"[{self.verb}]"]
         out += [_line(option, value, comment) for option, (value, comment) in self.lines.items()]
         if self.settings:

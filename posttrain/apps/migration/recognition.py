@@ -49,7 +49,7 @@ def read(source: str, trainer: str | None = None) -> ForeignRun:
         if (run := _of_command(command, path)) is not None:
             if more := _more(rest, path):
                 run.notes.append(
-                    f"this is the first of {more + 1} commands in {path.name}: for another, give a file of its own to import"
+                    f"that you mean this command, the first of {more + 1} in {path.name}: give another a file of its own"
                 )
             return run
         words += command
@@ -157,7 +157,7 @@ def _of_trl_command(trainer: str, words: list[str], devices: int | None, path: P
         try:
             base = _mapping(user_files.text(place, LARGEST), file)
         except (OSError, UnicodeDecodeError) as error:
-            notes.append(f"its --config {file} is not read ({one_line(error)}): its options are not here")
+            notes.append(f"the options of --config {file}, which cannot be read ({one_line(error)}): add them here")
     given = {name: value for name, value in options.items() if value is not None}
     return ForeignRun("TRL", trainer, {**base, **given}, devices, notes)
 
@@ -216,6 +216,6 @@ def _of_configuration(options: dict[str, Any], trainer: str | None, name: str) -
         raise UserError(
             f"{name} does not show which trainer of TRL it is for: give --trainer sft, dpo, grpo, reward or kto"
         )
-    notes = [] if trainer else [f"read as a configuration of trl {found}: --trainer names another"]
+    notes = [] if trainer else [f"that this configuration is one of trl {found}: --trainer names another"]
     options = {key: value for key, value in options.items() if not isinstance(value, Unresolved)}
     return ForeignRun("TRL", found, flat({k: v for k, v in options.items() if k != "env"}), None, notes)

@@ -153,7 +153,7 @@ def read_script(text: str, name: str) -> ForeignRun:
     run = ForeignRun("TRL", CONFIGS[config], _keywords(script, last[config]))
     if others := [c for c in configs if c != config]:
         run.notes.append(
-            f"this is the run of {config}: {name} calls {' and '.join(others)} too, which need a script of their own"
+            f"that you mean the run of {config}: {name} calls {' and '.join(others)} too, which need a script of their own"
         )
     trainer = last.get(config.replace("Config", "Trainer"))
     if trainer is not None:
@@ -224,7 +224,9 @@ def _dataset(script: ScriptValues, node: ast.expr, run: ForeignRun, prefix: str)
     if split is None and isinstance(written, ast.Subscript):
         split = script.value(written.slice)
     if isinstance(split, str) and "[" in split:
-        run.notes.append(f"the script reads {split} alone: give limit, or write these rows to a file")
+        run.notes.append(
+            f"the number of rows: the script reads {split} alone; give limit, or write these rows to a file"
+        )
         split = split.partition("[")[0]
     if path in ("json", "csv", "parquet") and "data_files" in named:
         path, split = _files(named["data_files"], split), None
@@ -234,11 +236,11 @@ def _dataset(script: ScriptValues, node: ast.expr, run: ForeignRun, prefix: str)
     if isinstance(split, str) and not prefix:
         run.options["dataset_train_split"] = split
     elif isinstance(split, str):
-        run.notes.append(f"eval_tasks names no split: write split {split} of {path} to a file, and name that")
+        run.notes.append(f"the rows of eval_tasks, which names no split: write split {split} of {path} to a file")
     text = ast.unparse(written)
     if not prefix and re.search(r"\.(map|filter|select|shuffle|train_test_split)\(", text + _uses(script, node)):
         run.notes.append(
-            "the script changes its rows after loading (map, filter ...): write them to a file, or use fields"
+            "the rows: the script changes them after loading (map, filter ...); write them to a file, or use fields"
         )
 
 
@@ -267,7 +269,7 @@ def _rewards(script: ScriptValues, node: ast.expr, name: str, runs: bool, run: F
             terms.append(("function", f"trl:{'rewards.py' if runs else name}:{part.id}"))
             if runs:
                 run.notes.append(
-                    f"copy {part.id} from {name} to rewards.py: the file of a reward is imported, and this one would train"
+                    f"that rewards.py has {part.id}, copied from {name}: a reward is imported, and this file would train"
                 )
         elif isinstance(part, ast.Name) and script.imported.get(part.id, "").startswith("trl"):
             terms.append(("function", f"trl:{part.id}"))

@@ -13,6 +13,8 @@ from posttrain.apps.planning.simulation import Simulation, SimulationResult
 from posttrain.config.scale import Plan
 from posttrain.core.types import UserError
 
+FAR = 0.1  # relative difference of the pilot's speed to its simulation above which a line gives advice
+ENOUGH = 20  # measured steps of a pilot
 SHOWN = 10  # settings, so that all fits a terminal of 24 lines
 SPLITS = 12  # splits of many devices to try before the neighbours of the best one
 FEWEST, MOST, REPLIES = 16, 48, 12_000  # fewest and most steps to simulate, and the replies that suffice
@@ -45,7 +47,7 @@ def plan(run: str, config: Plan) -> int:
     if config.json:
         print(json.dumps(_data(pilot, alone, found, best), indent=1))
     else:
-        print("\n".join(_lines(pilot, alone, found, best, config)))
+        print("\n".join(_lines(pilot, alone, found, best, config, steps)))
     return 0
 
 
@@ -121,7 +123,12 @@ def _best(found: Iterable[SimulationResult]) -> SimulationResult:
 
 
 def _lines(
-    pilot: Pilot, alone: SimulationResult, found: list[SimulationResult], best: SimulationResult, config: Plan
+    pilot: Pilot,
+    alone: SimulationResult,
+    found: list[SimulationResult],
+    best: SimulationResult,
+    config: Plan,
+    steps: int,
 ) -> list[str]:
     # settings with equal speeds as shown are ordered by their devices
     order = sorted(
@@ -130,14 +137,14 @@ def _lines(
     )
     shown = order[:SHOWN]
     head = f"{'engines':>7} {'learners':>8} {'async':>5} {'tokens':>6} {'steps/h':>8} {'times':>6}  {'idle':<12}  limited by"
-    lines = [*_about(pilot, alone), "", head]
+    lines = [*_about(pilot, alone, steps), "", head]
     lines += [_row(o, alone) for o in shown]
     if len(order) > SHOWN:
         lines.append(f"... and {len(order) - SHOWN} slower ones (--json has all)")
     return [*lines, "", *_advice(best, alone, config)]
 
 
-def _about(pilot: Pilot, alone: SimulationResult) -> list[str]:
+def _about(pilot: Pilot, alone: SimulationResult, steps: int) -> list[str]:
     """Return the lines that describe the pilot."""
     episodes = [episode for group in pilot.groups for episode in group.episodes]
     lengths = sorted(episode.sampled + 1 for episode in episodes)
@@ -156,6 +163,17 @@ def _about(pilot: Pilot, alone: SimulationResult) -> list[str]:
         f"decoding  ms a step, by requests: {decoding}",
         f"learner   {pilot.update_tokens:,.0f} tokens/s, {pilot.job.learning.step:.2g} s between; {handed}",
         f"as it ran {measured}{alone.steps_per_hour:,.0f} in the simulation{compared}",
+        *(_apart(pilot.steps, steps) if measured and abs(far) > FAR else ()),
+    ]
+
+
+def _apart(measured: int, simulated: int) -> list[str]:
+    """Return the lines about a simulation that misses the pilot's own speed."""
+    few = f"few steps were measured: run the pilot again with --steps {ENOUGH + 1}"
+    noisy = f"run the pilot with nothing beside it, or plan with --steps {4 * simulated}"
+    return [
+        f"          more than {FAR:.0%} apart, so smaller gains below mean little:",
+        f"          {few if measured < ENOUGH else noisy}",
     ]
 
 

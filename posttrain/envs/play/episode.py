@@ -7,7 +7,7 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
-from posttrain.core.conversation import TextEncoder
+from posttrain.core.conversation import TextEncoder, encoder_of
 from posttrain.core.types import (
     Branch,
     Completion,
@@ -100,6 +100,7 @@ class RunningEpisode:
 
     def __init__(self, episode: Episode, tokenizer: TextEncoder, member: int = 0) -> None:
         """`member`: its number in its group."""
+        tokenizer = encoder_of(tokenizer, episode.task)
         self.episode, self.tokenizer, self.member = episode, tokenizer, member
         self.branch: Branch | None = None  # its branch point in another episode
         self.last: Turn | None = None  # the last turn, as the environment yielded it

@@ -240,7 +240,7 @@ class _Play:
     def _ask(self, index: int, ask: Ask) -> None:
         self.playing[index].asks = ask.service
         if ask.service == PROMPT_TOKENS:
-            self._tell(index, count_prompt(self.by.tokenizer, ask.content))
+            self._tell(index, count_prompt(self.playing[index].tokenizer, ask.content))
         else:
             self.services.ask(index, ask)
 

@@ -46,6 +46,7 @@ from posttrain.models.tokenizer.tool_parser import ToolFormat, check_shown, with
 
 BLIND = "this model is text-only, and a message has a picture: use a vision-language model, or leave it out"
 _MARK = "\u2063reply\u2063"  # placeholder of a sampled reply, to render the text around it
+MOST_OF_ROWS = 1024  # tokenizers with the variables of rows that are kept
 _WORD = "Xyzzy"  # placeholder of a content, to test whether a template shows it
 
 
@@ -103,6 +104,7 @@ class Tokenizer:
         self._parts: dict[str, bool] = {}  # cache: chat template -> `_takes_parts`
         self._formats: dict[str, ToolFormat | None] = {}  # cache: chat template -> `tool_format`
         self._reasoning: dict[str, str | None] = {}  # cache: chat template -> `reasoning_name`
+        self._of_rows: dict[str, Tokenizer] = {}  # cache: variables of rows -> the tokenizer with them
         self._continuation = _continuation(backend)
         self._opening = _opening(backend)
         self.eos_id, self.bos_id, self.pad_id = (self._id(name) for name in ("eos_token", "bos_token", "pad_token"))
@@ -497,8 +499,17 @@ class Tokenizer:
         config = {key: value for key, value in self.config.items() if key not in ("chat_template", KWARGS_KEY)}
         return Tokenizer(self.backend, config, template, name)._seeing(self.pictures)
 
-    def with_kwargs(self, given: Mapping[str, Any]) -> Tokenizer:
-        """Return a copy whose chat template also gets these variables; `save` stores them.
+    def with_row(self, given: Mapping[str, Any]) -> Tokenizer:
+        """Return a copy whose chat template also gets the variables of a row. Raises UserError as `with_kwargs`."""
+        key = json.dumps(given, sort_keys=True, default=str)
+        if key not in self._of_rows:
+            if len(self._of_rows) >= MOST_OF_ROWS:
+                self._of_rows.clear()
+            self._of_rows[key] = self.with_kwargs(given, f"column {KWARGS_KEY}")
+        return self._of_rows[key]
+
+    def with_kwargs(self, given: Mapping[str, Any], by: str = "--chat-template-kwargs") -> Tokenizer:
+        """Return a copy whose chat template also gets these variables; `save` stores them. `by`: names their origin.
 
         Raises UserError for a variable that the template does not read.
         """
@@ -512,12 +523,10 @@ class Tokenizer:
         for name in given:
             if name not in known:
                 listed = f"it reads: {', '.join(known)}" if known else "it has no variables"
-                raise UserError(
-                    f"--chat-template-kwargs: {self.template_name} does not read {name[:60]!r}{near(name, known)} ({listed})"
-                )
+                raise UserError(f"{by}: {self.template_name} does not read {name[:60]!r}{near(name, known)} ({listed})")
         other = copy(self)  # with the same backend
         other.config = {**self.config, KWARGS_KEY: {**self.chat_template_kwargs, **given}}
-        other._reasoning = {}  # a variable may turn thoughts on
+        other._reasoning, other._of_rows = {}, {}  # a variable may turn thoughts on
         return other
 
     def padding(self, ends: Sequence[int]) -> Tokenizer:

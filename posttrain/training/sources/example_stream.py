@@ -48,6 +48,9 @@ class ExampleStream(Sequence["X | None"], Generic[X]):
         Raises UserError if nothing is left to learn.
         """
 
+    def notice(self, place: int, task: Task) -> None:
+        """Report what is strange about a row that was made."""
+
     @abstractmethod
     def transcripts(self, made: X) -> Sequence[Transcript]: ...
 
@@ -65,6 +68,7 @@ class ExampleStream(Sequence["X | None"], Generic[X]):
         if made is None:
             self.unwanted += 1
             return None
+        self.notice(place, task)
         transcripts = self.transcripts(made)
         most = max(max(t.tokens) for t in transcripts)
         if most >= self.vocab:

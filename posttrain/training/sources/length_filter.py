@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from posttrain.core.conversation import Conversation, TextEncoder
+from posttrain.core.conversation import Conversation, TextEncoder, encoder_of
 from posttrain.core.pictures import PictureError
 from posttrain.core.types import Task, UserError
 from posttrain.data.tasks import ENDLESS
@@ -65,7 +65,7 @@ class Prompts:
     def leaves_room(self, place: int, task: Task) -> bool:
         """Return whether the prompt of the task at this place leaves room for a reply, perhaps after a cut."""
         try:
-            length = len(Conversation(self.tokenizer).show(opening(task), None))
+            length = len(Conversation(encoder_of(self.tokenizer, task)).show(opening(task), None))
         except PictureError as error:
             raise UserError(f"{self.tasks.where(place)}: {error}") from None
         if length < self.too_long.context:

@@ -19,6 +19,7 @@ from posttrain.algorithms.preference import PreferenceAlgorithm
 from posttrain.algorithms.responses import Responses
 from posttrain.core.batch import Batch, Matched, Preferences, Stats, TrainingStep
 from posttrain.core.component import Need
+from posttrain.core.conversation import encoder_of
 from posttrain.core.protocols import Learner, Source
 from posttrain.core.token_probe import TokenSink
 from posttrain.core.types import Comparison, PreferenceExample, StopReason, Task, Transcript, UserError
@@ -74,7 +75,7 @@ class PreferenceExamples(ExampleStream[PreferenceExample]):
             asked = {"prompt": task["prompt"], "response": said}
         if cut:
             asked["response_stop"] = str(StopReason.LENGTH)
-        whole = demonstrate(asked, self.tokenizer, self.eos_ids, "last", length)
+        whole = demonstrate(asked, encoder_of(self.tokenizer, task), self.eos_ids, "last", length)
         return last_alone(whole, self.eos_ids if cut else ())
 
 

@@ -27,6 +27,7 @@ from posttrain.learners.local_learner import REFERENCE
 from posttrain.training.sources.async_rollouts import StepQueue
 from posttrain.training.sources.collector import Collector, Size
 from posttrain.training.sources.credit_assignment import Credited, credit
+from posttrain.training.sources.delimiter_watch import DelimiterWatch
 from posttrain.training.sources.ledger import Ledger
 from posttrain.training.sources.length_filter import Placed, TooLong
 from posttrain.training.sources.minibatches import Minibatches
@@ -63,6 +64,7 @@ class RLSource:
         tokens_per_step: int = 0,
         recording: TokenRecording = SAMPLE,
         order: TaskOrder | None = None,
+        watch: DelimiterWatch | None = None,
     ) -> None:
         """`success`: the reward from which on a reply succeeds; `texts`: imitated by an algorithm with a pretraining
         term.
@@ -71,12 +73,12 @@ class RLSource:
         `async_steps`: number of steps between sampling and update, during which the engine has weights of its own;
         `last`: the number of the last step. `tokens_per_step`: most tokens of a reply that a step samples (0: no
         limit). `recording`: decides whose token values are recorded. `order`: decides which task is next; by default
-        each once per epoch.
+        each once per epoch. `watch`: looks at the replies of each step.
         """
         assert (teachers is not None) == (algorithm.teacher is not None), "an algorithm with a teacher has one to ask"
         assert success is not None or Need.SUCCESS not in algorithm.needs, "what is a success?"
         self.learner, self.algorithm, self.size, self.success = learner, algorithm, size, success
-        self.recording = recording
+        self.recording, self.watch = recording, watch
         plan = algorithm.branching.plan(learner.weights().config.vocab) if algorithm.branching else None
         how = success, too_long, algorithm.needs, rewarded, plan, tokens_per_step, order or Uniform(len(tasks), seed)
         collector = Collector(tasks, player, size, seed, *how)
@@ -108,6 +110,8 @@ class RLSource:
         played, began = self.queue.take(number, self.learner), time.perf_counter()
         collected, stats = played.collected, Stats(played.stats)
         tokens, kept = self.size.tokens_per_microbatch, collected.kept
+        if self.watch is not None:
+            self.watch.look(collected.played)
         if self.lags:
             self._measure_staleness(collected.played, stats)
         ledger = self._ledger = Ledger(algorithm, number, collected.played, collected.left, self.recording)

@@ -17,7 +17,7 @@ from posttrain.core.batch import Batch, Outputs, Stats, TrainingStep
 from posttrain.core.protocols import Objective, Source
 from posttrain.core.types import Mask, Task, Transcript, UserError
 from posttrain.data.tasks_from_rows import is_script
-from posttrain.envs.demonstration import demonstrate, last_alone
+from posttrain.envs.demonstration import demonstrate, is_empty, last_alone, learned_of
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.demonstrations import Enact, cut, stored
 from posttrain.training.sources.example_recording import ExampleRecording
@@ -67,6 +67,7 @@ class Transcripts(ExampleStream[Sequence[Transcript]]):
     ) -> None:
         """`enact`: runs the episodes of rows with replies; episodes with a reward below `min_reward` are left out."""
         self.mask, self.enact, self.min_reward = mask, enact, min_reward
+        self._noticed = False
         self._judged: dict[bool, set[int]] = {True: set(), False: set()}  # whether kept -> hashes of the rows
         super().__init__(tasks, tokenizer, eos_ids, vocab, too_long)
 
@@ -97,6 +98,19 @@ class Transcripts(ExampleStream[Sequence[Transcript]]):
             return None
         transcripts = [transcript for own in kept for transcript in own]
         return cut([last_alone(t) for t in transcripts] if self.mask == "last" else transcripts, length)
+
+    def notice(self, place: int, task: Task) -> None:
+        """Report once that a reply of a row is empty, so that its end is all that is learned."""
+        if self._noticed or "messages" not in task or "transcripts" in task or is_script(task):
+            return
+        learned = learned_of(task["messages"], self.mask)
+        empty = [number for number, own in enumerate(learned, 1) if own and is_empty(task["messages"][number - 1])]
+        if empty:
+            self._noticed = True
+            self.too_long.say(
+                f"{self.tasks.where(place)}: column messages: message {empty[0]} is an empty reply, which trains the model "
+                'to end its reply at once: leave it out, or give it "train": false; further rows are not listed'
+            )
 
     @property
     def kept(self) -> str:

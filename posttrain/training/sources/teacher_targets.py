@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.batch import Stats
-from posttrain.core.conversation import Conversation, TextEncoder
+from posttrain.core.conversation import Conversation, TextEncoder, encoder_of
 from posttrain.core.protocols import Learner
 from posttrain.core.types import Rollout, Task, Transcript, Turn, UserError
 from posttrain.training.sources.model_outputs import by_rollout, packs, view
@@ -72,7 +72,7 @@ class Teachers:
             turn = Turn(messages=told)
         else:
             raise UserError(f'task {task.get("id")!r}: "teacher_prompt" must be text or a list of messages')
-        return Conversation(self.tokenizer).show(turn, None)
+        return Conversation(encoder_of(self.tokenizer, task)).show(turn, None)
 
     def taught(self, rollouts: Sequence[Rollout]) -> list[Taught]:
         """Return each rollout as its teacher reads it."""

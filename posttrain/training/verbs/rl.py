@@ -64,6 +64,7 @@ from posttrain.training.setup import (
     watch_lengths,
 )
 from posttrain.training.sources.collector import Size
+from posttrain.training.sources.delimiter_watch import DelimiterWatch
 from posttrain.training.sources.length_filter import Prompts, TooLong
 from posttrain.training.sources.mixture import part_metrics
 from posttrain.training.sources.rl_source import RLSource
@@ -115,6 +116,7 @@ def rl(context: RunContext[RL]) -> RunParts:
     engine = opened.enter_context(closing(_engine(run, model, tokenizer)))
     player = ground.player(engine, tokenizer, model.config.context)
     recording = TokenRecording(config.record, config.record_after, config.seed)
+    watch = DelimiterWatch(config.step_delimiter, too_long.say) if config.step_delimiter else None
     source = RLSource(
         tasks=train_tasks,
         player=player,
@@ -136,6 +138,7 @@ def rl(context: RunContext[RL]) -> RunParts:
         tokens_per_step=config.tokens_per_step,
         recording=recording,
         order=order,
+        watch=watch,
     )
 
     @opened.push
@@ -160,7 +163,7 @@ def rl(context: RunContext[RL]) -> RunParts:
         sizes,
         describe(algorithm),
         _measure(config, source, engine, played, in_parts, opened_teachers) if played else None,
-        notifiers=(too_long, *([engine] if isinstance(engine, EnginePool) else [])),
+        notifiers=(too_long, *filter(None, [watch]), *([engine] if isinstance(engine, EnginePool) else [])),
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from posttrain.learners.adamw import AdamW
 from posttrain.learners.library_optimizer import LibraryOptimizer
-from posttrain.models.backbone import decoders_in
-from posttrain.models.native.linear import Adapter
 
 _IN_A_LAYER = re.compile(r"(^|\.)\d+\.")
 
@@ -28,18 +26,6 @@ _IN_A_LAYER = re.compile(r"(^|\.)\d+\.")
 def is_hidden(name: str, parameter: Tensor) -> bool:
     """Return whether a parameter that is decayed is a matrix of a layer, which has a number in its name."""
     return parameter.ndim == 2 and _IN_A_LAYER.search(name) is not None
-
-
-def stacked_rows(model: nn.Module) -> Iterator[tuple[Tensor, list[int]]]:
-    """Yield (parameter, rows of each of its matrices) for each parameter of a model that stacks several."""
-    for decoder in decoders_in(model):
-        for _, linear, matrices in decoder.linears():
-            if linear.parameter is not None:
-                yield linear.parameter, [rows for _, rows in matrices]
-    for module in model.modules():
-        if isinstance(module, Adapter):
-            yield module.a, [place.inner.stop - place.inner.start for place in module.places]
-            yield module.b, [place.rows.stop - place.rows.start for place in module.places]
 
 
 class Muon:

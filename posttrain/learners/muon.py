@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from posttrain.learners.adamw import AdamW
 from posttrain.learners.library_optimizer import LibraryOptimizer
+from posttrain.models.adapters.adapter_writer import adapters
 from posttrain.models.backbone import decoders_in
-from posttrain.models.native.linear import Adapter
 
 _IN_A_LAYER = re.compile(r"(^|\.)\d+\.")
 
@@ -36,10 +36,9 @@ def stacked_rows(model: nn.Module) -> Iterator[tuple[Tensor, list[int]]]:
         for _, linear, matrices in decoder.linears():
             if linear.parameter is not None:
                 yield linear.parameter, [rows for _, rows in matrices]
-    for module in model.modules():
-        if isinstance(module, Adapter):
-            yield module.a, [place.inner.stop - place.inner.start for place in module.places]
-            yield module.b, [place.rows.stop - place.rows.start for place in module.places]
+        for adapter in adapters(decoder):
+            yield adapter.a, [place.inner.stop - place.inner.start for place in adapter.places]
+            yield adapter.b, [place.rows.stop - place.rows.start for place in adapter.places]
 
 
 class Muon:

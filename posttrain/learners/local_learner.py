@@ -22,6 +22,7 @@ from posttrain.core.batch import Batch, Outputs, Packed, Stats
 from posttrain.core.protocols import TRAINING, Alone, Learner, Measured, Model, Objective, World
 from posttrain.core.token_probe import sink_of
 from posttrain.core.types import UserError
+from posttrain.learners.muon import stacked_rows
 from posttrain.learners.natural_gradient import TrustRegion, search
 from posttrain.learners.optimizers import BETAS, EPS, OptimizerChoice, parameter_groups
 from posttrain.learners.repeated_bits import repeated_bits
@@ -41,7 +42,6 @@ from posttrain.models.losses.likelihood import (
 )
 from posttrain.models.native.linear import accumulating
 from posttrain.models.row_shards import here
-from posttrain.models.stacked_rows import stacked_rows
 from posttrain.models.tensor_files import open_tensors, read_rows, read_state, stored_kind, write_state
 
 P = TypeVar("P", bound=Packed)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from posttrain.learners.adamw import AdamW
 from posttrain.learners.library_optimizer import LibraryOptimizer
+from posttrain.models.adapters.adapter_writer import adapters
+from posttrain.models.backbone import decoders_in
 
 _IN_A_LAYER = re.compile(r"(^|\.)\d+\.")
 
@@ -26,6 +28,17 @@ _IN_A_LAYER = re.compile(r"(^|\.)\d+\.")
 def is_hidden(name: str, parameter: Tensor) -> bool:
     """Return whether a parameter that is decayed is a matrix of a layer, which has a number in its name."""
     return parameter.ndim == 2 and _IN_A_LAYER.search(name) is not None
+
+
+def stacked_rows(model: nn.Module) -> Iterator[tuple[Tensor, list[int]]]:
+    """Yield (parameter, rows of each of its matrices) for each parameter of a model that stacks several."""
+    for decoder in decoders_in(model):
+        for _, linear, matrices in decoder.linears():
+            if linear.parameter is not None:
+                yield linear.parameter, [rows for _, rows in matrices]
+        for adapter in adapters(decoder):
+            yield adapter.a, [place.inner.stop - place.inner.start for place in adapter.places]
+            yield adapter.b, [place.rows.stop - place.rows.start for place in adapter.places]
 
 
 class Muon:

@@ -21,12 +21,12 @@ from posttrain.config.resolve import filled, validate
 from posttrain.config.training import RL, SFT
 from posttrain.core.types import UserError
 from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.learners.muon import stacked_rows
 from posttrain.learners.optimizers import ROWS, OptimizerChoice, parameter_groups
 from posttrain.models.adapters.lora import LoRA, attach, begin
 from posttrain.models.critic import ValueModel
 from posttrain.models.native.decoder import Decoder, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
-from posttrain.models.stacked_rows import stacked_rows
 from posttrain.models.tensor_files import write_state
 from posttrain.training.adjust import adjust
 from posttrain.training.memory_estimate import UpdateSize, estimate_memory

@@ -25,14 +25,15 @@ from posttrain.core.types import Completion, Reply, Rollout, StopReason, Task, T
 from posttrain.envs.play.player import Episode, Player
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
-LETTERS = "ab"
+LETTERS = "abc"
 PROMPTS = "01"
-LONGEST = 3  # letters of a reply
+LONGEST = 2  # letters of a reply
+ITERATIONS = 120
 WORTHLESS = -3.0  # whatever is not one or more letters: three standard deviations below the mean of those
 
 
 def demonstrations(count: int, seed: int) -> list[Task]:
-    """Random replies of 1 to 3 letters; each prompt has a letter that comes first twice as often."""
+    """Random replies of 1 or 2 letters; each prompt has a letter that comes first more often."""
     draw = random.Random(f"demonstrations {seed}")
     rows = []
     for number in range(count):
@@ -43,10 +44,15 @@ def demonstrations(count: int, seed: int) -> list[Task]:
 
 
 def worths(seed: int) -> dict[tuple[str, str], float]:
-    """(prompt, reply) -> a draw from N(0, 1), for each reply of letters."""
+    """(prompt, reply) -> what a reply of letters is worth: a draw for prompt and first letter, plus one for the reply.
+
+    Both are from N(0, 1/2). A table of independent draws for all would be learned too slowly to see where it ends.
+    """
     draw = random.Random(f"worths {seed}")
     replies = ["".join(said) for size in range(1, LONGEST + 1) for said in product(LETTERS, repeat=size)]
-    return {(prompt, reply): draw.gauss(0, 1) for prompt in PROMPTS for reply in replies}
+    own = {reply: draw.gauss(0, 0.5**0.5) for reply in replies}
+    first = {(prompt, letter): draw.gauss(0, 0.5**0.5) for prompt in PROMPTS for letter in LETTERS}
+    return {(prompt, reply): own[reply] + first[prompt, reply[0]] for prompt in PROMPTS for reply in replies}
 
 
 def sequences(vocabulary: int, end: int, longest: int) -> list[tuple[int, ...]]:
@@ -117,7 +123,11 @@ class World:
         place = {text: number for number, text in enumerate(self.texts)}
 
         def worth(task: Task, reply: Reply) -> float:
-            return self.worth[PROMPTS.index(task["prompt"]), place[str(reply)]].item() if str(reply) in place else WORTHLESS
+            return (
+                self.worth[PROMPTS.index(task["prompt"]), place[str(reply)]].item()
+                if str(reply) in place
+                else WORTHLESS
+            )
 
         return worth
 
@@ -177,19 +187,29 @@ def optimum(ref: Tensor, worth: Tensor, beta: float) -> Tensor:
     return normalised(ref + worth / beta)
 
 
-def scaled_optimum(ref: Tensor, worth: Tensor, beta: float) -> Tensor:
-    """Where rewards are divided by their standard deviation and the penalty is not.
+def scaled_optimum(ref: Tensor, worth: Tensor, beta: float, group: int = 16) -> Tensor:
+    """Where rewards are centred and divided by the standard deviation of their group, and the penalty is not.
 
-    pi is proportional to ref exp(r / (beta s)), s being the standard deviation of r under pi itself, prompt by prompt: the
-    gradient of E[r] / s - beta KL, s held fixed as advantages hold it, is 0 there.
+    With a(y) the mean advantage of reply y in a group of `group` replies of pi, the mean gradient is 0 where pi is
+    proportional to ref exp(a / beta). Found by iteration, a from 4,000 random groups each time; the result is a mean over
+    the last iterations.
     """
-    spread = worth.new_ones(len(worth), 1)
-    for _ in range(2000):
-        chance = normalised(ref + worth / (beta * spread)).exp()
-        mean = (chance * worth).sum(-1, keepdim=True)
-        found = (chance * (worth - mean).square()).sum(-1, keepdim=True).sqrt()
-        spread = 0.8 * spread + 0.2 * found.clamp_min(1e-3)
-    return normalised(ref + worth / (beta * spread))
+    generator = torch.Generator().manual_seed(0)
+    policy, total = ref, torch.zeros_like(ref)
+    for turn in range(ITERATIONS):
+        gain = torch.zeros_like(ref)
+        for row, own in enumerate(policy):
+            drawn = torch.multinomial(own.exp(), 4_000 * group, replacement=True, generator=generator)
+            reward = worth[row][drawn].view(-1, group)
+            centred = reward - reward.mean(1, keepdim=True)
+            advantage = (centred / (reward.std(1, keepdim=True) + 1e-6)).flatten()
+            count = torch.bincount(drawn, minlength=len(own))
+            gain[row] = torch.zeros_like(own).index_add_(0, drawn, advantage) / count.clamp_min(1)
+            gain[row][count == 0] = advantage.min()  # too rare to be drawn
+        policy = normalised(0.9 * policy + 0.1 * (ref + gain / beta))
+        if turn >= ITERATIONS // 2:
+            total += policy
+    return normalised(total / (ITERATIONS - ITERATIONS // 2))
 
 
 def forward_optimum(ref: Tensor, worth: Tensor, beta: float) -> Tensor:

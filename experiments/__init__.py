@@ -7,6 +7,8 @@ import difflib
 from experiments import (
     arpo,
     baseline_variance,
+    causality,
+    chosen_falls,
     clip_higher,
     closed_form,
     code_choice,
@@ -34,7 +36,9 @@ EXPERIMENTS: dict[str, Experiment] = {
         kl_estimators,
         baseline_variance,
         gspo_variance,
+        causality,
         closed_form,
+        chosen_falls,
         clip_higher,
         dynamic_sampling,
         overlong,

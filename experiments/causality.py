@@ -302,4 +302,5 @@ EXPERIMENT = Experiment(
      "unit": 8, "units": 128, "parts": 8},
     measure,
     conclude,
+    seeds=(0, 1, 2, 3, 4),
 )  # fmt: skip

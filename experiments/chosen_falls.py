@@ -234,4 +234,5 @@ EXPERIMENT = Experiment(
      "unseen": 44, "points": 6},
     measure,
     conclude,
+    seeds=(0, 1, 2, 3, 4),
 )  # fmt: skip

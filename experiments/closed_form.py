@@ -314,4 +314,5 @@ EXPERIMENT = Experiment(
      "passes": 2, "points": 8, "demonstrations": 2048, "imitation_epochs": 2.0},
     measure,
     conclude,
+    seeds=(0, 1, 2, 3, 4),
 )  # fmt: skip

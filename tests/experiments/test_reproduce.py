@@ -65,7 +65,8 @@ CODING = {"hidden": 32, "layers": 1, "demonstrations": 64, "demonstrated_choices
 TINY: dict[str, dict[str, Any]] = {
     "closed-form": {"betas": [0.5], "demonstrations": 64, "steps": 2, "group": 4, "pairs": 32, "rows": 8, "points": 2},
     "chosen-falls": {"demonstrations": 64, "imitation_epochs": 1.0, "pairs": 8, "rows": 4, "unseen": 4, "points": 2},
-    "causality": {"tasks": 40, "imitation_epochs": 1.0, "unit": 2, "units": 16, "parts": 2, "ages": [1, 2]},
+    "causality": {"tasks": 8, "numbers": 2, "slips": 0.0, "imitation_epochs": 80.0, "unit": 2, "units": 16, "parts": 4,
+                  "ages": [1, 2]},  # few sums, learned well enough to earn something
     "kl-estimators": {"samples": 400_000, "distributions": 4, "gradient_samples": 100_000},
     "gspo-variance": {"tasks": 40, "imitation_epochs": 1.0, "steps": 1, "prompts": 8, "group": 4, "edges": [1, 8, 65]},
     "baseline-variance": {"tasks": 40, "imitation_epochs": 1.0, "batches": 4, "prompts": 2, "group": 4,

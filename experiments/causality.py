@@ -298,7 +298,7 @@ EXPERIMENT = Experiment(
     "bias it, a weight per token removes a part of that, the weight of the whole reply all of it at a higher variance, "
     "and a cap trades the one for the other.",
     "Sutton et al. 2000; McCandlish et al., arXiv 1812.06162; Yao et al. 2025; Liu et al. 2025, When speed kills stability",
-    {"tasks": 1000, "numbers": 3, "slips": 0.3, "imitation_epochs": 8.0, "max_tokens": 20, "lr": 1e-3, "ages": [1, 4, 16],
+    {"tasks": 600, "numbers": 3, "slips": 0.3, "imitation_epochs": 14.0, "max_tokens": 20, "lr": 1e-3, "ages": [1, 4, 16],
      "unit": 8, "units": 64, "parts": 4},
     measure,
     conclude,

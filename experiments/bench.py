@@ -133,7 +133,9 @@ def comparisons(
         asked = partial(learner.evaluate, of=REFERENCE)
         source.reference = MovingReferenceLogps(items, asked, TOKENS, learner.device, drift)
     elif Need.REFERENCE in algorithm.needs:
-        weights = str(fingerprint.of_path(Path(start))["digest"])
+        known = fingerprint.of_path(Path(start))
+        assert known is not None, "the start of an experiment is a checkpoint on the disk"
+        weights = str(known["digest"])
         every = range(len(items))
         source.reference = reference_logps(items, every, weights, learner.evaluate, TOKENS, learner.device, drift)
     return source, learner

@@ -135,7 +135,7 @@ class World:
         """What makes players that draw from the list, with the policy's probabilities: as the engine, and much faster."""
 
         def made(*given: Any) -> Player:
-            return _Drawing(*given, world_of=self)
+            return _Drawing(*given, world_of=self)  # type: ignore[misc]
 
         return made
 

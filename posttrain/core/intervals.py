@@ -335,9 +335,7 @@ def student_quantile(probability: float, freedom: int) -> float:
     """
     if freedom > 10_000:
         return NormalDist().inv_cdf(probability)
-    angle = np.linspace(0.0, math.pi / 2, 20001)
-    density = np.cos(angle) ** (freedom - 1)
-    mass = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    angle, mass = _student_mass(freedom)
     return sqrt(freedom) * math.tan(float(np.interp((probability - 0.5) * 2 * mass[-1], mass, angle)))
 
 
@@ -348,23 +346,15 @@ def student_test(distance: float, freedom: int) -> float:
     """
     if not freedom or freedom > 10_000:
         return 2 * (1 - NormalDist().cdf(abs(distance)))
-    angle = np.linspace(0.0, math.pi / 2, 20001)
-    density = np.cos(angle) ** (freedom - 1)
-    mass = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    angle, mass = _student_mass(freedom)
     return float(1 - np.interp(math.atan(abs(distance) / sqrt(freedom)), angle, mass) / mass[-1])
 
 
-def holm(values: Sequence[float]) -> list[float]:
-    """Return p-values corrected for their number: with them, the chance of any wrong rejection is at most the level.
-
-    The k-th smallest of m is multiplied by m - k + 1, and none is below a smaller one's (Holm, Scand. J. Statist. 6:65,
-    1979).
-    """
-    found, least = [0.0] * len(values), 0.0
-    for k, place in enumerate(sorted(range(len(values)), key=lambda i: values[i])):
-        least = max(least, min(1.0, (len(values) - k) * values[place]))
-        found[place] = least
-    return found
+def _student_mass(freedom: int) -> tuple[Floats, Floats]:
+    """Return angles from 0 to pi / 2, and the mass of Student's distribution up to each, see `student_quantile`."""
+    angle = np.linspace(0.0, math.pi / 2, 20001)
+    density = np.cos(angle) ** (freedom - 1)
+    return angle, np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
 
 
 def _arrays(sums: ArrayLike, counts: ArrayLike) -> tuple[Floats, Floats]:

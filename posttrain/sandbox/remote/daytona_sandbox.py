@@ -33,8 +33,9 @@ class DaytonaSandbox(RemoteSandbox):
     ) -> DaytonaSandbox:
         from daytona import AsyncDaytona, CreateSandboxFromImageParams, Image, Resources
 
-        is_folder = isinstance(source, Path)
-        image = Image.from_dockerfile(source / "Dockerfile", strict_context=True) if is_folder else source
+        image: Any = source
+        if isinstance(source, Path):
+            image = Image.from_dockerfile(source / "Dockerfile", strict_context=True)
         asked = CreateSandboxFromImageParams(
             image=image,
             os_user="root",

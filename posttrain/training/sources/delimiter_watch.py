@@ -14,7 +14,7 @@ LOOKED = 3  # steps of training
 
 @dataclass
 class DelimiterWatch:
-    """Says once that no reply of the first steps has the delimiter, so that each was one step."""
+    """Reports once that no reply of the first steps has the delimiter, so that each was one step."""
 
     delimiter: str
     say: Callable[[str], None]

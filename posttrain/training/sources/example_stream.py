@@ -49,7 +49,7 @@ class ExampleStream(Sequence["X | None"], Generic[X]):
         """
 
     def notice(self, place: int, task: Task) -> None:
-        """Say what is strange about a row that was made."""
+        """Report what is strange about a row that was made."""
 
     @abstractmethod
     def transcripts(self, made: X) -> Sequence[Transcript]: ...

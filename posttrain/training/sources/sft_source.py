@@ -100,7 +100,7 @@ class Transcripts(ExampleStream[Sequence[Transcript]]):
         return cut([last_alone(t) for t in transcripts] if self.mask == "last" else transcripts, length)
 
     def notice(self, place: int, task: Task) -> None:
-        """Say once that a reply of a row is empty, so that its end is all that is learned."""
+        """Report once that a reply of a row is empty, so that its end is all that is learned."""
         if self._noticed or "messages" not in task or "transcripts" in task or is_script(task):
             return
         learned = learned_of(task["messages"], self.mask)

@@ -126,6 +126,8 @@ def test_daytona_gets_the_dockerfile_the_limits_and_a_longest_life(monkeypatch: 
     assert made["networkBlockAll"] is True
     assert (made["ttlMinutes"], made["autoStopInterval"], made["autoDeleteInterval"]) == (120, 0, 0)
     assert "DELETE /sandbox/s1" in dict(server.seen)
+    _, server, _ = inside("daytona", monkeypatch, "debian:13", nothing, ContainerLimits(network=True))
+    assert server.sent("POST /sandbox")["networkBlockAll"] is False
 
 
 @pytest.mark.parametrize("folder", [True, False])
@@ -133,7 +135,8 @@ def test_modal_takes_every_call_by_its_signature(folder: bool, context: Path, mo
     pytest.importorskip("modal", reason="needs the client of Modal: pip install modal")
     monkeypatch.setenv("MODAL_TOKEN_ID", "a-key")
     monkeypatch.setenv(CHOICE, "modal")
-    _, _, seen = inside("modal", monkeypatch, context if folder else "debian:13", nothing)
+    with monkeypatch.context() as patch:
+        _, _, seen = inside("modal", patch, context if folder else "debian:13", nothing)
     names = [name for name, _ in seen]
     image = "from_dockerfile" if folder else "from_registry"
     assert names == [image, "lookup", "create", "terminate", "detach"]
@@ -141,6 +144,8 @@ def test_modal_takes_every_call_by_its_signature(folder: bool, context: Path, mo
     assert asked[0] == ("sleep", "7200") and asked[1]["app"] == "the app"
     limits = [asked[1][name] for name in ("cpu", "memory", "timeout", "block_network", "env")]
     assert limits == [(2.0, 2.0), (3000, 3000), 7200, True, {"COLOUR": "blue"}]
+    *_, seen = inside("modal", monkeypatch, "debian:13", nothing, ContainerLimits(network=True))
+    assert dict(seen)["create"][1]["block_network"] is False
 
 
 # -- what comes of it --------------------------------------------------------------------------------------------------

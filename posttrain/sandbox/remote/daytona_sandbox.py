@@ -33,7 +33,7 @@ class DaytonaSandbox(RemoteSandbox):
     ) -> DaytonaSandbox:
         from daytona import AsyncDaytona, CreateSandboxFromImageParams, Image, Resources
 
-        image = source
+        image: Any = source
         if isinstance(source, Path):
             image = Image.from_dockerfile(source / "Dockerfile", strict_context=True)
         asked = CreateSandboxFromImageParams(

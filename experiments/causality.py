@@ -210,7 +210,7 @@ def panels(numbers: Mapping[int, Numbers], settings: Settings) -> list[Panel]:
         for name in FORMS:
             each = [over_seeds([n["stale"][str(age)]["forms"][name][what] for n in numbers.values()]) for age in ages]
             lines.append(Series(name, ages, [e.mean for e in each]))
-        drawn.append(Panel(title, "updates older", lines, log_x=True, log_y=what == "noise"))
+        drawn.append(Panel(title, "updates older", lines, log_x=True))
     return drawn
 
 

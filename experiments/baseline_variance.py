@@ -112,7 +112,7 @@ def figures(own: Halves, reference: Halves) -> dict[str, float]:
     """
     a, b = own.means
     true_a, true_b = reference.means
-    true = (true_a @ true_b).item()
+    true = (true_a @ true_b).item() or math.nan  # no reward, no gradient
     mean_square = (own.sums[0] + own.sums[1]).div(own.batches).square().sum().item()
     variance = (own.square / own.batches - mean_square) * own.batches / (own.batches - 1)
     return {

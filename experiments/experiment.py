@@ -1,8 +1,9 @@
 """What every experiment shares: one measurement per seed, kept on the disk, and a verdict that follows from intervals.
 
-An experiment says beforehand in which range each of its figures must lie for the paper to be right. The claim is *seen*
+An experiment says beforehand in which range each of its figures must lie for the paper to be right. A figure is *seen*
 only if the whole 95% interval over the seeds lies there, and *contradicted* only if the whole interval lies outside;
-anything else is not seen at this scale.
+anything else is not seen at this scale. For this, intervals are as wide as Holm's correction over all figures of the
+experiment demands: with many figures, some would lie in their range by chance.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 
 from experiments.figure import Panel, draw
 from posttrain.core import user_files
-from posttrain.core.intervals import Interval, student_interval
+from posttrain.core.intervals import LEVEL, Interval, holm, student_interval, student_quantile, student_test
 from posttrain.core.types import UserError
 
 Settings = Mapping[str, Any]
@@ -33,6 +34,8 @@ Numbers = dict[str, Any]
 """What one seed gave; plain JSON."""
 
 Say = Callable[[str], None]
+
+NORMAL = 1_000_000  # degrees of freedom from which on Student's distribution is the normal one
 
 
 class Verdict(StrEnum):
@@ -52,6 +55,7 @@ class Estimate:
     low: float
     high: float
     why: str = ""  # there is no interval
+    freedom: int = 0  # of Student's distribution; 0: the normal one
 
     def __str__(self) -> str:
         return f"{self.mean:.3g} {Interval(self.low, self.high, self.why).text('.3g')}"
@@ -67,19 +71,34 @@ class Comparison:
     at_most: float = math.inf
 
     @property
-    def verdict(self) -> Verdict:
-        low, high = self.found.low, self.found.high
-        if math.isnan(low):  # a single seed, or the same in all, has no interval: it shows nothing
-            return Verdict.UNSEEN
-        if self.at_least < low and high < self.at_most:
-            return Verdict.SEEN
-        return Verdict.CONTRADICTED if high < self.at_least or low > self.at_most else Verdict.UNSEEN
+    def inside(self) -> bool:
+        """Whether the middle of the interval is in the range."""
+        return self.at_least < self._middle < self.at_most
+
+    @property
+    def p(self) -> float:
+        """Of the figure, if it were on the border that decides: the nearer one inside of the range, the passed one
+        outside. 1 without an interval, as of a single seed, or if it is the same in all: that shows nothing."""
+        half = (self.found.high - self.found.low) / 2
+        if math.isnan(half) or not half:
+            return 1.0
+        error = half / student_quantile(0.5 + LEVEL / 2, self.found.freedom or NORMAL)
+        borders = [self.at_least, self.at_most]
+        away = [abs(self._middle - border) / error for border in borders if math.isfinite(border)]
+        return student_test(min(away), self.found.freedom)
+
+    @property
+    def _middle(self) -> float:
+        return (self.found.low + self.found.high) / 2
 
     @property
     def claimed(self) -> str:
         if self.at_least == -math.inf:
             return f"below {self.at_most:g}"
         return f"above {self.at_least:g}" if self.at_most == math.inf else f"{self.at_least:g} to {self.at_most:g}"
+
+
+JUDGED = ("figure", "found", "claimed", "p, corrected", "verdict")
 
 
 @dataclass(frozen=True)
@@ -95,8 +114,24 @@ class Finding:
     plot: Path | None = None
 
     @property
+    def corrected(self) -> list[float]:
+        """The p of each comparison, by Holm's correction over all of them."""
+        return holm([c.p for c in self.comparisons])
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """That of each comparison."""
+
+        def spoken(comparison: Comparison, p: float) -> Verdict:
+            if p >= 1 - LEVEL:
+                return Verdict.UNSEEN
+            return Verdict.SEEN if comparison.inside else Verdict.CONTRADICTED
+
+        return [spoken(c, p) for c, p in zip(self.comparisons, self.corrected, strict=True)]
+
+    @property
     def verdict(self) -> Verdict:
-        verdicts = {c.verdict for c in self.comparisons}
+        verdicts = set(self.verdicts)
         if verdicts == {Verdict.SEEN}:
             return Verdict.SEEN
         if Verdict.SEEN in verdicts:
@@ -105,11 +140,13 @@ class Finding:
 
     @property
     def judged(self) -> list[list[str]]:
-        """A row for each comparison: what, found, claimed, verdict."""
-        return [[c.what, str(c.found), c.claimed, c.verdict.value] for c in self.comparisons]
+        """A row for each comparison, with the columns `JUDGED`."""
+        spoken = zip(self.comparisons, self.corrected, self.verdicts, strict=True)
+        return [[c.what, str(c.found), c.claimed, f"{p:.2g}", verdict.value] for c, p, verdict in spoken]
 
     def as_dict(self) -> Numbers:
-        comparisons = [{**asdict(c), "verdict": c.verdict.value} for c in self.comparisons]
+        spoken = zip(self.comparisons, self.corrected, self.verdicts, strict=True)
+        comparisons = [{**asdict(c), "p": p, "verdict": verdict.value} for c, p, verdict in spoken]
         return {
             "verdict": self.verdict.value,
             "comparisons": [{k: _finite(v) for k, v in c.items()} for c in comparisons],
@@ -130,6 +167,8 @@ class Experiment:
     """(seed, settings, folder of this seed, say) -> what that seed gave."""
     conclude: Callable[[Mapping[int, Numbers], Settings], Finding] = field(repr=False)
     """(seed -> what it gave, settings) -> finding."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Those that are measured where none are given."""
 
     def run(self, seeds: Sequence[int], out: Path, settings: Settings | None = None, say: Say = print) -> Finding:
         """Measure every seed that was not measured with these settings yet, conclude, write to `out`.
@@ -191,8 +230,9 @@ class Experiment:
             f"    posttrain reproduce {self.name} --seeds {seeds}{changed}",
             f"{time.strftime('%Y-%m-%d')}, one thread, {platform.machine()}, torch {version('torch')}.",
             f"Claim ({self.paper}): {self.claim}",
-            f"Verdict: **{finding.verdict.value}**. Mean over {len(finding.seeds)} seeds, 95% interval (Student).",
-            _grid(("figure", "found", "claimed", "verdict"), finding.judged),
+            f"Verdict: **{finding.verdict.value}**. Mean over {len(finding.seeds)} seeds, 95% interval (Student); p by "
+            f"Holm's correction over {len(finding.comparisons)} figures.",
+            _grid(JUDGED, finding.judged),
             _grid(finding.columns, finding.rows),
             *finding.notes,
             f"Settings: {listed}.",
@@ -219,7 +259,7 @@ def read_settings(given: Mapping[str, str]) -> dict[str, Any]:
 def over_seeds(values: Sequence[float]) -> Estimate:
     """Mean with Student's 95% interval."""
     found = student_interval(values)
-    return Estimate(float(np.mean(values)), found.low, found.high, found.why)
+    return Estimate(float(np.mean(values)), found.low, found.high, found.why, len(values) - 1)
 
 
 def differences(numbers: Mapping[int, Numbers], one: str, other: str, figure: Callable[[Numbers], float]) -> Estimate:

@@ -88,11 +88,13 @@ def share_of_strides(task: Task, reply: Reply) -> float:
     return sum(right) / len(right) if right else 0.0
 
 
-def imitate(demonstrations: Sequence[Task], folder: Path, seed: int, *, context: int, epochs: float) -> str:
-    """A small model, trained from scratch; returns its checkpoint."""
+def imitate(
+    demonstrations: Sequence[Task], folder: Path, seed: int, *, context: int, epochs: float, **model: Any
+) -> str:
+    """A small model, trained from scratch; returns its checkpoint. `model`: other sizes than those of `MODEL`."""
     config = SFT(
         tasks="generated", out=str(folder / "imitation"), seed=seed, context=context, epochs=epochs, rows=32, lr=3e-3,
-        warmup=20, **MODEL, **QUIET,
+        warmup=20, **{**MODEL, **model}, **QUIET,
     )  # fmt: skip
     return checkpoint_of(run_training(config, demonstrations))
 

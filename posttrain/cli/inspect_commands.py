@@ -89,7 +89,7 @@ def _show_table(title: str, algorithms: Iterable[Algorithm | PreferenceAlgorithm
 def reproduce(
     name: str | None = None,
     *,
-    seeds: Annotated[tuple[int, ...], Parameter(consume_multiple=1, negative_iterable=())] = (0, 1, 2),
+    seeds: Annotated[tuple[int, ...], Parameter(consume_multiple=1, negative_iterable=())] = (),
     out: str = "runs/reproduce",
     settings: dict[str, str] | None = None,
 ) -> int:
@@ -100,7 +100,7 @@ def reproduce(
     name
         Experiment to run. Left out: list them.
     seeds
-        Random seeds, one measurement each. Finished ones are kept.
+        Random seeds, one measurement each. Finished ones are kept. Left out: those of the experiment, three or five.
     out
         Folder for the experiments, one subfolder each.
     settings
@@ -115,15 +115,15 @@ def reproduce(
         )
     sys.path.insert(0, str(checkout))
     from experiments import EXPERIMENTS, find
-    from experiments.experiment import read_settings
+    from experiments.experiment import JUDGED, read_settings
 
     if name is None:
         rows = [[e.name, e.claim, e.paper] for e in EXPERIMENTS.values()]
         table("Experiments", ["name", "claim", "paper"], rows)
         return 0
     experiment, folder = find(name), Path(out) / name
-    finding = experiment.run(seeds, folder, read_settings(settings or {}))
-    table(f"{experiment.paper}: {experiment.claim}", ["figure", "found", "claimed", "verdict"], finding.judged)
+    finding = experiment.run(seeds or experiment.seeds, folder, read_settings(settings or {}))
+    table(f"{experiment.paper}: {experiment.claim}", list(JUDGED), finding.judged)
     table("", finding.columns, finding.rows)
     print("\n".join([*finding.notes, f"verdict     {finding.verdict}"]))
     print(f"table       {folder / 'table.md'}\nplot        {finding.plot}\nfigures     {folder / 'result.json'}")

@@ -7,7 +7,7 @@ it has, and the spread is estimated from the differences between tasks.
     means           Student's t; on the score scale where all values are within [0, 1] or [-1, 1], so that it ends there
     paired shares   Tango's score interval, which includes 0 wherever the exact test of McNemar does not reject it
     other pairs     as means, and 0 is included wherever a test that flips signs does not reject it
-    seeds           Student's t
+    seeds           Student's t; several of them together by Holm's correction
 
 No interval has width 0. Below `FEWEST` tasks, or where their spread is unknown, there is none, and `why` gives the
 reason. How often they cover the truth: docs/results/intervals.md.
@@ -16,7 +16,7 @@ reason. How often they cover the truth: docs/results/intervals.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf, nan, sqrt
@@ -326,6 +326,32 @@ def student_quantile(probability: float, freedom: int) -> float:
     density = np.cos(angle) ** (freedom - 1)
     mass = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
     return sqrt(freedom) * math.tan(float(np.interp((probability - 0.5) * 2 * mass[-1], mass, angle)))
+
+
+def student_test(distance: float, freedom: int) -> float:
+    """Return the two-sided p of a mean that is `distance` standard errors away from a value, by Student's distribution.
+
+    It is below 1 - level exactly if `student_interval` excludes the value.
+    """
+    if not freedom or freedom > 10_000:
+        return 2 * (1 - NormalDist().cdf(abs(distance)))
+    angle = np.linspace(0.0, math.pi / 2, 20001)
+    density = np.cos(angle) ** (freedom - 1)
+    mass = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    return float(1 - np.interp(math.atan(abs(distance) / sqrt(freedom)), angle, mass) / mass[-1])
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """Return p-values corrected for their number: with them, the chance of any wrong rejection is at most the level.
+
+    The k-th smallest of m is multiplied by m - k + 1, and none is below a smaller one's (Holm, Scand. J. Statist. 6:65,
+    1979).
+    """
+    found, least = [0.0] * len(values), 0.0
+    for k, place in enumerate(sorted(range(len(values)), key=lambda i: values[i])):
+        least = max(least, min(1.0, (len(values) - k) * values[place]))
+        found[place] = least
+    return found
 
 
 def _arrays(sums: ArrayLike, counts: ArrayLike) -> tuple[Floats, Floats]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
+from collections import Counter
 from collections.abc import Mapping
 from itertools import combinations
 from pathlib import Path
@@ -15,8 +17,11 @@ import torch
 
 from experiments import (
     EXPERIMENTS,
+    causality,
+    chosen_falls,
     code_rl,
     coder,
+    enumerated,
     find,
     harness,
     kl_estimators,
@@ -26,6 +31,7 @@ from experiments import (
     reader,
 )
 from experiments.baseline_variance import Halves, figures
+from experiments.bench import bench
 from experiments.decoupled_approval import CORRUPTED, decoupled, heard, plain
 from experiments.experiment import (
     Comparison,
@@ -42,17 +48,24 @@ from experiments.figure import Panel, Series
 from experiments.gspo_variance import slope, spreads
 from experiments.length_bias import told
 from experiments.overlong import answered_and_ended
+from posttrain.algorithms.links import Pairs, Sigmoid
 from posttrain.cli.main import main
-from posttrain.core.intervals import student_quantile
-from posttrain.core.types import Ask, Reply, StopReason, Task, UserError
+from posttrain.core.intervals import holm, student_quantile
+from posttrain.core.types import Ask, Reply, StopReason, Task, Transcript, UserError
 from posttrain.envs.builtin import arithmetic
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.sources.packing import pack
 
 SEARCHING = {"reader_hidden": 32, "reader_layers": 2, "lesson_steps": 2, "practice_steps": 2, "questions": 16, "held_out": 8,
              "demonstrations": 64, "samples": 1, "steps": 2, "prompts": 2, "group": 4}  # fmt: skip
 CODING = {"hidden": 32, "layers": 1, "demonstrations": 64, "demonstrated_choices": 64, "tasks": 8, "held_out": 2,
           "samples": 8, "steps": 2, "prompts": 2}  # fmt: skip
 TINY: dict[str, dict[str, Any]] = {
+    "closed-form": {"betas": [0.5], "demonstrations": 64, "steps": 2, "group": 4, "pairs": 32, "rows": 8, "points": 2},
+    "chosen-falls": {"demonstrations": 64, "imitation_epochs": 1.0, "pairs": 8, "rows": 4, "unseen": 4, "points": 2},
+    "causality": {"tasks": 40, "imitation_epochs": 1.0, "unit": 2, "units": 16, "parts": 2, "ages": [1, 2]},
     "kl-estimators": {"samples": 400_000, "distributions": 4, "gradient_samples": 100_000},
     "gspo-variance": {"tasks": 40, "imitation_epochs": 1.0, "steps": 1, "prompts": 8, "group": 4, "edges": [1, 8, 65]},
     "baseline-variance": {"tasks": 40, "imitation_epochs": 1.0, "batches": 4, "prompts": 2, "group": 4,
@@ -84,7 +97,8 @@ def run(name: str, out: Path, seeds: tuple[int, ...] = (0,), **settings: Any) ->
 
 def test_registry_holds_every_experiment_with_a_claim_and_a_paper() -> None:
     assert set(EXPERIMENTS) == {
-        "kl-estimators", "baseline-variance", "gspo-variance", "clip-higher", "dynamic-sampling", "overlong",
+        "kl-estimators", "baseline-variance", "gspo-variance", "causality", "closed-form", "chosen-falls",
+        "clip-higher", "dynamic-sampling", "overlong",
         "length-bias", "ppo-vs-grpo", "entropy-collapse", "decoupled-approval", "over-optimisation",
         "search-r1", "retrieved-token-masking", "arpo", "code-rl", "code-choice", "lora-rl",
         "moe-routing",
@@ -100,6 +114,9 @@ def test_registry_holds_every_experiment_with_a_claim_and_a_paper() -> None:
         if name
         in (
             "kl-estimators",
+            "closed-form",
+            "chosen-falls",
+            "causality",
             "dynamic-sampling",
             "decoupled-approval",
             "over-optimisation",
@@ -393,7 +410,7 @@ def test_settings_that_over_optimisation_cannot_be_concluded_from_are_refused(tm
      (float("nan"), float("nan"), Verdict.UNSEEN)],
 )  # fmt: skip
 def test_claim_is_seen_only_if_the_whole_interval_lies_in_its_range(low: float, high: float, verdict: Verdict) -> None:
-    assert Comparison("difference", Estimate(0.0, low, high), at_least=0.0).verdict == verdict
+    assert Finding((), (), [Comparison("difference", Estimate(0.0, low, high), at_least=0.0)], ()).verdict == verdict
 
 
 @pytest.mark.parametrize(
@@ -405,6 +422,27 @@ def test_verdict_follows_from_the_comparisons(found: str, verdict: Verdict) -> N
     estimates = {"s": Estimate(1, 0.5, 1.5), "u": Estimate(0, -1, 1), "c": Estimate(-1, -1.5, -0.5)}
     comparisons = [Comparison("x", estimates[letter], at_least=0.0) for letter in found]
     assert Finding((), (), comparisons, ()).verdict == verdict
+
+
+def test_holms_correction_is_the_textbooks_and_one_figure_needs_none() -> None:
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.7, 0.9]) == [1.0, 1.0] and holm([0.03]) == [0.03] and holm([]) == []
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0, 3.0], [0.3, 0.5, 0.1, 0.9, 0.4]])
+def test_p_is_a_twentieth_exactly_where_the_interval_ends(values: list[float]) -> None:
+    found = over_seeds(values)
+    assert Comparison("x", found, at_least=found.low).p == pytest.approx(0.05, rel=1e-3)
+    assert Comparison("x", found, at_least=found.low, at_most=found.high + 9).p == pytest.approx(0.05, rel=1e-3)
+    assert Comparison("x", found, at_least=found.high + 1e-9).p == pytest.approx(0.05, rel=1e-3)
+    assert Comparison("x", found, at_least=found.low - 1).p < 0.05 < Comparison("x", found, at_least=found.mean).p
+
+
+def test_figure_among_many_is_seen_only_with_an_interval_as_wide_as_their_number_demands() -> None:
+    near = Comparison("near", Estimate(1, 0.1, 1.9), at_least=0.0)
+    far = Comparison("far", Estimate(1, 0.9, 1.1), at_least=0.0)
+    assert Finding((), (), [near], ()).verdicts == [Verdict.SEEN]
+    assert Finding((), (), [near, near, far], ()).verdicts == [Verdict.UNSEEN, Verdict.UNSEEN, Verdict.SEEN]
 
 
 def counted(measured: list[int]) -> Experiment:
@@ -475,3 +513,131 @@ def test_rates_of_a_seed_are_chosen_on_the_others() -> None:
     assert [lora_rl.chosen("rank 1", own, numbers, settings) for own in numbers] == [high, low, low]
     assert lora_rl.chosen("rank 1", 1, {1: numbers[1]}, settings) == high  # alone, its own
     assert middle == settings["lr_adapters"] and lora_rl.rates(lora_rl.ALL, settings)[1] == settings["lr"]
+
+
+# -- closed-form -------------------------------------------------------------------------------------------------------
+
+
+def small_world(folder: Path, longest: int) -> tuple[enumerated.World, Any]:
+    start = harness.imitate(enumerated.demonstrations(64, 0), folder, 0, context=8, epochs=1.0)
+    model, tokenizer = load_model(Path(start)), Tokenizer.load(start)
+    [end] = model.eos_ids
+    return enumerated.World.of(tokenizer, end, enumerated.worths(0), longest), model
+
+
+@pytest.mark.parametrize("longest", [1, 2])
+def test_probabilities_of_all_replies_sum_to_one_and_are_those_that_the_learner_gives(
+    tmp_path: Path, longest: int
+) -> None:
+    world, model = small_world(tmp_path, longest)
+    logp = world.logp(model)
+    torch.testing.assert_close(logp.exp().sum(-1), torch.ones(2, dtype=torch.float64), rtol=0, atol=1e-9)
+    tokenizer = Tokenizer.load(str(tmp_path / "imitation" / "checkpoints" / "step-000002"))
+    for row, prompt in enumerate(enumerated.PROMPTS):
+        for place in (0, 7, len(world.replies) - 1):
+            transcript = Transcript()
+            transcript.observe(tokenizer.encode(prompt, start=True))
+            transcript.imitate(world.replies[place])
+            [outputs] = LocalLearner(model, Optimization()).evaluate([pack([[transcript]], [0])])
+            assert outputs.logp.sum().item() == pytest.approx(logp[row, place].item(), abs=1e-4)
+
+
+def random_case(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ref = enumerated.normalised(torch.randn(2, 6, generator=generator, dtype=torch.float64))
+    return ref, torch.randn(2, 6, generator=generator, dtype=torch.float64)
+
+
+def gradient_at(law: torch.Tensor, gain: Any) -> float:
+    """Norm of the gradient of a gain, a function of log-probabilities, with logits as parameters."""
+    logits = law.clone().requires_grad_()
+    [gradient] = torch.autograd.grad(gain(logits.log_softmax(-1)), logits)
+    return gradient.norm().item()
+
+
+@pytest.mark.parametrize("beta", [0.3, 1.0])
+def test_predicted_optima_are_where_the_objectives_gradients_are_zero(beta: float) -> None:
+    ref, worth = random_case(0)
+
+    def reverse(logp: torch.Tensor) -> torch.Tensor:
+        return (logp.exp() * (worth - beta * (logp - ref))).sum()
+
+    def forward(logp: torch.Tensor) -> torch.Tensor:
+        return (logp.exp() * worth).sum() - beta * (ref.exp() * (ref - logp)).sum()
+
+    best, other = enumerated.optimum(ref, worth, beta), enumerated.forward_optimum(ref, worth, beta)
+    assert gradient_at(best, reverse) < 1e-12 < 1e-3 < gradient_at(other, reverse)
+    assert gradient_at(other, forward) < 1e-9 < 1e-3 < gradient_at(best, forward)
+    short = (reverse(best) - reverse(other)).item() / 2
+    assert short == pytest.approx(beta * enumerated.kl(other, best), abs=1e-12)  # what the regularised reward lacks
+
+
+def test_optimum_of_ipo_is_where_the_gradient_of_its_loss_over_all_pairs_is_zero() -> None:
+    (ref, worth), beta = random_case(1), 0.5
+    wins = torch.sigmoid(worth[:, :, None] - worth[:, None, :])
+    chance = ref.exp()[:, :, None] * ref.exp()[:, None, :]
+
+    def loss(logp: torch.Tensor) -> torch.Tensor:
+        apart = (logp - ref)[:, :, None] - (logp - ref)[:, None, :]
+        return (chance * wins * (apart - 1 / (2 * beta)).square()).sum()
+
+    everything = torch.ones_like(ref, dtype=torch.bool)
+    assert gradient_at(enumerated.identity_optimum(ref, worth, beta, everything), loss) < 1e-12
+
+
+def test_optimum_of_scaled_rewards_is_where_the_mean_gradient_of_groups_is_zero() -> None:
+    """For groups of two, the mean advantage of a reply is (chance of a worse one - chance of a better one) / sqrt(2)."""
+    (ref, worth), beta = random_case(2), 2.0
+    found = enumerated.scaled_optimum(ref, worth, beta, 2)
+    better = (worth[:, None, :] > worth[:, :, None]).double()
+    worse = (worth[:, None, :] < worth[:, :, None]).double()
+    advantage = ((worse - better) * found.exp()[:, None, :]).sum(-1) / 2**0.5
+    torch.testing.assert_close(found, enumerated.normalised(ref + advantage / beta), rtol=0, atol=0.02)
+
+
+def test_drawn_replies_have_the_policys_probabilities(tmp_path: Path) -> None:
+    world, _ = small_world(tmp_path, 2)
+    start = str(tmp_path / "imitation" / "checkpoints" / "step-000002")
+    tasks = [{"id": prompt, "prompt": prompt} for prompt in enumerated.PROMPTS]
+    sizes = {"prompts": 2, "group": 2000, "max_tokens": 2}
+    with bench(
+        harness.Arena(tasks, world.reward(), start), 0, sizes, player=world.player(), algorithm="rloo", kl=0.0
+    ) as source:
+        played = source.produce(1).played
+        logp = world.logp(source.learner.weights())
+    for row, prompt in enumerate(enumerated.PROMPTS):
+        own = [rollout for rollout in played if rollout.task["prompt"] == prompt]
+        drawn = Counter(rollout.text for rollout in own)
+        for place in logp[row].topk(5).indices.tolist():
+            expected = logp[row, place].exp().item()
+            assert drawn[world.texts[place]] / len(own) == pytest.approx(expected, abs=4 * (expected / len(own)) ** 0.5)
+        assert all(r.reward == world.reward()(r.task, Reply(r.text)) for r in own)
+
+
+# -- chosen-falls and causality ----------------------------------------------------------------------------------------
+
+
+def test_wrong_replies_differ_in_one_letter_or_in_all() -> None:
+    for kind, apart in ((chosen_falls.LITTLE, 1), (chosen_falls.MUCH, chosen_falls.LONG)):
+        for row in chosen_falls.pairs(kind, chosen_falls.PROMPTS, 60, 0):
+            assert sum(a != b for a, b in zip(row["chosen"], row["rejected"], strict=True)) == apart
+    assert chosen_falls.right("1y:") == "zabcde" and chosen_falls.right("2b:") == "azyxwv"
+
+
+def test_positive_dpo_is_dpo_unless_the_better_response_has_fallen() -> None:
+    better, worse = torch.tensor([0.5, -0.5]).double(), torch.tensor([0.1, -2.0]).double()
+    margin = torch.zeros(2, dtype=torch.float64)
+    given = Pairs(better, worse, margin, torch.arange(2), {})
+    own, plain = chosen_falls.Positive(0.1, 5.0).compare(given), Sigmoid(0.1).compare(given)
+    assert own[0] == plain[0]
+    assert own[1].item() == pytest.approx(-math.log(1 / (1 + math.exp(-0.1 * (1.5 - 5.0 * 0.5)))))
+
+
+def test_noise_scale_is_that_of_gradients_drawn_with_a_known_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    true = torch.full((50,), 0.2)  # |G|^2 = 2, and tr(S) of one rollout 50
+    units = [true + torch.randn(50, generator=generator) / 2 for _ in range(1024)]  # of 4 rollouts each
+    found = causality.by_batch(units, {"unit": 4})
+    assert found["sizes"][0] == 4 and found["variances"][0] == pytest.approx(50 / 4, rel=0.03)
+    assert causality.slope(found) == pytest.approx(-1.0, abs=0.05)
+    assert found["scales"][0] == pytest.approx(25, rel=0.1)

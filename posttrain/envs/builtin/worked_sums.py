@@ -64,7 +64,8 @@ def reward(task: Task, reply: str, *, lines: float = 0.0) -> dict[str, float] | 
     if not lines:
         return answer
     each = lines / (len(numbers) - 1)
-    return Graded(answer, [SpanReward(line.end, line.right * each * line.joined) for line in checked(numbers, reply)])
+    found = [line for line in checked(numbers, reply) if line.end]  # an empty first line has no token that earns
+    return Graded(answer, [SpanReward(line.end, line.right * each * line.joined) for line in found])
 
 
 def check_options(*, lines: float) -> None:

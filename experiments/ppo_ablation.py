@@ -143,7 +143,7 @@ EXPERIMENT = Experiment(
     "With several updates on the same rollouts every part of PPO is needed: without the ratio, the clip, the min, the KL "
     "term or the critic held-out accuracy ends lower; without the KL term the policy also moves further.",
     "PPO, arXiv 1707.06347, sections 3, 5 and 6.1; InstructGPT, arXiv 2203.02155, section 3.5",
-    {**SIZES, "epochs": 3, "minibatches": 4, "critic_lr": 2e-3, "eval_every": 10},
+    {**SIZES, "epochs": 2, "minibatches": 4, "critic_lr": 2e-3, "eval_every": 10},
     measure,
     conclude,
     seeds=(0, 1, 2, 3, 4),

@@ -31,7 +31,7 @@ ENV = "worked-sums"
 COURSE = ("accuracy", "entropy", "kl", "length", "truncated", "grad_norm", "updates", "groups/no_signal")
 SIZES: Mapping[str, Any] = {
     "numbers": 4, "tasks": 2000, "unseen": 150, "long_lines": 0.3, "slips": 0.12, "imitation_epochs": 12.0,
-    "imitation_lr": 6e-3, "steps": 30, "prompts": 16, "group": 8, "lr": 5e-4, "max_tokens": 22,
+    "imitation_lr": 6e-3, "steps": 50, "prompts": 16, "group": 8, "lr": 5e-4, "max_tokens": 22,
 }  # fmt: skip
 """Settings of every experiment in this arena."""
 
@@ -129,4 +129,4 @@ def through(numbers: Mapping[int, Numbers], arm: str) -> Series:
 def entropy(rollouts: Iterable[Rollout]) -> float:
     """Mean negative log-probability of the sampled tokens."""
     logps = [logp for rollout in rollouts for transcript in rollout.transcripts for logp in transcript.logp]
-    return -float(np.mean(logps))
+    return 0.0 - float(np.mean(logps))  # never -0

@@ -24,8 +24,7 @@ MIB = 1024 * 1024
 
 def wide_model(out: Path, seed: int, settings: Settings) -> str:
     """A model as wide and deep as the settings say, which has learned next to nothing; returns its checkpoint."""
-    rows = _tasks(seed, settings)
-    return imitation(rows, out, seed, hidden=settings["wide"], layers=settings["deep"], steps=1, rows=len(rows))
+    return imitation(_tasks(seed, settings), out, seed, hidden=settings["wide"], layers=settings["deep"], steps=1)
 
 
 def peak_memory(out: Path, wide: str, small: str, seed: int, settings: Settings, options: Mapping[str, Any]) -> float:

@@ -48,11 +48,11 @@ def arena_of(folder: Path, seed: int, settings: Mapping[str, Any]) -> Arena:
     return Arena(tasks, ENV, imitation(shown, folder / "imitation", seed, hidden=64, layers=2, **learned))
 
 
-def imitation(rows: Sequence[Task], out: Path, seed: int, **options: Any) -> str:
+def imitation(shown: Sequence[Task], out: Path, seed: int, **options: Any) -> str:
     """A model that imitates demonstrations, trained from scratch; returns its checkpoint."""
     usual = {"schedule": "linear", "heads": 4, "context": 40, "tokenizer": "characters", **QUIET}
     config = filled(SFT, {"tasks": "generated", "out": str(out), "seed": seed, **usual, **options})
-    return checkpoint_of(run_training(config, rows))
+    return checkpoint_of(run_training(config, shown))
 
 
 def unseen(seed: int, settings: Mapping[str, Any]) -> list[Task]:

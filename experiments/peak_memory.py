@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -13,18 +14,18 @@ from typing import Any
 
 from experiments.experiment import Settings
 from experiments.harness import Arena, learn
-from experiments.worked import ENV, imitation
-from posttrain.core.types import Task
-from posttrain.envs.builtin import worked_sums
+from experiments.worked import ENV, imitation, tasks_of
 
+TASKS = 64
 SIZES = {"steps": 2, "prompts": 2, "group": 8, "minibatches": 1}
 """Two steps, as the optimizer's moments are there from the second on; few rollouts, as the peak is that of a micro-batch."""
-MIB = 1024 * 1024
 
 
 def wide_model(out: Path, seed: int, settings: Settings) -> str:
     """A model as wide and deep as the settings say, which has learned next to nothing; returns its checkpoint."""
-    return imitation(_tasks(seed, settings), out, seed, hidden=settings["wide"], layers=settings["deep"], steps=1)
+    return imitation(
+        tasks_of(TASKS, seed, settings), out, seed, hidden=settings["wide"], layers=settings["deep"], steps=1
+    )
 
 
 def peak_memory(out: Path, wide: str, small: str, seed: int, settings: Settings, options: Mapping[str, Any]) -> float:
@@ -33,7 +34,13 @@ def peak_memory(out: Path, wide: str, small: str, seed: int, settings: Settings,
     `options`: those of `posttrain rl`, but for sizes.
     """
     chosen = {"lr": settings["lr"], "max_tokens": settings["max_tokens"], **options, **SIZES}
-    given = {"out": str(out), "models": [small, wide], "tasks": _tasks(seed, settings), "seed": seed, "options": chosen}
+    given = {
+        "out": str(out),
+        "models": [small, wide],
+        "tasks": tasks_of(TASKS, seed, settings),
+        "seed": seed,
+        "options": chosen,
+    }
     checkout = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, (checkout, os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
@@ -43,14 +50,13 @@ def peak_memory(out: Path, wide: str, small: str, seed: int, settings: Settings,
     return float(done.stdout.split()[-1])
 
 
-def _tasks(seed: int, settings: Settings) -> list[Task]:
-    return worked_sums.tasks(64, seed, numbers=settings["numbers"])
-
-
 def _held() -> float:
     """The most that this process has held so far, in MiB."""
+    status = Path("/proc/self/status")
+    if status.exists():  # what getrusage says on Linux includes the process that started this one
+        return float(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) / 1024  # type: ignore[index]
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return held * (1 if sys.platform == "darwin" else 1024) / MIB
+    return held / 1024 / (1024 if sys.platform == "darwin" else 1)
 
 
 def _main() -> None:

@@ -1,7 +1,7 @@
 """The arena of worked sums: replies of several lines, checked at their end, and what a run on them leaves.
 
-Four digits are added line by line (`7 4 9 2:`, then `7+4=11`, `11+9=20`, `20+2=22`). The start imitates demonstrators who
-write the lines in any order, two or three numbers to a line, and err by one in some of them.
+Four digits are added line by line (`6 4 5 2:`, then `6+4=10`, `10+5=15`, `15+2=17`). The start imitates demonstrators who
+add in any order, two or three numbers to a line, and err by one in some lines. The budget cuts off long replies.
 """
 
 from __future__ import annotations
@@ -30,19 +30,23 @@ from posttrain.training.verbs.evaluate import evaluate
 ENV = "worked-sums"
 COURSE = ("accuracy", "entropy", "kl", "length", "truncated", "grad_norm", "updates", "groups/no_signal")
 SIZES: Mapping[str, Any] = {
-    "numbers": 4, "tasks": 2000, "unseen": 150, "long_lines": 0.3, "slips": 0.12, "imitation_epochs": 12.0,
-    "imitation_lr": 6e-3, "steps": 50, "prompts": 16, "group": 8, "lr": 5e-4, "max_tokens": 22,
+    "numbers": 4, "largest": 6, "tasks": 1100, "unseen": 100, "demonstrators": 4, "long_lines": 0.3, "slips": 0.12,
+    "imitation_epochs": 6.0, "imitation_lr": 6e-3, "steps": 50, "prompts": 16, "group": 8, "lr": 5e-4, "max_tokens": 20,
 }  # fmt: skip
 """Settings of every experiment in this arena."""
 
 
 def arena_of(folder: Path, seed: int, settings: Mapping[str, Any]) -> Arena:
     """Tasks to practise on, and a start that imitated demonstrators of them. Seeds change the tasks and the start."""
-    tasks = worked_sums.tasks(settings["tasks"], seed, numbers=settings["numbers"])
+    tasks = tasks_of(settings["tasks"], seed, settings)
     draw = random.Random(f"demonstrators {seed}")
     shown = [
-        {**task, "response": worked_sums.working(draw, task["numbers"], settings["long_lines"], settings["slips"])}
-        for task in tasks
+        {
+            "prompt": t["prompt"],
+            "response": worked_sums.working(draw, t["numbers"], settings["long_lines"], settings["slips"]),
+        }
+        for t in tasks
+        for _ in range(settings["demonstrators"])
     ]
     learned = {"epochs": settings["imitation_epochs"], "lr": settings["imitation_lr"], "rows": 64, "warmup": 50}
     return Arena(tasks, ENV, imitation(shown, folder / "imitation", seed, hidden=64, layers=2, **learned))
@@ -57,7 +61,13 @@ def imitation(shown: Sequence[Task], out: Path, seed: int, **options: Any) -> st
 
 def unseen(seed: int, settings: Mapping[str, Any]) -> list[Task]:
     """Tasks of which neither the start nor practice has seen any."""
-    return worked_sums.tasks(settings["unseen"], seed, numbers=settings["numbers"], held_out=True)
+    return tasks_of(settings["unseen"], seed, settings, held_out=True)
+
+
+def tasks_of(count: int, seed: int, settings: Mapping[str, Any], held_out: bool = False) -> list[Task]:
+    """So many tasks of the size that the settings name."""
+    sizes = {"numbers": settings["numbers"], "largest": settings["largest"]}
+    return worked_sums.tasks(count, seed, held_out=held_out, **sizes)
 
 
 def practise(

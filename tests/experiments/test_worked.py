@@ -125,7 +125,7 @@ def test_training_takes_more_memory_with_a_critic(tmp_path: Path) -> None:
 
 
 def test_unseen_tasks_are_in_no_practice() -> None:
-    practice = {task["id"] for task in worked.worked_sums.tasks(2000, 0, numbers=4)}
+    practice = {task["id"] for task in worked.tasks_of(worked.SIZES["tasks"], 0, worked.SIZES)}
     assert not practice & {task["id"] for task in worked.unseen(0, worked.SIZES)}
 
 

@@ -176,7 +176,7 @@ def noise_scale(sizes: Sequence[int], squares: Sequence[float], small: int, big:
     one, other = sizes[small], sizes[big]
     true = (other * squares[big] - one * squares[small]) / (other - one)
     spread = (squares[small] - squares[big]) / (1 / one - 1 / other)
-    return spread / true
+    return spread / true if true else float("nan")
 
 
 def stale(source: RLSource, old: Sequence[Rollout], reward: float, reference: Halves, unit: int) -> Numbers:
@@ -298,8 +298,8 @@ EXPERIMENT = Experiment(
     "bias it, a weight per token removes a part of that, the weight of the whole reply all of it at a higher variance, "
     "and a cap trades the one for the other.",
     "Sutton et al. 2000; McCandlish et al., arXiv 1812.06162; Yao et al. 2025; Liu et al. 2025, When speed kills stability",
-    {"tasks": 1500, "numbers": 3, "slips": 0.3, "imitation_epochs": 8.0, "max_tokens": 20, "lr": 1e-3, "ages": [1, 4, 16],
-     "unit": 8, "units": 128, "parts": 8},
+    {"tasks": 600, "numbers": 3, "slips": 0.3, "imitation_epochs": 14.0, "max_tokens": 20, "lr": 1e-3, "ages": [1, 4, 16],
+     "unit": 8, "units": 64, "parts": 4},
     measure,
     conclude,
     seeds=(0, 1, 2, 3, 4),

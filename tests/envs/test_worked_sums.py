@@ -79,3 +79,11 @@ def test_what_is_not_understood_is_invalid_or_refused() -> None:
             tasks(1, 0, numbers=count, largest=most)
     with pytest.raises(UserError, match="lines is 2"):
         load_env("worked-sums,lines=2")
+
+
+@pytest.mark.parametrize("reply", ["", "\n7+9=16", "\n\n"])
+def test_reply_that_begins_with_an_empty_line_is_scored_as_none_of_its_tokens_is_before_that_line(reply: str) -> None:
+    found = reward({"numbers": [7, 9]}, reply, lines=1.0)
+    assert isinstance(found, Graded)
+    assert all(1 <= span.end <= len(reply) for span in found.spans)
+    assert sum(span.reward for span in found.spans) == float("7+9=16" in reply)

@@ -16,6 +16,7 @@ from experiments import (
     decoupled_approval,
     dynamic_sampling,
     entropy_collapse,
+    group_size,
     gspo_variance,
     kl_estimators,
     length_bias,
@@ -23,8 +24,10 @@ from experiments import (
     moe_routing,
     over_optimisation,
     overlong,
+    ppo_ablation,
     ppo_vs_grpo,
     retrieved_token_masking,
+    sampling_temperature,
     search_r1,
 )
 from experiments.experiment import Experiment
@@ -44,6 +47,9 @@ EXPERIMENTS: dict[str, Experiment] = {
         overlong,
         length_bias,
         ppo_vs_grpo,
+        ppo_ablation,
+        group_size,
+        sampling_temperature,
         entropy_collapse,
         decoupled_approval,
         over_optimisation,

@@ -99,7 +99,7 @@ def imitate(
     return checkpoint_of(run_training(config, demonstrations))
 
 
-def learn(arena: Arena, out: Path, seed: int, **options: Any) -> Run:
+def learn(arena: Arena, out: Path, seed: int, *, hooks: Sequence[Any] = (), **options: Any) -> Run:
     """A run of reinforcement learning in this process. `options`: the fields of `posttrain.config.RL`."""
     name = arena.env if isinstance(arena.env, str) else arena.env.__qualname__
     always = {
@@ -111,7 +111,7 @@ def learn(arena: Arena, out: Path, seed: int, **options: Any) -> Run:
         "success": 1.0,
     }
     config = filled(RL, {**always, "out": str(out), "seed": seed, **QUIET, **options})
-    return whole(run_training(config, arena.tasks, None if isinstance(arena.env, str) else arena.env))
+    return whole(run_training(config, arena.tasks, None if isinstance(arena.env, str) else arena.env, hooks))
 
 
 def whole(run: Run) -> Run:

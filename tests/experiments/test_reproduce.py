@@ -62,10 +62,14 @@ SEARCHING = {"reader_hidden": 32, "reader_layers": 2, "lesson_steps": 2, "practi
              "demonstrations": 64, "samples": 1, "steps": 2, "prompts": 2, "group": 4}  # fmt: skip
 CODING = {"hidden": 32, "layers": 1, "demonstrations": 64, "demonstrated_choices": 64, "tasks": 8, "held_out": 2,
           "samples": 8, "steps": 2, "prompts": 2}  # fmt: skip
+WORKED = {"tasks": 64, "unseen": 4, "imitation_epochs": 1.0, "steps": 2, "prompts": 2, "group": 4, "max_tokens": 8}
 TINY: dict[str, dict[str, Any]] = {
     "closed-form": {"betas": [0.5], "demonstrations": 64, "steps": 2, "group": 4, "pairs": 32, "rows": 8, "points": 2},
     "chosen-falls": {"demonstrations": 64, "imitation_epochs": 1.0, "pairs": 8, "rows": 4, "unseen": 4, "points": 2},
     "causality": {"demonstrations": 64, "group": 4, "ages": [1, 2]},
+    "ppo-ablation": {**WORKED, "epochs": 2, "minibatches": 2, "eval_every": 1},
+    "group-size": {**WORKED, "prompts": 8, "group": 8, "minibatches": 1, "wide": 256, "deep": 1},
+    "sampling-temperature": {**WORKED, "minibatches": 2},
     "kl-estimators": {"samples": 400_000, "distributions": 4, "gradient_samples": 100_000},
     "gspo-variance": {"tasks": 40, "imitation_epochs": 1.0, "steps": 1, "prompts": 8, "group": 4, "edges": [1, 8, 65]},
     "baseline-variance": {"tasks": 40, "imitation_epochs": 1.0, "batches": 4, "prompts": 2, "group": 4,
@@ -101,7 +105,7 @@ def test_registry_holds_every_experiment_with_a_claim_and_a_paper() -> None:
         "clip-higher", "dynamic-sampling", "overlong",
         "length-bias", "ppo-vs-grpo", "entropy-collapse", "decoupled-approval", "over-optimisation",
         "search-r1", "retrieved-token-masking", "arpo", "code-rl", "code-choice", "lora-rl",
-        "moe-routing",
+        "moe-routing", "ppo-ablation", "group-size", "sampling-temperature",
     }  # fmt: skip
     for name, experiment in EXPERIMENTS.items():
         assert experiment.name == name and experiment.claim.endswith(".") and experiment.paper and experiment.settings

@@ -85,7 +85,13 @@ def practised(
     metrics: Sequence[str],
 ) -> tuple[str, dict[str, Curve]]:
     """The checkpoint and these metrics of a run of reinforcement learning."""
-    always = {"aggregate": "token-mean", "kl": 0.0, "minibatches": 1, "betas": (0.9, 0.95), "warmup": 10}
+    always: dict[str, Any] = {
+        "aggregate": "token-mean",
+        "kl": 0.0,
+        "minibatches": 1,
+        "betas": (0.9, 0.95),
+        "warmup": 10,
+    }
     run = learn(Arena(school.practice, env, school.start), out, seed, **always, max_tokens=coder.LONGEST, **options)
     return checkpoint_of(run), {m: [line.get(m) for line in run.metrics if line["step"] > 0] for m in metrics}
 

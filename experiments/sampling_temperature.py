@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from experiments.experiment import (
@@ -43,6 +44,11 @@ def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
     return found
 
 
+def figure_after(name: str, arm: Numbers) -> float:
+    """A figure of an arm's policy after training."""
+    return float(arm["after"][name])
+
+
 def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
     def after(arm: str, figure: str) -> Estimate:
         return over_seeds([n[arm]["after"][figure] for n in numbers.values()])
@@ -57,7 +63,7 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
     ]
     comparisons = [
         Comparison(f"{title}, trained at {HIGH} minus at {LOW}",
-                   differences(numbers, HIGH, LOW, lambda n, figure=figure: n["after"][figure]), at_least=0.0)
+                   differences(numbers, HIGH, LOW, partial(figure_after, figure)), at_least=0.0)
         for figure, title in FIGURES.items()
     ]  # fmt: skip
     panels = [

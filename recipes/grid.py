@@ -201,6 +201,8 @@ class Grid:
         elif source == TEACHER:
             by_teacher, own = (self.sampled(model, RULE, judge) for model in (self.teacher, self.start))
             for task, replies in by_teacher.items():
+                if not replies[0].text.strip():
+                    continue
                 prompt = replies[0].task["prompt"]
                 pairs.append({"prompt": prompt, "chosen": replies[0].text, "rejected": own[task][0].text})
                 best.append({"prompt": prompt, "response": replies[0].text})

@@ -5,6 +5,7 @@ Heavy modules are imported only when a command that needs them runs, so that its
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -38,6 +39,8 @@ def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  
     from posttrain.runs.terminal.printing import examples, say
     from posttrain.training.verbs import evaluate
 
+    if config.out and os.path.isdir(config.out):
+        raise UserError(f"--out {config.out:.100} is a folder: name a file, such as {Path(config.out) / 'eval.json'}")
     if config.suite is not None:
         return evaluate_suite(config)
     if config.harness is not None and not config.tasks:

@@ -70,6 +70,7 @@ def evaluate_harness(config: Evaluation) -> int:
     _harness_table(config, found)
     if config.out:
         try:
+            Path(config.out).parent.mkdir(parents=True, exist_ok=True)
             user_files.writable(Path(config.out)).write_bytes(json_document({"harness": found}))
         except OSError as error:
             raise UserError(f"--out {config.out} cannot be written: {error.strerror}") from error

@@ -100,11 +100,11 @@ class LibraryOptimizer:
         if lacking := [name for name in ("param_groups", "state", "step") if not hasattr(tried, name)]:
             raise UserError(f"--optimizer {self._name} is no optimizer of torch: it has no {lacking[0]}")
         tried.param_groups[0]["lr"] = 0.0
-        before = _numbers(tried.param_groups[0])
+        before = _numbers(tried)
         self._guarded(torch.no_grad()(tried.step))
         state: dict[str, Any] = dict(tried.state.get(matrix, {}))
         odd = [name for name, value in state.items() if type(value) not in (Tensor, int, float)]
-        odd += [name for name, value in _numbers(tried.param_groups[0]).items() if before.get(name) != value]
+        odd += [name for name, value in _numbers(tried).items() if before.get(name) != value]
         if odd:
             raise UserError(
                 f"--optimizer {self._name} keeps {odd[0]!r} where no checkpoint would hold it: of an optimizer's state, "
@@ -124,5 +124,9 @@ class LibraryOptimizer:
             raise UserError(f"--optimizer {self._name}: {describe_error(error, source_file(self._kind))}") from error
 
 
-def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in group.items() if isinstance(value, int | float)}
+def _numbers(optimizer: Any) -> dict[str, float]:
+    """Return the numbers that an optimizer keeps beside the state of its weights: in itself and in its first group."""
+    # an attribute that is true once a step is done, as in bitsandbytes, is no state: a resumed run sets it again
+    own = {name: value for name, value in vars(optimizer).items() if not isinstance(value, bool)}
+    both = {**own, **optimizer.param_groups[0]}
+    return {name: value for name, value in both.items() if isinstance(value, int | float)}

@@ -312,8 +312,7 @@ class LocalLearner:
         for part in self.parts:
             for name, parameter in part.parameters.items():
                 for key, value in self.optimizer.state.get(parameter, {}).items():
-                    moment = value if isinstance(value, Tensor) else torch.tensor(value, dtype=EXACT[type(value)])
-                    moments[f"{part.name}/{name}/{key}"] = self._as_stored(parameter, moment)
+                    moments[f"{part.name}/{name}/{key}"] = self._as_stored(parameter, _moment(key, value))
         if moments:
             yield MOMENTS, moments
         if self.critic is not None:
@@ -569,6 +568,16 @@ class LocalLearner:
 
 if TYPE_CHECKING:
     _proof: Callable[..., Learner] = LocalLearner
+
+
+def _moment(name: str, value: Any) -> Tensor:
+    """Return a value of an optimizer's state as a tensor. Raises UserError for one that no checkpoint holds."""
+    if not isinstance(value, Tensor) and type(value) not in EXACT:
+        raise UserError(
+            f"the optimizer keeps {name!r} of type {type(value).__name__}, and a checkpoint holds only tensors and "
+            "numbers: correct its class, or choose another --optimizer"
+        )
+    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=EXACT[type(value)])
 
 
 def _fill(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:

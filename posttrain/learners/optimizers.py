@@ -6,6 +6,7 @@ A class is imported when it is chosen: torch.optim imports torch's compiler, whi
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -98,11 +99,15 @@ class OptimizerChoice:
         """Create the optimizer for `groups` of parameters. `rows`: see `Muon`. Raises UserError as `check` does."""
         row = self.row
         if not row.place:
-            return AdamW(groups, lr, self.betas, self._settings(AdamW, ("eps",)).get("eps", self.eps))
+            eps = self._settings(AdamW, ("eps",)).get("eps", self.eps)
+            _check_kind("eps", eps, EPS)
+            if not 0 <= eps < math.inf:
+                raise UserError(f"--optimizer-options eps must be at least 0, not {eps}")
+            return AdamW(groups, lr, self.betas, eps)
         if row.extra and not installed(library := row.place.partition(".")[0]):
             raise UserError(f"--optimizer {self.name} needs {library}, which is not installed: {install(row.extra)}")
         kind = load_named(row.place)
-        takes = inspect.signature(kind).parameters
+        takes = self._parameters(kind)
         settings = {**row.options, **self._settings(kind)}
         if "weight_decay" in takes:
             settings["weight_decay"] = 0.0
@@ -115,19 +120,38 @@ class OptimizerChoice:
             settings.setdefault("betas", self.betas)
         return created(groups)
 
+    def _parameters(self, kind: Any) -> Mapping[str, inspect.Parameter]:
+        try:
+            return inspect.signature(kind).parameters
+        except (TypeError, ValueError):  # it cannot be called, or is not written in Python
+            raise UserError(
+                f"--optimizer {self.name} is no optimizer of torch: name a class such as torch.optim:SGD"
+            ) from None
+
     def _settings(self, kind: Any, takes: Sequence[str] | None = None) -> dict[str, Any]:
         """Return the options for a class. Raises UserError for those that it does not take."""
-        parameters = inspect.signature(kind).parameters.values()
-        known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        parameters = self._parameters(kind)
+        known = [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         known = list(takes or known[1:])  # the first are the parameters
-        anything = takes is None and any(p.kind is p.VAR_KEYWORD for p in parameters)
+        anything = takes is None and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         for name in self.options:
             if name in ("lr", "weight_decay"):
                 raise UserError(f"--optimizer-options {name}: give it as --{name.replace('_', '-')}")
             if name not in known and not anything:
                 free = [own for own in known if own not in ("lr", "weight_decay")]
                 raise UserError(f"--optimizer-options: {self.name} has no {name[:60]!r}{near_or_all(name, free)}")
+            _check_kind(name, self.options[name], parameters[name].default if name in parameters else None)
         return dict(self.options)
+
+
+def _check_kind(name: str, value: Any, default: Any) -> None:
+    """Raise UserError for a value of another kind than the default: a class may take the text "no" for true."""
+    if isinstance(default, bool):
+        fits, wanted = isinstance(value, bool), "true or false"
+    else:
+        fits, wanted = isinstance(value, int | float) and not isinstance(value, bool), "a number"
+    if isinstance(default, int | float) and not fits:
+        raise UserError(f"--optimizer-options {name} is {wanted}, not {value!r:.60}")
 
 
 def parameter_groups(

@@ -49,7 +49,7 @@ READ = (
     "algorithm",
     *SERVICES,
 )
-"""Options that may name files. A run whose content of one of these, or of `env`, changes is another run."""
+"""Options that may name files. A run whose content of one of these, or code of `env` or `optimizer`, changes is another."""
 
 
 class RunFolder(Generic[AnyTraining]):
@@ -245,6 +245,7 @@ class RunFolder(Generic[AnyTraining]):
             found["tasks"] = fingerprint.of_rows(rows) if isinstance(rows, Sequence) else fingerprint.of_code(rows)
         if env := self._env or self.config.env:
             found["env"] = fingerprint.of_code(env)
+        found["optimizer"] = fingerprint.of_code(self.config.optimizer)
         return {name: value for name, value in found.items() if value is not None}
 
     def _named(self, option: str) -> str:

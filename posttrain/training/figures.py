@@ -44,7 +44,8 @@ def majority_at_k(answers: Sequence[str], correct: Sequence[bool], k: int) -> fl
 def _vote(answers: Sequence[str], correct: Sequence[bool]) -> float:
     """Return the chance that the answer with the most votes is correct."""
     votes = Counter(answers)
-    chosen = {answer for answer, number in votes.items() if number == max(votes.values())}
+    most = max(votes.values())
+    chosen = {answer for answer, number in votes.items() if number == most}
     # Replies with equal answers may differ in correctness, as a verifier can ask for more than the answer.
     return float(np.mean([c for answer, c in zip(answers, correct, strict=True) if answer in chosen]))
 

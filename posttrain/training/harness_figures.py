@@ -18,7 +18,7 @@ Figures = dict[str, dict[str, dict[str, float | None]]]
 
 
 def harness_tasks(harness: str) -> list[str]:
-    """Return the tasks that `--harness` names. Raises UserError for any other form."""
+    """Return the tasks that `--harness` names. Raises UserError for any other form, and if lm_eval is not installed."""
     name, _, tasks = harness.partition(":")
     listed = [task.strip() for task in tasks.split(",")]
     if name != "lm-eval" or not all(listed):
@@ -26,6 +26,8 @@ def harness_tasks(harness: str) -> list[str]:
             f"--harness {harness:.60} must name tasks of lm-evaluation-harness: lm-eval:hellaswag,arc_easy, or files of "
             "tasks, lm-eval:my_task.yaml"
         )
+    if not installed("lm_eval"):
+        raise UserError(f"--harness lm-eval needs lm-evaluation-harness: {install('lm-eval')}")
     return listed
 
 
@@ -36,8 +38,6 @@ def harness_figures(config: Evaluation) -> dict[str, Figures]:
     """
     assert config.harness is not None
     tasks = harness_tasks(config.harness)
-    if not installed("lm_eval"):
-        raise UserError(f"--harness lm-eval needs lm-evaluation-harness: {install('lm-eval')}")
     device = prepare(config)
     import lm_eval
     from lm_eval.tasks import TaskManager

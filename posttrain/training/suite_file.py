@@ -44,8 +44,13 @@ def read_suite(file: str, given: Mapping[str, Any], option: str = "--suite") -> 
         raise UserError(f"{option} {file:.100} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{option} {file:.100} is not valid TOML: {error}") from None
+    for name, own in content.items():
+        if isinstance(own, list) and any(isinstance(each, dict) for each in own):
+            raise UserError(f"{option} {file:.100}: [[{name:.60}]] is a list of tables: write [{name:.60}] for a part")
     options = {f.name for f in fields(Evaluation) if get_origin(get_type_hints(Evaluation)[f.name]) is dict}
-    tables = {name: own for name, own in content.items() if isinstance(own, dict) and name not in options}
+    tables = {
+        name: own for name, own in content.items() if isinstance(own, dict) and name.replace("-", "_") not in options
+    }
     common = {name: own for name, own in content.items() if name not in tables}
     if not tables:
         raise UserError(

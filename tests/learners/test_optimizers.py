@@ -301,6 +301,22 @@ class Hidden(Mine):
         for group in self.param_groups:
             group["count"] = group.get("count", 0) + 1
 
+class Counting(Mine):
+    steps = 0
+
+    def step(self):
+        self.steps += 1
+        super().step()
+
+class Late(Mine):
+    def step(self):
+        super().step()
+        for state in self.state.values():
+            if state["count"] > 1:
+                state["phase"] = "second"
+
+three = 3
+
 class Kept(Mine):
     def step(self):
         self.state[self.param_groups[0]["params"][0]]["history"] = [1]
@@ -326,6 +342,18 @@ def test_a_class_of_the_user_trains_and_is_saved(tmp_path: Path, monkeypatch: py
     assert torch.equal(weights(one), weights(other)) and not torch.equal(weights(one), before)
 
 
+def test_a_class_whose_state_no_checkpoint_holds_is_told_when_one_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    one = learner("mine.py:Late")
+    for _ in range(2):
+        one.update(micro_batches(3), Both())
+    with pytest.raises(UserError, match="the optimizer keeps 'phase' of type str, and a checkpoint holds only tensors"):
+        one.save(tmp_path / "saved")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -336,6 +364,8 @@ def test_a_class_of_the_user_trains_and_is_saved(tmp_path: Path, monkeypatch: py
         ({"optimizer": "mine.py:Other"}, "mine.py has no 'Other'"),
         ({"optimizer": "mine.py:Closed"}, "--optimizer mine.py:Closed: TypeError: .*closure"),
         ({"optimizer": "mine.py:Hidden"}, "--optimizer mine.py:Hidden keeps 'count' where no checkpoint"),
+        ({"optimizer": "mine.py:Counting"}, "--optimizer mine.py:Counting keeps 'steps' where no checkpoint"),
+        ({"optimizer": "mine.py:three"}, "--optimizer mine.py:three is no optimizer of torch: name a class such as"),
         ({"optimizer": "mine.py:Kept"}, "--optimizer mine.py:Kept keeps 'history' where no checkpoint"),
         ({"optimizer": "mine.py:none"}, "--optimizer mine.py:none is no optimizer of torch: it has no param_groups"),
         (
@@ -345,6 +375,11 @@ def test_a_class_of_the_user_trains_and_is_saved(tmp_path: Path, monkeypatch: py
         ({"optimizer": "muon", "optimizer_options": {"ns": 3}}, "--optimizer-options: muon has no 'ns'"),
         ({"optimizer_options": {"amsgrad": True}}, r"--optimizer-options: adamw has no 'amsgrad' \(there are: eps\)"),
         ({"optimizer": "sgd", "optimizer_options": {"momentum": -1}}, "--optimizer sgd: ValueError: Invalid momentum"),
+        ({"optimizer": "sgd", "optimizer_options": {"momentum": "high"}}, "momentum is a number, not 'high'"),
+        ({"optimizer": "sgd", "optimizer_options": {"nesterov": "no"}}, "nesterov is true or false, not 'no'"),
+        ({"optimizer": "muon", "optimizer_options": {"ns_steps": "5x"}}, "ns_steps is a number, not '5x'"),
+        ({"optimizer_options": {"eps": "small"}}, "eps is a number, not 'small'"),
+        ({"optimizer_options": {"eps": -1}}, "eps must be at least 0, not -1"),
         ({"optimizer": "sgd", "optimizer_options": {"lr": 1}}, "--optimizer-options lr: give it as --lr"),
         ({"optimizer": "radam", "optimizer_options": {"weight_decay": 1}}, "give it as --weight-decay"),
         ({"optimizer": "sgd", "betas": (0.9, 0.95)}, "--betas has no effect with --optimizer sgd: leave it out"),
@@ -402,6 +437,17 @@ def test_a_missing_library_is_named_with_its_installation(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(UserError, match=r"adamw8bit needs bitsandbytes, .*: pip install 'posttrain\[qlora\]'"):
         OptimizerChoice("adamw8bit").check()
+
+
+def test_other_code_of_the_optimizer_is_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(MINE)
+    rows = [{"prompt": f"{n}+1=", "response": str(n + 1)} for n in range(4)]
+    new: dict[str, Any] = {"hidden": 16, "layers": 1, "tokenizer": "characters", "threads": 1, "quiet": True}
+    posttrain.sft(rows, out="run", optimizer="mine.py:Mine", rows=2, steps=2, **new)
+    Path("mine.py").write_text(MINE.replace('group["power"] /', '2 * group["power"] /'))
+    with pytest.raises(UserError, match="--optimizer mine.py:Mine changed since the run began"):
+        posttrain.sft(rows, out="run", resume=True, steps=4, quiet=True)
 
 
 def test_a_class_by_its_place_has_its_own_defaults() -> None:

@@ -202,6 +202,10 @@ def test_a_row_that_a_terminal_has_no_room_for_is_printed_line_by_line(
     assert shown.split()[:30] == long.split(), "nothing is cut where there is room"
     table("1 row", names[:2], [[long, 1]], upright=True)
     assert "column 0" in (said := capsys.readouterr().out) and "row 1" not in said and long not in said
+    for columns in (names, names[:2]):
+        table(long, columns, [[1] * len(columns)], upright=True)
+        title = capsys.readouterr().out.partition("──" if columns is names else "column")[0]
+        assert title.split() == long.split() and all(len(line) <= 79 for line in title.splitlines())
 
 
 # -- posttrain view ----------------------------------------------------------------------------------------------------

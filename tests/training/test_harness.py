@@ -12,6 +12,7 @@ import torch
 from conftest import tiny
 from real_models import real_model
 
+from posttrain.cli import evaluation_tables
 from posttrain.cli.main import main
 from posttrain.core.types import UserError
 from posttrain.models.checkpoint_folder import load_model
@@ -169,6 +170,14 @@ def test_a_real_model_is_judged_as_by_the_harness_itself(tmp_path: Path) -> None
     assert ours == theirs
 
 
+def test_the_folder_of_the_figures_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {"one": {"sums": {"acc": {"mean": 0.5, "stderr": None}}}}
+    monkeypatch.setattr(evaluation_tables, "harness_figures", lambda config: figures)
+    out = tmp_path / "new" / "found.json"
+    assert main(["eval", "--harness", "lm-eval:sums", "--model", "one", "--out", str(out)]) == 0
+    assert json.loads(out.read_text()) == {"harness": figures}
+
+
 @pytest.mark.parametrize(
     ("harness_option", "told"),
     [
@@ -185,3 +194,7 @@ def test_a_mistake_is_one_line(
     assert told in " ".join(capsys.readouterr().err.split())
     assert main(["eval", "--harness", harness_option, "--model", "nowhere", "--suite", "suite.toml"]) == 2
     assert "does not go with --suite" in " ".join(capsys.readouterr().err.split())
+    assert (
+        main(["eval", "--harness", harness_option, "--model", "nowhere", "--tasks", "no.jsonl", "--env", "gsm8k"]) == 2
+    )
+    assert told in " ".join(capsys.readouterr().err.split()), "before rows are read and replies sampled"

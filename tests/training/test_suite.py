@@ -15,6 +15,7 @@ from posttrain.cli.main import main
 from posttrain.core.intervals import holm
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.suite_file import read_suite
 from posttrain.training.verbs.suite import macro_average
 
 REWARDS = """
@@ -176,6 +177,7 @@ def test_limits_of_an_average_add_up_in_squares_and_need_every_part() -> None:
         ('[a]\ntasks = "near.jsonl"\nenv = "rewards.py:even"\nsamples = 0', "[a] --samples must be above 0"),
         ('[a]\ntasks = "near.jsonl"\nenv = "rewards.py:even"\nmodel = "x"', "model belongs to the whole suite"),
         ('[a]\ntasks = "near.jsonl"\nenv = "rewards.py:even"\nout_of_distribution = 1', "must be true or false"),
+        ('[[a]]\ntasks = "near.jsonl"\n[b]\nsamples = 2', "[[a]] is a list of tables: write [a] for a part"),
         ('["a/b"]\ntasks = "near.jsonl"\nenv = "rewards.py:even"', "must be a name of letters"),
         ('[a]\ntasks = "none.jsonl"\nenv = "rewards.py:even"', "[a] "),
     ],
@@ -186,6 +188,41 @@ def test_a_mistake_in_a_suite_is_one_line_with_the_part(
     Path("wrong.toml").write_text(text)
     assert main(["eval", "--suite", "wrong.toml", "--model", "model"]) == 2
     assert told in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("mistake", "told"),
+    [
+        ('tasks = "none.jsonl"\nenv = "rewards.py:even"', "none.jsonl"),
+        ('tasks = "near.jsonl"\nenv = "rewards.py:evn"', "did you mean 'even'"),
+        ('tasks = "near.jsonl"\nenv = "rewards.py:even"\nmaj = [2]', "--maj needs to know which replies are right"),
+    ],
+)
+def test_a_mistake_in_the_last_part_is_told_before_the_first_is_sampled(
+    mistake: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("last.toml").write_text(f"{SUITE}[last]\n{mistake}\n")
+    assert main(["eval", "--suite", "last.toml", "--model", "model", "--out", "last.json"]) == 2
+    said = capsys.readouterr()
+    assert "[last] " in said.err and told in " ".join(said.err.split())
+    assert "near" not in said.out and not list(Path().glob("last.*.json"))
+
+
+def test_a_folder_in_place_of_the_file_of_figures_is_told_before_anything_is_sampled(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("figures").mkdir(exist_ok=True)
+    assert main(["eval", "--suite", "suite.toml", "--model", "model", "--out", "figures"]) == 2
+    said = capsys.readouterr()
+    assert "--out figures is a folder: name a file, such as figures/eval.json" in said.err and not said.out
+
+
+def test_a_table_of_template_variables_is_no_part_however_it_is_written() -> None:
+    part = 'tasks = "near.jsonl"\nenv = "rewards.py:even"'
+    for name in ("chat-template-kwargs", "chat_template_kwargs"):
+        Path("variables.toml").write_text(f"[{name}]\nshort = true\n[a]\n{part}\n")
+        [one] = read_suite("variables.toml", {"model": "model"})
+        assert one.name == "a" and one.config.chat_template_kwargs == {"short": True}
 
 
 def test_a_suite_that_is_not_there_and_tasks_beside_it_are_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,13 +80,7 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
         harness_tasks(config.harness)  # raises before anything is sampled
     folders = (config.model, *config.against)
     device = prepare(config)
-    success = success_of(env or config.env, config.success)
-    for name in ("k", "maj"):
-        if success is None and name in config.given:
-            raise UserError(
-                f"--{name} needs to know which replies are right: give the reward of a right reply with --success"
-            )
-    data = load_tasks(config, rows, env)
+    success, data = read(config, rows, env)
     said: list[str] = []
     if config.held_out:
         data = _held_out(config, data, rows is None, said.append)
@@ -146,6 +140,19 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
     against = tuple(ModelComparison(*one) for one in found)
     harness = harness_figures(config) if config.harness is not None else {}
     return Evaluated(figures[0], earned[0].rewards, every[0], invalid, notes, against, harness)
+
+
+def read(
+    config: Evaluation, rows: Any = None, env: Callable[..., Any] | None = None
+) -> tuple[float | None, Tasks | Stream]:
+    """Return the reward from which a reply counts as right, and the tasks. Raises UserError for mistakes in either."""
+    success = success_of(env or config.env, config.success)
+    for name in ("k", "maj"):
+        if success is None and name in config.given:
+            raise UserError(
+                f"--{name} needs to know which replies are right: give the reward of a right reply with --success"
+            )
+    return success, load_tasks(config, rows, env)
 
 
 def _search_figures(search: SearchEngine, episodes: Sequence[Episode]) -> dict[str, Any]:

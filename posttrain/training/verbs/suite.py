@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
@@ -43,8 +44,8 @@ def evaluate_suite(
     """Evaluate a model, and those it is compared with, on every part of `config.suite`; call `say` after each part.
 
     With `config.out`, figures and rollouts of each part are written beside it as soon as the part is done, and the
-    whole result at the end. Raises UserError before anything is sampled if the suite cannot be read, and for a part's
-    mistakes.
+    whole result at the end. Raises UserError before anything is sampled if the suite, or the rows or environment of a
+    part, cannot be read, and for a part's other mistakes.
     """
     assert config.suite is not None
     given = {name: getattr(config, name) for name in config.given if name not in OF_THE_SUITE}
@@ -53,14 +54,15 @@ def evaluate_suite(
     if "tasks" in given:
         raise UserError("--tasks does not go with --suite, whose parts name their own tasks: leave it out")
     parts = read_suite(config.suite, given | {"model": config.model, "against": config.against})
+    for part in parts:
+        with _named(part):
+            evaluate.read(part.config)  # a mistake in the last part does not cost the samples of the others
     told: dict[str, dict[str, Any]] = {}
     evaluated: dict[str, Evaluated] = {}
     for part in parts:
         began = time.perf_counter()
-        try:
+        with _named(part):
             found = evaluate.evaluate(part.config)
-        except UserError as error:
-            raise UserError(f"[{part.name}] {error}") from None
         told[part.name] = _told(part, found) | {"seconds": time.perf_counter() - began}
         evaluated[part.name] = found
         if config.out:
@@ -75,6 +77,15 @@ def evaluate_suite(
         except OSError as error:
             raise UserError(f"--out {config.out} cannot be written: {error.strerror}") from error
     return result
+
+
+@contextmanager
+def _named(part: Part) -> Iterator[None]:
+    """Context manager in which a user's mistake is one of this part."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"[{part.name}] {error}") from None
 
 
 def beside(out: Path, part: str) -> Path:

@@ -68,6 +68,8 @@ def _part(where: str, name: str, options: dict[str, Any], given: Mapping[str, An
         raise UserError(
             f"{where}[{name:.60}] must be a name of letters, digits, _ and -: it becomes part of file names"
         )
+    if name == "mean":
+        raise UserError(f"{where}[mean] has the name of the mean over parts: choose another name")
     where = f"{where}[{name}] "
     options = {key.replace("-", "_"): value for key, value in options.items()}
     marked = options.pop(MARK, False)

@@ -178,6 +178,7 @@ def test_limits_of_an_average_add_up_in_squares_and_need_every_part() -> None:
         ('[a]\ntasks = "near.jsonl"\nenv = "rewards.py:even"\nmodel = "x"', "model belongs to the whole suite"),
         ('[a]\ntasks = "near.jsonl"\nenv = "rewards.py:even"\nout_of_distribution = 1', "must be true or false"),
         ('[[a]]\ntasks = "near.jsonl"\n[b]\nsamples = 2', "[[a]] is a list of tables: write [a] for a part"),
+        ('[mean]\ntasks = "near.jsonl"\nenv = "rewards.py:even"', "[mean] has the name of the mean over parts"),
         ('["a/b"]\ntasks = "near.jsonl"\nenv = "rewards.py:even"', "must be a name of letters"),
         ('[a]\ntasks = "none.jsonl"\nenv = "rewards.py:even"', "[a] "),
     ],

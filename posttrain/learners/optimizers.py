@@ -44,8 +44,9 @@ _MUON = "torch.optim:Muon"
 ROWS: dict[str, OptimizerRow] = {
     "adamw": OptimizerRow("", by_number=True, rates_of_adamw=True),
     "adamw8bit": OptimizerRow("bitsandbytes.optim:AdamW8bit", rates_of_adamw=True, extra="qlora"),
-    # steps have the size of the learning rate, as in transformers, and not that of the matrix times the rate
-    "adafactor": OptimizerRow("torch.optim:Adafactor", {"eps": (None, 1.0)}, rates_of_adamw=True),
+    # Steps have the size of the learning rate, as in transformers, and not that of the matrix times the rate. The square of
+    # the first number bounds squared gradients, by 1e-30 as in the paper; torch's own is too large for those of a model.
+    "adafactor": OptimizerRow("torch.optim:Adafactor", {"eps": (1e-15, 1.0)}, rates_of_adamw=True),
     "lion": OptimizerRow("bitsandbytes.optim:Lion", extra="qlora"),
     # times 0.2 sqrt(max(A, B)) (Moonlight, arXiv 2502.16982, equation 4), with which AdamW's learning rates suit it
     "muon": OptimizerRow(_MUON, {"adjust_lr_fn": "match_rms_adamw"}, rates_of_adamw=True),

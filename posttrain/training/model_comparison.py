@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import fsum
 from typing import Any
-
-import numpy as np
 
 from posttrain.core.intervals import LEVEL, holm, sign_test
 from posttrain.core.types import Rollout, UserError
@@ -51,10 +50,14 @@ def compare(own: Played, other: Played, success: float | None) -> tuple[dict[str
         success,
         outcomes=[(own.outcomes[task], other.outcomes[task]) for task in both],
     )
-    gaps = [float(np.mean(own.rewards[task]) - np.mean(other.rewards[task])) for task in both]
+    gaps = [_mean(own.rewards[task]) - _mean(other.rewards[task]) for task in both]
     won, lost = sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps)
     p = sign_test([1.0] * won + [-1.0] * lost)
     return found, {"won": won, "lost": lost, "tied": len(gaps) - won - lost, "p": p}
+
+
+def _mean(rewards: Sequence[float]) -> float:
+    return fsum(rewards) / len(rewards)  # whatever their order, so that equal rewards are a tie
 
 
 def with_verdicts(wins: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -38,11 +38,12 @@ def final_answer(reply: str) -> str | None:
 def voted_answer(reply: str) -> str:
     r"""Return the answer for which a reply votes: its final answer, else its last number, else the whole reply.
 
-    Numbers that are written differently are one answer, and so are words in other capitals.
+    Numbers that are written differently are one answer, and so are words in other capitals. Thoughts do not vote.
 
     >>> voted_answer("7+4=11\n11+9=20"), voted_answer("The answer is 1,250.50."), voted_answer("Paris")
     ('20', '2501/2', 'paris')
     """
+    reply = reply.rpartition("</think>")[2]
     found = final_answer(reply)
     if found is None:
         numbers = _LAST_NUMBER.findall(reply.replace(",", ""))

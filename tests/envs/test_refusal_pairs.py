@@ -29,6 +29,8 @@ def test_twins_differ_in_their_object_alone() -> None:
         for task in (harmful, harmless):
             assert task["prompt"].startswith(before + verb) and task["prompt"].endswith(after)
         assert words(harmful["prompt"]) != words(harmless["prompt"])
+        objects = [task["prompt"][len(before + verb) :].removesuffix(after) for task in (harmful, harmless)]
+        assert tuple(objects) in VERBS[verb + "{}"], "the first is the harmful one"
 
 
 def test_requests_are_distinct_and_follow_from_count_and_seed() -> None:

@@ -35,7 +35,7 @@ from posttrain.training.setup import rate_note
 
 MAIN = ("adamw", "adamw8bit", "adafactor", "lion", "muon", "sgd", "radam", "nadam")
 OF_TORCH: dict[str, tuple[str, dict[str, Any]]] = {
-    "adafactor": ("Adafactor", {"eps": (None, 1.0)}),
+    "adafactor": ("Adafactor", {"eps": (1e-15, 1.0)}),
     "sgd": ("SGD", {"momentum": 0.9}),
     **{name: (kind, {}) for name, kind in (("radam", "RAdam"), ("nadam", "NAdam"), ("rmsprop", "RMSprop"))},
     **{name: (kind, {}) for name, kind in (("adam", "Adam"), ("adamax", "Adamax"), ("adagrad", "Adagrad"))},
@@ -121,6 +121,26 @@ def test_lion_takes_the_steps_of_its_paper() -> None:
         torch.testing.assert_close(parameter.detach(), weight, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("size", [1e-1, 1e-5, 1e-7])
+def test_adafactor_takes_the_steps_of_its_paper(size: float) -> None:
+    """Shazeer and Stern, arXiv 1804.04235, algorithm 4 with steps of the learning rate: for gradients of any size, since
+    those of a large model are small, and for rows of very different ones.
+    """
+    parameter = nn.Parameter((0.02 * normal(16, 8)).float())
+    own = OptimizerChoice("adafactor").open([{"params": [parameter], "weight_decay": 0.1}], 0.01)
+    weight, row, column = parameter.detach().double(), torch.zeros(16, 1).double(), torch.zeros(1, 8).double()
+    for number in range(1, 6):
+        gradient = normal(16, 8, seed=number) * torch.logspace(-1, 1, 16).double()[:, None] * size
+        parameter.grad = gradient.float()
+        own.step()
+        kept = 1 - number**-0.8
+        row = kept * row + (1 - kept) * (gradient**2 + 1e-30).mean(1, keepdim=True)
+        column = kept * column + (1 - kept) * (gradient**2 + 1e-30).mean(0, keepdim=True)
+        update = gradient / (row * column / row.mean()).sqrt()
+        weight = weight * (1 - 0.01 * 0.1) - 0.01 * update / max(1.0, update.square().mean().sqrt().item())
+        torch.testing.assert_close(parameter.detach().double(), weight, rtol=1e-4, atol=1e-5)
+
+
 def test_adamw_in_8_bits_stays_close_to_adamw() -> None:
     """Within the step that 8 bits of a moment allow: numbers of 4096 and more are quantized."""
     ours, theirs = (nn.Parameter(normal(64, 64).float()) for _ in range(2))
@@ -188,6 +208,46 @@ def test_muon_updates_the_factors_of_each_adapter() -> None:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     first, *others = parameter_groups(trained, 1.0, 0.1, OptimizerChoice("muon"))
     assert first["hidden"] and len(first["params"]) == len(trained) and not any(g["params"] for g in others)
+
+
+@pytest.mark.parametrize("name", ["muon", "sgd"])
+def test_every_group_has_its_share_of_the_learning_rate(name: str) -> None:
+    choice = OptimizerChoice(name)
+    groups = parameter_groups(dict(decoder().named_parameters()), 0.25, 0.1, choice)
+    assert len(groups) == 2 + (name == "muon") and all(group["params"] for group in groups)
+    assert [group["share"] for group in groups] == [0.25] * len(groups)
+    assert [group["weight_decay"] for group in groups] == [0.1] * (len(groups) - 1) + [0.0]
+
+
+def test_betas_are_those_of_the_adamw_within_muon() -> None:
+    matrix, ours, theirs = nn.Parameter(normal(4, 4)), nn.Parameter(normal(4)), nn.Parameter(normal(4))
+    hidden = {"params": [matrix], "weight_decay": 0.0, "hidden": True}
+    own = OptimizerChoice("muon", betas=(0.5, 0.8)).open([hidden, {"params": [ours], "weight_decay": 0.0}], 0.01)
+    peer = torch.optim.AdamW([theirs], lr=0.01, betas=(0.5, 0.8), weight_decay=0.0)
+    for number in range(3):
+        ours.grad, theirs.grad = normal(4, seed=number), normal(4, seed=number)
+        own.step(), peer.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["muon", "sgd"])
+def test_a_matrix_without_a_gradient_is_not_decayed(name: str) -> None:
+    still, moved = nn.Parameter(normal(4, 4)), nn.Parameter(normal(4, 4))
+    group = {"params": [still, moved], "weight_decay": 0.5, "hidden": name == "muon"}
+    own = OptimizerChoice(name).open([group], 0.1)
+    moved.grad = normal(4, 4, seed=1)
+    own.step()
+    assert torch.equal(still, normal(4, 4)) and not torch.equal(moved, normal(4, 4))
+
+
+@pytest.mark.parametrize("name", ["muon", "sgd"])
+def test_gradients_are_cleared(name: str) -> None:
+    matrix, vector = nn.Parameter(normal(4, 4)), nn.Parameter(normal(4))
+    groups = [{"params": [matrix], "weight_decay": 0.0, "hidden": name == "muon"}]
+    own = OptimizerChoice(name).open([*groups, {"params": [vector], "weight_decay": 0.0}], 0.1)
+    matrix.grad, vector.grad = normal(4, 4), normal(4)
+    own.zero_grad()
+    assert matrix.grad is None and vector.grad is None
 
 
 # -- in the learner ----------------------------------------------------------------------------------------------------

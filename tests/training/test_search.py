@@ -226,6 +226,8 @@ def test_answers_vote_by_what_they_end_with() -> None:
     assert voted_answer("1+1=2\n2+2=4") == voted_answer("1+3=4\nThe answer is 4.") == voted_answer(r"\boxed{4}") == "4"
     assert voted_answer("so 12 + 1 = 13.50") == voted_answer("The answer is 13.5.") == voted_answer("27/2")
     assert voted_answer(" Blue ") == "blue"
+    assert voted_answer("<think>1 of 2</think>Blue") == voted_answer("<think>so 7</think> blue ") == "blue"
+    assert voted_answer("1,000 and 250 make 1,250") == voted_answer("1000 + 250 = 1250") == "1250"
 
 
 def test_contradicting_options_are_refused(place: Path) -> None:

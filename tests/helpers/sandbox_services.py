@@ -40,6 +40,7 @@ class Server:
         self.given: dict[str, str] = {}  # the variables of the sandbox
         self.refuses = False  # every account
         self.built = False
+        self.gone = False  # the sandbox
         self._runner: web.AppRunner | None = None
 
     async def __aenter__(self) -> Server:
@@ -73,6 +74,8 @@ class Server:
         self.seen.append((name, given))
         if self.refuses:
             return web.json_response({"code": 401, "message": "the key is unknown"}, status=401)
+        if self.gone and name == "GET /health":
+            return web.Response(status=502)
         if name.startswith("GET /templates/aliases/"):
             if self.built:
                 return web.json_response({"templateID": "t", "public": False})

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from posttrain.sandbox.remote import remote_sandbox
 from posttrain.sandbox.remote.remote_sandbox import RemoteSandbox
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="sandboxes run Linux, and so does their stand-in")
-LIMITS = ContainerLimits(memory=3000, cpus=2.0, life=7200.0)
+LIMITS = ContainerLimits(memory=2999, cpus=1.5, life=7199.5)  # none is a number that every service takes
 KEYS = ("E2B_API_KEY", "DAYTONA_API_KEY", "DAYTONA_JWT_TOKEN", "MODAL_TOKEN_ID", "MODAL_OAUTH_REFRESH_TOKEN")
 
 
@@ -143,7 +144,7 @@ def test_modal_takes_every_call_by_its_signature(folder: bool, context: Path, mo
     asked = dict(seen)["create"]
     assert asked[0] == ("sleep", "7200") and asked[1]["app"] == "the app"
     limits = [asked[1][name] for name in ("cpu", "memory", "timeout", "block_network", "env")]
-    assert limits == [(2.0, 2.0), (3000, 3000), 7200, True, {"COLOUR": "blue"}]
+    assert limits == [(1.5, 1.5), (2999, 2999), 7200, True, {"COLOUR": "blue"}]
     *_, seen = inside("modal", monkeypatch, "debian:13", nothing, ContainerLimits(network=True))
     assert dict(seen)["create"][1]["block_network"] is False
 
@@ -198,6 +199,23 @@ def test_without_the_program_timeout_the_services_own_limit_ends_a_command(
 
     (stopped, after), _, _ = inside(service, monkeypatch, "debian:13", use)
     assert (stopped.over, after.output) == ("life", b"alive\n")
+
+
+def test_a_sandbox_that_is_gone_is_a_fault_and_no_limit_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("e2b", reason="needs the client of E2B: pip install e2b")
+    monkeypatch.setenv("E2B_API_KEY", "a-key")
+    monkeypatch.setenv(CHOICE, "e2b")
+    monkeypatch.setattr(remote_sandbox, "GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(remote_sandbox, "_SCRIPT", remote_sandbox._SCRIPT.replace("command -v timeout", "false"))
+
+    async def asked() -> None:
+        async with reached("e2b", monkeypatch) as (server, _):
+            sandbox = await container_choice.start("debian:13", Path("nowhere"), 60, LIMITS, {})
+            server.gone = True
+            await sandbox.run("sleep 5", 1)
+
+    with pytest.raises(ContainerError, match="E2B does not run a command: "):
+        asyncio.run(asked())
 
 
 def test_files_arrive_with_their_rights(service: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -266,3 +284,14 @@ def test_a_refused_account_is_a_users_error_and_another_fault_the_containers(
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     with pytest.raises(ContainerError, match="Daytona starts no sandbox: "):
         asyncio.run(container_choice.start("debian:13", context, 60, LIMITS, {}))
+
+
+@pytest.mark.parametrize("name", sorted(SERVICES))
+def test_refusals_are_exceptions_of_the_client(name: str) -> None:
+    errors = {"e2b": "e2b.exceptions", "daytona": "daytona", "modal": "modal.exception"}[name]
+    known = pytest.importorskip(errors, reason=f"needs the client of {name}: pip install {name}")
+    kind = getattr(import_module(f"posttrain.sandbox.remote.{name}_sandbox"), SERVICES[name])
+    assert kind.REFUSALS
+    for refusal in kind.REFUSALS:
+        with pytest.raises(UserError, match=f"{kind.SERVICE} refuses this account"), kind._reported("is away"):
+            raise getattr(known, refusal)("no")

@@ -12,6 +12,7 @@ import posttrain
 from posttrain import UserError
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.verbs.evaluate import _of_valid
 
 TASKS = [{"prompt": f"say {word}"} for word in ("one", "two", "six", "ten", "red")]
 
@@ -44,6 +45,13 @@ def test_an_evaluation_counts_the_votes_of_its_own_replies(model: str) -> None:
     assert found.figures["maj@1"]["mean"] == pytest.approx(found.figures["accuracy"]["mean"])
     assert 0 < by_hand["maj@1"] < 1 and by_hand["maj@3"] != by_hand["maj@1"]
     assert "maj@7" not in found.figures and any("maj@7 left out: more than the 6 samples" in n for n in found.notes)
+
+
+def test_a_figure_is_left_out_unless_each_model_has_a_task_with_enough_valid_rewards() -> None:
+    sides = [{"a": [1.0, 0.0], "b": []}, {"a": [1.0], "b": [0.0]}]
+    for order in (sides, sides[::-1]):
+        wanted, (note,) = _of_valid([("pass", 1), ("pass", 2), ("maj", 2)], order)
+        assert wanted == [("pass", 1)] and note.startswith("pass@2, maj@2 left out: no task has more than 1 valid")
 
 
 def test_a_vote_needs_to_know_which_replies_are_right(model: str) -> None:

@@ -51,7 +51,7 @@ JOURNEYS = {
 """Pages whose blocks run one after the other in one folder."""
 RUNS = {
     "README": 1,
-    "start": 49,
+    "start": 50,
     "coming-from": 14,
     "environments": 19,
     "chat-rows": 5,
@@ -175,7 +175,7 @@ def test_options_of_the_page_on_other_trainers_are_those_that_the_command_answer
 
 def test_what_the_readme_installs_and_makes_exists() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(re.findall(r'pip install "\.\[(\w+)\]"', TEXTS["docs/start/install.md"])) == set(extras)
+    assert set(re.findall(r'pip install "\.\[([\w-]+)\]"', TEXTS["docs/start/install.md"])) == set(extras)
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for name, least in (("README.md", {"demo", "test", "docs"}), ("docs/development.md", {"check", "test", "docs"})):
         made = set(re.findall(r"`make ([\w-]+)`", (ROOT / name).read_text(encoding="utf-8")))

@@ -125,7 +125,7 @@ def learners(out: Path, rank: int, together: Processes) -> None:
                     torch.testing.assert_close(own.logp, theirs.logp, atol=1e-9, rtol=1e-9)
             grads.clear(), summed.clear()
             mine, others = (of.update(batches, objective).means() for of in (one, sharded))
-            assert mine == pytest.approx(others, rel=1e-9)
+            assert mine == pytest.approx(others, rel=1e-8)  # AdamW divides rounding by the roots of tiny moments
             equal(grads, summed, 1e-9)
             equal(trained(one), trained(sharded), 1e-8)
             assert objective is not only or all(torch.equal(before[n], t) for n, t in trained(sharded).items())

@@ -93,7 +93,8 @@ def gradients(world: World, model: Model) -> Tensor:
 
 
 def rewards(world: World, seed: int) -> Tensor:
-    """What each token of each reply earns, float64 [P, Y, T]: the first letter a part of the worth, the last token the rest.
+    """Return the reward of each token of each reply, float64 [P, Y, T]: a part at the first letter, the rest
+    at the last token.
 
     The part is the mean worth of the replies of letters that begin with it.
     """

@@ -171,7 +171,7 @@ def change(own: Numbers, which: str = "chosen") -> float:
 
 
 def sign(estimate: Estimate) -> str:
-    """What the interval says of the chosen response."""
+    """Return the direction in which the chosen response moved, if the interval excludes 0."""
     return "up" if estimate.low > 0 else "down" if estimate.high < 0 else "unclear"
 
 

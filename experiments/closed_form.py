@@ -172,14 +172,14 @@ def compared(world: World, ref: Tensor, count: int, seed: int, anything: bool) -
 
 
 def proper(world: World) -> Tensor:
-    """Which replies are letters only, bool [Y]: a row of preferences has no empty reply."""
+    """Return whether each reply consists of letters, bool [Y]: a row of preferences has no empty reply."""
     return torch.tensor([bool(text) and set(text) <= set(LETTERS) for text in world.texts])
 
 
 def measures(start: str, world: World, arm: Arm, beta: float, group: int) -> Callable[[Model], dict[str, float]]:
-    """What is measured of a policy: KL to the optimum, to the arm's own one and to the start, mean reward, by how much
-    the regularised reward falls short; and, for pairs, how far it is on the replies that a pair can hold, and what
-    probability is outside of them."""
+    """Return a function that measures a policy: its KL to the optimum, to the arm's own optimum and to the start, its mean
+    reward, and how much regularised reward it lacks. For pairs also its distance on the replies that a pair can hold, and
+    the probability of all others."""
     ref = world.logp(frozen(start))
     best = optimum(ref, world.worth, beta)
     inside = proper(world).expand_as(ref)
@@ -246,7 +246,7 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
 
 
 def claims(numbers: Mapping[int, Numbers], beta: float) -> list[Comparison]:
-    """What is claimed for one beta. Written before any figure was seen."""
+    """Return the claims for one beta, which were written before any figure was seen."""
 
     def each(arm: str, figure: Callable[[Numbers], float]) -> list[float]:
         return [figure(n[f"{arm}; beta {beta:g}"]) for n in numbers.values()]

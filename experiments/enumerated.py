@@ -132,7 +132,8 @@ class World:
         return worth
 
     def player(self) -> Callable[..., Player]:
-        """What makes players that draw from the list, with the policy's probabilities: as the engine, and much faster."""
+        """Return a class of players that draw replies from the list with the policy's probabilities, much
+        faster than an engine."""
 
         def made(*given: Any) -> Player:
             return _Drawing(*given, world_of=self)  # type: ignore[misc]

@@ -16,7 +16,10 @@ TRIED = 256
 
 
 class Optimizer(Protocol):
-    """What the learner steps. `param_groups`: as in torch; `state`: parameter -> its tensors and numbers, by name."""
+    """An optimizer that the learner can step.
+
+    `param_groups`: as in torch; `state`: parameter -> its tensors and numbers, by name.
+    """
 
     param_groups: list[dict[str, Any]]
 

@@ -100,6 +100,7 @@ class PosttrainLM(TemplateLM):  # type: ignore[misc]  # lm_eval is an extra
             raise UserError(
                 f"a continuation of {len(continuation)} tokens is longer than the model's context, {self.max_length}"
             )
+        context = context or [self.prefix_token_id]  # something must predict the first token
         return context[len(context) - min(len(context), self.max_length + 1 - len(continuation)) :], continuation
 
     @torch.no_grad()

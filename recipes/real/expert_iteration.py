@@ -26,8 +26,6 @@ from typing import Any
 import posttrain
 from posttrain import Rollout
 from posttrain.core.types import StopReason, Task
-from posttrain.training.figures import majority_at_k
-from posttrain.verify.answer import voted_answer
 from posttrain.verify.expression import evaluate
 from recipes.pages import with_seeds
 from recipes.real.problems import problems
@@ -115,7 +113,7 @@ class Expert:
         model = self.study.model
         for number, tasks in enumerate(self.rounds, 1):
             rows = [row(problem, solved=number == 1) for problem in tasks]
-            replies = self.sampled(rows, model, TEMPERATURE, seed=self.seed)
+            replies = self.sampled(rows, model)
             known = {problem["id"]: problem for problem in tasks}
             for reply in replies:
                 if reply.reward == 1.0 and reply.stop is StopReason.EOS:
@@ -135,27 +133,23 @@ class Expert:
         start = str(before) if before.exists() else self.study.model  # no solution came out right: nothing was imitated
         return finished(posttrain.rl(rows, ENV, start, **how, **self.study.common(arm, self.seed)))
 
-    def sampled(self, rows: Sequence[Row], model: str, temperature: float, **more: Any) -> list[Rollout]:
-        how: dict[str, Any] = {"samples": SAMPLES, "temperature": temperature, "max_tokens": LONGEST, **more}
+    def sampled(self, rows: Sequence[Row], model: str) -> list[Rollout]:
+        """Return replies to learn from."""
+        how: dict[str, Any] = {
+            "samples": SAMPLES, "temperature": TEMPERATURE, "max_tokens": LONGEST, "seed": self.seed,
+        }  # fmt: skip
         rollouts: list[Rollout] = self.study.evaluate(rows, ENV, model, **how).rollouts
         return rollouts
 
     def measured(self, model: str, solved: bool = False) -> Figures:
-        replies = self.sampled([row(problem, solved) for problem in self.unseen], model, 1.0)
-        of_task: dict[str, list[Rollout]] = {}
-        for reply in replies:
-            of_task.setdefault(reply.task["id"], []).append(reply)
-        correct = {task: [r.reward == 1.0 for r in own] for task, own in of_task.items()}
-        number = len(of_task)
-        votes = [
-            majority_at_k([voted_answer(r.text) for r in own], correct[task], SAMPLES) for task, own in of_task.items()
-        ]
+        rows = [row(problem, solved) for problem in self.unseen]
+        how = {"samples": SAMPLES, "k": (SAMPLES,), "maj": (SAMPLES,), "temperature": 1.0, "max_tokens": LONGEST}
+        found = self.study.evaluate(rows, ENV, model, **how)
+        names = {"pass@1": "accuracy", "pass@8": f"pass@{SAMPLES}", "maj@8": f"maj@{SAMPLES}"}
         return {
-            "pass@1": sum(map(sum, correct.values())) / (number * SAMPLES),
-            "pass@8": sum(map(any, correct.values())) / number,
-            "maj@8": sum(votes) / number,
-            "tokens": sum(r.n_sampled for r in replies) / len(replies),
-            "replies": [conversation(r, 400) for r in right_and_wrong(replies)],
+            **{name: found.figures[figure]["mean"] for name, figure in names.items()},
+            "tokens": sum(r.n_sampled for r in found.rollouts) / len(found.rollouts),
+            "replies": [conversation(r, 400) for r in right_and_wrong(found.rollouts)],
         }
 
 

@@ -355,7 +355,7 @@ def test_expert_iteration_keeps_each_right_and_finished_reply_once_and_always_tr
     imitated: list[list[str]] = []
 
     class Trial(recipe.Expert):  # type: ignore[name-defined, misc]
-        def sampled(self, rows: Any, model: str, temperature: float, **_: Any) -> list[Rollout]:
+        def sampled(self, rows: Any, model: str) -> list[Rollout]:
             sampled_by.append((model, len(rows[0]["prompt"])))
             ends = {True: StopReason.EOS, False: StopReason.LENGTH}
             return [Rollout({"id": i}, "g", [], reward, stop=ends[end], text=text) for i, text, reward, end in said]

@@ -40,6 +40,8 @@ success = 1.0
 tasks = "near.jsonl"
 env = "rewards.py:graded"
 seed = 3
+held_out = 0.4
+split_seed = 1
 """
 ROWS = [{"prompt": f"say {word}", "response": word * 3} for word in ("one", "two", "six", "ten")]
 PAIRS = [{"prompt": row["prompt"], "chosen": row["response"], "rejected": "no"} for row in ROWS]

@@ -14,6 +14,7 @@ from real_models import real_model
 
 from posttrain.cli import evaluation_tables
 from posttrain.cli.main import main
+from posttrain.config.inference import Evaluation
 from posttrain.core.types import UserError
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.native.decoder import Decoder, causal
@@ -91,6 +92,16 @@ def test_answers_with_one_context_are_computed_as_each_alone(harness: Any) -> No
         assert (logp, greedy) == (pytest.approx(alone[0], abs=1e-5), alone[1])
 
 
+def test_a_continuation_without_context_follows_the_prefix_and_not_its_neighbour(
+    harness: Any, model: Decoder, tokenizer: Tokenizer
+) -> None:
+    before, tokens = tokenizer.encode("what is"), tokenizer.encode(" it")
+    requests = [(None, before, tokens), (None, [], tokens)]
+    found = harness._loglikelihood_tokens(requests)
+    for (_, context, _), (logp, _) in zip(requests, found, strict=True):
+        assert logp == pytest.approx(loop(model, context or [tokenizer.eos_id], tokens)[0], abs=1e-4)  # type: ignore[list-item]
+
+
 def test_whole_texts_are_scored_in_windows_of_the_context(harness: Any, model: Decoder, tokenizer: Tokenizer) -> None:
     text = ("one two three four " * 8)[:100]
     tokens, size = tokenizer.encode(text, start=True), model.config.context
@@ -141,6 +152,51 @@ def test_a_task_in_a_file_has_the_accuracy_of_a_loop(
             scores = [loop(own, before, tokenizer.encode(f" {choice}"))[0] for choice in row["choices"]]  # type: ignore[union-attr]
             right += scores.index(max(scores)) == row["label"]
         assert found[name]["sums"]["acc"]["mean"] == pytest.approx(right / len(ROWS))
+
+
+def test_texts_begin_with_the_tokenizers_own_token_and_continuations_do_not(
+    model: Decoder, tokenizer: Tokenizer
+) -> None:
+    """As of the harness's `hf` model: the token stands before a context, in place of an empty one, and once."""
+    pytest.importorskip("lm_eval", reason="needs the extra lm-eval")
+    from posttrain.training.lm_eval_model import PosttrainLM
+
+    class Begins:
+        """This tokenizer, with a token that begins a context."""
+
+        bos_id, eos_id = tokenizer.encode("<")[0], tokenizer.eos_id
+
+        def encode(self, text: str, start: bool = False) -> list[int]:
+            return tokenizer.encode(f"<{text}" if start else text)
+
+    own = PosttrainLM(model, cast(Tokenizer, Begins()))
+    found = own.loglikelihood([asked("", "one"), asked("1+1=", "2")], disable_tqdm=True)
+    expected = [loop(model, tokenizer.encode(a), tokenizer.encode(b)) for a, b in (("<", "one"), ("<1+1=", "2"))]
+    assert [logp for logp, _ in found] == pytest.approx([logp for logp, _ in expected], abs=1e-4)
+
+
+def test_options_reach_the_harness_and_its_errors_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm_eval = pytest.importorskip("lm_eval", reason="needs the extra lm-eval")
+    from posttrain.training.lm_eval_model import PosttrainLM
+
+    seen: list[dict[str, Any]] = []
+
+    def evaluated(model: Any, **how: Any) -> dict[str, Any]:
+        seen.append(how)
+        return {"results": {"sums": {"alias": "sums", "acc,none": 0.5, "acc_stderr,none": 0.1, "f1,strict": 1,
+                                     "f1_stderr,strict": "N/A", "f1_stderr,none": 0.2}}}  # fmt: skip
+
+    (tmp_path / "sums.yaml").write_text(TASK)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(lm_eval, "simple_evaluate", evaluated)
+    monkeypatch.setattr(PosttrainLM, "load", lambda *_, **how: how)
+    for chat in (True, None):
+        config = Evaluation(model="one", harness="lm-eval:sums.yaml", limit=3, chat=chat, threads=1)
+        figures = harness_figures.harness_figures(config)["one"]["sums"]
+        assert figures == {"acc": {"mean": 0.5, "stderr": 0.1}, "f1 (strict)": {"mean": 1.0, "stderr": None}}
+    assert [(how["limit"], how["apply_chat_template"]) for how in seen] == [(3, True), (3, False)]
 
 
 @pytest.mark.long

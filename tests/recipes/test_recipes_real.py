@@ -373,6 +373,21 @@ def test_expert_iteration_keeps_each_right_and_finished_reply_once_and_always_tr
     assert found["right in round 1"] == 0.75 and found["rows after round 2"] == 1
 
 
+def test_figures_of_expert_iteration_are_those_of_the_evaluation_under_their_names() -> None:
+    recipe = recipe_module("real.expert_iteration")
+    figures = {"accuracy": 0.1, "pass@8": 0.5, "maj@8": 0.2}
+
+    def evaluate(rows: Any, env: str, model: str, **how: Any) -> Any:
+        assert (how["samples"], how["k"], how["maj"], how["temperature"]) == (8, (8,), (8,), 1.0)
+        replies = [Rollout({"id": "a"}, "g", [], reward, text="3") for reward in (1.0, 0.0)]
+        return SimpleNamespace(figures={name: {"mean": mean} for name, mean in figures.items()}, rollouts=replies)
+
+    study = SimpleNamespace(model="untrained", evaluate=evaluate)
+    task = {"id": "a", "prompt": "a?", "answer": "3"}
+    found = recipe.Expert(study, 0, [], [], [], [task], 2).measured("untrained")
+    assert (found["pass@1"], found["pass@8"], found["maj@8"]) == (0.1, 0.5, 0.2)
+
+
 def test_written_solutions_that_miss_the_answer_are_not_imitated() -> None:
     recipe = recipe_module("real.expert_iteration")
     task = {"response": "(5+35)/8", "answer": "5"}

@@ -117,7 +117,7 @@ class ModelOptions(TypedDict, total=False):
     the memory. Checkpoints hold the adapters in PEFT's format. If --model is an adapter, training continues with it."""
     lora_alpha: float | None
     """LoRA alpha: adapters are scaled by alpha / rank. Default: twice the rank (arXiv 2405.09673)."""
-    lora_targets: tuple[str, ...]
+    lora_targets: Sequence[str]
     """Matrices to adapt: all-linear, or any of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj."""
     quantize: Literal["nf4", "int8"] | None
     """Keep the frozen weights in 4 bits (nf4, as in QLoRA) or 8 (int8); needs --lora. They are dequantised for each
@@ -200,7 +200,7 @@ class ProcessesOptions(TypedDict, total=False):
     processes: int
     """Training processes on this machine, data parallel: each holds the whole model unless --shard. On several
     machines, start one process each with torchrun."""
-    learner_devices: tuple[int, ...]
+    learner_devices: Sequence[int]
     """GPUs of the training processes, one each, by their numbers: 0 1. Default: the first ones."""
     shard: bool
     """Shard weights, gradients and optimizer state across the processes (FSDP2)."""
@@ -241,13 +241,13 @@ class RunOptions(TypedDict, total=False):
     """Reaction to health findings: entropy collapse, runaway length or KL, no signal, jumps of the reward, skipped
     updates. stop saves a checkpoint first. After 5 consecutive steps without a finite gradient, the run stops, unless
     this is off."""
-    track: tuple[str, ...]
+    track: Sequence[str]
     """Trackers to log to: wandb, trackio, mlflow, swanlab, prometheus, or your own as my.py:Mine. Each runs in a
     process of its own and cannot delay a step. prometheus:PORT serves /metrics. TensorBoard's files are always
     written."""
     track_project: str
     """Project of the trackers. Default: the tracker's own variable (WANDB_PROJECT ...), or posttrain."""
-    hook: tuple[str, ...]
+    hook: Sequence[str]
     """Your own functions, called after each step: (step, metrics, rollouts). An object may have on_step, on_evaluation
     and on_checkpoint. They change no result; posttrain.StopRun ends the run with a checkpoint."""
     profile: str
@@ -302,7 +302,7 @@ class PassesOptions(MixtureOptions, TrainingOptions, total=False):
 class RetrieverOptions(TypedDict, total=False):
     """Options of several verbs."""
 
-    retriever: tuple[str, ...]
+    retriever: Sequence[str]
     """Index that environments search: a folder made by posttrain retriever build, or the address of a server. The
     server speaks Search-R1's protocol: http://host:8000. Name several with NAME=FOLDER."""
 
@@ -371,7 +371,7 @@ class SamplingOptions(TypedDict, total=False):
     sampled distribution."""
     top_k: int
     """Sample from the K most likely tokens (0: all). Training needs 0."""
-    stop: tuple[str, ...]
+    stop: Sequence[str]
     """Strings that end a reply."""
 
 class CurriculumOptions(TypedDict, total=False):
@@ -417,10 +417,10 @@ class EnvWorkerOptions(EnvLimitOptions, total=False):
 class ServiceOptions(RetrieverOptions, total=False):
     """Options of several verbs."""
 
-    reward_model: tuple[str, ...]
+    reward_model: Sequence[str]
     """Reward model: the folder of a sequence classifier with one label. Without --env, its score is the reward;
     environments ask it under the name "reward-model". Name several with NAME=FOLDER."""
-    judge: tuple[str, ...]
+    judge: Sequence[str]
     """Judge: the TOML recipe of a model behind an OpenAI endpoint, or of a checkpoint that reasons. Without --env, its
     verdict is the reward; environments ask it under the name "judge". Name several with NAME=RECIPE."""
 
@@ -456,7 +456,7 @@ class EngineOptions(ReplicaOptions, total=False):
 
     engine: Literal["local", "vllm"]
     """Sampling engine: local, with the learner's own weights, or vllm, in a process of its own."""
-    engine_devices: tuple[int, ...]
+    engine_devices: Sequence[int]
     """GPUs of engines in processes of their own (--replicas, --engine vllm), in turn. Default: the GPUs that no
     training process uses; if there are none, the training GPUs."""
     engine_cache: float
@@ -474,7 +474,7 @@ class EngineOptions(ReplicaOptions, total=False):
     started here. All machines must see --out under the same path."""
     replica_cpus: float
     """--launch ray: CPUs for each replica. With --device cuda it also takes a GPU."""
-    engines: tuple[str, ...]
+    engines: Sequence[str]
     """Sample with engines that listen on this or other machines (posttrain engine --listen). They must see --out under
     the same path."""
     engine_token: str | None
@@ -535,7 +535,7 @@ class RLOptions(
     success: float | None
     """Reward from which a reply counts as right, for accuracy and pass@k. Default: the environment's own SUCCESS.
     Algorithms that imitate right replies use it too."""
-    eval_tasks: tuple[str, ...]
+    eval_tasks: Sequence[str]
     """Rows to evaluate on, instead of a held-out share of --tasks. Several sets have figures of their own too, and may
     have names: --eval-tasks easy=a.jsonl hard=b.jsonl."""
     eval_samples: int
@@ -825,7 +825,7 @@ class DistillOptions(RLOptions, total=False):
 class SearchOptions(TypedDict, total=False):
     """Options of several verbs."""
 
-    search: tuple[Literal["best-of-n", "beam", "best-first", "lookahead", "mcts"], ...]
+    search: Sequence[Literal["best-of-n", "beam", "best-first", "lookahead", "mcts"]]
     """Search for each reply: the policy proposes steps, and --reward-model, a process reward model, chooses among them.
     best-of-n: whole replies. beam: continues the best partial replies. best-first: continues the best one. lookahead: a
     beam that values steps by greedy rollouts. mcts: PUCT. Of several searches, each finds --samples replies."""
@@ -862,7 +862,7 @@ class EvaluationOptions(
 ):
     """Options of posttrain eval."""
 
-    against: tuple[str, ...]
+    against: Sequence[str]
     """Other models, one or several: --model is compared with each, task by task."""
     suite: str | None
     """TOML file of several evaluations, instead of --tasks: one table each, whose keys are options of this command."""
@@ -871,9 +871,9 @@ class EvaluationOptions(
     Their figures are computed with this model's log-probabilities and engine. Needs the extra lm-eval."""
     samples: int
     """Replies per task."""
-    k: tuple[int, ...]
+    k: Sequence[int]
     """Values of k for pass@k."""
-    maj: tuple[int, ...]
+    maj: Sequence[int]
     """Values of k for maj@k (self-consistency): the share of tasks whose most frequent final answer among k replies is
     right. A reply votes with the content of \boxed{} or <answer>, with what follows "the answer is", else with its last
     number."""
@@ -897,17 +897,17 @@ class SampleOptions(ReplicaOptions, HardwareOptions, SearchedOptions, EnvWorkerO
 
     samples: int
     """Replies per prompt, for each model, temperature, top-p and seed."""
-    temperature: tuple[float, ...]
+    temperature: Sequence[float]
     """Sampling temperatures; each is used. 0 is greedy and gives one reply."""
-    top_p: tuple[float, ...]
+    top_p: Sequence[float]
     """Sample from the smallest set of tokens with this total probability. Of several values, each is used."""
     top_k: int
     """Sample from the K most likely tokens (0: all)."""
-    seed: tuple[int, ...]
+    seed: Sequence[int]
     """Random seeds; each is used. The same seed gives the same replies."""
     max_tokens: int
     """Maximum number of tokens in a reply."""
-    stop: tuple[str, ...]
+    stop: Sequence[str]
     """Strings that end a reply."""
     kind: str
     """Column with the kind of a prompt, for --kinds."""

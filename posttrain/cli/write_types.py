@@ -137,8 +137,8 @@ def _said(hint: Any) -> str:
     origin, inner = get_origin(hint), get_args(hint)
     if hint is type(None):
         return "None"
-    if hint is Ellipsis:
-        return "..."
+    if origin is tuple and inner[-1] is Ellipsis:
+        return f"Sequence[{_said(inner[0])}]"  # a list, a tuple, or one text alone
     if origin is Literal:
         return f"Literal[{', '.join(repr(word).replace(chr(39), chr(34)) for word in inner)}]"
     if origin in (tuple, dict):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from posttrain.config.inference import Evaluation
+from posttrain.config.suite_file import Part, read_suite
 from posttrain.config.training import RewardModelling, Training
 from posttrain.core.batch import Stats
 from posttrain.core.protocols import Learner
@@ -27,7 +28,6 @@ from posttrain.training.playground import Playground, open_playground
 from posttrain.training.rollout_figures import headline, outcomes_by_task, rates, repeated, rewards_by_task
 from posttrain.training.setup import fitting, load_tasks, split_seed, warn_unknown_tokens
 from posttrain.training.sources.length_filter import TooLong
-from posttrain.training.suite_file import Part, read_suite
 from posttrain.training.text_loss import Measure
 
 OPTION = "--eval-suite"

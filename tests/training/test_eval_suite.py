@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,18 @@ def test_a_resumed_run_has_the_metrics_of_one_that_was_not_interrupted() -> None
     trained("rl", "parts", resume=True)
     lines = [Path(out, "metrics.jsonl").read_text().splitlines() for out in ("whole", "parts")]
     assert lines[0] == lines[1] and whole.checkpoint is not None
+
+
+@pytest.mark.parametrize(
+    ("file", "told"), [("near.jsonl", "--eval-suite near.jsonl"), ("rewards.py", "--eval-suite rewards.py:even")]
+)
+def test_a_run_whose_parts_have_changed_is_not_resumed_unnoticed(file: str, told: str) -> None:
+    trained("rl", "parts", steps=2)
+    with Path(file).open("a") as more:
+        more.write('{"prompt": "eight"}\n' if file.endswith("l") else "\n# judged otherwise\n")
+    with pytest.raises(posttrain.UserError, match=f"cannot resume parts: .*{re.escape(told)}.* changed since the run"):
+        trained("rl", "parts", resume=True)
+    trained("rl", "parts", resume=True, accept_changes=True)
 
 
 def test_parts_are_curves_of_the_overview() -> None:

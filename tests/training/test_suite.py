@@ -12,10 +12,10 @@ from conftest import tiny
 
 import posttrain
 from posttrain.cli.main import main
+from posttrain.config.suite_file import read_suite
 from posttrain.core.intervals import holm
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.training.suite_file import read_suite
 from posttrain.training.verbs.suite import macro_average
 
 REWARDS = """

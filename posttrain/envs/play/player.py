@@ -159,7 +159,8 @@ class _Play:
         self.tokens = tokens
         self.plan, self.shares = plan, Shares([episode.group for episode in episodes], plan)
         self.by, self.pool, self.engine, self.services = by, by.pool, by.engine, by.services
-        self.reader = by.engine if isinstance(by.engine, ReadingEngine) else None  # asked once: a tenth of Python's time
+        # asked once, as this takes some twenty microseconds
+        self.reader = by.engine if isinstance(by.engine, ReadingEngine) else None
         self.prompts: dict[str, list[int]] = {}  # a group's prompt is tokenised once
         self.playing = [RunningEpisode(e, by.tokenizer, n) for e, n in zip(episodes, self.shares.member, strict=True)]
         self.begun: set[int] = set()  # branches whose environments are still being replayed

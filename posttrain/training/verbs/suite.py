@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config.inference import Evaluation
+from posttrain.config.suite_file import OF_THE_SUITE, Part, read_suite
 from posttrain.core import user_files
 from posttrain.core.intervals import Interval, stated
 from posttrain.core.json_text import json_document
 from posttrain.core.types import UserError
 from posttrain.training.model_comparison import with_verdicts
 from posttrain.training.rollout_figures import headline, rates
-from posttrain.training.suite_file import OF_THE_SUITE, Part, read_suite
 from posttrain.training.verbs import evaluate
 from posttrain.training.verbs.evaluate import Evaluated
 

@@ -72,6 +72,13 @@ def test_demonstrators_slip_and_add_three_numbers_as_often_as_asked() -> None:
     assert all(right(t["numbers"], working(rng, t["numbers"])) == [True] * 4 for t in tasks(20, 1, numbers=5))
 
 
+def test_working_modulo_ten_ends_in_the_sums_last_digit_and_adds_what_its_lines_left() -> None:
+    for task in tasks(50, 0, numbers=5):
+        lines = [line.split("=") for line in working(random.Random(1), task["numbers"], 0.3, modulus=10).split("\n")]
+        assert all(sum(map(int, left.split("+"))) % 10 == int(result) for left, result in lines)
+        assert int(lines[-1][1]) == task["answer"] % 10
+
+
 def test_what_is_not_understood_is_invalid_or_refused() -> None:
     assert isinstance(reward({"numbers": "7 4"}, "11"), Invalid) and isinstance(reward({}, "11"), Invalid)
     for count, most in ((1, 9), (31, 9), (5, 0)):

@@ -26,6 +26,7 @@ from experiments import (
     harness,
     kl_estimators,
     lora_rl,
+    memorise_or_generalise,
     over_optimisation,
     proxies,
     reader,
@@ -70,6 +71,8 @@ TINY: dict[str, dict[str, Any]] = {
     "ppo-ablation": {**WORKED, "epochs": 2, "minibatches": 2, "eval_every": 1},
     "group-size": {**WORKED, "prompts": 8, "group": 8, "minibatches": 1, "wide": 256, "deep": 1},
     "sampling-temperature": {**WORKED, "minibatches": 2},
+    "memorise-or-generalise": {**WORKED, "demonstrators": 1, "seldom": 16, "practice": 16, "samples": 2, "points": 2,
+                               "prompts": 4, "then_steps": 2},
     "kl-estimators": {"samples": 400_000, "distributions": 4, "gradient_samples": 100_000},
     "gspo-variance": {"tasks": 40, "imitation_epochs": 1.0, "steps": 1, "prompts": 8, "group": 4, "edges": [1, 8, 65]},
     "baseline-variance": {"tasks": 40, "imitation_epochs": 1.0, "batches": 4, "prompts": 2, "group": 4,
@@ -106,6 +109,7 @@ def test_registry_holds_every_experiment_with_a_claim_and_a_paper() -> None:
         "length-bias", "ppo-vs-grpo", "entropy-collapse", "decoupled-approval", "over-optimisation",
         "search-r1", "retrieved-token-masking", "arpo", "code-rl", "code-choice", "lora-rl",
         "moe-routing", "ppo-ablation", "group-size", "sampling-temperature",
+        "memorise-or-generalise",
     }  # fmt: skip
     for name, experiment in EXPERIMENTS.items():
         assert experiment.name == name and experiment.claim.endswith(".") and experiment.paper and experiment.settings
@@ -141,6 +145,8 @@ def test_experiment_ends_in_a_table_a_plot_and_a_verdict(
     monkeypatch.setattr(reader, "GATE", {1: 0.0, 2: 0.0})  # a reader of three steps reads nothing
     monkeypatch.setattr(reader, "GATED", 8)
     monkeypatch.setattr(code_rl, "GATE", (0.0, 1.0))
+    some = "verify:within,least=1,most=7,unit=characters"  # of what was hardly taught no sum is right
+    monkeypatch.setattr(memorise_or_generalise, "ENV", some)
     monkeypatch.setattr(coder, "LONGEST", 8)  # its programs are none, and as soon over
     monkeypatch.setattr(arithmetic, "tasks", lambda count, *given, **how: tasks(count // 10, *given, **how))
     finding = run(name, tmp_path)

@@ -95,16 +95,20 @@ def checked(numbers: Sequence[int], reply: str) -> list[Line]:
     return found
 
 
-def working(rng: random.Random, numbers: Sequence[int], longest: float = 0.0, slips: float = 0.0) -> str:
+def working(
+    rng: random.Random, numbers: Sequence[int], longest: float = 0.0, slips: float = 0.0, modulus: int = 0
+) -> str:
     """Return a working in random order.
 
     Lines add three numbers with probability `longest`, else two; each result is wrong by one with probability `slips`.
+    With a `modulus` a line's result is what remains of it.
     """
     left, lines = list(numbers), []
     while len(left) > 1:
         size = min(len(left), 3 if rng.random() < longest else 2)
         added = [left.pop(rng.randrange(len(left))) for _ in range(size)]
-        result = max(0, sum(added) + (rng.choice((-1, 1)) if rng.random() < slips else 0))
+        found = sum(added) + (rng.choice((-1, 1)) if rng.random() < slips else 0)
+        result = found % modulus if modulus else max(0, found)
         lines.append(f"{'+'.join(map(str, added))}={result}")
         left.append(result)
     return "\n".join(lines)

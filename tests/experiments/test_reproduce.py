@@ -70,6 +70,10 @@ TINY: dict[str, dict[str, Any]] = {
     "ppo-ablation": {**WORKED, "epochs": 2, "minibatches": 2, "eval_every": 1},
     "group-size": {**WORKED, "prompts": 8, "group": 8, "minibatches": 1, "wide": 256, "deep": 1},
     "sampling-temperature": {**WORKED, "minibatches": 2},
+    "curriculum": {**WORKED, "levels": [3, 4], "tasks": [16, 16], "unseen": [2, 2], "minibatches": 1, "eval_every": 2},
+    "cold-start": {**WORKED, "largest": 3, "imitation_epochs": 30.0, "slips": 0.0, "scribble": 0.0, "good": 8, "sft_epochs": 1.0,
+                   "dpo_epochs": 1.0, "steps": 6, "drawn": 2, "first_steps": 1, "prompts": 4, "group": 8,
+                   "minibatches": 1, "eval_every": 2, "max_tokens": 20},
     "kl-estimators": {"samples": 400_000, "distributions": 4, "gradient_samples": 100_000},
     "gspo-variance": {"tasks": 40, "imitation_epochs": 1.0, "steps": 1, "prompts": 8, "group": 4, "edges": [1, 8, 65]},
     "baseline-variance": {"tasks": 40, "imitation_epochs": 1.0, "batches": 4, "prompts": 2, "group": 4,
@@ -106,6 +110,7 @@ def test_registry_holds_every_experiment_with_a_claim_and_a_paper() -> None:
         "length-bias", "ppo-vs-grpo", "entropy-collapse", "decoupled-approval", "over-optimisation",
         "search-r1", "retrieved-token-masking", "arpo", "code-rl", "code-choice", "lora-rl",
         "moe-routing", "ppo-ablation", "group-size", "sampling-temperature",
+        "curriculum", "cold-start",
     }  # fmt: skip
     for name, experiment in EXPERIMENTS.items():
         assert experiment.name == name and experiment.claim.endswith(".") and experiment.paper and experiment.settings

@@ -22,9 +22,9 @@ ORDERS: dict[str, Any] = {
     "steps": 4, "prompts": 2, "group": 2, "max_tokens": 8, "minibatches": 1, "eval_every": 2,
 }  # fmt: skip
 STAGES: dict[str, Any] = {
-    **cold_start.EXPERIMENT.settings, "largest": 3, "tasks": 64, "unseen": 2, "imitation_epochs": 30.0, "slips": 0.0, "scribble": 0.0,
-    "good": 8, "sft_epochs": 1.0, "dpo_epochs": 1.0, "steps": 6, "drawn": 2, "first_steps": 1, "prompts": 4, "group": 8,
-    "minibatches": 1, "eval_every": 2,
+    **cold_start.EXPERIMENT.settings, "largest": 3, "tasks": 64, "unseen": 2, "imitation_epochs": 30.0, "slips": 0.0,
+    "scribble": 0.0, "good": 8, "sft_epochs": 1.0, "dpo_epochs": 1.0, "steps": 6, "drawn": 2, "first_steps": 1, "prompts": 4,
+    "group": 8, "minibatches": 1, "eval_every": 2,
 }  # fmt: skip
 SEEDS = range(5)
 

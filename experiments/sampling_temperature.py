@@ -18,7 +18,7 @@ from experiments.experiment import (
     over_seeds,
 )
 from experiments.figure import Panel, Series
-from experiments.harness import courses
+from experiments.harness import checkpoint_of, courses
 from experiments.worked import SIZES, arena_of, examined, practise
 
 TEMPERATURES = (0.6, 0.8, 1.0, 1.2)
@@ -38,8 +38,9 @@ def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
         run, course = practise(
             arena, folder, arm, seed, settings, say, algorithm="grpo", aggregate="token-mean", **options
         )
-        after = examined(run, seed, settings, samples=SAMPLES)
-        greedy = examined(run, seed, settings, temperature=0.0, samples=1)["accuracy"]
+        end = checkpoint_of(run)
+        after = examined(end, seed, settings, samples=SAMPLES)
+        greedy = examined(end, seed, settings, temperature=0.0, samples=1)["accuracy"]
         found[arm] = {**course, "after": {**after, "greedy": greedy}}
     return found
 

@@ -28,6 +28,7 @@ from posttrain.training.training_run import run_training
 from posttrain.training.verbs.evaluate import evaluate
 
 ENV = "worked-sums"
+OF_SET = "eval/mixture/{}/accuracy"  # of several sets of held-out tasks
 COURSE = ("accuracy", "entropy", "kl", "length", "truncated", "grad_norm", "updates", "groups/no_signal")
 SIZES: Mapping[str, Any] = {
     "numbers": 4, "largest": 6, "tasks": 1100, "unseen": 100, "demonstrators": 4, "long_lines": 0.3, "slips": 0.12,
@@ -35,21 +36,50 @@ SIZES: Mapping[str, Any] = {
 }  # fmt: skip
 """Settings of every experiment in this arena."""
 
+LEFT_TO_RIGHT = {name: value for name, value in SIZES.items() if name != "long_lines"}
+"""Settings with demonstrators that add from left to right, which a small model learns to follow; in any order it writes
+numbers that the task does not have."""
+
 
 def arena_of(folder: Path, seed: int, settings: Mapping[str, Any]) -> Arena:
     """Tasks to practise on, and a start that imitated demonstrators of them. Seeds change the tasks and the start."""
     tasks = tasks_of(settings["tasks"], seed, settings)
+    return Arena(tasks, ENV, start_of(demonstrations(tasks, seed, settings), folder, seed, settings))
+
+
+def demonstrations(tasks: Sequence[Task], seed: int, settings: Mapping[str, Any]) -> list[Task]:
+    """What the demonstrators wrote, each of them once for each task.
+
+    They add in any order, or from left to right where `long_lines` is not among the settings.
+    """
     draw = random.Random(f"demonstrators {seed}")
-    shown = [
-        {
-            "prompt": t["prompt"],
-            "response": worked_sums.working(draw, t["numbers"], settings["long_lines"], settings["slips"]),
-        }
+
+    def response(numbers: Sequence[int]) -> str:
+        if "long_lines" in settings:
+            return worked_sums.working(draw, numbers, settings["long_lines"], settings["slips"])
+        return in_order(draw, numbers, settings["slips"])
+
+    return [
+        {"prompt": t["prompt"], "response": response(t["numbers"])}
         for t in tasks
         for _ in range(settings["demonstrators"])
     ]
+
+
+def in_order(draw: random.Random, numbers: Sequence[int], slips: float) -> str:
+    """A working from left to right; each result is wrong by one with probability `slips`."""
+    total, lines = numbers[0], []
+    for number in numbers[1:]:
+        result = total + number + (draw.choice((-1, 1)) if draw.random() < slips else 0)
+        lines.append(f"{total}+{number}={result}")
+        total = result
+    return "\n".join(lines)
+
+
+def start_of(shown: Sequence[Task], folder: Path, seed: int, settings: Mapping[str, Any], **options: Any) -> str:
+    """The checkpoint that all arms of a seed start from. `options`: those of `posttrain sft`."""
     learned = {"epochs": settings["imitation_epochs"], "lr": settings["imitation_lr"], "rows": 64, "warmup": 50}
-    return Arena(tasks, ENV, imitation(shown, folder / "imitation", seed, hidden=64, layers=2, **learned))
+    return imitation(shown, folder / "imitation", seed, **{"hidden": 64, "layers": 2, **learned, **options})
 
 
 def imitation(shown: Sequence[Task], out: Path, seed: int, **options: Any) -> str:
@@ -71,23 +101,50 @@ def tasks_of(count: int, seed: int, settings: Mapping[str, Any], held_out: bool 
 
 
 def practise(
-    arena: Arena, folder: Path, arm: str, seed: int, settings: Mapping[str, Any], say: Say, **options: Any
+    arena: Arena,
+    folder: Path,
+    arm: str,
+    seed: int,
+    settings: Mapping[str, Any],
+    say: Say,
+    *,
+    sets: Mapping[str, Sequence[Task]] | None = None,
+    hooks: Sequence[Any] = (),
+    **options: Any,
 ) -> tuple[Run, Numbers]:
     """One run, and what it leaves: the curves of `COURSE`, held-out accuracies by step, and processor seconds a step.
 
-    `options`: those of `posttrain rl`; they come before the settings.
+    `sets`: held-out tasks by name, in place of `unseen`; the accuracies of each are then under "sets". `options`: those of
+    `posttrain rl`; they come before the settings.
     """
-    held_out, clock = folder / "unseen.jsonl", Clock()
-    held_out.write_text("".join(json.dumps(task) + "\n" for task in unseen(seed, settings)), encoding="utf-8")
+    clock = Clock()
+    if sets is None:
+        held_out = [str(kept(unseen(seed, settings), folder / "unseen.jsonl"))]
+    else:
+        held_out = [f"{name}={kept(tasks, folder / f'unseen-{name}.jsonl')}" for name, tasks in sets.items()]
     chosen = {name: settings[name] for name in ("steps", "prompts", "group", "lr", "max_tokens")}
-    common = {"betas": (0.9, 0.95), "warmup": 10, "schedule": "linear", "slots": 512, "eval_tasks": (str(held_out),)}
-    run = learn(arena, folder / arm.replace(" ", "-"), seed, hooks=[clock], **{**common, **chosen, **options})
+    common = {"betas": (0.9, 0.95), "warmup": 10, "schedule": "linear", "slots": 512, "eval_tasks": tuple(held_out)}
+    run = learn(arena, folder / arm.replace(" ", "-"), seed, hooks=[clock, *hooks], **{**common, **chosen, **options})
     lines = run.metrics
     curves: dict[str, Curve] = {name: [line.get(name) for line in lines if line["step"] > 0] for name in COURSE}
-    evaluated = [[line["step"], line[HELD_OUT]] for line in lines if line.get(HELD_OUT) is not None]
+    evaluated = evaluations(lines, HELD_OUT)
     before, after = evaluated[0][1], evaluated[-1][1]
     say(f"  seed {seed}, {arm}: held-out accuracy {before:.3f} -> {after:.3f}, {clock.each:.2f} s a step")
-    return run, {"curves": curves, "evaluated": evaluated, "held_out": [before, after], "seconds": clock.each}
+    found = {"curves": curves, "evaluated": evaluated, "held_out": [before, after], "seconds": clock.each}
+    if sets is not None:
+        found["sets"] = {name: evaluations(lines, OF_SET.format(name)) for name in sets}
+    return run, found
+
+
+def kept(tasks: Sequence[Task], path: Path) -> Path:
+    """The file, with the tasks as its rows."""
+    path.write_text("".join(json.dumps(task) + "\n" for task in tasks), encoding="utf-8")
+    return path
+
+
+def evaluations(lines: Sequence[Mapping[str, Any]], metric: str) -> list[list[float]]:
+    """[step, value] of a metric, wherever it was measured."""
+    return [[line["step"], line[metric]] for line in lines if line.get(metric) is not None]
 
 
 class Clock:
@@ -106,14 +163,15 @@ class Clock:
 
 
 def examined(
-    run: Run, seed: int, settings: Mapping[str, Any], *, temperature: float = 1.0, samples: int = 8
+    checkpoint: str, seed: int, settings: Mapping[str, Any], *, temperature: float = 1.0, samples: int = 8
 ) -> dict[str, float]:
-    """Accuracy, pass@samples and entropy of the run's last checkpoint on unseen tasks.
+    """Accuracy, pass@samples, entropy and format rate of a checkpoint on unseen tasks.
 
-    Entropy, nats per token: estimated from what was sampled; 0 for greedy replies.
+    Entropy, nats per token: estimated from what was sampled; 0 for greedy replies. Format rate: share of the replies
+    that are workings, right or wrong.
     """
     config = Evaluation(
-        tasks="generated", env=ENV, model=checkpoint_of(run), samples=samples, k=tuple({1, samples}), seed=seed,
+        tasks="generated", env=ENV, model=checkpoint, samples=samples, k=tuple({1, samples}), seed=seed,
         temperature=temperature, max_tokens=settings["max_tokens"], env_workers=0, threads=1,
     )  # fmt: skip
     found = evaluate(config, unseen(seed, settings))
@@ -121,7 +179,14 @@ def examined(
         "accuracy": found.figures["accuracy"]["mean"],
         f"pass@{samples}": found.figures[f"pass@{samples}"]["mean"],
         "entropy": entropy(found.rollouts),
+        "format": float(np.mean([is_working(r.task["numbers"], r.text) for r in found.rollouts])),
     }
+
+
+def is_working(numbers: Sequence[int], reply: str) -> bool:
+    """Whether every line adds numbers that are left, rightly or not, until a single one is left."""
+    lines = worked_sums.checked(numbers, reply)
+    return all(line.joined for line in lines) and sum(line.joined for line in lines) == len(numbers) - 1
 
 
 def through(numbers: Mapping[int, Numbers], arm: str) -> Series:

@@ -73,6 +73,10 @@ TINY: dict[str, dict[str, Any]] = {
     "sampling-temperature": {**WORKED, "minibatches": 2},
     "memorise-or-generalise": {**WORKED, "demonstrators": 1, "seldom": 16, "practice": 16, "samples": 2, "points": 2,
                                "prompts": 4, "then_steps": 2},
+    "curriculum": {**WORKED, "levels": [3, 4], "tasks": [16, 16], "unseen": [2, 2], "minibatches": 1, "eval_every": 2},
+    "cold-start": {**WORKED, "largest": 3, "imitation_epochs": 30.0, "slips": 0.0, "scribble": 0.0, "good": 8,
+                   "sft_epochs": 1.0, "dpo_epochs": 1.0, "steps": 6, "drawn": 2, "first_steps": 1, "prompts": 4, "group": 8,
+                   "minibatches": 1, "eval_every": 2, "max_tokens": 20},
     "kl-estimators": {"samples": 400_000, "distributions": 4, "gradient_samples": 100_000},
     "gspo-variance": {"tasks": 40, "imitation_epochs": 1.0, "steps": 1, "prompts": 8, "group": 4, "edges": [1, 8, 65]},
     "baseline-variance": {"tasks": 40, "imitation_epochs": 1.0, "batches": 4, "prompts": 2, "group": 4,
@@ -110,6 +114,7 @@ def test_registry_holds_every_experiment_with_a_claim_and_a_paper() -> None:
         "search-r1", "retrieved-token-masking", "arpo", "code-rl", "code-choice", "lora-rl",
         "moe-routing", "ppo-ablation", "group-size", "sampling-temperature",
         "memorise-or-generalise",
+        "curriculum", "cold-start",
     }  # fmt: skip
     for name, experiment in EXPERIMENTS.items():
         assert experiment.name == name and experiment.claim.endswith(".") and experiment.paper and experiment.settings

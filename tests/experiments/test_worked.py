@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from experiments import group_size, ppo_ablation, worked
-from experiments.harness import Arena
+from experiments.harness import Arena, checkpoint_of
 from experiments.peak_memory import peak_memory, wide_model
 from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.policy import Algorithm
@@ -136,6 +136,6 @@ def test_a_run_leaves_a_point_for_each_step_and_a_policy_that_is_examined(tmp_pa
     run, found = worked.practise(arena, tmp_path, "an arm", 0, TINY, silent, **how)
     assert [step for step, _ in found["evaluated"]] == [0, 1, 2] and found["seconds"] > 0
     assert all(len(curve) == 2 for curve in found["curves"].values())
-    sampled = worked.examined(run, 0, TINY, samples=2)
+    sampled = worked.examined(checkpoint_of(run), 0, TINY, samples=2)
     assert sampled["accuracy"] <= sampled["pass@2"] and 0 < sampled["entropy"] < math.log(40)
-    assert worked.examined(run, 0, TINY, temperature=0.0, samples=1)["entropy"] == 0.0
+    assert worked.examined(checkpoint_of(run), 0, TINY, temperature=0.0, samples=1)["entropy"] == 0.0

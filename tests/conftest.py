@@ -12,6 +12,7 @@ import torch
 from places import DATA
 
 from posttrain.core.types import Completion, Rollout, StopReason, Transcript
+from posttrain.envs.play import env_pool
 from posttrain.models.native.decoder import Decoder, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -23,14 +24,19 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+WORKERS = env_pool.default_workers
 torch.set_num_threads(1)  # the models are tiny, and several tests run at once
 
 
 def bare(patch: pytest.MonkeyPatch) -> None:
-    """Trainings without what takes longer than most of them do here and changes none: curves, and full collections."""
+    """Trainings without what takes longer than most of them do here and changes none: curves, full collections, and a
+    process of the environment for each processor. One runs it here as on a machine with one processor; what several do
+    is the subject of tests that ask for them.
+    """
     kept = {name: getattr(gc, name) for name in ("freeze", "unfreeze", "get_threshold", "set_threshold")}
     patch.setattr(loop, "gc", SimpleNamespace(collect=lambda: 0, **kept))
     patch.setattr(trainer, "curves", lambda folder: None)
+    patch.setattr(env_pool, "default_workers", lambda: 1)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -49,6 +55,12 @@ def bare_trainings() -> Iterator[None]:
 def drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainings draw their curves, as they do outside of tests."""
     monkeypatch.setattr(trainer, "curves", curves)
+
+
+@pytest.fixture
+def workers_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment has as many processes as outside of tests."""
+    monkeypatch.setattr(env_pool, "default_workers", WORKERS)
 
 
 @pytest.fixture(scope="session")

@@ -157,7 +157,7 @@ def test_an_environment_that_raises_when_it_is_dropped_costs_nothing() -> None:
             pool.drop(0)
 
 
-def test_workers_are_as_many_as_there_are_processors_unless_told() -> None:
+def test_workers_are_as_many_as_there_are_processors_unless_told(workers_by_default: None) -> None:
     with EnvPool("hostile:reward") as pool:
         assert pool.size == len(os.sched_getaffinity(0))
         pool.ready()

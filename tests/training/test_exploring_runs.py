@@ -50,7 +50,7 @@ def start(tmp_path: Path, tokenizer: Tokenizer) -> str:
 @pytest.mark.parametrize("how", HOW)
 def test_exploring_run_goes_on_to_the_bit(start: str, how: str, tmp_path: Path) -> None:
     given = {"model": start, **QUICK, **HOW[how]}
-    whole = posttrain.rl(TASKS, digits, out=str(tmp_path / "whole"), **given)
+    whole = posttrain.rl(TASKS, digits, out=str(tmp_path / "whole"), **{**given, "replicas": 0})
     posttrain.rl(TASKS, digits, out=str(tmp_path / "parts"), hook=(str(tmp_path / "stop.py") + ":stop",), **given)
     parts = posttrain.rl(TASKS, digits, out=str(tmp_path / "parts"), resume=True, **given)
     assert parts.metrics == whole.metrics

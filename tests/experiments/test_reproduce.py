@@ -69,7 +69,7 @@ TINY: dict[str, dict[str, Any]] = {
     "chosen-falls": {"demonstrations": 64, "imitation_epochs": 1.0, "pairs": 8, "rows": 4, "unseen": 4, "points": 2},
     "causality": {"demonstrations": 64, "group": 4, "ages": [1, 2]},
     "ppo-ablation": {**WORKED, "epochs": 2, "minibatches": 2, "eval_every": 1},
-    "group-size": {**WORKED, "prompts": 8, "group": 8, "minibatches": 1, "wide": 256, "deep": 1},
+    "group-size": {**WORKED, "prompts": 8, "group": 8, "minibatches": 1, "wide": 32, "deep": 1},
     "sampling-temperature": {**WORKED, "minibatches": 2},
     "memorise-or-generalise": {**WORKED, "demonstrators": 1, "seldom": 16, "practice": 16, "samples": 2, "points": 2,
                                "prompts": 4, "then_steps": 2},

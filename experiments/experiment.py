@@ -58,7 +58,7 @@ class Estimate:
     freedom: int = 0  # of Student's distribution; 0: the normal one
 
     def __str__(self) -> str:
-        return f"{self.mean:.3g} {Interval(self.low, self.high, self.why).text('.3g')}"
+        return f"{round(self.mean, 12) + 0.0:.3g} {Interval(self.low, self.high, self.why).text('.3g')}"
 
 
 @dataclass(frozen=True)

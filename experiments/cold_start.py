@@ -1,4 +1,4 @@
-"""What comes before reinforcement learning: nothing, a cold start by imitation, preferences, or DeepSeek-R1's stages."""
+"""RL from the base model beside RL after SFT, after DPO, and in the four stages of DeepSeek-R1."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def budget(settings: Settings) -> dict[str, list[int]]:
 
 
 def untaught(tasks: Sequence[Task], seed: int, settings: Settings) -> list[Task]:
-    """What the base reads: workings with many slips, of which a share is scribble, their lines' characters in disorder."""
+    """Demonstrations for the base: workings with many slips, of which a share has its characters in random order."""
     draw = random.Random(f"scribble {seed}")
     rows = demonstrations(tasks, seed, settings)
     return [
@@ -120,7 +120,7 @@ def taught(options: SFT | Prefer, rows: Sequence[Task]) -> tuple[str, int]:
 
 @dataclass
 class Bench:
-    """What the arms of a seed share: the tasks, the base, the sizes; and what each arm leaves."""
+    """The tasks, base model and settings that the arms of a seed share, and the results of each arm."""
 
     seed: int
     settings: Settings

@@ -8,7 +8,6 @@ modulo 10 after the sums, and asks what is left of these.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections import defaultdict
@@ -33,7 +32,7 @@ from experiments.experiment import (
 )
 from experiments.figure import Panel, Series
 from experiments.harness import QUIET, checkpoint_of, whole
-from experiments.worked import imitation
+from experiments.worked import imitation, write
 from posttrain.config.inference import Evaluation
 from posttrain.config.resolve import filled
 from posttrain.config.training import RL, SFT, Prefer, Training
@@ -50,7 +49,7 @@ ENV = f"{__name__}:answered"
 SAME, LONGER, RULE, FORM, OLD = "same", "longer", "rule", "form", "old"
 KINDS = (SAME, LONGER, RULE, FORM, OLD)
 BEYOND = (LONGER, RULE, FORM)
-"""What is out of the distribution of training."""
+"""Kinds of tasks that differ from those of training."""
 MODULUS = 10  # of `RULE`
 SFT_ARM, OWN_ARM, DPO_ARM, GRPO_ARM = ARMS = ("sft", "sft, own replies", "dpo", "grpo")
 PLAIN, KL, REPLAY, PTX = AFTER = ("plain", "KL", "replay", "ptx")
@@ -106,7 +105,7 @@ def imitated(seed: int, settings: Settings) -> list[Task]:
 
 @dataclass(frozen=True)
 class Begun:
-    """What the arms of a seed share."""
+    """The start, tasks and settings that the arms of a seed share."""
 
     seed: int
     settings: Settings
@@ -145,12 +144,6 @@ def begun(seed: int, settings: Settings, folder: Path) -> Begun:
     old = [{"prompt": task["prompt"], "response": task["answer"]} for task in unseen if task["kind"] == OLD]
     write(folder / "old.jsonl", old)
     return Begun(seed, settings, folder, start, unseen, replies(start, unseen, seed, settings, settings["samples"]))
-
-
-def write(path: Path, rows: Sequence[Task]) -> str:
-    """Write rows of JSON, and return the file's name."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
 
 
 def replies(model: str, tasks: Sequence[Task], seed: int, settings: Settings, samples: int) -> list[Rollout]:

@@ -48,7 +48,7 @@ def arena_of(folder: Path, seed: int, settings: Mapping[str, Any]) -> Arena:
 
 
 def demonstrations(tasks: Sequence[Task], seed: int, settings: Mapping[str, Any]) -> list[Task]:
-    """What the demonstrators wrote, each of them once for each task.
+    """Return the demonstrations: each demonstrator solves each task once.
 
     They add in any order, or from left to right where `long_lines` is not among the settings.
     """
@@ -119,9 +119,9 @@ def practise(
     """
     clock = Clock()
     if sets is None:
-        held_out = [str(kept(unseen(seed, settings), folder / "unseen.jsonl"))]
+        held_out = [write(folder / "unseen.jsonl", unseen(seed, settings))]
     else:
-        held_out = [f"{name}={kept(tasks, folder / f'unseen-{name}.jsonl')}" for name, tasks in sets.items()]
+        held_out = [f"{name}={write(folder / f'unseen-{name}.jsonl', tasks)}" for name, tasks in sets.items()]
     chosen = {name: settings[name] for name in ("steps", "prompts", "group", "lr", "max_tokens")}
     common = {"betas": (0.9, 0.95), "warmup": 10, "schedule": "linear", "slots": 512, "eval_tasks": tuple(held_out)}
     run = learn(arena, folder / arm.replace(" ", "-"), seed, hooks=[clock, *hooks], **{**common, **chosen, **options})
@@ -136,10 +136,10 @@ def practise(
     return run, found
 
 
-def kept(tasks: Sequence[Task], path: Path) -> Path:
-    """The file, with the tasks as its rows."""
+def write(path: Path, tasks: Sequence[Task]) -> str:
+    """Write the tasks to a file, one per line. Returns its name."""
     path.write_text("".join(json.dumps(task) + "\n" for task in tasks), encoding="utf-8")
-    return path
+    return str(path)
 
 
 def evaluations(lines: Sequence[Mapping[str, Any]], metric: str) -> list[list[float]]:

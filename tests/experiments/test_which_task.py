@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -203,3 +204,11 @@ def test_claims_on_the_cold_start_are_seen_and_contradicted_by_the_accuracies_th
     assert verdicts(SFT_RL=0.6, four_stages=0.6) == [seen, seen, seen]
     assert verdicts(SFT_RL=0.1, SFT=0.3, four_stages=0.4) == [contradicted, contradicted, seen]
     assert verdicts(SFT_RL=0.6, RL=0.9, four_stages=0.3) == [contradicted, seen, contradicted]
+
+
+def test_each_seed_draws_its_own_tasks_for_pairs_and_always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold_start, "evaluate", lambda config, tasks: SimpleNamespace(rollouts=tasks))
+    settings = {**cold_start.EXPERIMENT.settings, "drawn": 2, "prompts": 8}
+    tasks = [{"id": str(number)} for number in range(100)]
+    first, again, other = (cold_start.sampled("model", tasks, seed, settings) for seed in (0, 0, 1))
+    assert first == again != other and len(first) == len({str(task) for task in first}) == 16

@@ -1,7 +1,7 @@
-"""Groups of options: the headings of --help, what stands under each, and the help text of an option.
+"""Groups of options: the headings of --help, the options under each, and the help text of an option.
 
-An option is a field of a dataclass. The class that declares it says its group, or the field does; the string below the field
-is its help text, whose first sentence stands alone in --help.
+An option is a field of a dataclass. The class that declares it gives its group, or the field does; the string below the
+field is its help text, of which --help shows only the first sentence.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class OptionGroup:
 
     def __init_subclass__(cls, group: str = "", **words: Any) -> None:
         super().__init_subclass__(**words)
-        cls.heading = group  # a class that says none does not take over that of the one that it extends
+        cls.heading = group  # a class without one does not inherit that of its base
 
     def __post_init__(self) -> None:
         """Fill in what follows from other options. A group that overrides it also calls that of the next one."""
@@ -91,7 +91,7 @@ def on_resume(kind: type[Any], what: OnResume) -> set[str]:
 
 
 def _group_of(kind: type[Any], name: str) -> str:
-    """The group that the class which declares the option says; one that only changes its default says none."""
+    """Return the group of the class that declares the option; a class that only changes its default gives none."""
     owners = [owner for owner in kind.__mro__ if name in inspect.get_annotations(owner)]
     return next((owner.heading for owner in owners if issubclass(owner, OptionGroup) and owner.heading), "")
 

@@ -31,7 +31,7 @@ AnyConfig = TypeVar("AnyConfig", bound=FromRows)
 
 
 def validate(config: Training | Evaluation | Check | Sample | Label | Chat | ServePolicy | ServeEngine) -> None:
-    """Refuse numbers that make no sense, in one line each. What depends on data or model is checked elsewhere."""
+    """Refuse numbers that make no sense, in one line each. Values that depend on data or model are checked elsewhere."""
     check_bounds(config)
     for name in ("stop", "prompt_template", "response_template", "teacher_prompt_template"):
         value = getattr(config, name, None) or ()
@@ -123,7 +123,7 @@ def _validate_record(config: Training) -> None:
 
 
 def check_bounds(config: Any) -> None:
-    """Raises UserError for a number that lies outside its option's range, and for text that can name no file."""
+    """Raises UserError for a number outside its option's range, and for text that can name no file."""
     for f in fields(config):
         name, value = f"--{f.name.replace('_', '-')}", getattr(config, f.name)
         setting_of(f).bounds.check(name, value)
@@ -308,7 +308,7 @@ def _texts_of_parts(mixture: Any) -> Any:
 
 
 def own_judge(file: str) -> str | None:
-    """The checkpoint that a judge's recipe names, where it is one of this machine; what is wrong is told later."""
+    """Return the checkpoint that a judge's recipe names, if it is on this machine; its errors are reported later."""
     try:
         recipe = tomllib.loads(user_files.text(file))
     except (OSError, ValueError, RecursionError):

@@ -170,6 +170,6 @@ def flip(row: Row, share: float, seed: int) -> Row:
 
 
 def _task(row: Row) -> Row:
-    """Return the columns without labels. Several rows would share the id, so it is renamed to item."""
+    """Return the columns without labels. Several rows would share the id, so it is renamed to `item`."""
     kept = {name: value for name, value in row.items() if name not in (*SAID, *DETAILS, "id", "response", "completion")}
     return {"item": row["id"], **kept}

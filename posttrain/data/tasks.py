@@ -289,8 +289,8 @@ def hold_out(tasks: Tasks | Stream, fraction: float, seed: int = 0) -> tuple[Tas
 def in_both(tasks: Tasks, others: Tasks, seed: int) -> int:
     """Return how many of `others` have a prompt that one of `tasks` has too.
 
-    It is 0 where all of `tasks` have the same prompt, and where the environment makes the prompts: these do not tell
-    tasks apart. `tasks` are not read again if they have `draws` of that seed.
+    It is 0 where all of `tasks` have the same prompt, and where the environment makes the prompts: these do not
+    distinguish tasks. `tasks` are not read again if they have `draws` of that seed.
     """
     known = tasks.draws is not None and tasks.draws[0] == seed
     draws = tasks.draws[1] if known and tasks.draws else _draws(seed, map(_asked, tasks.shown(None)))

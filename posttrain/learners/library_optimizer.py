@@ -52,7 +52,7 @@ class LibraryOptimizer:
     def __init__(
         self, name: str, kind: Callable[..., Any], groups: Sequence[dict[str, Any]], lr: float, options: dict[str, Any]
     ) -> None:
-        """Create `kind` for parameter groups as in `AdamW`. Raises UserError, which says `name`, if it cannot be used."""
+        """Create `kind` for parameter groups as in `AdamW`. Raises UserError, which names `name`, if it cannot be used."""
         self.param_groups = [{"lr": lr, **group} for group in groups if group["params"]]
         self._name, self._kind, self._options = name, kind, options
         self._tried = self._try()

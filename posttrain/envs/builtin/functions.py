@@ -65,7 +65,7 @@ def _tools(shelves: Shelves, orders: dict[str, int]) -> list[Callable[..., Any]]
         return {"count": count, "price": price}
 
     def order(item: str, count: int) -> str:
-        """Order some of an item. What is ordered cannot be returned.
+        """Order some of an item. An order cannot be returned.
 
         Args:
             item: The item, in the singular.

@@ -93,7 +93,7 @@ def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
 
 
 def learn_critic(arena: Arena, folder: Path, seed: int, settings: Settings) -> Path:
-    """A critic of the policy as it stands: PPO that ends one step after the critic's warm-up."""
+    """A critic of the current policy: PPO that ends one step after the critic's warm-up."""
     warmup = settings["critic_steps"]
     run = learn(
         arena, folder / "critic", seed, algorithm="ppo", kl=0.0, steps=warmup + 1, critic_warmup=warmup,

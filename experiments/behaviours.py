@@ -1,4 +1,4 @@
-"""What a policy does in an episode of search, counted from what was said: searches, refinements, decompositions, checks.
+"""Counts a policy's behaviours in episodes of search, from the texts: searches, refinements, decompositions, checks.
 
 A fact is *sought* if it is the first one on the way to the answer that no passage has shown yet.
 """
@@ -14,7 +14,7 @@ from experiments.world import ENTITIES, RELATIONS, WORD, Fact
 
 NAMES = frozenset(ENTITIES) | frozenset(RELATIONS)
 Said = tuple[str, str]
-"""Who said it (a `SpanKind`), and what."""
+"""The author (a `SpanKind`) and the text."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def behaviour(path: Sequence[Fact], turns: Sequence[Said]) -> Behaviour:
 
 
 def facts_of(text: str) -> list[Fact]:
-    """The passages that stand in what was shown."""
+    """The passages in a text that the policy was shown."""
     lines = [WORD.findall(line) for line in text.replace("<information>", "").splitlines()]
     return [Fact(*words) for words in lines if len(words) == 3 and words[1] in RELATIONS]
 

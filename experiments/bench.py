@@ -59,8 +59,8 @@ def bench(
 ) -> Iterator[RLSource]:
     """The arena's policy with everything that produces steps of it. `options`: those of `posttrain.rl`.
 
-    `critic`: the checkpoint of a run that has one; an algorithm that learns one has a new one without it. `player`: who
-    plays its episodes; `optimization`: None, a constant rate.
+    `critic`: the checkpoint of a run that has one; an algorithm that learns one has a new one without it. `player`: the
+    player that samples its episodes; `optimization`: None, a constant rate.
     """
     folder = Path(arena.start)
     model, tokenizer = load_model(folder), Tokenizer.load(folder)
@@ -142,7 +142,7 @@ def comparisons(
 
 
 def one_batch(rollouts: Sequence[Rollout]) -> Packed:
-    """All of them as one micro-batch; their scored tokens lie in order."""
+    """All of them as one micro-batch; their scored tokens are in order."""
     return pack([r.transcripts for r in rollouts], range(len(rollouts)))
 
 

@@ -55,7 +55,7 @@ class Positive(PreferenceLink):
 
 
 def table() -> dict[str, PreferenceAlgorithm]:
-    """Every row of the table, and DPO-Positive."""
+    """Every preference algorithm, and DPO-Positive."""
     return {**PREFERENCES, POSITIVE: replace(PREFERENCES["dpo"], name=POSITIVE, link=Positive())}
 
 
@@ -130,7 +130,7 @@ def learn(
     seed: int,
     settings: Settings,
 ) -> Numbers:
-    """The course of one row of the table on the pairs."""
+    """The course of one algorithm on the pairs."""
     steps = max(1, settings["pairs"] // settings["rows"] * settings["epochs"])
     how = Optimization(lr=settings["lr"], schedule="linear", updates=steps, betas=BETAS)
     source, learner = comparisons(items, start, algorithm, seed, settings["rows"], how)

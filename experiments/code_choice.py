@@ -1,4 +1,4 @@
-"""A policy that writes several programs and says which it submits: what its choice is worth beside other ways to choose."""
+"""A policy that writes several programs and chooses which to submit: the worth of its choice beside other ways to choose."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
 
 
 def chooser(school: School, kind: str, folder: Path, seed: int, settings: Settings, say: Say) -> Numbers:
-    """What a policy that chooses among its own programs submits, before and after it has learned to.
+    """The submissions of a policy that chooses among its own programs, before and after it has learned to.
 
     Its programs are not learned from, so that what changes is the choice; its reward is what that earns over a random one.
     """

@@ -24,7 +24,7 @@ METRICS = ("reward", "reward/right", "reward/share", "reward/example", "entropy"
 
 @dataclass(frozen=True)
 class School:
-    """What a seed works with."""
+    """The inputs of a seed."""
 
     practice: list[Task]
     held_out: list[Task]
@@ -171,7 +171,7 @@ TEACHING: Settings = {
     "hidden": 128, "layers": 3, "demonstrations": 20000, "demonstrated_choices": 800, "imitation_lr": 2e-3, "vague": 0.4,
     "slips": 0.2, "reads": 0.3, "candidates": 4,
 }  # fmt: skip
-"""What decides the start."""
+"""The settings that determine the start."""
 
 EXPERIMENT = Experiment(
     "code-rl",

@@ -92,7 +92,7 @@ def _scored(task: Task, reply: Reply, every: bool) -> Verdict:
 def choices(count: int, seed: int, settings: Settings) -> list[Row]:
     """Rows that show the form of a choice: the programs are careless, and the choice is random.
 
-    In half of the rows it is told which programs pass the example.
+    Half of the rows show which programs pass the example.
     """
     draw, rows = random.Random(f"choices {seed}"), []
     for _ in range(count):
@@ -129,7 +129,7 @@ def outcomes_alone(count: int, settings: Settings) -> list[Row]:
 
 
 def starting_policy(settings: Settings, folder: Path) -> str:
-    """The checkpoint after imitation, from nothing: one that lies in `folder`, or one made there, once for all seeds."""
+    """The checkpoint after imitation, from nothing: one that is in `folder`, or one made there, once for all seeds."""
     decide = ("hidden", "layers", "demonstrations", "demonstrated_choices", "vague", "slips", "reads", "candidates",
               "imitation_lr")  # fmt: skip
     name = "-".join(str(settings[key]) for key in decide)
@@ -194,7 +194,7 @@ class Candidate:
 
 
 def play(checkpoint: str, tasks: Sequence[Task], env: Env | Scored | str, seed: int, samples: int) -> list[Rollout]:
-    """What a policy does, sampled at temperature 1."""
+    """Episodes of a policy, sampled at temperature 1."""
     config = Evaluation(
         tasks="generated", env=env if isinstance(env, str) else "generated", model=checkpoint, samples=samples, seed=seed,
         max_tokens=LONGEST, env_workers=0, threads=1, success=1.0,
@@ -248,7 +248,7 @@ def examined(checkpoint: str, tasks: Sequence[Task], seed: int, settings: Settin
 
 
 def figures(written: Sequence[Sequence[Candidate]], tasks: Sequence[Task]) -> Numbers:
-    """Means over the tasks. What submits of k is tried on each k candidates that follow each other."""
+    """Means over the tasks. A submission out of k is tried on each k consecutive candidates."""
     found: dict[str, list[float]] = {}
 
     def note(name: str, value: float) -> None:

@@ -1,4 +1,4 @@
-"""What entropy collapse looks like, and which remedies hold it: an aggressive run, and one change to it at a time."""
+"""Entropy collapse and its remedies: an aggressive run, and one change to it at a time."""
 
 from __future__ import annotations
 

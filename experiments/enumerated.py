@@ -1,7 +1,7 @@
 """A task so small that every reply can be listed: exact distributions of a policy, and the optimum that a penalty has.
 
-Prompts are digits, replies up to a few letters, and a table says what each reply to each prompt is worth. The optimum of
-E[r] - beta KL(pi || ref) is pi*(y) proportional to ref(y) exp(r(y) / beta). What it falls short by is
+Prompts are digits, replies up to a few letters, and a table has the worth of each reply to each prompt. The optimum of
+E[r] - beta KL(pi || ref) is pi*(y) proportional to ref(y) exp(r(y) / beta). A policy's shortfall is
 beta KL(pi || pi*), for every pi.
 
     P    prompts    Y    replies: token sequences that end with the end token or are of the greatest length

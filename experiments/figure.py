@@ -36,7 +36,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot of a figure. `names`: what stands at x = 0, 1, ... where x is no number; bars are then drawn."""
+    """One plot of a figure. `names`: labels at x = 0, 1, ... where x is no number; bars are then drawn."""
 
     title: str
     x: str

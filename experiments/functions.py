@@ -2,7 +2,7 @@
 
 A function is a composition of two or three steps on a list of numbers, a text or a number, such as "keep those above 3,
 reverse, return the sum". Some descriptions leave a number open, as those of people do ("keep those above n"): then only the
-example says which it is, and a candidate that guesses is right now and then. Compositions fall into three parts that have
+example shows which it is, and a candidate that guesses is right now and then. Compositions fall into three parts that have
 none in common, so that a held-out function asks for steps in an order that nothing has ever shown.
 """
 
@@ -86,7 +86,7 @@ PARTS = {"demonstrated": 0.3, "practised": 0.45, "held out": 0.25}
 
 @dataclass(frozen=True)
 class Function:
-    """Steps with their numbers, in their order; of those in `open`, the description does not say the number."""
+    """Steps with their numbers, in their order; of those in `open`, the description does not give the number."""
 
     kind: str
     steps: tuple[tuple[Step, int], ...]
@@ -94,7 +94,7 @@ class Function:
 
     @property
     def composition(self) -> tuple[str, ...]:
-        """What is done in which order, whatever the numbers."""
+        """The kinds of steps in their order, whatever the numbers."""
         return (self.kind, *(step.phrase for step, _ in self.steps))
 
     @property
@@ -112,7 +112,7 @@ class Function:
         return "\n".join(["def f(x):", *lines, f"    return {last.code.format(n=number)}"])
 
     def __call__(self, x: Any) -> Any:
-        """What the program gives: it is the repository's own, not a policy's."""
+        """The program's result: it is the repository's own, not a policy's."""
         return _compiled(self.code)(x)
 
 
@@ -156,7 +156,7 @@ def drawn(part: str, draw: random.Random, vague: float) -> Function:
 
 
 def argument(kind: str, draw: random.Random) -> Any:
-    """An input that tells functions apart."""
+    """An input that distinguishes functions."""
     if kind == "list":
         return [draw.randrange(10) for _ in range(draw.randint(4, 6))]
     if kind == "text":
@@ -201,7 +201,7 @@ def tasks(part: str, count: int, seed: int, vague: float) -> list[Task]:
 
 
 def careless(function: Function, draw: random.Random, slips: float, reads: float) -> Function:
-    """What a careless programmer makes of a description.
+    """A careless programmer's reading of a description.
 
     Each step is another one in a share `slips` of the cases. A number that is left open is read off the example in a
     share `reads`; else it is the smallest one in half of the cases, and any in the others.

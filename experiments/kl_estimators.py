@@ -76,7 +76,7 @@ def moments(mean: float, samples: int, generator: torch.Generator) -> dict[str, 
 def gradients(
     vocabulary: int, distributions: int, samples: int, generator: torch.Generator
 ) -> dict[str, dict[str, float]]:
-    """Estimator -> how its mean gradient with respect to the policy's logits, on policy, lies to the true ones.
+    """Estimator -> its mean gradient with respect to the policy's logits, on policy, beside the true ones.
 
     `reverse`: |mean gradient - gradient of KL(policy || reference)|, over the norm of the latter; `forward`: the same
     for KL(reference || policy); `size`: norm of the mean gradient, over the norm of the reverse gradient. Means over

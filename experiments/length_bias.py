@@ -1,6 +1,6 @@
 """Dr. GRPO's length bias: when each reply counts the same, long wrong replies are punished less per token, and grow.
 
-The sum is answered, the environment says whether it was right, and then the policy may write any number of dots, which
+The sum is answered, the environment reports whether it was right, and then the policy may write any number of dots, which
 change nothing. (Without that word a small model cannot know that its answer is wrong, and nothing could make wrong
 replies longer than right ones.) Only the aggregation differs between the arms.
 """
@@ -61,7 +61,7 @@ def sums_and_dots(folder: Path, seed: int, settings: Settings) -> Arena:
 
 
 def told(task: Task) -> Generator[Turn, Reply, float]:
-    """Ask, say whether the answer is right, let the policy go on as long as it likes."""
+    """Ask, report whether the answer is right, let the policy go on as long as it likes."""
     answer = yield Turn(task["prompt"], stop=(END,))
     right = arithmetic.reward(task, answer.removesuffix(END))
     yield Turn(TOLD[right == 1.0])

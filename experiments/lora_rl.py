@@ -1,8 +1,8 @@
 """LoRA without regret: in reinforcement learning adapters of any rank learn what all weights do, at some ten times the rate.
 
-What adapters add is divided by their rank (alpha is the same for all), so that one rate suits all ranks, as in the source.
-Learning rates are swept in every arm. That of a seed is the one that was best on the other seeds, so none is chosen by the
-figure that it is judged by.
+The output of adapters is divided by their rank (alpha is the same for all), so that one rate suits all ranks, as in the
+source. Learning rates are swept in every arm. That of a seed is the one that was best on the other seeds, so none is
+chosen by the figure that it is judged by.
 """
 
 from __future__ import annotations

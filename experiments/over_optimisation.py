@@ -247,7 +247,7 @@ def _comparisons(seeds: Sequence[Numbers], settings: Settings) -> list[Compariso
 
 
 def _of_best(seeds: Sequence[Numbers], what: str) -> Estimate:
-    """What the most choices give, minus what the unpenalised run had at the same KL."""
+    """Gold reward of the most choices minus that of the unpenalised run at the same KL."""
     differences = []
     for n in seeds:
         best = n["best of N"]["single"]

@@ -1,9 +1,9 @@
 """A game of letters whose gold reward is known, proxies of it learned from comparisons, and best-of-N by a proxy.
 
-Replies are lists of letters. The gold reward knows what each letter is worth, that whatever else is said annoys, be it
-a letter said again or no letter at all, and whether the letter that was asked for is among them. It is defined on
+Replies are lists of letters. The gold reward knows what each letter is worth, that anything else costs, be it
+a repeated letter or no letter at all, and whether the letter that was asked for is among them. It is defined on
 everything that a policy can write: a proxy may like what no comparison holds, such as special tokens. Comparisons of the
-start's replies say little of lists that repeat far more, or are far shorter, than those. Rewards are in standard
+start's replies have little to do with lists that repeat far more, or are far shorter, than those. Rewards are in standard
 deviations of the start's replies, their mean at 0.
 """
 
@@ -64,7 +64,7 @@ ENSEMBLES = tuple(name for name, join in JOIN.items() if len(join.members) > 1)
 
 @dataclass(frozen=True)
 class Gold:
-    """What replies are worth."""
+    """The worth of replies."""
 
     values: Mapping[str, float]  # of each letter when it is said first
 
@@ -77,7 +77,7 @@ class Gold:
         return cls({letter: value - mean for letter, value in zip(LETTERS, values, strict=True)})
 
     def __call__(self, task: Task, reply: str) -> float:
-        """Values of the letters that are there, a price for whatever else is said, a prize for the letter asked for."""
+        """Values of the letters that are there, a price for everything else, a prize for the letter asked for."""
         said = symbols(reply)
         kinds = self.values.keys() & set(said)
         worth = sum(self.values[letter] for letter in sorted(kinds)) + BESIDES * (len(said) - len(kinds))
@@ -85,13 +85,13 @@ class Gold:
 
 
 def symbols(reply: str) -> list[str]:
-    """What a reply says, one token each: letters, other characters, special tokens."""
+    """The symbols of a reply, one token each: letters, other characters, special tokens."""
     found: list[str] = SYMBOL.findall(reply)
     return found
 
 
 def demonstrations(settings: Settings, seed: int) -> list[Task]:
-    """Replies of 6 to 12 letters: mostly different ones, a share `repeats` of them said before."""
+    """Replies of 6 to 12 letters: mostly different ones, a share `repeats` of them repeated."""
     draw = random.Random(f"demonstrations {seed}")
     rows = []
     for number in range(settings["demonstrations"]):
@@ -142,7 +142,7 @@ def trained(rows: Sequence[Task], start: str, folder: Path, seed: int, settings:
 
 
 def scores_of(folder: str, replies: Sequence[Sequence[tuple[str, float]]]) -> list[list[float]]:
-    """What a reward model says of these replies to the prompts."""
+    """A reward model's scores of these replies to the prompts."""
     service = RewardModelService(folder)
     asked = [(task["prompt"], text) for task, own in zip(PROMPTS, replies, strict=True) for text, _ in own]
     for place, (prompt, text) in enumerate(asked):
@@ -180,7 +180,7 @@ class Judges:
     of_proxies: Mapping[str, Scale]
 
     def environment(self, join: str) -> Callable[[Task], Generator[Any, Any, dict[str, float]]]:
-        """One reply, whose reward is what the proxies say; gold is noted beside it."""
+        """One reply, whose reward is the proxies' score; gold is noted beside it."""
         chosen = JOIN[join]
 
         def proxied(task: Task) -> Generator[Any, Any, dict[str, float]]:

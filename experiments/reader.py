@@ -1,11 +1,11 @@
 """A reader of passages, pre-trained on worlds that are never seen twice, and the policy that reinforcement starts from.
 
 The reader is shown a question with passages of a fresh world and writes down the facts that lead to the answer, and the
-answer. It cannot know any fact by heart: each row has a world of its own. A gate says whether it reads well enough.
+answer. It cannot know any fact by heart: each row has a world of its own. A gate checks whether it reads well enough.
 
 The policy that reinforcement starts from is the reader after a little imitation of a careless searcher: one that often
 answers without a search, asks vague questions, and does not ask again. So it knows the form of a search, and not when it
-pays, nor what to ask. What it answers without having read it is right in the demonstration's own world, and a guess in
+pays, nor what to ask. An answer that it has not read is right in the demonstration's own world, and a guess in
 any other.
 """
 
@@ -83,7 +83,7 @@ def fresh(*what: object) -> World:
 
 
 def thought(facts: list[Fact]) -> str:
-    """What was read, in the order in which it leads on."""
+    """The facts that were read, in the order of the chain."""
     return "<think>" + ".".join(map(str, facts)) + "</think>"
 
 
@@ -192,7 +192,7 @@ def untrained(folder: Path, tokenizer: Tokenizer, hidden: int, layers: int, cont
 
 
 def with_gold(task: Task) -> Play:
-    """The environment of the gate: the passages stand in the task."""
+    """The environment of the gate: the passages are in the task."""
     return (yield from given(task, [Fact(*words) for words in task["passages"]]))
 
 
@@ -230,7 +230,7 @@ def vague(fact: Fact, question: str, draw: random.Random, settings: Settings) ->
 
 
 class Careless:
-    """A scripted policy: one episode of it. It searches, goes on and asks again as often as the settings say."""
+    """A scripted policy: one episode of it. It searches, goes on and asks again as often as in the settings."""
 
     def __init__(self, task: Task, draw: random.Random, settings: Settings) -> None:
         self.path, self.question = path_of(task), task["question"]
@@ -249,7 +249,7 @@ class Careless:
         return f"{thought(self.path[: self.known])}<search>{query}</search>"
 
     def _wish(self, before: int) -> str:
-        """The name of the setting that says how often it searches now."""
+        """The name of the setting for how often it searches now."""
         if not self.searched:
             return "searches"
         return "goes_on" if self.known > before else "asks_again"
@@ -295,7 +295,7 @@ def starting_policy(checkpoint: str, folder: Path, seed: int, settings: Settings
 
 
 def play(checkpoint: str, tasks: list[Task], env: Env, seed: int, samples: int) -> list[Rollout]:
-    """What a policy does, sampled at temperature 1."""
+    """Episodes of a policy, sampled at temperature 1."""
     config = Evaluation(
         tasks="generated", env="world", model=checkpoint, samples=samples, seed=seed, max_tokens=LONGEST, env_workers=0,
         threads=1, success=1.0,

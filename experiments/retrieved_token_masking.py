@@ -1,4 +1,4 @@
-"""What becomes of a policy that also learns from the passages that it was shown, as if it had written them.
+"""A policy that also learns from the passages that it was shown, as if it had written them.
 
 The product never does that. Here a player of its own writes down each passage as a demonstration, so that the loss falls
 on its tokens too, with the advantage of their episode: the paper's arm without a mask.
@@ -42,7 +42,7 @@ SHOWN = {"all": "exact match", "one hop": "one hop", "two hops": "two hops", "va
 
 
 class Unmasked(Player):
-    """Plays as ever, and hands over rollouts in which what was shown after the prompt is scored too."""
+    """Samples as usual, and returns rollouts in which the text shown after the prompt is scored too."""
 
     def play(self, episodes: Sequence[Episode], plan: BranchPlan | None = None) -> list[Rollout]:
         assert plan is None, "tokens that were shown are nobody's"

@@ -20,18 +20,18 @@ Play = Generator[Turn, str, dict[str, float]]
 
 
 def query_of(reply: str) -> str | None:
-    """What a reply asks the search engine; None if it ends with no search, or with one that names nothing."""
+    """Return the query of a reply; None if it ends with no search, or with an empty one."""
     query = _closing(reply, "search")
     return query if query is not None and WORD.search(query) else None
 
 
 def answer_of(reply: str) -> str | None:
-    """What a reply answers; None if it ends with no answer."""
+    """Return the answer of a reply; None if it ends with none."""
     return _closing(reply, "answer")
 
 
 def _closing(reply: str, tag: str) -> str | None:
-    """What stands in the tags that a reply ends with: in the last that was opened, and in no other kind."""
+    """Return the text in the tags that a reply ends with: in the last that was opened, and in no other kind."""
     if not reply.endswith(f"</{tag}>") or f"<{tag}>" not in reply:
         return None
     inside = reply.rpartition(f"<{tag}>")[2].removesuffix(f"</{tag}>")
@@ -58,7 +58,7 @@ def searching(task: Task) -> Play:
 
 
 def direct(task: Task) -> Play:
-    """There is nothing to search, and the question stands alone."""
+    """There is nothing to search, and the prompt is the question alone."""
     return (yield from given(task, []))
 
 
@@ -77,7 +77,7 @@ def given(task: Task, passages: Sequence[Fact]) -> Play:
 def played(env: Env, task: Task, policy: Callable[[str], str]) -> tuple[list[dict[str, Any]], float]:
     """The rows that imitate an episode of a scripted policy, one for each of its replies, and its reward.
 
-    `policy` is told what is shown in turn.
+    `policy` gets each text in turn.
     """
     episode = env(task)
     rows: list[dict[str, Any]] = []

@@ -49,7 +49,7 @@ class Quiz:
 
 
 def prepare(seed: int, settings: Settings, folder: Path, say: Say, start: str = "") -> Quiz:
-    """What a seed works with. Raises UserError if the reader does not read well enough. `start`: a checkpoint made before.
+    """The inputs of a seed. Raises UserError if the reader does not read well enough. `start`: a checkpoint made before.
 
     Each question has a world of its own, so no fact is in any weights, and none can get there: what is learned can only be
     how to search and to read.

@@ -1,7 +1,7 @@
 """Generated worlds of facts, questions about them, and a search engine over their passages.
 
 A fact is three words, "Ada capital Bonn": each relation of each entity is another entity, drawn anew in every world. So
-nothing that was learned of one world says anything of the next. Every word is one token. A question asks for one hop
+nothing that was learned of one world helps in the next. Every word is one token. A question asks for one hop
 ("capital of Ada?") or for two ("mayor of capital of Ada?").
 """
 
@@ -26,7 +26,7 @@ ENTITIES = tuple(
 )
 TAGS = tuple(f"<{slash}{name}>" for name in ("think", "search", "information", "answer") for slash in ("", "/"))
 DIRECT, SEARCH = "Answer:", "Search:"
-"""What a prompt begins with: it tells whether there is a search engine."""
+"""The beginning of a prompt: whether there is a search engine."""
 
 INVALID = (" invalid", " action", " try", " again")
 OTHERS = (DIRECT, SEARCH, " of", "?", ".", "\n", *INVALID)
@@ -41,7 +41,7 @@ KINDS = {name: place for place, name in enumerate(RELATIONS)}
 
 @dataclass(frozen=True)
 class Fact:
-    """A subject, a relation, and what stands in this relation to it."""
+    """A subject, a relation, and the object of this relation."""
 
     subject: str
     relation: str
@@ -106,7 +106,7 @@ class World:
         return draw.random(self.objects.shape) * 0.99
 
     def task(self, question: Question) -> Task:
-        """What an environment is told."""
+        """The task of an environment."""
         return {
             "id": f"{self.seed}{question}",
             "world": self.seed,

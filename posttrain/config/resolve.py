@@ -57,6 +57,7 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
     if isinstance(config, Training):
         _validate_record(config)
         _validate_optimizer(config)
+        check_divisions(config)
     if isinstance(config, RL):
         _validate_engines(config)
     if isinstance(config, RL | Evaluation | Check | Sample):
@@ -100,12 +101,22 @@ def profiled_steps(text: str) -> range:
     return range(first, last + 1)
 
 
+def check_divisions(config: Training) -> None:
+    """Raise UserError for options that divide the same weights among processes."""
+    if config.shard and config.tensor_parallel > 1:
+        raise UserError(
+            "--shard divides rows of whole matrices, and --tensor-parallel has divided them already: leave out one of them"
+        )
+
+
 def _validate_optimizer(config: Training) -> None:
     if (config.optimizer, config.optimizer_options) == ("adamw", {}):
         return
     from posttrain.learners.optimizers import OptimizerChoice  # imports torch
 
-    OptimizerChoice(config.optimizer, config.optimizer_options, config.betas).check(config.shard)
+    OptimizerChoice(config.optimizer, config.optimizer_options, config.betas).check(
+        next((name for name in config.divisions if name != "--context-parallel"), "")
+    )
 
 
 def _validate_record(config: Training) -> None:

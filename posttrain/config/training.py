@@ -104,16 +104,34 @@ class ProcessesGroup(OptionGroup, group="scale"):
     """Several processes that train one model."""
 
     processes: int = option(1, above=0, most=1024, first_hour=True, on_resume="anew")
-    """Training processes on this machine, data parallel: each holds the whole model unless --shard. On several
-    machines, start one process each with torchrun."""
+    """Training processes on this machine, data parallel: each holds the whole model unless --shard or --tensor-parallel.
+    On several machines, start one process each with torchrun."""
     learner_devices: tuple[int, ...] = option((), value="GPU", on_resume="free")
     """GPUs of the training processes, one each, by their numbers: 0 1. Default: the first ones."""
     shard: bool = option(False, on_resume="anew")
     """Shard weights, gradients and optimizer state across the processes (FSDP2)."""
+    tensor_parallel: int = option(1, above=0, most=1024, on_resume="anew")
+    """Processes that divide heads, MLP and vocabulary of the model among them, and compute the same micro-batches. It
+    divides --processes."""
+    context_parallel: int = option(1, above=0, most=1024, on_resume="anew")
+    """Processes that divide the tokens of a micro-batch among them, for long replies. Times --tensor-parallel, it divides
+    --processes."""
     collective_timeout: float = option(600.0, above=0, most=86_400, value="SECONDS", on_resume="anew")
     """Timeout of collective operations, in seconds: a process that takes longer counts as lost."""
     restarts: int = option(0, least=0, on_resume="anew")
     """Restarts after a crash, from the newest checkpoint. Needs --processes above 1."""
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether no process has all weights."""
+        return self.shard or self.tensor_parallel > 1
+
+    @property
+    def divisions(self) -> tuple[str, ...]:
+        """Options that divide the model or a micro-batch among processes."""
+        asked = self.shard, self.tensor_parallel > 1, self.context_parallel > 1
+        names = "--shard", "--tensor-parallel", "--context-parallel"
+        return tuple(name for name, given in zip(names, asked, strict=True) if given)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ micro-batches, and each backward pass goes through every trained decoder, even i
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -25,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from posttrain.core.batch import Batch, Outputs, Packed, Stats
-from posttrain.core.protocols import Learner, Measured, Model, Objective
+from posttrain.core.protocols import Learner, Model, Objective
 from posttrain.learners.data_parallel import DataParallelLearner
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization, TrainedModule
 from posttrain.learners.process_group import Processes
@@ -34,9 +33,7 @@ from posttrain.learners.sharded_decoder import forget_order, gathered, open_shar
 from posttrain.models.backbone import Backbone, decoders_in
 from posttrain.models.hf.experts import watching
 from posttrain.models.native.linear import collected
-from posttrain.models.native.merged_weights import plain_weights
 from posttrain.models.row_shards import GATHER, here, whole
-from posttrain.models.tensor_files import write_state
 
 P = TypeVar("P", bound=Packed)
 
@@ -48,6 +45,7 @@ class FSDPLearner(DataParallelLearner):
     """
 
     world: Processes
+    _divides = True
     _keeps = False  # narrowed weights that are kept would be the whole model
 
     def __init__(
@@ -95,7 +93,7 @@ class FSDPLearner(DataParallelLearner):
 
     def update(self, batches: Sequence[Batch], objective: Objective) -> Stats:
         own = self._own(batches)
-        self._idle = own[len(self._shares(batches)[self.world.rank]) :]
+        self._idle = own[len(self._shares(batches)[self.groups.rank]) :]
         self._reached.clear()
         with self._at_work():
             return super().update(batches, objective)
@@ -108,7 +106,7 @@ class FSDPLearner(DataParallelLearner):
         results are ignored.
         """
         shares = self._shares(batches)
-        own = [batches[place] for place in shares[self.world.rank]]
+        own = [batches[place] for place in shares[self.groups.rank]]
         missing = max(map(len, shares)) - len(own)
         return [*own, *[min(batches, key=lambda batch: batch.layout.tokens.numel())] * missing] if missing else own
 
@@ -195,22 +193,15 @@ class FSDPLearner(DataParallelLearner):
             for parameter, gradient in zip(others, summed, strict=True):
                 parameter.grad = gradient.view_as(parameter) if there else None
             for rows, parameter in held.items():
-                assert rows.data_ptr() == here(parameter)[1].data_ptr(), "torch has moved the rows"
-                rows.grad = here(parameter.grad)[1] if there and parameter.grad is not None else None
+                assert rows.data_ptr() == here(parameter).data_ptr(), "torch has moved the rows"
+                rows.grad = here(parameter.grad) if there and parameter.grad is not None else None
                 parameter.grad = None
 
     def _clip_part(self, part: TrainedModule, limit: float) -> float:
-        """Clip as torch.nn.utils.clip_grad_norm_ does, by the norm over the rows of all processes."""
-        gradients = {p: p.grad for p in part.parameters.values() if p.grad is not None}
-        squares = torch.zeros(2, dtype=torch.float64, device=self.device)  # of sharded, of replicated parameters
-        for parameter, gradient in gradients.items():
-            squares[0 if parameter in self._held else 1] += gradient.double().square().sum()
-        norm = float((self.world.sum(squares[:1]) + squares[1]).sqrt().item())
-        share = min(1.0, limit / (norm + 1e-6))
-        if share < 1:
-            for gradient in gradients.values():
-                gradient.mul_(share)
-        return norm
+        return self._clip_in_parts(part, limit)
+
+    def _in_parts(self, parameter: nn.Parameter) -> bool:
+        return parameter in self._held
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -220,7 +211,7 @@ class FSDPLearner(DataParallelLearner):
     def _rows(self, parameter: nn.Parameter) -> nn.Parameter:
         if not isinstance(parameter, DTensor):
             return parameter
-        rows = nn.Parameter(here(parameter)[1])
+        rows = nn.Parameter(here(parameter))
         self._held[rows] = parameter
         return rows
 
@@ -231,24 +222,7 @@ class FSDPLearner(DataParallelLearner):
     def save(self, folder: Path | None) -> None:
         """Save the state, see `LocalLearner`. Every process has to call it, the first with a folder."""
         self._let_go()
-        if folder is not None:
-            super().save(folder)
-            return
-        self._check_finite()
-        if isinstance(self.model, Measured):
-            self.model.measure()
-        for decoder in decoders_in(cast(nn.Module, self.model)):
-            if decoder.lora is not None:  # only adapters are saved, which every process has whole
-                continue
-            deque(
-                (whole(weight) for _, weight in plain_weights(cast(nn.Module, decoder))), maxlen=0
-            )  # each gathered weight is freed at once
-        for _, tensors in self._state():
-            write_state(None, tensors)
-
-    def _finite(self, part: TrainedModule) -> bool:
-        odd = sum(int((~parameter.isfinite()).sum()) for parameter in part.parameters.values())
-        return not self.world.sum(torch.tensor([odd], device=self.device)).item()
+        super().save(folder)
 
     def _as_stored(self, parameter: nn.Parameter, moment: Tensor) -> Tensor:
         if parameter not in self._held or moment.shape != parameter.shape:

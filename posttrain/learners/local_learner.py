@@ -41,7 +41,7 @@ from posttrain.models.losses.likelihood import (
     token_logp_entropy,
 )
 from posttrain.models.native.linear import accumulating
-from posttrain.models.row_shards import here
+from posttrain.models.row_shards import here, whole_shape
 from posttrain.models.tensor_files import open_tensors, read_rows, read_state, stored_kind, write_state
 
 P = TypeVar("P", bound=Packed)
@@ -143,7 +143,7 @@ class LocalLearner:
 
         In a `world` of several processes each has the same weights and its own micro-batches; gradients are summed.
         """
-        self.world = world or Alone()
+        self.world = self.groups = world or Alone()
         self.model, self.others, self.critic = model, dict(others or {}), critic
         self.teaching = teaching
         self.optimization, self.temperature, self.precision = optimization, temperature, precision
@@ -194,7 +194,7 @@ class LocalLearner:
                 routing.count(batches, len(counted), self._computing())
                 self._accumulate_routed(batches, objective, stats, routing)
                 routing.measure(stats)
-        stats.add("loss", 0.0, 1 / self.world.size)  # counts one update, since processes merge their counts
+        stats.add("loss", 0.0, 1 / self.groups.size)  # counts one update, since processes merge their counts
         self._share_gradients()
         norms = self._clip()
         if not all(math.isfinite(norm) for norm in norms.values()):
@@ -266,7 +266,7 @@ class LocalLearner:
         own = dict(self.model.named_parameters())
         with torch.no_grad():
             for name, parameter in self._movable(of).items():
-                step_to(here(parameter)[1], here(own[name])[1], rate)
+                step_to(here(parameter), here(own[name]), rate)
         self.moved.add(of)
 
     def _movable(self, of: str) -> dict[str, Tensor]:
@@ -360,7 +360,7 @@ class LocalLearner:
         """Read a moment of a parameter; of a sharded one, this process's rows."""
         dtype, shape = stored_kind(file, stored, name)
         place = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        if self._as_stored(parameter, place).shape != shape:
+        if whole_shape(self._as_stored(parameter, place)) != shape:
             place = torch.empty(shape, dtype=dtype)
         read_rows(file, stored, name, self._as_stored(parameter, place))
         return place

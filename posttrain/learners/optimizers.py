@@ -83,12 +83,15 @@ class OptimizerChoice:
         """Whether what is known of AdamW's learning rates holds for it."""
         return self.row.rates_of_adamw and not self.options
 
-    def check(self, sharded: bool = False) -> None:
-        """Try the optimizer. Raises UserError, in one line, for names, settings and classes that cannot be used."""
-        if sharded and not self.row.by_number:
+    def check(self, divided: str = "") -> None:
+        """Try the optimizer. Raises UserError, in one line, for names, settings and classes that cannot be used.
+
+        `divided`: the option that divides matrices among processes; "": none.
+        """
+        if divided and not self.row.by_number:
             known = ", ".join(name for name, row in ROWS.items() if row.by_number)
             raise UserError(
-                f"--optimizer {self.name} may need whole matrices, and --shard splits them into rows: leave out --shard, "
+                f"--optimizer {self.name} may need whole matrices, and {divided} splits them: leave out {divided}, "
                 f"or choose one of {known}"
             )
         tried = nn.Parameter(torch.zeros(2, 2))

@@ -57,7 +57,7 @@ class Processes:
         that outlives a restart.
         """
         assert dist.is_initialized(), "start the process group first"
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._store, self._timeout, self._calls = store, timeout, 0
         self._group, self._name, self._apart, self._lasting = group, name, 0, lasting
 
@@ -96,6 +96,35 @@ class Processes:
         except RuntimeError:  # the process that serves the store is gone as well
             pass
         return gone(error)
+
+    def __deepcopy__(self, memo: Any) -> Processes:
+        return self  # models refer to the processes that compute them, and copies of a model have the same ones
+
+    def divided(self, groups: Sequence[Sequence[int]]) -> Processes:
+        """Return this process's own group of all processes. All have to call this with the same groups, by rank."""
+        self._wait_for_all()
+        self._apart += 1
+        timeout = timedelta(seconds=self._timeout)
+        made = [dist.new_group(list(ranks), timeout=timeout) for ranks in groups]
+        place = next(place for place, ranks in enumerate(groups) if self.rank in ranks)
+        return Processes(self._store, self._timeout, made[place], f"{self._name}{self._apart}.{place}.")
+
+    # -- calls within a meeting: see `posttrain.models.peers.Peers`
+
+    def total(self, x: Tensor) -> Tensor:
+        found = x.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(found, group=self._group)
+        return found
+
+    def stacked(self, x: Tensor) -> Tensor:
+        found = x.new_empty((self.size, *x.shape))
+        dist.all_gather(list(found.unbind()), x.detach().contiguous(), group=self._group)
+        return found
+
+    def exchanged(self, x: Tensor) -> Tensor:
+        found = torch.empty_like(x)
+        dist.all_to_all_single(found, x.detach(), group=self._group)
+        return found
 
     def apart(self) -> Processes:
         """Return a view of the same processes that counts its calls separately; an error of one view is one of all."""

@@ -36,7 +36,7 @@ from posttrain.models.native.decoder_config import (
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.linear import give_memory
 from posttrain.models.native.weight_names import Pieces, stored_pieces
-from posttrain.models.row_shards import here
+from posttrain.models.row_shards import here, slices_here, whole_shape
 from posttrain.models.tensor_files import open_tensors
 from posttrain.models.weight_files import (
     HEADS,
@@ -94,7 +94,7 @@ def load_model(
             raise error from None
     if shard is not None:
         if not isinstance(model, Backed):
-            raise UserError(f"--shard requires a decoder, and a {kind} is not one: leave it out")
+            raise UserError(f"--shard and --tensor-parallel need a decoder, and a {kind} is not one: leave them out")
         shard(model)
     return model
 
@@ -221,18 +221,25 @@ LOADERS: dict[str, Callable[[Path, dict[str, Any], torch.dtype, torch.device], M
 """Loader of each model_type: (folder, its config.json, dtype, device) -> model. Add your own kind of model here."""
 
 
-def _pieces_here(parameter: Tensor, pieces: Pieces) -> Iterator[tuple[str, Tensor, slice]]:
-    """Yield (name of the stored tensor, destination, rows to read) for each part of a parameter in this process."""
-    first, own = here(parameter)
-    total = sum(shape[0] for _, shape in pieces)
-    unit = total // parameter.shape[0]  # stored rows per row of the parameter
-    flat = own.view(len(own) * unit, *pieces[0][1][1:])
-    begin, end, at = first * unit, first * unit + len(flat), 0
-    for stored, shape in pieces:
-        low, high = max(at, begin), min(at + shape[0], end)
-        if low < high:
-            yield stored, flat[low - begin : high - begin], slice(low - at, high - at)
-        at += shape[0]
+def _pieces_here(parameter: Tensor, pieces: Pieces) -> Iterator[tuple[str, Tensor, tuple[slice, ...]]]:
+    """Yield (name of the stored tensor, destination, what to read of it) for each part of a parameter in this process."""
+    (dim, slices), own = slices_here(parameter), here(parameter)
+    if dim:  # some columns of one stored tensor
+        widths = [s.stop - s.start for s in slices]
+        ((stored, _),) = pieces
+        yield from ((stored, to, (slice(None), s)) for to, s in zip(own.split(widths, dim), slices, strict=True))
+        return
+    unit = sum(shape[0] for _, shape in pieces) // whole_shape(parameter)[0]  # stored rows per row of the parameter
+    flat, filled = own.view(len(own) * unit, *pieces[0][1][1:]), 0
+    for rows in slices:
+        begin, end, at = rows.start * unit, rows.stop * unit, 0
+        for stored, shape in pieces:
+            low, high = max(at, begin), min(at + shape[0], end)
+            if low < high:
+                to = flat[filled + low - begin : filled + high - begin]
+                yield stored, to, (slice(low - at, high - at),)
+            at += shape[0]
+        filled += end - begin
 
 
 def read_weights(model: Decoder, folder: Path, also: Sequence[str] = ()) -> dict[str, Tensor]:
@@ -248,10 +255,10 @@ def read_weights(model: Decoder, folder: Path, also: Sequence[str] = ()) -> dict
         for name in [stored for pieces in expected.values() for stored, _ in pieces]:
             check_dtype(where[name][0], name, slices[name].get_dtype())
         for name, parameter in model.named_parameters():
-            for stored, piece, rows in _pieces_here(parameter, expected[name]):
+            for stored, piece, part in _pieces_here(parameter, expected[name]):
                 file, shard = where[stored]
-                whole_piece = rows.stop - rows.start == slices[stored].get_shape()[0]
-                piece.copy_(shard.get_tensor(stored) if whole_piece else slices[stored][rows])
+                whole_piece = list(piece.shape) == slices[stored].get_shape()
+                piece.copy_(shard.get_tensor(stored) if whole_piece else slices[stored][part])
                 check_finite(file, stored, piece)
         found = {name: where[name][1].get_tensor(name) for name in also if name in where}
         for name, tensor in found.items():

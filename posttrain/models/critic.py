@@ -125,7 +125,7 @@ def _follow(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]], share: float) ->
     """Move each first parameter towards the second by `share` of the difference."""
     with torch.no_grad():
         for slow, own in pairs:
-            here(slow)[1].lerp_(here(own)[1], share)
+            here(slow).lerp_(here(own), share)
 
 
 Critic = ValueModel | ActionValueModel | SoftStateValueModel

@@ -21,7 +21,7 @@ from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 from posttrain.models.gguf.gguf_file import SUFFIX
 from posttrain.models.gguf.gguf_tensors import GgufTensors
-from posttrain.models.row_shards import here, whole
+from posttrain.models.row_shards import here, slices_here, whole, whole_shape
 
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -65,7 +65,7 @@ def write_state(file: Path | None, tensors: Mapping[str, Tensor]) -> None:
         for tensor in tensors.values():
             whole(tensor)
         return
-    known = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    known = {name: (tensor.dtype, whole_shape(tensor)) for name, tensor in tensors.items()}
     write_tensors(file, known, ((name, whole(tensor)) for name, tensor in tensors.items()))
 
 
@@ -100,12 +100,17 @@ def stored_kind(file: Path, stored: Any, name: str) -> tuple[torch.dtype, tuple[
 
 
 def read_rows(file: Path, stored: Any, name: str, place: Tensor) -> None:
-    """Fill a tensor in place with the stored tensor of this name; for a sharded one, read only this process's rows."""
-    found = stored.get_slice(name)
-    if tuple(found.get_shape()) != place.shape:
+    """Fill a tensor in place with the stored tensor of this name; of a sharded one, read only this process's part."""
+    found, own = stored.get_slice(name), here(place)
+    if tuple(found.get_shape()) != whole_shape(place):
         raise UserError(f"{file} is not a file of this model: it has the unexpected tensor {name}")
-    first, own = here(place)
-    if own.shape == place.shape:
+    if own.shape == whole_shape(place):
         own.copy_(stored.get_tensor(name))
-    elif len(own):
-        own.copy_(found[first : first + len(own)])
+        return
+    dim, slices = slices_here(place)
+    at = 0
+    for part in slices:
+        size = part.stop - part.start
+        if size:
+            own.narrow(dim, at, size).copy_(found[(slice(None),) * dim + (part,)])
+        at += size

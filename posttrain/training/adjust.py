@@ -374,13 +374,14 @@ def _contradictions_of_critic(algorithm: Algorithm, run: RL) -> Iterator[tuple[b
 
 
 def _contradictions_of_sharding(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
+    options = " and ".join(run.divisions)
     yield (
-        run.shard and algorithm.trust_region is not None,
-        "its step needs whole gradients, which no process has: leave out --shard",
+        bool(options) and algorithm.trust_region is not None,
+        f"its step needs whole gradients, which no process has: leave out {options}",
     )
     yield (
-        run.shard and Need.GRADIENT_NORM in algorithm.needs,
-        "it weighs rollouts by their own gradients, which no process has whole: leave out --shard, or choose another "
+        bool(options) and Need.GRADIENT_NORM in algorithm.needs,
+        f"it weighs rollouts by their own gradients, which no process has whole: leave out {options}, or choose another "
         "baseline",
     )
 

@@ -20,6 +20,18 @@ from posttrain.runs.terminal.notices import held
 SHARD_ALONE = "--shard requires --processes above 1, across which it shards the weights: add it, or leave --shard out"
 
 
+def refuse_uneven(config: Training, size: int) -> None:
+    """Raise UserError if `size` processes cannot be divided into the groups that compute a micro-batch together."""
+    asked = {"--tensor-parallel": config.tensor_parallel, "--context-parallel": config.context_parallel}
+    each = config.tensor_parallel * config.context_parallel
+    if size % each:
+        told = " ".join(f"{name} {value}" for name, value in asked.items() if value > 1)
+        raise UserError(
+            f"{told} needs {each} processes for each micro-batch, and the run has {size}: give --processes {each}, or a "
+            "multiple of it"
+        )
+
+
 @contextmanager
 def open_world(config: Training) -> Iterator[World]:
     """Yield the world of this process: alone, or one of the processes started by torchrun or `--processes`.
@@ -39,6 +51,7 @@ def open_world(config: Training) -> Iterator[World]:
             raise UserError("--restarts requires --processes above 1: add it, or leave --restarts out")
         if config.shard:
             raise UserError(SHARD_ALONE)
+        refuse_uneven(config, 1)
         with held():
             yield Alone()
         return
@@ -47,6 +60,7 @@ def open_world(config: Training) -> Iterator[World]:
             f"WORLD_SIZE is set in the environment and {', '.join(missing)} is not: start processes with torchrun or "
             "--processes, or unset WORLD_SIZE"
         )
+    refuse_uneven(config, int(os.environ["WORLD_SIZE"]))
     with ExitStack() as left:
         if os.environ["RANK"] != "0":
             nowhere = left.enter_context(open(os.devnull, "w"))

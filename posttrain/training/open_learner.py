@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -12,7 +13,7 @@ from posttrain.config.training import RL, Training
 from posttrain.core.protocols import Model, World
 from posttrain.core.types import UserError
 from posttrain.learners.data_parallel import DataParallelLearner
-from posttrain.learners.local_learner import Optimization
+from posttrain.learners.local_learner import REFERENCE, Optimization
 from posttrain.learners.router_losses import RouterLosses
 from posttrain.models.adapters.adapter_config import is_adapter
 from posttrain.models.adapters.adapter_folder import base_named, fingerprint, read_adapter, read_note
@@ -34,6 +35,9 @@ from posttrain.models.checkpoint_location import checkpoint_folder
 from posttrain.models.other_adapters import OtherAdapters
 from posttrain.training.frozen_weights import frozen_type, refuse_useless
 
+if TYPE_CHECKING:
+    from posttrain.learners.process_mesh import ProcessMesh
+
 
 def held_model(
     config: Training, folder: Path, device: torch.device, world: World, frozen: bool = False, changes: bool = False
@@ -44,15 +48,24 @@ def held_model(
     or tried, which needs a model of transformers whole; the learner shards it.
     """
     matrices = frozen_type(config) if frozen else None
-    if not config.shard:
+    if not config.in_parts:
         model = load_model(folder, device=device, matrices=matrices)
         if model.decoder is not None and not config.train_vision:
             model.decoder.freeze_vision()
         return model
     from posttrain.learners.process_group import Processes  # imports much of torch.distributed
-    from posttrain.learners.sharded_decoder import can_gather, shard
 
     assert isinstance(world, Processes), "one process alone was refused"
+    if config.tensor_parallel > 1:
+        from posttrain.models.native.tensor_parallel import divide
+
+        def divide_now(decoder: Backbone) -> None:
+            refuse_backed(config, decoder)
+            divide(cast(Any, decoder), peers)
+
+        peers = mesh_of(config, world).tensor
+        return load_model(folder, device=device, shard=divide_now, shares=config.tensor_parallel, matrices=matrices)
+    from posttrain.learners.sharded_decoder import can_gather, shard
 
     def shard_now(decoder: Backbone) -> None:
         if decoder.native or not changes:
@@ -62,6 +75,24 @@ def held_model(
     for decoder in decoders_in(cast(nn.Module, model)):
         can_gather(decoder, world)
     return model
+
+
+def mesh_of(config: Training, world: World) -> ProcessMesh:
+    """Return the groups of processes that compute a micro-batch together."""
+    from posttrain.learners.process_group import Processes
+    from posttrain.learners.process_mesh import open_mesh
+
+    assert isinstance(world, Processes), "one process alone was refused"
+    return open_mesh(world, config.tensor_parallel, config.context_parallel)
+
+
+def refuse_backed(config: Training, decoder: Backbone) -> None:
+    """Raise UserError for a model that transformers computes and that no process can compute a part of."""
+    if not decoder.native:
+        raise UserError(
+            f"{refusing(config)} divides the native decoder, and transformers computes {decoder.family}: leave it out; "
+            "--shard works"
+        )
 
 
 def policy(config: Training, folder: Path, device: torch.device, world: World) -> Model:
@@ -165,12 +196,12 @@ def _adapter_options(config: Training) -> list[tuple[str, Any, Any]]:
 
 
 def refuse_packed_shards(config: Training, folder: Path) -> None:
-    """Raise UserError for `--shard` with quantized weights."""
+    """Raise UserError for quantized weights that would have to be split."""
     packed = config.quantize or (read_note(folder).get("quantize") if is_adapter(folder) else None)
-    if config.shard and packed:
+    if config.in_parts and packed:
         raise UserError(
-            f"--quantize {packed} packs whole matrices, and --shard splits them into rows: leave out one of them; "
-            "--frozen-weights bfloat16 takes half of the memory, and can be sharded"
+            f"--quantize {packed} packs whole matrices, and {config.divisions[0]} splits them: leave out one of them; "
+            "--frozen-weights bfloat16 takes half of the memory, and can be split"
         )
 
 
@@ -212,18 +243,46 @@ def new_learner(
     if config.recompute == "layers":
         _recompute_layers(model, options.get("critic"))
     options |= {"precision": config.precision, "router_losses": losses}
-    if not config.shard:
+    if not config.divisions:
         return DataParallelLearner(model, optimization, world=world, **options)
-    for held in (model, *options.get("others", {}).values()):
-        if held.decoder is None and not decoders_in(cast(nn.Module, held)):
-            raise UserError(
-                f"--shard shards the layers of a decoder, and a {type(held).__name__} is not one: leave it out"
-            )
-    from posttrain.learners.fsdp import FSDPLearner
+    _refuse_undivided(config, model, options.get("others", {}), options.get("critic"))
     from posttrain.learners.process_group import Processes
 
     assert isinstance(world, Processes), "one process alone was refused"
-    return FSDPLearner(model, optimization, world=world, **options)
+    mesh = None if config.divisions == ("--shard",) else mesh_of(config, world)
+    if mesh is not None and mesh.tensor is not None:
+        from posttrain.learners.tensor_parallel import TensorParallelLearner
+
+        return TensorParallelLearner(model, optimization, mesh=mesh, **options)
+    if config.shard:
+        from posttrain.learners.fsdp import FSDPLearner
+
+        return FSDPLearner(model, optimization, world=world, mesh=mesh, **options)
+    return DataParallelLearner(model, optimization, mesh=mesh, **options)
+
+
+def _refuse_undivided(config: Training, model: Model, others: Mapping[str, Model], critic: Any) -> None:
+    """Raise UserError for models that cannot be divided among processes."""
+    option = config.divisions[0]
+    for held in (model, *others.values()):
+        if held.decoder is None and not decoders_in(cast(nn.Module, held)):
+            raise UserError(
+                f"{option} divides the layers of a decoder, and a {type(held).__name__} is not one: leave it out"
+            )
+    if config.divisions == ("--shard",):
+        return
+    for held in (model, critic, *others.values()):
+        for decoder in [] if held is None else decoders_in(cast(nn.Module, held)):
+            refuse_backed(config, decoder)
+    if set(others) - {REFERENCE}:
+        raise UserError(
+            f"{refusing(config)} computes no divergence from a teacher: leave it out; --shard works with teachers"
+        )
+
+
+def refusing(config: Training) -> str:
+    """Return the option that divides a micro-batch's work among several processes."""
+    return next(name for name in config.divisions if name != "--shard")
 
 
 def _recompute_layers(model: Model, critic: Any) -> None:

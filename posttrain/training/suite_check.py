@@ -73,7 +73,7 @@ def with_suite(
     def sampled(stats: Stats) -> None:
         model, means = learner.weights(), []
         how = getattr(config, "slots", Evaluation().slots), config.precision
-        with closing(open_engine("local", model, tokenizer, *how, own=config.shard)) as engine:
+        with closing(open_engine("local", model, tokenizer, *how, own=config.in_parts)) as engine:
             engine.load(model, learner.version)
             for part in open_parts:
                 player = part.ground.player(engine, tokenizer, context)

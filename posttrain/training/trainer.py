@@ -339,7 +339,7 @@ class Trainer:
         with suppress(UserError):
             self._wait_for_checkpoint()
         saved = checkpoints.step_of(self.saved) if self.saved else 0
-        here = not self.config.shard  # sharded weights need all processes
+        here = not self.config.in_parts  # sharded weights need all processes
         if here and self.done > saved and self.learner.version == self.whole[0]:
             with suppress(UserError):  # a full disk may be the original error
                 self._save()

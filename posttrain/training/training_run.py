@@ -94,7 +94,7 @@ def run_training(
 
 def _memory(config: Training, learner: Learner, device: torch.device) -> list[str]:
     """Describe the GPU memory that the run takes; [] on a CPU, or if it is spread over several GPUs."""
-    if device.type != "cuda" or config.shard or not isinstance(learner, LocalLearner):
+    if device.type != "cuda" or config.divisions or not isinstance(learner, LocalLearner):
         return []
     tokens = microbatch_tokens(config, learner.model)
     room = float(gpu_memory(device))

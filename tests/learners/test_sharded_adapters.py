@@ -240,7 +240,7 @@ def measured(rank: int, port: int, folder: Path, out: Path, lora: int | None) ->
     assert summed
     trained = [p for part in sharded.parts for p in part.parameters.values()]
     moments = sum(moment.nbytes for p in trained for moment in sharded.optimizer.state[p].values())
-    held = sum(here(parameter)[1].nbytes for parameter in model.parameters())
+    held = sum(here(parameter).nbytes for parameter in model.parameters())
     (out / f"{rank}.json").write_text(json.dumps([held, sum(p.nbytes for p in trained), moments]))
 
 

@@ -457,5 +457,5 @@ def test_what_cannot_be_sharded_is_refused(tmp_path: Path, monkeypatch: pytest.M
         posttrain.sft(SUMS, out="never", **SHARDED, **SMALL)
     other = Recurrent(Sizes(9, 8, 16), (1,))
     other.save(tmp_path)
-    with pytest.raises(UserError, match="--shard requires a decoder, and a recurrent is not one"):
+    with pytest.raises(UserError, match="--shard and --tensor-parallel need a decoder, and a recurrent is not one"):
         load_model(tmp_path, shard=lambda found: None)

@@ -21,6 +21,7 @@ from posttrain.models.adapters.adapter_config import (
 from posttrain.models.backbone import Backbone
 from posttrain.models.json_files import write_json
 from posttrain.models.native.linear import Adapter
+from posttrain.models.row_shards import whole
 from posttrain.models.tensor_files import write_tensors
 
 
@@ -57,12 +58,15 @@ def _targets(decoder: Backbone) -> list[str]:
 
 
 def stored_adapters(decoder: Backbone) -> dict[str, Tensor]:
-    """Return the tensors of a decoder's adapters by their names in PEFT's file; they are views."""
+    """Return the tensors of a decoder's adapters by their names in PEFT's file; they are views, or
+    gathered from the processes that have parts of them, which then all have to call this.
+    """
     found = {}
     for adapter in adapters(decoder):
-        for name, place in zip(adapter.names, adapter.places, strict=True):
-            found[f"{PREFIX}{name}.lora_A.weight"] = adapter.a.detach()[place.inner]
-            found[f"{PREFIX}{name}.lora_B.weight"] = adapter.b.detach()[place.rows]
+        a, b = whole(adapter.a), whole(adapter.b)
+        for name, place in zip(adapter.names, adapter.stored_places, strict=True):
+            found[f"{PREFIX}{name}.lora_A.weight"] = a[place.inner]
+            found[f"{PREFIX}{name}.lora_B.weight"] = b[place.rows]
             if adapter.magnitude is not None:
                 found[f"{PREFIX}{name}.lora_magnitude_vector"] = adapter.magnitude.detach()[place.rows]
     return found

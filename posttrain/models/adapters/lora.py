@@ -23,7 +23,7 @@ from posttrain.models.backbone import Backbone, is_backbone
 from posttrain.models.free_memory import available_memory, in_gib
 from posttrain.models.native.linear import Adapter
 from posttrain.models.native.quantized import QuantizedLinear, require
-from posttrain.models.row_shards import whole
+from posttrain.models.row_shards import whole, whole_shape
 
 ALL = "all-linear"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -105,7 +105,7 @@ def attach(decoder: Backbone, lora: LoRA, adapts: Callable[[str], bool]) -> None
             begin, end = end, end + rows
             if adapts(stored):
                 pieces.append((stored, slice(begin, end)))
-        outputs, inputs = linear.weight.shape
+        outputs, inputs = whole_shape(linear.weight)
         needed += lora.rank * sum(inputs + rows.stop - rows.start for _, rows in pieces) * decoder.dtype.itemsize
         if needed > room:
             raise UserError(

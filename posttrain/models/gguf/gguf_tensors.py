@@ -133,7 +133,7 @@ class _Slice:
         """Return the name of its type in .safetensors files."""
         return PLAIN.get(self.tensors.stored(self.name).kind, PLAIN[0])[0]
 
-    def __getitem__(self, rows: slice) -> Tensor:
+    def __getitem__(self, rows: slice | tuple[slice, ...]) -> Tensor:
         return self.tensors.get_tensor(self.name)[rows]
 
 

@@ -89,7 +89,8 @@ class _Likelihood(torch.autograd.Function):
         entropies: Literal["none", "constant", "learned"],
     ) -> tuple[Tensor, Tensor]:
         with_entropy = entropies != "none"
-        rows, vocabulary = hidden.shape[0], head.vocab
+        rows, vocabulary, shared = hidden.shape[0], head.rows, head.shared
+        place = target if shared is None else target - shared.first
         keep = any(ctx.needs_input_grad) and keeps(hidden, vocabulary)
         kept, narrow = list[Tensor](), narrow_type(hidden)
         wide = torch.promote_types(hidden.dtype, torch.float32)
@@ -101,10 +102,12 @@ class _Likelihood(torch.autograd.Function):
                 kept.append(logits)
             spare = not (keep or with_entropy or hidden.is_cuda)  # the logits may be overwritten
             add = fused(_added, logits)
-            at, total, mean = add(logits, target - block.start, at, total, mean, with_entropy, spare)
+            at, total, mean = add(logits, place - block.start, at, total, mean, with_entropy, spare)
+        if shared is not None:
+            at, total, mean = shared.over_all(at, total, mean)
         logp, entropy = at - total, total - mean
         ctx.save_for_backward(
-            hidden, weight, target, total, entropy, *kept
+            hidden, weight, place, total, entropy, *kept
         )  # the weight is saved so that torch detects changes in place
         ctx.head, ctx.temperature, ctx.with_entropy, ctx.narrow = head, temperature, entropies == "learned", narrow
         if entropies == "constant":
@@ -114,15 +117,15 @@ class _Likelihood(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, to_logp: Tensor, to_entropy: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, _, target, total, entropy, *kept = ctx.saved_tensors
+        hidden, _, place, total, entropy, *kept = ctx.saved_tensors
         head, temperature = ctx.head, ctx.temperature
         sums = Gradients(hidden, head, temperature, total.dtype, ctx.needs_input_grad[:3], ctx.narrow)
         to_logp, to_entropy = to_logp * sums.factor, to_entropy * sums.factor
-        for number, block in enumerate(blocks(hidden, head.vocab)):
+        for number, block in enumerate(blocks(hidden, head.rows)):
             logits = kept[number] if kept else scaled_logits(hidden, head, block, temperature, ctx.narrow)
             of_entropy = (entropy, to_entropy) if ctx.with_entropy else None
             slope = fused(_slope, logits)
-            grad = slope(logits, target - block.start, total, to_logp, of_entropy, sums.rounded)
+            grad = slope(logits, place - block.start, total, to_logp, of_entropy, sums.rounded)
             sums.add(block, grad, logits)
         return (*sums.found, None, None, None, None)
 
@@ -225,8 +228,11 @@ class Gradients:
         """Return the gradients of hidden states, weight and bias; None for one that is not needed, or was accumulated
         in place.
         """
-        given = self.hidden, self.head.weight, self.head.weight
-        sums = self.to_hidden, self.to_weight, self.to_bias
+        given, shared = (self.hidden, self.head.weight, self.head.weight), self.head.shared
+        to_hidden = self.to_hidden
+        if shared is not None and to_hidden is not None and to_hidden.numel():
+            to_hidden = shared.peers.total(to_hidden)
+        sums = to_hidden, self.to_weight, self.to_bias
         hidden, weight, bias = (None if s is None else s.to(g.dtype) for s, g in zip(sums, given, strict=True))
         return hidden, weight, bias
 

@@ -24,13 +24,15 @@ from posttrain.core.batch import Layout
 from posttrain.core.types import UserError
 from posttrain.models.backbone import Backbone
 from posttrain.models.native.attention import SegmentAttention, each_alone, filled
+from posttrain.models.native.context_parallel import ExchangedAttention, tokens_each
 from posttrain.models.native.decoder_config import CLASSIFIERS, written_config
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.decoder_writer import checkpoint_tensors, save_model
 from posttrain.models.native.fused import compiles, norm_linear, rms_norm, rope, rope_heads, swiglu_linear
-from posttrain.models.native.head import Head
+from posttrain.models.native.head import Head, SharedVocabulary
 from posttrain.models.native.linear import ROUND, Embedding, Linear, give_memory, in_blocks, rounds
 from posttrain.models.native.weight_names import stored_pieces
+from posttrain.models.peers import Peers, copied, summed
 
 if TYPE_CHECKING:
     from posttrain.models.adapters.lora import LoRA
@@ -70,13 +72,14 @@ class Layer(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden, config.norm_eps)
         self.gate_up = Linear(config.hidden, 2 * config.intermediate, bias=config.mlp_bias)
         self.down = Linear(config.intermediate, config.hidden, bias=config.mlp_bias)
+        self.peers: Peers | None = None  # processes of which each has some of the heads and of the inner units
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, at: Tensor | None = None) -> Tensor:
         """Compute [T, hidden] -> [T, hidden], or [n, hidden] for the tokens `at`, int64 [n], only. cos, sin: see
         `Decoder.rotary`.
         """
         heads, kv_heads = self.heads, self.kv_heads
-        qkv = norm_linear(x, self.attention_norm.weight, self.eps, self.qkv)
+        qkv = norm_linear(copied(x, self.peers), self.attention_norm.weight, self.eps, self.qkv)
         # norm and rotation of q and k as one tensor take half the operations
         if self.qk_norm is None:
             qk, v = rope_heads(qkv, cos, sin, heads + kv_heads)
@@ -89,8 +92,9 @@ class Layer(nn.Module):
         attended = attend(self.number, q, k, v).flatten(1)
         if at is not None:
             attended, x = attended.index_select(0, at), x.index_select(0, at)
-        x = x + self.o(attended)
-        return x + swiglu_linear(norm_linear(x, self.mlp_norm.weight, self.eps, self.gate_up), self.down)
+        x = x + summed(self.o(attended), self.peers)
+        inner = norm_linear(copied(x, self.peers), self.mlp_norm.weight, self.eps, self.gate_up)
+        return x + summed(swiglu_linear(inner, self.down), self.peers)
 
 
 class Decoder(nn.Module):
@@ -106,6 +110,8 @@ class Decoder(nn.Module):
         self.routers: Routers | None = None  # the model has no experts
         self.replays = False
         self.recomputes = False  # whether a backward pass recomputes layers instead of using stored activations
+        self.shared: SharedVocabulary | None = None  # with tensor parallelism: which ids each process has
+        self.context: Peers | None = None  # processes of which each computes a part of a layout's tokens
         self.embed = Embedding(config.vocab, config.hidden)
         self.layers = nn.ModuleList(Layer(config, number) for number in range(config.layers))
         self.norm = RMSNorm(config.hidden, config.norm_eps)
@@ -120,7 +126,7 @@ class Decoder(nn.Module):
     @property
     def head(self) -> Head:
         """Output head; its weight is the embedding if they are tied."""
-        return Head(self.embed.weight if self.output is None else self.output)
+        return Head(self.embed.weight if self.output is None else self.output, shared=self.shared)
 
     def forward(self, tokens: Tensor, position: Tensor, attend: Attend, at: Tensor | None = None) -> Tensor:
         """Compute hidden states after the final norm, float [T, hidden], of tokens int64 [T] at position int64 [T].
@@ -153,10 +159,24 @@ class Decoder(nn.Module):
     def hidden(self, layout: Layout, at: Tensor) -> Tensor:
         """See `posttrain.core.protocols.Model`."""
         assert layout.position.ndim == 1, "positions in time, height and width are for models that see pictures"
+        if self.context is not None:
+            return self._hidden_of_share(layout, at, self.context)
         count = len(at)
         if rounds(at.device) and count:
             layout, at = filled(layout, ROUND), torch.cat((at, at[:1].expand(-count % ROUND)))
         hidden: Tensor = self(layout.tokens, layout.position, SegmentAttention(layout), at)
+        return hidden[:count]
+
+    def _hidden_of_share(self, layout: Layout, at: Tensor, context: Peers) -> Tensor:
+        """Compute `hidden` with context parallelism. `at`: only tokens of this process's share."""
+        count, each = len(at), tokens_each(len(layout.tokens), context.size, at.device)
+        layout = filled(layout, context.size * each)
+        own = slice(context.rank * each, (context.rank + 1) * each)
+        at = at - own.start if count else at.new_zeros(1)  # peers need the layers of a process that scores nothing
+        if rounds(at.device):
+            at = torch.cat((at, at[:1].expand(-len(at) % ROUND)))
+        attend = ExchangedAttention(SegmentAttention(layout), context)
+        hidden: Tensor = self(layout.tokens[own], layout.position[own], attend, at)
         return hidden[:count]
 
     @property

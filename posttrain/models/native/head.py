@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from posttrain.models.native.linear import narrowed_rows, wide_product
+from posttrain.models.peers import Peers, copied, joined
 
 
 def narrow_type(hidden: Tensor) -> torch.dtype | None:
@@ -26,6 +27,27 @@ def narrow_type(hidden: Tensor) -> torch.dtype | None:
 
 
 @dataclass(frozen=True)
+class SharedVocabulary:
+    """Processes of which each has the rows of some ids of an output head."""
+
+    peers: Peers
+    counts: tuple[int, ...]  # rows of each process, by rank
+
+    @property
+    def first(self) -> int:
+        """Id of this process's first row."""
+        return sum(self.counts[: self.peers.rank])
+
+    def over_all(self, at: Tensor, total: Tensor, mean: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (logit at the target, logsumexp, mean logit) of all ids, given those of each process's own, all [N]."""
+        if not at.numel():
+            return at, total, mean
+        own = self.peers.stacked(torch.stack((at, total, mean)))
+        joint = own[:, 1].logsumexp(0)
+        return own[:, 0].sum(0), joint, ((own[:, 1] - joint).exp() * own[:, 2]).sum(0)
+
+
+@dataclass(frozen=True)
 class Head:
     """logits = cap tanh(x / cap) with x = scale (hidden W^T + b); without a cap, logits = x.
 
@@ -36,9 +58,15 @@ class Head:
     bias: Tensor | None = None  # [V]
     scale: float = 1.0
     cap: float | None = None
+    shared: SharedVocabulary | None = None  # None: this process has all rows
 
     @property
     def vocab(self) -> int:
+        return self.rows if self.shared is None else sum(self.shared.counts)
+
+    @property
+    def rows(self) -> int:
+        """Rows in this process."""
         return self.weight.shape[0]
 
     @property
@@ -59,12 +87,16 @@ class Head:
         return replace(self, weight=self.weight[:rows], bias=None if self.bias is None else self.bias[:rows])
 
     def logits(self, hidden: Tensor, block: slice | None = None, narrow: torch.dtype | None = None) -> Tensor:
-        """Compute logits [N, V] of hidden [N, D], or the columns of a block of the vocabulary; float32 at least, also
-        under autocast.
+        """Compute logits [N, V] of hidden [N, D], or the columns of a block of this process's rows; float32 at least,
+        also under autocast.
 
         Rounding logits to bfloat16 would change log-probabilities by more than the width of GSPO's clip (3e-4).
         `narrow`: the result of `narrow_type`, which a backward pass cannot call itself, as autocast has ended.
         """
+        if block is None and self.shared is not None:
+            hidden = copied(hidden, self.shared.peers)
+            own = self.logits(hidden, slice(0, self.rows), narrow)
+            return joined(own, list(self.shared.counts), self.shared.peers)
         narrow = narrow or narrow_type(hidden)
         weight = self.weight if block is None else self.weight[block]
         bias = self.bias if self.bias is None or block is None else self.bias[block]

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from posttrain.models.row_shards import is_sharded, whole
+from posttrain.models.peers import Peers, summed
+from posttrain.models.row_shards import marked, part_of, whole
 
 ROUND = 64
 """Rows of products in bfloat16 on a processor are filled up to a multiple of this: oneDNN compiles each number of rows that
@@ -33,20 +34,31 @@ def give_memory(module: nn.Module, device: str | torch.device) -> None:
 
     def empty(x: Tensor) -> Tensor:
         return (
-            torch.empty_like(x, device=device) if is_sharded(x) else torch.empty(x.shape, dtype=x.dtype, device=device)
+            torch.empty_like(x, device=device)
+            if hasattr(x, "full_tensor")
+            else torch.empty(x.shape, dtype=x.dtype, device=device)
         )
 
+    parts = {name: part_of(parameter) for name, parameter in module.named_parameters()}
     module._apply(empty)
+    for name, parameter in module.named_parameters():  # which are new ones
+        marked(parameter, parts[name])
 
 
 class Linear(nn.Module):
     """Layer x W^T + b, uninitialised. Creating torch's own layer on "meta" would import torch's compiler (a second)."""
+
+    shifts = True  # whether outputs include the bias: of processes whose outputs are summed, those of one do
 
     def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
         self.adapter: Adapter | None = None  # with one, the weight is frozen
+
+    @property
+    def shift(self) -> Tensor | None:
+        return self.bias if self.shifts else None
 
     @property
     def parameter(self) -> Tensor | None:
@@ -59,13 +71,13 @@ class Linear(nn.Module):
             accumulated: Tensor = _Product.apply(x, self, *learned(self))
             return accumulated
         if self.adapter is None:
-            return product(x, self.weight, self.bias)
+            return product(x, self.weight, self.shift)
         if not torch.is_grad_enabled():
             return multiplied(x.to(product_type(x)), self)
         if self.adapter.magnitude is None:
-            return product(x, self.weight, self.bias) + self.adapter(x)
+            return product(x, self.weight, self.shift) + self.adapter(x)
         out = self.adapter.scaled(product(x, self.weight, None) + self.adapter(x), self.weight)
-        return out if self.bias is None else out + self.bias.to(out.dtype)
+        return out if self.shift is None else out + self.shift.to(out.dtype)
 
     @torch.no_grad()
     def merged(self) -> Tensor:
@@ -124,7 +136,7 @@ class Adapter(nn.Module):
         for number, (_, rows) in enumerate(pieces):
             begin, end = end, end + rows.stop - rows.start
             places.append(AdapterPlace(rows, slice(begin, end), slice(number * rank, (number + 1) * rank)))
-        self.places = tuple(places)
+        self.stored_places = self.places = tuple(places)  # of the whole adapter, and of this process's part
         self.a = nn.Parameter(torch.empty(len(pieces) * rank, inputs))
         self.b = nn.Parameter(torch.empty(end, rank))
         self.magnitude = nn.Parameter(torch.empty(end)) if dora else None  # one for each row of B
@@ -192,11 +204,12 @@ class Adapter(nn.Module):
         return out
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Return a copy of the weight with the adapter merged."""
+        """Return a copy of the whole weight with the adapter merged."""
         base, wide = weight, torch.promote_types(weight.dtype, self.a.dtype)
         weight = weight.detach().to(wide, copy=True)
-        for place in self.places:
-            weight[place.outputs].addmm_(self.b.detach()[place.rows], self.a.detach()[place.inner], alpha=self.scale)
+        a, b = whole(self.a), whole(self.b)
+        for place in self.stored_places:
+            weight[place.outputs].addmm_(b[place.rows], a[place.inner], alpha=self.scale)
         return weight if self.magnitude is None else self.scaled(weight.t(), base).t().contiguous()
 
     def inner(self, x: Tensor) -> Tensor:
@@ -239,13 +252,22 @@ class Adapter(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Embedding layer, uninitialised."""
+    """Embedding layer, uninitialised. With peers each process has the rows of some ids."""
 
     def __init__(self, count: int, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(count, size))
+        self.peers: Peers | None = None
+        self.first = 0  # id of the first row
 
     def forward(self, index: Tensor) -> Tensor:
+        if self.peers is None:
+            return self._rows(index)
+        elsewhere = (index < self.first) | (index >= self.first + len(self.weight))
+        own = self._rows((index - self.first).masked_fill(elsewhere, 0))
+        return summed(own.masked_fill(elsewhere[:, None], 0.0), self.peers)
+
+    def _rows(self, index: Tensor) -> Tensor:
         if collects(self.weight) and torch.is_grad_enabled():
             rows: Tensor = _Rows.apply(self.weight, index)
             return rows
@@ -377,7 +399,7 @@ def written_out(linear: Linear) -> bool:
 def learned(linear: Linear) -> tuple[Tensor | None, ...]:
     """Return the bias and the other trainable tensors, which autograd needs as arguments to require a gradient."""
     adapter = linear.adapter
-    return linear.bias, linear.parameter, *(() if adapter is None else (adapter.a, adapter.b, adapter.magnitude))
+    return linear.shift, linear.parameter, *(() if adapter is None else (adapter.a, adapter.b, adapter.magnitude))
 
 
 def computed_with(linear: Linear) -> tuple[Tensor | None, ...]:
@@ -457,7 +479,7 @@ def wide_product(one: Tensor, other: Tensor) -> Tensor:
 
 def multiplied(x: Tensor, linear: Linear) -> Tensor:
     """Compute a linear layer with its adapter, without a gradient. x is of the type of products."""
-    own, bias, adapter = linear.weight, linear.bias, linear.adapter
+    own, bias, adapter = linear.weight, linear.shift, linear.adapter
     weight = narrowed(own)
     shift = None if bias is None else narrowed(bias)
     if adapter is None:
@@ -502,7 +524,8 @@ class _Product(torch.autograd.Function):
 def of_learned(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients for the tensors of `learned`: the bias's; None for the others, which are added in place."""
     linear = ctx.linear
-    to_bias = grad.sum(0, dtype=linear.bias.dtype) if linear.bias is not None and linear.bias.requires_grad else None
+    bias = linear.shift
+    to_bias = grad.sum(0, dtype=bias.dtype) if bias is not None and bias.requires_grad else None
     return to_bias, *(None for _ in learned(linear)[1:])
 
 

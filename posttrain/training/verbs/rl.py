@@ -301,7 +301,7 @@ def _engine(run: RunFolder[RL], model: Model, tokenizer: Tokenizer) -> Engine:
         config.precision,
         cache_gib=config.engine_cache,
         seconds=config.engine_timeout,
-        own=config.async_steps > 0 or config.shard,
+        own=config.async_steps > 0 or config.in_parts,
         many=many,
     )
 

@@ -44,7 +44,7 @@ class TensorParallelLearner(DataParallelLearner):
         self._divided: set[nn.Module] = set()
         for held in (model, critic, *(others or {}).values()):
             self._divide(held)
-        learned = [decoder for held in (model, critic) if held is not None for decoder in decoders_in(held)]
+        learned = self._decoders_of(model, critic)
         inner = [p for decoder in learned for p in decoder.layers.parameters()]
         self._partial = {p for p in inner if p.requires_grad and not is_sharded(p)}
         """Weights that each process has whole, and of whose gradients it computes a part."""

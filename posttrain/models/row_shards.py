@@ -102,7 +102,7 @@ def is_sharded(x: Tensor) -> bool:
 
 def here(x: Tensor) -> Tensor:
     """Return this process's part of a weight: a view without a gradient."""
-    own: Tensor = x.to_local() if hasattr(x, "full_tensor") else x
+    own: Tensor = x.to_local() if hasattr(x, "full_tensor") else x  # type: ignore[attr-defined]
     return own.detach()
 
 

@@ -375,9 +375,10 @@ def _contradictions_of_critic(algorithm: Algorithm, run: RL) -> Iterator[tuple[b
 
 def _contradictions_of_sharding(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
     options = " and ".join(run.divisions)
+    missing = "whole gradients" if run.in_parts else "gradients of whole micro-batches"
     yield (
         bool(options) and algorithm.trust_region is not None,
-        f"its step needs whole gradients, which no process has: leave out {options}",
+        f"its step needs {missing}, which no process has: leave out {options}",
     )
     yield (
         bool(options) and Need.GRADIENT_NORM in algorithm.needs,

@@ -69,6 +69,8 @@ class UpdateSize:
     sampling: SamplingSize | None
     room: float  # bytes of the GPU
     shares: int = 1  # processes that shard the weights
+    tensor: int = 1  # processes that divide heads, MLP and vocabulary: the models are already a process's part
+    context: int = 1  # processes that divide the tokens of a micro-batch
 
 
 def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate | None:
@@ -88,14 +90,14 @@ def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate |
         "copies in bfloat16": sum(2.0 * p.numel() for p in learned if p.dtype == torch.float32 and p.ndim == 2)
         * (narrow and size.shares == 1),
         "gathered": _gathered_bytes(learner, narrow) if size.shares > 1 else 0.0,
-        "activations": float(size.tokens * shape.activation_bytes(narrow, size.recompute)),
+        "activations": size.tokens / size.context * shape.activation_bytes(narrow, size.recompute, size.tensor),
         "logits": 8.0 * GPU_LOGITS,
     }
     if size.sampling is not None:
         engine = _engine_bytes(learner.model, shape, size.sampling, narrow, size.room)
         if engine <= RESTING_SHARE * size.room:  # else it is freed before an update
             parts["engine"] = engine
-        if size.shares > 1:  # it samples with weights of its own
+        if size.shares > 1 or size.tensor > 1:  # it samples with weights of its own
             parts["engine's weights"] = 4.0 * shape.parameters
     return MemoryEstimate(parts)
 

@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from posttrain.algorithms.all_algorithms import find
-from posttrain.config.resolve import check_bounds
+from posttrain.config.resolve import check_bounds, check_divisions
 from posttrain.config.training import RL, Distill, Prefer, Training
 from posttrain.core.component import Need
 from posttrain.core.types import UserError
 from posttrain.learners.local_learner import REFERENCE, LocalLearner
 from posttrain.models.adapters.lora import LoRA, attach, named_targets, targets_of
+from posttrain.models.backbone import decoders_in
 from posttrain.models.checkpoint_location import checkpoint_folder
 from posttrain.models.critic import Critic, ValueModel
 from posttrain.models.free_memory import in_gib
@@ -27,9 +29,10 @@ from posttrain.models.json_files import read_json
 from posttrain.models.native.decoder import Decoder
 from posttrain.models.native.decoder_config import read_config
 from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.native.tensor_parallel import divide
 from posttrain.runs.checkpoint import resolve
 from posttrain.training.adjust import adjust
-from posttrain.training.distributed_setup import SHARD_ALONE
+from posttrain.training.distributed_setup import SHARD_ALONE, refuse_uneven
 from posttrain.training.frozen_weights import frozen_type, refuse_useless
 from posttrain.training.memory_estimate import (
     TIGHT,
@@ -82,7 +85,8 @@ def plan_memory(config: Training, room: float) -> MemoryPlan:
     learner = shapes_of(config, shape)
     shares = config.processes if config.shard else 1
     tokens = config.tokens_per_microbatch or tokens_of_activations(shape, room * ACTIVATION_SHARE)
-    size = UpdateSize(tokens, config.recompute != "none", sampling_size(config), room, shares)
+    divided = config.tensor_parallel, config.context_parallel
+    size = UpdateSize(tokens, config.recompute != "none", sampling_size(config), room, shares, *divided)
     found = estimate_memory(learner, size)
     assert found is not None, "the shape is known"
     return MemoryPlan(found, room, tokens, tuple(advice(found, learner, size)))
@@ -93,12 +97,15 @@ def _refuse(config: Training) -> None:
     if not config.model:
         raise UserError(
             "--model is missing, a folder with the model's config.json: posttrain memory --gpu-memory 80 -- rl --model "
-            "FOLDER; --lora, --tokens-per-microbatch, --recompute, --processes and --shard change the estimate"
+            "FOLDER; --lora, --tokens-per-microbatch, --recompute, --shard, --tensor-parallel and --context-parallel change "
+            "the estimate"
         )
     if config.quantize:
         raise UserError("posttrain memory cannot estimate --quantize yet: leave it out")
     if config.shard and config.processes == 1:
         raise UserError(SHARD_ALONE)
+    check_divisions(config)
+    refuse_uneven(config, config.processes)
 
 
 def shape_of(model: str) -> DecoderConfig:
@@ -145,7 +152,28 @@ def shapes_of(config: Training, shape: DecoderConfig) -> LocalLearner:
             if folder != shared:
                 others[name] = _held(_decoder(shape_of(folder)).requires_grad_(False), frozen)
     refuse_useless(config, model, others)
+    if config.tensor_parallel > 1:
+        first = _First(config.tensor_parallel)
+        for held in (model, critic, *others.values()):
+            for decoder in decoders_in(held) if held is not None else ():
+                divide(cast(Decoder, decoder), first)
     return LocalLearner(model, optimization(config, 1), others=others, critic=critic, precision=config.precision)
+
+
+@dataclass(frozen=True)
+class _First:
+    """The first of several processes, for parts of weights that have shapes and no numbers."""
+
+    size: int
+    rank: int = 0
+
+    def meeting(self) -> NoReturn:
+        raise AssertionError("there are no numbers to exchange")
+
+    def total(self, x: Tensor) -> NoReturn:
+        self.meeting()
+
+    stacked = exchanged = total
 
 
 def _decoder(shape: DecoderConfig) -> Decoder:

@@ -64,6 +64,7 @@ def held_model(
             divide(cast(Any, decoder), peers)
 
         peers = mesh_of(config, world).tensor
+        assert peers is not None
         return load_model(folder, device=device, shard=divide_now, shares=config.tensor_parallel, matrices=matrices)
     from posttrain.learners.sharded_decoder import can_gather, shard
 

@@ -45,11 +45,12 @@ from posttrain.models.critic import ValueModel
 from posttrain.models.hf.backed import Backed
 from posttrain.models.native.decoder import Decoder, causal, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.native.tensor_parallel import divide
 from posttrain.models.row_shards import is_sharded, whole
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_reading import read_metrics
 from posttrain.training.adjust import adjust
-from posttrain.training.open_learner import new_learner, policy
+from posttrain.training.open_learner import new_learner, policy, refuse_backed
 from posttrain.training.sources.sft_source import LikelihoodObjective
 
 pytestmark = pytest.mark.timeout(300)  # a module's processes start in its first test
@@ -413,38 +414,64 @@ def test_a_process_that_is_lost_while_the_weight_probe_is_told_what_to_hear_is_t
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
-def refusals(folder: Path) -> dict[str, Callable[[], Any]]:
-    """Of each feature of the guide that is refused with shards, the call that refuses it."""
+DIVIDING: dict[str, dict[str, Any]] = {
+    "--shard": SHARDED,
+    "--tensor-parallel": {"tensor_parallel": 2},
+    "--context-parallel": {"context_parallel": 2},
+}
+"""The options of the guide's table that divide a model or a micro-batch."""
+
+
+def refusals(folder: Path, option: str) -> dict[str, Callable[[], Any]]:
+    """Of each feature of the guide that an option refuses, the call that refuses it."""
+    how, shards, parts = DIVIDING[option], option == "--shard", option != "--context-parallel"
     other = Recurrent(Sizes(9, 8, 16), (1,))
-    other.save(folder / "recurrent")
-    seeing = namedtuple("Seeing", "vision layers inner")("a tower", [], None)
-    weighted = RL(algorithm="grpo", settings={"advantage.weight": "gradient"}, shard=True)
-    stacked = SFT(tasks="x", optimizer="muon", shard=True)
-    packed = SFT(lora=3, quantize="int8", shard=True)
-    adapted = decoder(True)
-    attach(adapted, LoRA(2, 4.0), lambda name: True)
-    adapted.embed.weight.full_tensor = None  # type: ignore[assignment]  by which a sharded weight is known
-    return {
-        "`--weight-sync adapter`": lambda: AdapterSync(adapted),
-        "`--quantize`": lambda: policy(packed, folder, torch.device("cpu"), Alone()),
-        "`--optimizer muon`, `adafactor`, `adamw8bit`, `lion`": lambda: validate(stacked),
-        "pictures": lambda: Backed.prepare_shards(seeing),  # type: ignore[arg-type]
-        "`--algorithm trpo`": lambda: adjust(find("trpo"), RL(algorithm="trpo", shard=True), True),
+    seeing = namedtuple("Seeing", "vision layers inner native family")("a tower", [], None, False, "qwen2_vl")
+    weighted = RL(algorithm="grpo", settings={"advantage.weight": "gradient"}, **how)
+    found: dict[str, Callable[[], Any]] = {
+        "`--algorithm trpo`": lambda: adjust(find("trpo"), RL(algorithm="trpo", **how), True),
         "`--set advantage.weight=gradient`": lambda: adjust(find("grpo"), weighted, True),
-        "a model without a decoder": lambda: new_learner(SFT(shard=True), other, Optimization(), Alone()),
+        "a model without a decoder": lambda: new_learner(SFT(**how), other, Optimization(), Alone()),
     }
+    if parts:
+        adapted, packed = decoder(True), SFT(lora=3, quantize="int8", **how)
+        attach(adapted, LoRA(2, 4.0), lambda name: True)
+        adapted.embed.weight.full_tensor = None  # type: ignore[assignment]  by which a sharded weight is known
+        stacked = SFT(tasks="x", optimizer="muon", **how)
+        found |= {
+            "`--weight-sync adapter`": lambda: AdapterSync(adapted),
+            "`--quantize`": lambda: policy(packed, folder, torch.device("cpu"), Alone()),
+            "`--optimizer muon`, `adafactor`, `adamw8bit`, `lion`": lambda: validate(stacked),
+        }
+    if shards:
+        return {**found, "pictures": lambda: Backed.prepare_shards(seeing)}  # type: ignore[arg-type]
+
+    def backed() -> None:
+        refuse_backed(SFT(**how), seeing)  # type: ignore[arg-type]
+
+    def taught() -> None:
+        new_learner(SFT(**how), decoder(True), Optimization(), Alone(), others={"teacher": decoder(True)})
+
+    names = ("`--router-balance`, `--router-z`", "`--routing-replay`", "a model that transformers computes", "pictures")
+    found |= {**dict.fromkeys(names, backed), "teachers": taught}
+    if parts:
+        scaled = decoder(True)
+        attach(scaled, LoRA(2, 4.0, dora=True), lambda name: True)
+        found["`--dora`"] = lambda: divide(scaled, namedtuple("Peers", "rank size")(0, 1))  # type: ignore[arg-type]
+    return found
 
 
-def test_guide_lists_exactly_what_is_refused_with_its_reason(tmp_path: Path) -> None:
-    (tmp_path / "recurrent").mkdir()
+@pytest.mark.parametrize("option", DIVIDING)
+def test_guide_lists_exactly_what_is_refused_with_its_reason(tmp_path: Path, option: str) -> None:
     text = (ROOT / "docs" / "guides" / "scaling.md").read_text()
-    table = (
-        text.partition("### Features in several processes")[2].partition("|---|---|---|---|\n")[2].partition("\n\n")[0]
-    )
+    head, _, rest = text.partition("### Features in several processes")[2].strip().partition("\n")
+    options, table = head.strip("| ").split(" | ")[1:], rest.partition("\n")[2].partition("\n\n")[0]
     rows = {cells[0]: cells[1:] for line in table.splitlines() for cells in [line.strip("| ").split(" | ")]}
-    assert all(len(cells) == 3 and cells[:2] == ["works", "works"] for cells in rows.values())
-    told = {name: cells[2].removeprefix("refused: ") for name, cells in rows.items() if cells[2].startswith("refused")}
-    calls = refusals(tmp_path)
+    assert options == ["one process", "`--processes`", *(f"`{name}`" for name in DIVIDING)]
+    assert all(len(cells) == len(options) and cells[:2] == ["works", "works"] for cells in rows.values())
+    column = {name: cells[options.index(f"`{option}`")] for name, cells in rows.items()}
+    told = {name: cell.removeprefix("refused: ") for name, cell in column.items() if cell.startswith("refused")}
+    calls = refusals(tmp_path, option)
     assert told.keys() == calls.keys()
     for name, call in calls.items():
         with pytest.raises(UserError) as caught:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections import namedtuple
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,42 +12,34 @@ from typing import Any
 
 import pytest
 import torch
-from places import ROOT
 from processes import in_processes
 from ranks import free_port, joined
-from recurrent import Recurrent, Sizes
 from safetensors.torch import load_file
-from sharded import QUICK, Both, equal, gradients, long, micro_batches, same_run
-from sums import PAIRS, SUMS, nearness
+from sharded import QUICK, Both, equal, gradients, long, micro_batches
+from sums import PAIRS, SMALL, SUMS, nearness
 from torch import Tensor
 
 import posttrain
-from posttrain.algorithms.all_algorithms import find
-from posttrain.config.resolve import validate
-from posttrain.config.training import RL, SFT, Training
+from posttrain.config.training import SFT
 from posttrain.core.batch import Batch, Outputs, Stats
-from posttrain.core.protocols import Alone
-from posttrain.core.types import UserError
-from posttrain.engines.local.engine_weights import own_copy
+from posttrain.core.types import Transcript
 from posttrain.learners import process_group
-from posttrain.learners.fsdp import FSDPLearner
+from posttrain.learners.data_parallel import DataParallelLearner
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
 from posttrain.learners.process_group import Processes
 from posttrain.learners.process_mesh import ProcessMesh, open_mesh
 from posttrain.learners.tensor_parallel import TensorParallelLearner
 from posttrain.models import checkpoint_folder
 from posttrain.models.adapters.lora import LoRA, attach, begin, shared_copy
-from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.critic import ValueModel
 from posttrain.models.native import decoder as native_decoder
 from posttrain.models.native.decoder import Decoder, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.native.head import SharedVocabulary
 from posttrain.models.row_shards import whole
-from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_reading import read_metrics
 from posttrain.training import open_learner
-from posttrain.training.adjust import adjust
-from posttrain.training.open_learner import new_learner, policy
+from posttrain.training.sources.sft_source import Demonstrations
 
 pytestmark = pytest.mark.timeout(300)  # a module's processes start in its first test
 
@@ -82,23 +72,25 @@ class ToReference:
         return self.both(outputs, batch, stats) + outputs.kl.sum() / 9
 
 
-def learner(tied: bool, mesh: ProcessMesh | None, lora: int = 0, optimizer: str = "adamw") -> LocalLearner:
+def learner(tied: bool, mesh: ProcessMesh | None, lora: int = 0, quantize: str = "", **options: Any) -> LocalLearner:
     """The learner of one process, or of a mesh: with critic and reference, and with adapters if they have a rank."""
-    model, rate = decoder(tied), Optimization(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, optimizer=optimizer)
-    before = decoder(tied, 3).requires_grad_(False)
+    dtype = torch.float32 if "precision" in options else torch.float64
+    model, rate = decoder(tied).to(dtype), Optimization(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)
+    before = decoder(tied, 3).to(dtype).requires_grad_(False)
     if lora:
-        attach(model, LoRA(lora, 4.0), lambda name: not name.endswith("k_proj"))
+        attach(model, LoRA(lora, 4.0, quantize=quantize), lambda name: "k_proj" not in name)
         begin(model, 0)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name.endswith("adapter.b"):
                     parameter.fill_(0.05)
         before = shared_copy(model)  # type: ignore[assignment]
-    held: dict[str, Any] = {"others": {REFERENCE: before}, "critic": ValueModel(14, decoder(True, 5, 1), 0).double()}
+    critic = ValueModel(14, decoder(True, 5, 1), 0).to(dtype)
+    held: dict[str, Any] = {"others": {REFERENCE: before}, "critic": critic, **options}
     if mesh is None:
         return LocalLearner(model, rate, **held)
     if mesh.tensor is None:
-        return open_learner.DataParallelLearner(model, rate, mesh=mesh, **held)
+        return DataParallelLearner(model, rate, mesh=mesh, **held)
     return TensorParallelLearner(model, rate, mesh=mesh, **held)
 
 
@@ -132,9 +124,152 @@ def same_updates(one: LocalLearner, many: LocalLearner, together: Processes) -> 
 def learners(out: Path, together: Processes) -> None:
     for tensor, context in SIZES[together.size]:
         mesh = open_mesh(together, tensor, context)
-        for tied, lora in ((True, 0), (False, 0), (True, 3)):
-            same_updates(learner(tied, None, lora), learner(tied, mesh, lora), together)
+        for tied, lora, packed in ((True, 0, ""), (False, 0, ""), (True, 3, "" if tensor > 1 else "int8")):
+            one, many = (learner(tied, found, lora, packed) for found in (None, mesh))
+            same_updates(one, many, together)
     (out / f"learners.{together.size}").write_text("equal")
+
+
+def kept(of: LocalLearner, batch: Batch) -> int:
+    """Bytes that a forward pass of the policy keeps for its backward pass, without the weights."""
+    weights, found = {p.untyped_storage().data_ptr() for p in of.model.parameters()}, dict[int, int]()
+
+    def note(x: Tensor) -> Tensor:
+        if x.untyped_storage().data_ptr() not in weights:
+            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        outputs = of._outputs(of.model, batch, frozenset())
+    assert outputs.logp.requires_grad
+    return sum(found.values())
+
+
+def memory(out: Path, together: Processes) -> None:
+    """Of the weights each process has its part, and of the activations in between what its weights or tokens make."""
+    batch, one = long_batch(), learner(False, None)
+    for tensor, context in SIZES[together.size]:
+        many = learner(False, open_mesh(together, tensor, context))
+        whole_weights, own = (sum(p.numel() for p in of.model.parameters()) for of in (one, many))
+        assert own <= 1.2 * whole_weights / tensor
+        share = kept(many, batch) / kept(one, batch)
+        assert share <= 1.1 / context if context > 1 else share < 0.8, share
+    (out / "memory").write_text("shared")
+
+
+def long_batch() -> Batch:
+    transcript = Transcript()
+    transcript.observe([3])
+    transcript.imitate([3 + place % 38 for place in range(511)])
+    return Demonstrations([], 1, 600, 0, torch.device("cpu")).batches([[transcript]])[0]  # type: ignore[arg-type]
+
+
+def in_bfloat16(out: Path, together: Processes) -> None:
+    """Products are rounded, sums between processes are not."""
+    for tensor, context in SIZES[together.size]:
+        mesh = open_mesh(together, tensor, context)
+        one, many = (learner(True, found, precision="bfloat16") for found in (None, mesh))
+        batches = micro_batches(5)
+        grads, summed = gradients(one), gradients(many)
+        for mine, theirs in zip(one.evaluate(batches), many.evaluate(batches), strict=True):
+            torch.testing.assert_close(mine.logp, theirs.logp, atol=0.1, rtol=0.02)
+        one.update(batches, Both()), many.update(batches, Both())
+        assert grads.keys() == summed.keys()
+        far = sum((grads[name] - summed[name]).square().sum() for name in grads)
+        assert far < 0.05**2 * sum(gradient.square().sum() for gradient in grads.values())
+    (out / "in bfloat16").write_text("near")
+
+
+def twice(of: TensorParallelLearner) -> None:
+    for _ in range(2):
+        TensorParallelLearner._share_gradients(of)
+
+
+FAULTS: dict[str, Callable[[pytest.MonkeyPatch, Any], None]] = {
+    "a part is not summed": lambda patched, of: patched.setattr(native_decoder, "summed", lambda x, peers: x),
+    "a gradient is not summed": lambda patched, of: patched.setattr(native_decoder, "copied", lambda x, peers: x),
+    "gradients of norms are parts": lambda patched, of: patched.setattr(of, "_partial", set()),
+    "gradients of norms are summed twice": lambda patched, of: patched.setattr(of, "_share_gradients", partial(twice, of)),
+    "a part's norm is taken for the whole": lambda patched, of: patched.setattr(of, "_in_parts", lambda parameter: False),
+    "logits of other processes are missing": lambda patched, of: patched.setattr(
+        SharedVocabulary, "over_all", lambda self, *own: own
+    ),
+}  # fmt: skip
+
+
+def faults(out: Path, together: Processes) -> None:
+    """Each planted mistake changes gradients or weights."""
+    mesh, noticed = open_mesh(together, 2, 1), []
+    for name, plant in FAULTS.items():
+        one, many = learner(True, None), learner(True, mesh)
+        grads, summed = gradients(one), gradients(many)
+        with pytest.MonkeyPatch.context() as patched:
+            plant(patched, many)
+            one.update(micro_batches(3), Both()), many.update(micro_batches(3), Both())
+        try:
+            equal(grads, summed, 1e-9)
+            equal(weights(one), weights(many), 1e-8)
+        except AssertionError:
+            noticed.append(name)
+    assert noticed == list(FAULTS)
+    (out / "faults").write_text("noticed")
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+STEPS, HALF = 4, 2
+PLAYED: dict[str, Any] = {"prompts": 4, "group": 3, "max_tokens": 4, "lr": 1e-3, "eval_every": 2, "env_workers": 0}
+PPO: dict[str, Any] = {
+    "algorithm": "ppo",
+    "settings": {"reference_every": 2, "minibatches": 2},
+    "save_every": 2,
+    **PLAYED,
+}
+"""All that a learner can hold: a critic, and a reference that moves."""
+KINDS = ("sft", "dpo", "reward-model", "grpo", "grpo of adapters", "ahead")
+
+
+def kinds(out: Path, start: Path, **options: Any) -> None:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(open_learner, "load_model", partial(checkpoint_folder.load_model, dtype=torch.float64))
+        runs_in_double(out, start, **options)
+
+
+def runs_in_double(out: Path, start: Path, **options: Any) -> None:
+    common: dict[str, Any] = {"model": str(start), "steps": 3, "save_every": 2, **QUICK, **options}
+    posttrain.sft(SUMS, out=str(out / "sft"), rows=8, lr=3e-3, **common)
+    posttrain.prefer(PAIRS, out=str(out / "dpo"), rows=6, lr=1e-3, **common)
+    posttrain.reward_model(PAIRS, out=str(out / "reward-model"), rows=6, lr=1e-3, **common)
+    of_rl: dict[str, dict[str, Any]] = {
+        "grpo": {"kl": 0.05},
+        "grpo of adapters": {"kl": 0.05, "lora": 3},
+        "ahead": {"algorithm": "gspo", "async_steps": 1},
+    }
+    for name, own in of_rl.items():
+        posttrain.rl(SUMS, nearness, out=str(out / name), **PLAYED, **own, **common)
+
+
+def play(out: Path, start: Path, steps: int = STEPS, **options: Any) -> None:
+    posttrain.rl(SUMS, nearness, str(start), out=str(out), steps=steps, **PPO, **QUICK, **options)
+
+
+def go_on(half: Path, out: Path, **options: Any) -> None:
+    """What a run left after half of its steps, gone on with to the end elsewhere."""
+    if os.environ.get("RANK", "0") == "0":
+        shutil.copytree(half, out)
+    posttrain.rl(
+        SUMS, nearness, str(out.parent / "start"), out=str(out), resume=True, steps=STEPS, env_workers=0, quiet=True,
+        **options,
+    )  # fmt: skip
+
+
+def runs_of_two(out: Path, together: Processes) -> None:
+    for name in ("tensor", "context"):
+        kinds(out / name, out / "start", **{f"{name}_parallel": 2})
+    play(out / "half", out / "start", HALF, tensor_parallel=2)
+    go_on(out / "half", out / "half, data parallel", tensor_parallel=1)
+    go_on(out / "half of one", out / "half of one, in two", tensor_parallel=2)
+    play(out / "sharded", out / "start", context_parallel=2, shard=True)
 
 
 def ranks(rank: int, port: int, size: int, out: Path) -> None:
@@ -145,13 +280,27 @@ def ranks(rank: int, port: int, size: int, out: Path) -> None:
         part(out, together)
 
 
-PARTS: dict[int, list[Callable[[Path, Processes], None]]] = {2: [learners], 4: [learners]}
+PARTS: dict[int, list[Callable[[Path, Processes], None]]] = {
+    2: [learners, memory, in_bfloat16, faults, runs_of_two],
+    4: [learners],
+}
+
+
+def runs_of_one(out: Path) -> None:
+    kinds(out / "one", out / "start")
+    play(out / "ppo", out / "start")
+    play(out / "half of one", out / "start", HALF)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs")
+    start = posttrain.sft(SUMS, out=str(out / "first"), steps=10, rows=8, lr=3e-3, **SMALL, **QUICK)
+    assert start.checkpoint
+    shutil.copytree(start.checkpoint, out / "start")
+    runs_of_one(out)
     in_processes(ranks, (free_port(), 2, out), 2)
+    go_on(out / "half", out / "half, in one", tensor_parallel=1)
     return out
 
 
@@ -164,6 +313,42 @@ def test_updates_of_two_processes_are_those_of_one(runs: Path) -> None:
     assert (runs / "learners.2").read_text() == "equal"
 
 
+@pytest.mark.parametrize(("what", "found"), [("memory", "shared"), ("in bfloat16", "near"), ("faults", "noticed")])
+def test_processes_share_memory_round_as_one_and_mistakes_are_noticed(runs: Path, what: str, found: str) -> None:
+    assert (runs / what).read_text() == found
+
+
 @pytest.mark.usefixtures("four")
 def test_updates_of_four_processes_are_those_of_one(runs: Path) -> None:
     assert (runs / "learners.4").read_text() == "equal"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["tensor", "context"])
+def test_every_kind_of_run_is_that_of_one_process(runs: Path, name: str, kind: str) -> None:
+    check_run(runs / "one" / kind, runs / name / kind, SINGLE if kind == "reward-model" else DOUBLE, 3)
+
+
+@pytest.mark.parametrize("name", ["half, in one", "half, data parallel", "half of one, in two", "sharded"])
+def test_run_with_a_critic_is_that_of_one_process_also_resumed_with_others(runs: Path, name: str) -> None:
+    check_run(runs / "ppo", runs / name, SINGLE, STEPS)
+
+
+DOUBLE, SINGLE = {"rel": 1e-7, "abs": 1e-8}, {"rel": 1e-3, "abs": 1e-4}
+
+
+def check_run(one: Path, other: Path, within: dict[str, float], steps: int) -> None:
+    """Metrics and the last checkpoint."""
+    ours, theirs = read_metrics(one), read_metrics(other)
+    assert [row.keys() for row in ours] == [row.keys() for row in theirs]
+    for mine, row in zip(ours, theirs, strict=True):
+        assert row == pytest.approx(mine, **within), mine["step"]
+    assert any(row.get("grad_norm", 0) > 0 for row in theirs)
+    mine, found = (run / "checkpoints" / f"step-{steps:06d}" for run in (one, other))
+    files = sorted(path.relative_to(mine) for path in mine.rglob("*.safetensors"))
+    assert files and files == sorted(path.relative_to(found) for path in found.rglob("*.safetensors"))
+    for file in files:
+        ours_, theirs_ = load_file(mine / file), load_file(found / file)
+        assert ours_.keys() == theirs_.keys(), file
+        for name, tensor in ours_.items():
+            torch.testing.assert_close(theirs_[name], tensor, atol=within["abs"], rtol=within["rel"])

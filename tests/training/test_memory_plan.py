@@ -114,3 +114,22 @@ def test_mistakes_are_one_line(models: Path, capsys: pytest.CaptureFixture[str],
 def test_a_model_of_a_kind_that_is_backed_is_refused(models: Path) -> None:
     with pytest.raises(UserError, match="not supported"):
         plan_memory(config(SFT, model="other"), 80 * GIB)
+
+
+def test_processes_that_divide_weights_or_tokens_take_their_parts(models: Path) -> None:
+    given = {"model": "7b", "tokens_per_microbatch": 8_192, "processes": 4}
+    one, tensor, context = (
+        plan_memory(config(SFT, **given, **how), 1e12).found.parts
+        for how in ({}, {"tensor_parallel": 4}, {"context_parallel": 4})
+    )
+    for name in ("weights", "gradients", "moments"):
+        assert tensor[name] == pytest.approx(one[name] / 4, rel=1e-3) and context[name] == one[name], name
+    assert context["activations"] == one["activations"] / 4 < tensor["activations"] < one["activations"] / 2
+    with pytest.raises(
+        UserError, match="--tensor-parallel 3 needs 3 processes for each micro-batch, and the run has 4"
+    ):
+        plan_memory(config(SFT, **given, tensor_parallel=3), 1e12)
+    with pytest.raises(UserError, match="--tensor-parallel 8 divides key-value heads, and this model has 4"):
+        plan_memory(config(SFT, **{**given, "processes": 8}, tensor_parallel=8), 1e12)
+    with pytest.raises(UserError, match="--tensor-parallel has divided them already: leave out one of them"):
+        plan_memory(config(SFT, **given, tensor_parallel=2, shard=True), 1e12)

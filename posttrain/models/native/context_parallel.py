@@ -11,7 +11,7 @@ T    tokens of a layout    P    processes
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def refuse_undealt(decoder: Decoder, size: int) -> None:
     """Raise UserError if `size` processes cannot have whole heads each."""
-    heads = decoder.layers[0].heads
+    heads: int = cast(Any, decoder.layers[0]).heads
     if heads % size:
         raise UserError(
             f"--context-parallel {size} divides heads within attention, and each process has {heads}: give a divisor of "

@@ -198,12 +198,18 @@ class ProcessesOptions(TypedDict, total=False):
     """Options of several verbs."""
 
     processes: int
-    """Training processes on this machine, data parallel: each holds the whole model unless --shard. On several
-    machines, start one process each with torchrun."""
+    """Training processes on this machine, data parallel: each holds the whole model unless --shard or --tensor-
+    parallel. On several machines, start one process each with torchrun."""
     learner_devices: Sequence[int]
     """GPUs of the training processes, one each, by their numbers: 0 1. Default: the first ones."""
     shard: bool
     """Shard weights, gradients and optimizer state across the processes (FSDP2)."""
+    tensor_parallel: int
+    """Processes that divide heads, MLP and vocabulary of the model among them, and compute the same micro-batches. It
+    divides --processes."""
+    context_parallel: int
+    """Processes that divide the tokens of a micro-batch among them, for long replies. Times --tensor-parallel, it
+    divides --processes."""
     collective_timeout: float
     """Timeout of collective operations, in seconds: a process that takes longer counts as lost."""
     restarts: int

@@ -179,6 +179,8 @@ ELSEWHERE = {
     "fsdp": "{shard}, with {processes}",
     "deepspeed": "{shard}, with {processes}",
     "strategy": "{shard}, with {processes}",
+    "ulysses_sequence_parallel_size": "{context_parallel}",
+    "context_parallel_size": "{context_parallel}",
     "param_offload": "{shard}, or {lora}",
     "optimizer_offload": "{shard}, or {lora}",
     "activation_offloading": "{tokens_per_microbatch}, or {recompute} layers",
@@ -445,8 +447,8 @@ ANSWERS = {
         "attention is chosen by what the model and the machine have",
     ),
     **_alike(
-        "tensor_parallel_size tensor_model_parallel_size vllm_tensor_parallel_size ulysses_sequence_parallel_size",
-        "each engine holds the whole model: {replicas} makes several; {shard} deals out the learner's weights",
+        "tensor_parallel_size tensor_model_parallel_size vllm_tensor_parallel_size",
+        "each engine holds the whole model: {replicas} makes several; {tensor_parallel} divides the learner's weights",
     ),
     **_alike(
         "nnodes num_machines num_processes",

@@ -127,7 +127,8 @@ class DataParallelLearner(LocalLearner):
         context = self.context
         if context is None:
             return super()._outputs(model, batch, want, measured, of)
-        each = tokens_each(len(batch.layout.tokens), context.size, batch.at.device)
+        with self._autocast():  # as within the model, since the type of products decides
+            each = tokens_each(len(batch.layout.tokens), context.size, batch.at.device)
         owner = batch.at // each
         rows = [(owner == rank).nonzero().squeeze(1) for rank in range(context.size)]
         own = rows[context.rank]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +21,10 @@ from sums import PAIRS, SMALL, SUMS, nearness
 from torch import Tensor
 
 import posttrain
+from posttrain.config.resolve import validate
 from posttrain.config.training import SFT
 from posttrain.core.batch import Batch, Outputs, Stats
-from posttrain.core.types import Transcript
+from posttrain.core.types import Transcript, UserError
 from posttrain.learners import process_group
 from posttrain.learners.data_parallel import DataParallelLearner
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
@@ -33,9 +35,11 @@ from posttrain.models import checkpoint_folder
 from posttrain.models.adapters.lora import LoRA, attach, begin, shared_copy
 from posttrain.models.critic import ValueModel
 from posttrain.models.native import decoder as native_decoder
+from posttrain.models.native.context_parallel import refuse_undealt
 from posttrain.models.native.decoder import Decoder, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.head import SharedVocabulary
+from posttrain.models.native.tensor_parallel import divide
 from posttrain.models.row_shards import whole
 from posttrain.runs.run_reading import read_metrics
 from posttrain.training import open_learner
@@ -165,18 +169,24 @@ def long_batch() -> Batch:
 
 
 def in_bfloat16(out: Path, together: Processes) -> None:
-    """Products are rounded, sums between processes are not."""
+    """Products are rounded, sums between processes are not: gradients are as far from exact ones as those of one process."""
+    batches = [*micro_batches(5), long_batch()]
+
+    def updated(mesh: ProcessMesh | None, precision: str) -> dict[str, Tensor]:
+        of = learner(True, mesh, precision=precision)
+        found = gradients(of)
+        of.update(batches, Both())
+        return found
+
+    def far(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+        assert mine.keys() == theirs.keys()
+        return sum((mine[name] - theirs[name]).square().sum().item() for name in mine) ** 0.5
+
+    exact, one = updated(None, "float32"), updated(None, "bfloat16")
     for tensor, context in SIZES[together.size]:
-        mesh = open_mesh(together, tensor, context)
-        one, many = (learner(True, found, precision="bfloat16") for found in (None, mesh))
-        batches = micro_batches(5)
-        grads, summed = gradients(one), gradients(many)
-        for mine, theirs in zip(one.evaluate(batches), many.evaluate(batches), strict=True):
-            torch.testing.assert_close(mine.logp, theirs.logp, atol=0.1, rtol=0.02)
-        one.update(batches, Both()), many.update(batches, Both())
-        assert grads.keys() == summed.keys()
-        far = sum((grads[name] - summed[name]).square().sum() for name in grads)
-        assert far < 0.05**2 * sum(gradient.square().sum() for gradient in grads.values())
+        many = updated(open_mesh(together, tensor, context), "bfloat16")
+        print("far", tensor, context, far(one, exact), far(many, exact), far(one, many), flush=True)
+        assert far(many, exact) < 2 * far(one, exact)
     (out / "in bfloat16").write_text("near")
 
 
@@ -318,6 +328,7 @@ def test_processes_share_memory_round_as_one_and_mistakes_are_noticed(runs: Path
     assert (runs / what).read_text() == found
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("four")
 def test_updates_of_four_processes_are_those_of_one(runs: Path) -> None:
     assert (runs / "learners.4").read_text() == "equal"
@@ -352,3 +363,26 @@ def check_run(one: Path, other: Path, within: dict[str, float], steps: int) -> N
         assert ours_.keys() == theirs_.keys(), file
         for name, tensor in ours_.items():
             torch.testing.assert_close(theirs_[name], tensor, atol=within["abs"], rtol=within["rel"])
+
+
+def test_what_cannot_be_divided_is_refused() -> None:
+    three = namedtuple("Peers", "rank size")(0, 3)
+    whole_once = (
+        "--shard divides rows of whole matrices, and --tensor-parallel has divided them already: leave out one of"
+    )
+    asked: dict[str, Callable[[], Any]] = {
+        "--tensor-parallel 2 needs 2 processes for each micro-batch, and the run has 1: give --processes 2": lambda: (
+            posttrain.sft(SUMS, out="never", tensor_parallel=2, **SMALL)
+        ),
+        whole_once: lambda: validate(SFT(tasks="x", shard=True, tensor_parallel=2)),
+        "--tensor-parallel 3 divides key-value heads, and this model has 4: give a divisor of 4": lambda: divide(
+            decoder(True), three
+        ),  # type: ignore[arg-type]
+        "--context-parallel 3 divides heads within attention, and each process has 8: give a divisor of 8": lambda: (
+            refuse_undealt(decoder(True), 3)
+        ),
+    }
+    for told, call in asked.items():
+        with pytest.raises(UserError) as caught:
+            call()
+        assert told in str(caught.value)

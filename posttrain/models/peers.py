@@ -19,8 +19,10 @@ from torch import Tensor
 class Peers(Protocol):
     """The processes that share a micro-batch. All of them make the same calls in the same order."""
 
-    rank: int
-    size: int
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
 
     def total(self, x: Tensor) -> Tensor:
         """Return the sum over the peers, the same bits in each. x itself is not changed."""
@@ -59,7 +61,7 @@ def summed(x: Tensor, peers: Peers | None) -> Tensor:
 def joined(x: Tensor, sizes: list[int], peers: Peers) -> Tensor:
     """Join the last dimension of the peers' parts, which has `sizes` [P]: [..., sizes[rank]] -> [..., sum(sizes)].
 
-    What follows is computed by all peers alike, so a part gets its own share of the gradient.
+    All peers compute the rest alike, so a part gets its own share of the gradient.
     """
     found: Tensor = _Joined.apply(x, sizes, peers)
     return found

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 def held_model(
     config: Training, folder: Path, device: torch.device, world: World, frozen: bool = False, changes: bool = False
 ) -> Model:
-    """Load the model of a folder for the learner; with `--shard` only this process's rows are ever read.
+    """Load the model of a folder for the learner; with `--shard` or `--tensor-parallel` only this process's part is read.
 
     `frozen`: its weights are not trained, but adapters of them may be. `changes`: its modules may still be exchanged
     or tried, which needs a model of transformers whole; the learner shards it.
@@ -59,12 +59,12 @@ def held_model(
     if config.tensor_parallel > 1:
         from posttrain.models.native.tensor_parallel import divide
 
+        peers = cast(Processes, mesh_of(config, world).tensor)
+
         def divide_now(decoder: Backbone) -> None:
             refuse_backed(config, decoder)
             divide(cast(Any, decoder), peers)
 
-        peers = mesh_of(config, world).tensor
-        assert peers is not None
         return load_model(folder, device=device, shard=divide_now, shares=config.tensor_parallel, matrices=matrices)
     from posttrain.learners.sharded_decoder import can_gather, shard
 
@@ -252,7 +252,7 @@ def new_learner(
     assert isinstance(world, Processes), "one process alone was refused"
     mesh = None if config.divisions == ("--shard",) else mesh_of(config, world)
     if mesh is not None and mesh.tensor is not None:
-        from posttrain.learners.tensor_parallel import TensorParallelLearner
+        from posttrain.learners.tensor_parallel_learner import TensorParallelLearner
 
         return TensorParallelLearner(model, optimization, mesh=mesh, **options)
     if config.shard:

@@ -30,7 +30,7 @@ from posttrain.learners.data_parallel import DataParallelLearner
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
 from posttrain.learners.process_group import Processes
 from posttrain.learners.process_mesh import ProcessMesh, open_mesh
-from posttrain.learners.tensor_parallel import TensorParallelLearner
+from posttrain.learners.tensor_parallel_learner import TensorParallelLearner
 from posttrain.models import checkpoint_folder
 from posttrain.models.adapters.lora import LoRA, attach, begin, shared_copy
 from posttrain.models.critic import ValueModel

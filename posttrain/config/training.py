@@ -104,8 +104,8 @@ class ProcessesGroup(OptionGroup, group="scale"):
     """Several processes that train one model."""
 
     processes: int = option(1, above=0, most=1024, first_hour=True, on_resume="anew")
-    """Training processes on this machine, data parallel: each holds the whole model unless --shard or --tensor-parallel.
-    On several machines, start one process each with torchrun."""
+    """Training processes on this machine: each holds the whole model, unless an option divides it. On several machines,
+    start one process each with torchrun."""
     learner_devices: tuple[int, ...] = option((), value="GPU", on_resume="free")
     """GPUs of the training processes, one each, by their numbers: 0 1. Default: the first ones."""
     shard: bool = option(False, on_resume="anew")

@@ -235,13 +235,14 @@ PPO: dict[str, Any] = {
     **PLAYED,
 }
 """All that a learner can hold: a critic, and a reference that moves."""
-KINDS: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
-    "sft": (posttrain.sft, SUMS, {"rows": 8, "lr": 3e-3, "recompute": "layers"}),
-    "dpo": (posttrain.prefer, PAIRS, {"rows": 6, "lr": 1e-3}),
-    "reward-model": (posttrain.reward_model, PAIRS, {"rows": 6, "lr": 1e-3}),
-    "grpo": (posttrain.rl, SUMS, {**PLAYED, "kl": 0.05}),
-    "grpo of adapters": (posttrain.rl, SUMS, {**PLAYED, "kl": 0.05, "lora": 3, "frozen_weights": "bfloat16"}),
-    "ahead": (posttrain.rl, SUMS, {**PLAYED, "algorithm": "gspo", "async_steps": 1}),
+RL = posttrain.rl, (SUMS, nearness)
+KINDS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
+    "sft": (posttrain.sft, (SUMS,), {"rows": 8, "lr": 3e-3, "recompute": "layers"}),
+    "dpo": (posttrain.prefer, (PAIRS,), {"rows": 6, "lr": 1e-3}),
+    "reward-model": (posttrain.reward_model, (PAIRS,), {"rows": 6, "lr": 1e-3}),
+    "grpo": (*RL, {**PLAYED, "kl": 0.05}),
+    "grpo of adapters": (*RL, {**PLAYED, "kl": 0.05, "lora": 3, "frozen_weights": "bfloat16"}),
+    "ahead": (*RL, {**PLAYED, "algorithm": "gspo", "async_steps": 1}),
 }
 COMPARED = {"tensor": tuple(KINDS), "context": ("dpo", "reward-model", "grpo", "grpo of adapters")}
 
@@ -251,8 +252,7 @@ def kinds(out: Path, start: Path, names: Iterable[str], **options: Any) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(open_learner, "load_model", partial(checkpoint_folder.load_model, dtype=torch.float64))
         for name in names:
-            verb, rows, own = KINDS[name]
-            given = (rows, nearness) if verb is posttrain.rl else (rows,)
+            verb, given, own = KINDS[name]
             common = {"model": str(start), "out": str(out / name), "steps": 3, "save_every": 2, **QUICK}
             verb(*given, **common, **own, **options)
 

@@ -162,6 +162,14 @@ class OptimizerOptions(TypedDict, total=False):
     """Activations to recompute in the backward pass (gradient checkpointing). layers: each layer keeps only its input,
     which costs a second forward pass. Results do not depend on it. Models of transformers also recompute their layers
     without this option where activations would not fit."""
+    offload: Sequence[Literal["optimizer", "activations", "reference"]]
+    """Data to keep in the host's memory while the GPU does not need it. optimizer: its state, between updates.
+    activations: those kept for the backward pass. reference: the reference model and teachers, while they are not used.
+    Results do not depend on it."""
+    float8: bool
+    """Compute the products of layers in float8, by torchao, with --precision bfloat16: forward and for the gradients of
+    activations; those of weights stay in bfloat16. Weights stay in float32. On a CPU the rounding is emulated, which is
+    slower."""
     router_balance: float
     """Mixtures of experts: coefficient of the load-balancing loss (Switch: 0.01). It is computed over the whole
     optimizer batch."""
@@ -198,10 +206,14 @@ class ProcessesOptions(TypedDict, total=False):
     """Options of several verbs."""
 
     processes: int
-    """Training processes on this machine, data parallel: each holds the whole model unless --shard or --tensor-
-    parallel. On several machines, start one process each with torchrun."""
+    """Training processes on this machine: each holds the whole model, unless an option divides it. On several machines,
+    start one process each with torchrun."""
     learner_devices: Sequence[int]
     """GPUs of the training processes, one each, by their numbers: 0 1. Default: the first ones."""
+    role_devices: dict[str, str]
+    """GPUs for models beside the policy: --role-devices reference=1 critic=2. Roles are reference, critic, teacher,
+    reward-model and judge. With several processes give each a number: reference=2,3; cpu is possible too. Default: the
+    training process's own. In a recipe, a table."""
     shard: bool
     """Shard weights, gradients and optimizer state across the processes (FSDP2)."""
     tensor_parallel: int

@@ -41,7 +41,11 @@ if TYPE_CHECKING:
     from posttrain.runs.terminal.output import Output
 
 LONGEST = 450  # most characters of a message
-BY_NAME = {"--chat-template-kwargs": "enable_thinking=false", "--optimizer-options": "momentum=0.95"}
+BY_NAME = {
+    "--chat-template-kwargs": "enable_thinking=false",
+    "--optimizer-options": "momentum=0.95",
+    "--role-devices": "reference=1",
+}
 """Options that take KEY=VALUE, and an example of each."""
 TEMPLATES = ("--prompt-template", "--response-template", "--teacher-prompt-template")
 ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "{": "{{", "}": "}}"}

@@ -17,10 +17,11 @@ from posttrain.config.option_groups import on_resume
 from posttrain.config.row_options import FromRows
 from posttrain.config.search_options import check_search
 from posttrain.config.service_options import LABELLERS, SERVICES, named_services
-from posttrain.config.training import RL, Distill, Passes, Prefer, RewardModelling, Training
+from posttrain.config.training import RL, ROLES, Distill, Passes, Prefer, RewardModelling, Training
 from posttrain.core import user_files
 from posttrain.core.coerce import convert, fits
 from posttrain.core.component import setting_of
+from posttrain.core.messages import near_or_all
 from posttrain.core.option_aliases import suggestion
 from posttrain.core.types import UserError
 from posttrain.envs.play.env_options import split_options
@@ -58,6 +59,7 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
         _validate_record(config)
         _validate_optimizer(config)
         check_divisions(config)
+        _validate_memory(config)
     if isinstance(config, RL):
         _validate_engines(config)
     if isinstance(config, RL | Evaluation | Check | Sample):
@@ -115,8 +117,29 @@ def _validate_optimizer(config: Training) -> None:
     from posttrain.learners.optimizers import OptimizerChoice  # imports torch
 
     OptimizerChoice(config.optimizer, config.optimizer_options, config.betas).check(
-        next((name for name in config.divisions if name != "--context-parallel"), "")
+        next((name for name in config.divisions if name != "--context-parallel"), ""), "optimizer" in config.offload
     )
+
+
+def _validate_memory(config: Training) -> None:
+    if config.float8 and config.precision != "bfloat16":
+        raise UserError("--float8 rounds the factors of products further than --precision bfloat16: add it")
+    adapted = [name for name, value in (("--lora", config.lora), ("--quantize", config.quantize)) if value]
+    for option in (*config.divisions, *adapted) if config.float8 else ():
+        raise UserError(f"--float8 is for whole weights that all learn, without {option}: leave out one of them")
+    for divided in config.divisions[:1]:
+        if config.offload:
+            raise UserError(
+                f"--offload is for whole models and micro-batches, and {divided} divides them: leave out one of them"
+            )
+        if config.role_devices:
+            raise UserError(
+                f"--role-devices is for whole models and micro-batches, and {divided} divides them: leave out one of them"
+            )
+    if odd := next((name for name in config.role_devices if name not in ROLES), None):
+        raise UserError(f"--role-devices has no role {odd!r:.40}{near_or_all(odd, list(ROLES))}")
+    if twice := next((own for own in config.offload if config.offload.count(own) > 1), None):
+        raise UserError(f"--offload names {twice} twice: give it once")
 
 
 def _validate_record(config: Training) -> None:

@@ -27,6 +27,9 @@ from posttrain.core.coerce import read_variable
 from posttrain.core.component import option
 from posttrain.core.types import Mask
 
+ROLES = ("reference", "critic", "teacher", "reward-model", "judge")
+"""Models beside the policy that --role-devices can place."""
+
 
 @dataclass(frozen=True)
 class ModelGroup(OptionGroup, group="model"):
@@ -87,6 +90,14 @@ class OptimizerGroup(OptionGroup, group="optimisation"):
     """Activations to recompute in the backward pass (gradient checkpointing). layers: each layer keeps only its input,
     which costs a second forward pass. Results do not depend on it. Models of transformers also recompute their layers
     without this option where activations would not fit."""
+    offload: tuple[Literal["optimizer", "activations", "reference"], ...] = option((), on_resume="free")
+    """Data to keep in the host's memory while the GPU does not need it. optimizer: its state, between updates.
+    activations: those kept for the backward pass. reference: the reference model and teachers, while they are not used.
+    Results do not depend on it."""
+    float8: bool = False
+    """Compute the products of layers in float8, by torchao, with --precision bfloat16: forward and for the gradients of
+    activations; those of weights stay in bfloat16. Weights stay in float32. On a CPU the rounding is emulated, which is
+    slower."""
     router_balance: float = option(0.0, least=0)
     """Mixtures of experts: coefficient of the load-balancing loss (Switch: 0.01). It is computed over the whole
     optimizer batch."""
@@ -108,6 +119,10 @@ class ProcessesGroup(OptionGroup, group="scale"):
     start one process each with torchrun."""
     learner_devices: tuple[int, ...] = option((), value="GPU", on_resume="free")
     """GPUs of the training processes, one each, by their numbers: 0 1. Default: the first ones."""
+    role_devices: dict[str, str] = option(factory=dict, value="ROLE=GPU", on_resume="free")
+    """GPUs for models beside the policy: --role-devices reference=1 critic=2. Roles are reference, critic, teacher,
+    reward-model and judge. With several processes give each a number: reference=2,3; cpu is possible too. Default: the
+    training process's own. In a recipe, a table."""
     shard: bool = option(False, on_resume="anew")
     """Shard weights, gradients and optimizer state across the processes (FSDP2)."""
     tensor_parallel: int = option(1, above=0, most=1024, on_resume="anew")

@@ -47,6 +47,7 @@ EXTRAS = {
     "view": ("duckdb", "pages and SQL queries of runs"),
     "gguf": ("gguf", "GGUF files"),
     "qlora": ("bitsandbytes", "NF4, adamw8bit and lion of bitsandbytes"),
+    "float8": ("torchao", "--float8"),
     "faiss": ("faiss", "approximate indices of vectors"),
     "ray": ("ray", "--launch ray"),
     "mcp": ("mcp", "tools of MCP servers"),

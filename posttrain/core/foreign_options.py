@@ -182,8 +182,11 @@ ELSEWHERE = {
     "ulysses_sequence_parallel_size": "{context_parallel}",
     "context_parallel_size": "{context_parallel}",
     "param_offload": "{shard}, or {lora}",
-    "optimizer_offload": "{shard}, or {lora}",
-    "activation_offloading": "{tokens_per_microbatch}, or {recompute} layers",
+    "optimizer_offload": "{offload} optimizer",
+    "adam_offload": "{offload} optimizer",
+    "ref_offload": "{offload} reference",
+    "activation_offloading": "{offload} activations",
+    "enable_activation_offload": "{offload} activations",
     "n_gpus_per_node": "{processes}",
     "gradient_checkpointing": "{recompute} layers",
     "enable_gradient_checkpointing": "{recompute} layers",
@@ -467,9 +470,9 @@ ANSWERS = {
         "the context is that of the model's config.json; {max_tokens} bounds a reply",
     ),
     **_alike(
-        "zero_stage adam_offload zpg overlap_comm grad_accum_dtype ref_offload offload fsdp_size "
-        "param_offload optimizer_offload ds3_gather_for_generation offload_policy reshard_after_forward",
-        "{shard} distributes weights, gradients and optimizer state; nothing moves to the host's memory",
+        "zero_stage zpg overlap_comm grad_accum_dtype offload fsdp_size param_offload ds3_gather_for_generation "
+        "offload_policy reshard_after_forward",
+        "{shard} distributes weights, gradients and optimizer state; without it, {offload} keeps some of them on the host",
     ),
     **_alike(
         "colocate_all colocate_all_models colocate_actor_ref colocate_critic_reward enable_sleep deepspeed_enable_sleep "

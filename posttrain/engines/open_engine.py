@@ -48,7 +48,7 @@ def open_engine(
         return open_pool(kind, model, tokenizer, slots, precision, many, cache_gib=cache_gib, seconds=seconds)
     gpu = None
     if model.head.device.type == "cuda":
-        gpu = GPUPlacement.here(many.learner_devices, many.devices).engine(0)
+        gpu = GPUPlacement.here(many.learner_devices, many.devices, many.role_devices).engine(0)
     return VLLMEngine(
         model,
         tokenizer,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from posttrain.core.batch import Batch, Outputs, Packed, Stats
 from posttrain.core.protocols import Learner, Measured, Model, Objective, World
 from posttrain.core.token_probe import sink_of
+from posttrain.learners.devices import moved
 from posttrain.learners.local_learner import LocalLearner, Optimization, TrainedModule
 from posttrain.models.adapters.adapter_writer import stored_adapters
 from posttrain.models.backbone import Backbone, decoders_in
@@ -116,7 +117,7 @@ class DataParallelLearner(LocalLearner):
         return [here(every[place]) for place in range(len(batches))]
 
     def _here(self, outputs: Outputs) -> Outputs:
-        return _moved(outputs, self.device)
+        return moved(outputs, self.device)
 
     # -- context parallelism -------------------------------------------------------------------------------------------
 
@@ -148,7 +149,7 @@ class DataParallelLearner(LocalLearner):
         return replace(found, **told)
 
     @contextmanager
-    def _computing(self) -> Iterator[None]:
+    def _computing(self, device: torch.device | None = None) -> Iterator[None]:
         """Return the context for a forward pass: all processes of the group have reached it, and share its tokens."""
         with ExitStack() as left:
             if self.mesh is not None:
@@ -159,7 +160,7 @@ class DataParallelLearner(LocalLearner):
             for decoder in decoders:
                 decoder.context = self.context
             try:
-                with super()._computing():
+                with super()._computing(device):
                     yield
             finally:
                 for decoder in decoders:
@@ -223,12 +224,7 @@ def deal(sizes: Sequence[int], count: int) -> list[list[int]]:
 
 
 def _there(found: Any) -> Any:
-    return _moved(found, torch.device("cpu")) if isinstance(found, Outputs) else found
-
-
-def _moved(outputs: Outputs, device: torch.device) -> Outputs:
-    told = {f.name: getattr(outputs, f.name) for f in fields(outputs)}
-    return replace(outputs, **{name: t.to(device) for name, t in told.items() if t is not None})
+    return moved(found, torch.device("cpu")) if isinstance(found, Outputs) else found
 
 
 if TYPE_CHECKING:

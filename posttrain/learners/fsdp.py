@@ -148,8 +148,8 @@ class FSDPLearner(DataParallelLearner):
                 stats.add("loss", loss.item(), 0)
 
     @contextmanager
-    def _computing(self) -> Iterator[None]:
-        with self.world.meeting(), super()._computing():  # a sequence of collectives follows
+    def _computing(self, device: torch.device | None = None) -> Iterator[None]:
+        with self.world.meeting(), super()._computing(device):  # a sequence of collectives follows
             yield
 
     @contextmanager

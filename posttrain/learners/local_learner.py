@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -22,6 +22,8 @@ from posttrain.core.batch import Batch, Outputs, Packed, Stats
 from posttrain.core.protocols import TRAINING, Alone, Learner, Measured, Model, Objective, World
 from posttrain.core.token_probe import sink_of
 from posttrain.core.types import UserError
+from posttrain.learners.devices import input_on, moved
+from posttrain.learners.host_memory import HostModel, activations_on_host
 from posttrain.learners.muon import stacked_rows
 from posttrain.learners.natural_gradient import TrustRegion, search
 from posttrain.learners.optimizers import BETAS, EPS, OptimizerChoice, parameter_groups
@@ -30,6 +32,7 @@ from posttrain.learners.router_losses import RouterLosses, Routing
 from posttrain.models.adapters.lora import frozen_copy
 from posttrain.models.backbone import Backbone
 from posttrain.models.critic import STORED, Critic
+from posttrain.models.gpu_placement import working_on
 from posttrain.models.hf.experts import watching
 from posttrain.models.losses.divergence import FORWARD, REVERSE, measured_divergence
 from posttrain.models.losses.likelihood import (
@@ -40,7 +43,7 @@ from posttrain.models.losses.likelihood import (
     token_logp,
     token_logp_entropy,
 )
-from posttrain.models.native.linear import accumulating
+from posttrain.models.native.linear import accumulating, multiplying
 from posttrain.models.row_shards import here, whole_shape
 from posttrain.models.tensor_files import open_tensors, read_rows, read_state, stored_kind, write_state
 
@@ -97,7 +100,14 @@ class Teaching:
 
 def step_to(parameter: Tensor, target: Tensor, rate: float) -> None:
     """Move a parameter towards a target of the same shape by the share `rate` of the difference, in place."""
+    target = target.to(parameter.device)
     parameter.copy_(target if rate == 1 else torch.lerp(parameter, target, rate))
+
+
+def separate(model: Model, others: Mapping[str, Model]) -> dict[str, Model]:
+    """Return those of other models that share no weights with a model, as a reference shares an adapted policy's."""
+    own = {id(p) for p in model.parameters()}
+    return {name: other for name, other in others.items() if not any(id(p) in own for p in other.parameters())}
 
 
 @dataclass(frozen=True)
@@ -133,13 +143,16 @@ class LocalLearner:
         trust_region: TrustRegion | None = None,
         follow: float = 0.0,
         router_losses: RouterLosses | None = None,
+        offload: Collection[str] = (),
+        product: Callable[[Tensor, Tensor], Tensor] | None = None,
         world: World | None = None,
     ) -> None:
         """Create the learner. `others`: models that are evaluated and not trained, by name; all but the reference are
-        teachers.
+        teachers. They, and the critic, may be on other devices than the policy.
 
         `critic_lr`: learning rate of the critic; None: the policy's. `follow`: share by which target copies of a critic
-        move towards it in each update.
+        move towards it in each update. `offload`: what is in the host's memory while the policy's device does not need
+        it: "optimizer", "activations", "reference" (`others`). `product`: see `posttrain.models.native.float8`.
 
         In a `world` of several processes each has the same weights and its own micro-batches; gradients are summed.
         """
@@ -149,8 +162,11 @@ class LocalLearner:
         self.optimization, self.temperature, self.precision = optimization, temperature, precision
         self.trust_region, self.follow = trust_region, follow
         self.router_losses = router_losses or RouterLosses()
+        self.offload, self._product = frozenset(offload), product
         self.version = 0
         self.device = model.head.device
+        held = separate(model, self.others) if "reference" in self.offload else {}
+        self._host = {name: HostModel(other, self.device) for name, other in held.items()}
         self.moved: set[str] = set()  # names of frozen models that have changed since they were opened
         share = 1.0 if critic_lr is None else critic_lr / optimization.lr
         self.parts = [TrainedModule("policy", self._trained(model))]
@@ -160,6 +176,7 @@ class LocalLearner:
             [group for p in self.parts for group in parameter_groups(p.parameters, p.share, decay, choice)],
             optimization.lr,
             {own: rows for held in (model, critic) if held for own, rows in stacked_rows(cast(nn.Module, held))},
+            offloads="optimizer" in self.offload,
         )
 
     @property
@@ -173,8 +190,14 @@ class LocalLearner:
         want: frozenset[str] = frozenset(),
     ) -> list[Outputs]:
         model = self.model if of == "policy" else self.others[of]
-        with torch.no_grad():
-            return [self._outputs(model, batch, want, of=of) for batch in batches]
+        with (
+            torch.no_grad(),
+            multiplying(self._product),
+            self._fetched([of] if of != "policy" else self._compared(want)),
+        ):
+            with working_on(device := model.head.device):
+                found = [self._outputs(model, input_on(batch, device), want, of=of) for batch in batches]
+            return [moved(outputs, self.device) for outputs in found]
 
     def update(self, batches: Sequence[Batch], objective: Objective) -> Stats:
         """Make an update, see `Learner`. An update with a gradient that is not finite is counted as "skipped": it
@@ -187,7 +210,12 @@ class LocalLearner:
         routed = self._mixture()
         counted = self._counted(batches)
         routing = None if routed is None else Routing(cast(Any, routed), self.router_losses, self.world, counted)
-        with accumulating(keeps=self._keeps), repeated_bits():
+        with (
+            accumulating(keeps=self._keeps),
+            multiplying(self._product),
+            repeated_bits(),
+            self._fetched(self._compared(objective.wants)),
+        ):
             if routing is None:
                 self._accumulate(batches, objective, stats)
             else:
@@ -257,7 +285,8 @@ class LocalLearner:
         found = []
         parameters = list(self.parts[0].parameters.values())
         for batch in batches:
-            logp = self._outputs(self.model, batch, frozenset()).logp.sum()
+            with multiplying(self._product):
+                logp = self._outputs(self.model, batch, frozenset()).logp.sum()
             gradients = torch.autograd.grad(logp, parameters, allow_unused=True)
             found.append(sum(g.double().square().sum().item() for g in gradients if g is not None))
         return torch.tensor(found, dtype=torch.float64)
@@ -371,11 +400,25 @@ class LocalLearner:
 
     def _tapped(self, batch: Batch, want: frozenset[str]) -> Outputs:
         """Compute the outputs of a micro-batch of an update, and pass them to its token probe, if there is one."""
-        if batch.tap is None:
-            return self._outputs(self.model, batch, want)
-        outputs = self._outputs(self.model, batch, want, measured=batch.tap.entropy)
-        batch.tap.watch(outputs)
+        learned = [cast(nn.Module, held) for held in (self.model, self.critic) if held is not None]
+        with activations_on_host(learned) if "activations" in self.offload else nullcontext():
+            outputs = self._outputs(self.model, batch, want, measured=batch.tap is not None and batch.tap.entropy)
+        if batch.tap is not None:
+            batch.tap.watch(outputs)
         return outputs
+
+    def _compared(self, want: Collection[str]) -> list[str]:
+        """Return the names of the frozen models whose distributions outputs are computed from."""
+        return [name for name in self.others if ({"kl"} if name == REFERENCE else DISTANCES) & {*want}]
+
+    @contextmanager
+    def _fetched(self, names: Sequence[str]) -> Iterator[None]:
+        """Context in which these frozen models are on the policy's device if they are on the host otherwise."""
+        with ExitStack() as fetched:
+            for name in names:
+                if name in self._host:
+                    fetched.enter_context(self._host[name].on(self.device))
+            yield
 
     def _outputs(
         self,
@@ -390,7 +433,7 @@ class LocalLearner:
         `measured`: compute the entropy too, without a gradient if it is not in `want`. `of`: the model's name.
         """
         temperature = self._temperature(batch, of)
-        with self._computing():
+        with self._computing(batch.at.device):
             hidden = model.hidden(batch.layout, batch.at)
             if "score" in want:
                 return Outputs(logp=hidden.new_zeros(0), score=model.head.logits(hidden)[:, 0])
@@ -413,14 +456,25 @@ class LocalLearner:
                 fixed = Hidden(hidden.detach(), model.head.detach())
                 outputs = replace(outputs, collision=log_collision(fixed, temperature))
             if "kl" in want:
-                reference = self.others[REFERENCE]
-                other = Hidden(self._states_of_other(reference, batch), reference.head)
-                kl = exact_kl(Hidden(hidden, model.head), other, temperature)
+                kl = exact_kl(Hidden(hidden, model.head), self._other(REFERENCE, batch), temperature)
                 outputs = replace(outputs, kl=kl)
             if want & {"value", "q"}:
-                assert self.critic is not None
-                outputs = replace(outputs, **self.critic(batch, Hidden(hidden, model.head), temperature))
+                outputs = replace(outputs, **self._values(batch, Hidden(hidden, model.head), temperature))
         return outputs
+
+    def _values(self, batch: Packed, policy: Hidden, temperature: Temperature) -> dict[str, Tensor]:
+        """Return the critic's outputs, see `posttrain.models.critic`."""
+        assert self.critic is not None
+        own, there = batch.at.device, self.critic_device
+        if there == own:
+            return self.critic(batch, policy, temperature)
+        with self._autocast(there), working_on(there):
+            found = self.critic(input_on(batch, there), moved(policy, there), moved(temperature, there))
+        return {name: value.to(own) for name, value in found.items()}
+
+    @property
+    def critic_device(self) -> torch.device:
+        return self.device if self.critic is None else next(self.critic.parameters()).device
 
     def _states(self, model: Model, batch: Packed) -> Tensor:
         if batch.layout.media and (model.decoder is None or not model.decoder.sees):
@@ -429,9 +483,13 @@ class LocalLearner:
             )
         return model.hidden(batch.layout, batch.at)
 
-    def _states_of_other(self, model: Model, batch: Packed) -> Tensor:
-        with torch.no_grad():
-            return self._states(model, batch)
+    def _other(self, name: str, batch: Packed) -> Hidden:
+        """Return a frozen model's hidden states at the scored tokens, and its head, on the policy's device."""
+        model = self.others[name]
+        device = model.head.device
+        with torch.no_grad(), working_on(device), nullcontext() if device == self.device else self._autocast(device):
+            states = self._states(model, input_on(batch, device))
+        return moved(Hidden(states, model.head), self.device)
 
     def _temperature(self, batch: Packed, of: str = "policy") -> Temperature:
         """Return the temperature of a model's logits at the scored tokens of a batch: one number, or [N]."""
@@ -449,8 +507,7 @@ class LocalLearner:
         beta = {"reverse_kl": REVERSE, "forward_kl": FORWARD}.get(name, self.teaching.beta)
         parts = []
         for reading in batch.readings:
-            teacher = self.others[reading.model]
-            theirs = Hidden(self._states_of_other(teacher, reading.packed), teacher.head)
+            theirs = self._other(reading.model, reading.packed)
             own = policy if reading.rows is None else Hidden(policy.states[reading.rows], policy.head)
             temperatures = self._temperature(reading.packed), self._temperature(reading.packed, reading.model)
             parts.append(measured_divergence(own, theirs, reading.packed.target, beta, temperatures, measured))
@@ -558,12 +615,13 @@ class LocalLearner:
         stats.add("trust_region/gain", found.gain)
         stats.add("trust_region/no_step", found.halvings < 0)
 
-    def _computing(self) -> AbstractContextManager[Any]:
-        """Return the context for the forward pass in `_outputs`."""
-        return self._autocast()
+    def _computing(self, device: torch.device | None = None) -> AbstractContextManager[Any]:
+        """Return the context for the forward pass in `_outputs`. `device`: the model's; None: the policy's."""
+        return self._autocast(device)
 
-    def _autocast(self) -> AbstractContextManager[Any]:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
+    def _autocast(self, device: torch.device | None = None) -> AbstractContextManager[Any]:
+        device = device or self.device
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bfloat16")
 
 
 if TYPE_CHECKING:

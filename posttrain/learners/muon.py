@@ -12,13 +12,12 @@ from __future__ import annotations
 import re
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from posttrain.learners.adamw import AdamW
-from posttrain.learners.library_optimizer import LibraryOptimizer
+from posttrain.learners.library_optimizer import Optimizer
 from posttrain.models.adapters.adapter_writer import adapters
 from posttrain.models.backbone import decoders_in
 
@@ -51,8 +50,8 @@ class Muon:
         self,
         groups: Sequence[dict[str, Any]],
         rows: Mapping[Tensor, Sequence[int]],
-        matrices: Callable[[list[dict[str, Any]]], LibraryOptimizer],
-        others: Callable[[list[dict[str, Any]]], AdamW],
+        matrices: Callable[[list[dict[str, Any]]], Optimizer],
+        others: Callable[[list[dict[str, Any]]], Optimizer],
     ) -> None:
         """Create Muon by `matrices` for the groups with "hidden", and AdamW by `others` for the rest.
 
@@ -71,7 +70,7 @@ class Muon:
             for parameter, views in self._views.items()
             if any(own := [self._muon.state.get(view, {}) for view in views])
         }
-        return ChainMap(momenta, self._adamw.state)
+        return ChainMap(momenta, cast(dict[Any, dict[str, Any]], self._adamw.state))
 
     def zero_grad(self) -> None:
         self._adamw.zero_grad()

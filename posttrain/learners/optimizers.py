@@ -19,6 +19,7 @@ from posttrain.core.extras import install, installed
 from posttrain.core.messages import near_or_all
 from posttrain.core.types import UserError
 from posttrain.learners.adamw import AdamW
+from posttrain.learners.host_memory import OffloadedOptimizer
 from posttrain.learners.library_optimizer import LibraryOptimizer, Optimizer
 from posttrain.learners.muon import Muon, is_hidden
 from posttrain.system.user_code import load_named
@@ -83,11 +84,16 @@ class OptimizerChoice:
         """Whether what is known of AdamW's learning rates holds for it."""
         return self.row.rates_of_adamw and not self.options
 
-    def check(self, divided: str = "") -> None:
+    def check(self, divided: str = "", offloads: bool = False) -> None:
         """Try the optimizer. Raises UserError, in one line, for names, settings and classes that cannot be used.
 
-        `divided`: the option that divides matrices among processes; "": none.
+        `divided`: the option that divides matrices among processes; "": none. `offloads`: see `open`.
         """
+        if offloads and self.row.extra:
+            raise UserError(
+                f"--offload optimizer has not been tried with --optimizer {self.name}, a class of bitsandbytes: leave "
+                "out one of them"
+            )
         if divided and not self.row.by_number:
             known = ", ".join(name for name, row in ROWS.items() if row.by_number)
             raise UserError(
@@ -98,16 +104,23 @@ class OptimizerChoice:
         self.open([{"params": [tried], "weight_decay": 0.0, "hidden": True}], 1.0)
 
     def open(
-        self, groups: Sequence[dict[str, Any]], lr: float, rows: Mapping[Tensor, Sequence[int]] | None = None
+        self,
+        groups: Sequence[dict[str, Any]],
+        lr: float,
+        rows: Mapping[Tensor, Sequence[int]] | None = None,
+        offloads: bool = False,
     ) -> Optimizer:
-        """Create the optimizer for `groups` of parameters. `rows`: see `Muon`. Raises UserError as `check` does."""
+        """Create the optimizer for `groups` of parameters. `rows`: see `Muon`. `offloads`: its state is on the host
+        between updates. Raises UserError as `check` does.
+        """
         row = self.row
+        held = self._offloaded if offloads else _as_it_is
         if not row.place:
             eps = self._settings(AdamW, ("eps",)).get("eps", self.eps)
             _check_kind("eps", eps, EPS)
             if not 0 <= eps < math.inf:
                 raise UserError(f"--optimizer-options eps must be at least 0, not {eps}")
-            return AdamW(groups, lr, self.betas, eps)
+            return held(AdamW(groups, lr, self.betas, eps))
         if row.extra and not installed(library := row.place.partition(".")[0]):
             raise UserError(f"--optimizer {self.name} needs {library}, which is not installed: {install(row.extra)}")
         kind = load_named(row.place)
@@ -117,12 +130,17 @@ class OptimizerChoice:
             settings["weight_decay"] = 0.0
         created = partial(LibraryOptimizer, self.name, kind, lr=lr, options=settings)
         if row.place == _MUON:
-            return Muon(groups, rows or {}, created, lambda left: AdamW(left, lr, self.betas, self.eps))
+            others = partial(AdamW, lr=lr, betas=self.betas, eps=self.eps)
+            return Muon(groups, rows or {}, lambda own: held(created(own)), lambda own: held(others(own)))
         if self.betas != BETAS and "betas" not in takes:
             raise UserError(f"--betas has no effect with --optimizer {self.name}: leave it out")
         if self.betas != BETAS:
             settings.setdefault("betas", self.betas)
-        return created(groups)
+        return held(created(groups))
+
+    def _offloaded(self, optimizer: Optimizer) -> Optimizer:
+        """Keep an optimizer's state on the host. A class that is not of the table may update all weights together."""
+        return OffloadedOptimizer(optimizer, in_chunks=self.row.place in {row.place for row in ROWS.values()})
 
     def _parameters(self, kind: Any) -> Mapping[str, inspect.Parameter]:
         try:
@@ -146,6 +164,10 @@ class OptimizerChoice:
                 raise UserError(f"--optimizer-options: {self.name} has no {name[:60]!r}{near_or_all(name, free)}")
             _check_kind(name, self.options[name], parameters[name].default if name in parameters else None)
         return dict(self.options)
+
+
+def _as_it_is(optimizer: Optimizer) -> Optimizer:
+    return optimizer
 
 
 def _check_kind(name: str, value: Any, default: Any) -> None:

@@ -192,15 +192,17 @@ _runs = count()
 """Number of runs in this process: each run's calls have names of their own."""
 
 
-def joined(device: str, timeout: float, learner_devices: tuple[int, ...] = ()) -> Processes:
-    """Join the processes of a run, which torchrun or --processes has started."""
+def joined(
+    device: str, timeout: float, learner_devices: tuple[int, ...] = (), role_devices: tuple[int, ...] = ()
+) -> Processes:
+    """Join the processes of a run, which torchrun or --processes has started. For the devices see `GPUPlacement`."""
     kept = _shared_store(timeout)
     # torchrun's store outlives a restart, and entries of the previous attempt must not be read again
     attempt = _attempt(kept, timeout) if _kept_by_torchrun() else 0
     store = PrefixStore(f"posttrain {attempt}", kept)
     if not dist.is_initialized():
         dist.init_process_group(
-            backend(gpus_of_all(device, GPUPlacement.here(learner_devices), store)),
+            backend(gpus_of_all(device, GPUPlacement.here(learner_devices, (), role_devices), store)),
             store=PrefixStore("group", store),
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),

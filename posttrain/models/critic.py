@@ -131,13 +131,16 @@ def _follow(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]], share: float) ->
 Critic = ValueModel | ActionValueModel | SoftStateValueModel
 
 
-def new_critic(kind: type[Critic], folder: Path | None, policy: Model, seed: int) -> Critic:
-    """Create a critic on the policy's device, with a backbone from a checkpoint folder; None: the policy's backbone.
+def new_critic(
+    kind: type[Critic], folder: Path | None, policy: Model, seed: int, device: torch.device | None = None
+) -> Critic:
+    """Create a critic with a backbone from a checkpoint folder; None: the policy's backbone. `device`: by default the
+    policy's.
 
     The score head of a reward model and the critic of a run's checkpoint are loaded; any other head is initialised near
     zero. Raises UserError if the folder's model does not fit.
     """
-    device, hidden = policy.head.device, policy.config.hidden
+    device, hidden = device or policy.head.device, policy.config.hidden
     if folder is None:
         assert kind is ValueModel
         return ValueModel(hidden, None, seed).to(device)

@@ -1,13 +1,18 @@
-"""Assignment of a machine's GPUs to learners and engines.
+"""Assignment of a machine's GPUs to learners, to models beside the policy, and to engines.
 
-Each learner process gets its own GPU if there are enough. Engines in separate processes take the remaining GPUs in
-turn; if none remains, they share the learners' GPUs, and the first engine of each learner shares that learner's GPU.
+Each learner process gets its own GPU if there are enough. Models with a role of their own (a reference, a critic ...) are
+on their learner's GPU unless the user names another, which no learner or engine takes then unless it has to. Engines in
+separate processes take the remaining GPUs in turn; if none remains, they share the learners' GPUs, and the first engine of
+each learner shares that learner's GPU.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,32 +27,53 @@ class GPUPlacement:
     learners: int = 1  # learner processes on this machine
     place: int = 0  # index of this process among the learners
     learner_devices: tuple[int, ...] = ()  # GPUs of the learners; empty: the first ones
-    engine_devices: tuple[int, ...] = ()  # GPUs of the engines; empty: those that no learner uses
+    engine_devices: tuple[int, ...] = ()  # GPUs of the engines; empty: those that no learner and no role uses
+    role_devices: tuple[int, ...] = ()  # GPUs of models beside the policy, see `gpus_of_roles`
 
     @classmethod
-    def here(cls, learner_devices: tuple[int, ...] = (), engine_devices: tuple[int, ...] = ()) -> GPUPlacement:
+    def here(
+        cls,
+        learner_devices: tuple[int, ...] = (),
+        engine_devices: tuple[int, ...] = (),
+        role_devices: tuple[int, ...] = (),
+    ) -> GPUPlacement:
         """Return the placement for this process. Raises UserError for GPUs that are not there, or named twice."""
         gpus, local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        for name, devices in (("--learner-devices", learner_devices), ("--engine-devices", engine_devices)):
+        named = {"--learner-devices": learner_devices, "--engine-devices": engine_devices}
+        for name, devices in {**named, "--role-devices": tuple(dict.fromkeys(role_devices))}.items():
             if odd := [d for d in devices if not 0 <= d < gpus]:
                 there = f"it has {gpus}, from 0 to {gpus - 1}" if gpus else "it has none"
                 raise UserError(f"{name} {odd[0]} is not a GPU of this machine: {there}")
             if len(set(devices)) < len(devices):
                 raise UserError(f"{name} names a GPU twice: {' '.join(map(str, devices))}")
-        return cls(gpus, local, int(os.environ.get("LOCAL_RANK", "0")), learner_devices, engine_devices)
+        return cls(gpus, local, int(os.environ.get("LOCAL_RANK", "0")), learner_devices, engine_devices, role_devices)
 
     def learner(self, place: int | None = None) -> int:
         """Return the GPU of the learner at this index; None: of this process."""
-        choice = self.learner_devices or range(self.gpus)
+        others = [gpu for gpu in range(self.gpus) if gpu not in self.role_devices]
+        choice = self.learner_devices or others or range(self.gpus)
         return choice[(self.place if place is None else place) % len(choice)]
 
     def engine(self, number: int) -> int:
         """Return the GPU of one of this process's engines, by its number 0, 1, ..."""
         learning = [self.learner(place) for place in range(self.learners)]
-        free = [gpu for gpu in range(self.gpus) if gpu not in learning]
+        free = [gpu for gpu in range(self.gpus) if gpu not in (*learning, *self.role_devices)]
         # shared GPUs in the order of the learners, so that the first engine of each learner is on that learner's GPU
         choice = self.engine_devices or free or list(dict.fromkeys([*learning, *range(self.gpus)]))
         return choice[(self.place + number * self.learners) % len(choice)]
+
+
+def gpus_of_roles(role_devices: Mapping[str, str]) -> tuple[int, ...]:
+    """Return the GPUs that `--role-devices` names, some perhaps more than once."""
+    named = (one.strip() for value in role_devices.values() for one in value.split(","))
+    return tuple(int(one) for one in named if one.isdecimal())
+
+
+def working_on(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which kernels that are not torch's own run on this device, if it is a GPU: Triton starts them on
+    the current one.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def visible_name(gpu: int) -> str:

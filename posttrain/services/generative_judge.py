@@ -28,6 +28,7 @@ from posttrain.core.types import Completion, Invalid, InvalidKind, Reasoned, Sam
 from posttrain.engines.local.embedded import embedded
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.checkpoint_location import checkpoint_folder
+from posttrain.models.gpu_placement import working_on
 from posttrain.models.losses.likelihood import token_logp
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs import fingerprint
@@ -73,7 +74,8 @@ class GenerativeJudge:
             raise UserError(f"{name}: model {error}") from error
         self.context = self.model.config.context
         self._least = self._check()
-        self.engine = embedded(self.model, self.tokenizer, recipe.slots)
+        with working_on(self.model.head.device):
+            self.engine = embedded(self.model, self.tokenizer, recipe.slots)
         known = fingerprint.of_path(self.folder)
         self._weights = known["digest"] if known else ""
         self._waiting: deque[_Question] = deque()
@@ -104,6 +106,12 @@ class GenerativeJudge:
 
     def poll(self) -> list[tuple[int, Any]]:
         """Sample a few tokens of the open votes, and return the complete answers."""
+        with working_on(self.model.head.device):
+            self._sample()
+        answers, self._answers = self._answers, []
+        return answers
+
+    def _sample(self) -> None:
         while self._waiting and (self.engine.batch_invariant or not self._running):
             self._begin(self._waiting.popleft())
         for completion in self.engine.poll() if self._running else ():
@@ -112,8 +120,6 @@ class GenerativeJudge:
             if len(question.votes) == self.recipe.votes:
                 said = tuple(kept(completion.text) for _, completion in sorted(question.votes.items()))
                 self._answer(question.id, self._count(question), said)
-        answers, self._answers = self._answers, []
-        return answers
 
     def example(self, content: Any) -> float:
         return 0.5 if self.recipe.scale is None else sum(self.recipe.scale) / 2

@@ -28,6 +28,7 @@ from posttrain.envs.demonstration import demonstrate, demonstrate_steps, last_al
 from posttrain.models.adapters.adapter_config import described_in
 from posttrain.models.checkpoint_folder import stored_names
 from posttrain.models.checkpoint_location import checkpoint_folder
+from posttrain.models.gpu_placement import working_on
 from posttrain.models.json_files import read_json
 from posttrain.models.reward_model import OFFSET, load_reward_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -112,7 +113,8 @@ class RewardModelService:
             some.append(self._asked.popleft())
             size += len(some[-1][1].tokens)
         if some:
-            scores = self._scores([text for _, text in some])
+            with working_on(self.device):
+                scores = self._scores([text for _, text in some])
             self._answers += [(id, self._read_scores(own)) for (id, _), own in zip(some, scores, strict=True)]
             self._counts["scored"] += len(some)
             self._counts["tokens"] += size

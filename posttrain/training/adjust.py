@@ -114,6 +114,14 @@ def _contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]
         "--tokens-per-microbatch",
     )
     yield (
+        run.float8 and algorithm.trust_region is not None,
+        "its second derivatives need products that have them: leave out --float8",
+    )
+    yield (
+        "activations" in run.offload and algorithm.trust_region is not None,
+        "its second derivatives read the activations again and again: leave out --offload activations",
+    )
+    yield (
         algorithm.trust_region is not None and (run.optimizer, run.optimizer_options) != ("adamw", {}),
         "its policy takes natural gradient steps instead of an optimizer's: leave out --optimizer and --optimizer-options",
     )

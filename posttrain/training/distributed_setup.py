@@ -15,6 +15,7 @@ from posttrain.config.training import Training
 from posttrain.core.protocols import Alone, World
 from posttrain.core.types import UserError
 from posttrain.learners.process_group import joined
+from posttrain.models.gpu_placement import gpus_of_roles
 from posttrain.runs.terminal.notices import held
 
 SHARD_ALONE = "--shard requires --processes above 1, across which it shards the weights: add it, or leave --shard out"
@@ -67,7 +68,8 @@ def open_world(config: Training) -> Iterator[World]:
             left.enter_context(redirect_stdout(nowhere))
             left.enter_context(redirect_stderr(nowhere))
         left.enter_context(held())
-        world = joined(config.device, config.collective_timeout, config.learner_devices)
+        roles = gpus_of_roles(config.role_devices)
+        world = joined(config.device, config.collective_timeout, config.learner_devices, roles)
         try:
             yield world
             world.gather(None)  # no process exits while another one may still fail

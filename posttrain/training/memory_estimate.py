@@ -6,7 +6,7 @@ of a micro-batch. Within 10% of measurements on an H200 (`tests/training/test_me
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -14,14 +14,17 @@ import torch
 from torch import nn
 
 from posttrain.config.training import RL, Training
+from posttrain.core.protocols import Model
 from posttrain.engines.local.cuda_step import COPIED_SHARE, RESTING_SHARE
 from posttrain.engines.local.step_cache import row_bucket, token_bucket
-from posttrain.learners.local_learner import REFERENCE, LocalLearner
+from posttrain.learners.host_memory import CHUNK
+from posttrain.learners.local_learner import REFERENCE, LocalLearner, separate
 from posttrain.models.adapters.adapter_writer import adapters
 from posttrain.models.backbone import decoders_in
 from posttrain.models.free_memory import in_gib
 from posttrain.models.losses.likelihood import GPU_LOGITS
 from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.training.role_devices import CRITIC, TEACHERS
 
 TIGHT = 0.95
 """Share of a GPU's memory beyond which a run may not fit, because of fragmentation and libraries."""
@@ -71,6 +74,15 @@ class UpdateSize:
     shares: int = 1  # processes that shard the weights
     tensor: int = 1  # processes that divide heads, MLP and vocabulary: the models are already a process's part
     context: int = 1  # processes that divide the tokens of a micro-batch
+    offload: frozenset[str] = frozenset()  # what is on the host: optimizer, activations, reference
+    elsewhere: frozenset[str] = frozenset()  # models that have a device of their own: reference, critic, teacher
+
+    @classmethod
+    def of(cls, config: Training, tokens: int, room: float, shares: int = 1) -> UpdateSize:
+        """Return the size of a run's updates."""
+        how = config.recompute != "none", sampling_size(config)
+        divided = shares, config.tensor_parallel, config.context_parallel
+        return cls(tokens, *how, room, *divided, frozenset(config.offload), frozenset(config.role_devices))
 
 
 def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate | None:
@@ -79,18 +91,21 @@ def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate |
     if not isinstance(shape, DecoderConfig):
         return None
     narrow = learner.precision == "bfloat16"
-    learned = _unique(m for m in (learner.model, learner.critic) if m is not None)
-    held = _unique((learner.model, learner.critic, *learner.others.values()))
+    critic = None if CRITIC in size.elsewhere else learner.critic
+    learned = _unique(m for m in (learner.model, critic) if m is not None)
+    held = _unique((learner.model, critic, *_others_here(learner, size)))
     sharded = _sharded(learner) if size.shares > 1 else set()
     trained = _bytes_here((p for p in learned if p.requires_grad), sharded, size.shares)
     parts = {
         "weights": _bytes_here(held, sharded, size.shares),
         "gradients": trained,
-        "moments": trained * _moments_of_a_byte(learner),
+        "moments": _bytes_at_once(learned, trained, size) * _moments_of_a_byte(learner),
         "copies in bfloat16": sum(2.0 * p.numel() for p in learned if p.dtype == torch.float32 and p.ndim == 2)
         * (narrow and size.shares == 1),
         "gathered": _gathered_bytes(learner, narrow) if size.shares > 1 else 0.0,
-        "activations": size.tokens / size.context * shape.activation_bytes(narrow, size.recompute, size.tensor),
+        "activations": size.tokens
+        / size.context
+        * shape.activation_bytes(narrow, size.recompute, size.tensor, "activations" in size.offload),
         "logits": 8.0 * GPU_LOGITS,
     }
     if size.sampling is not None:
@@ -100,6 +115,23 @@ def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate |
         if size.shares > 1 or size.tensor > 1:  # it samples with weights of its own
             parts["engine's weights"] = 4.0 * shape.parameters
     return MemoryEstimate(parts)
+
+
+def _others_here(learner: LocalLearner, size: UpdateSize) -> Iterator[Model]:
+    """Yield the frozen models that are on the policy's device in an update.
+
+    The reference's log-probabilities are computed before it. Teachers may be compared in it, and are counted.
+    """
+    away = size.elsewhere | ({REFERENCE} if "reference" in size.offload else set())
+    for name, other in learner.others.items():
+        if (REFERENCE if name == REFERENCE else TEACHERS) not in away:
+            yield other
+
+
+def _bytes_at_once(learned: Iterable[nn.Parameter], trained: float, size: UpdateSize) -> float:
+    """Return the bytes of the weights whose moments are on the device at once."""
+    largest = max((p.nbytes for p in learned if p.requires_grad), default=0)
+    return min(trained, max(CHUNK, largest)) if "optimizer" in size.offload else trained
 
 
 def _moments_of_a_byte(learner: LocalLearner) -> float:
@@ -170,6 +202,14 @@ def advice(found: MemoryEstimate, learner: LocalLearner, size: UpdateSize) -> li
         "--recompute layers": replace(size, recompute=True),
         f"--tokens-per-microbatch {fewer}": replace(size, tokens=fewer),
     }
+    if size.shares == 1:
+        for what in (
+            "optimizer",
+            "activations",
+            *(["reference"] if REFERENCE in separate(learner.model, learner.others) else []),
+        ):
+            offload = size.offload | {what}
+            other[f"--offload {' '.join(sorted(offload))}"] = replace(size, offload=offload)
     saving = [(way, estimate_memory(learner, changed)) for way, changed in other.items()]
     ways = [f"{way} ({in_gib(less.total)})" for way, less in saving if less is not None and less.total < found.total]
     if learner.model.decoder is not None and learner.model.decoder.lora is None:

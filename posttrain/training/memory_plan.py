@@ -40,9 +40,8 @@ from posttrain.training.memory_estimate import (
     UpdateSize,
     advice,
     estimate_memory,
-    sampling_size,
 )
-from posttrain.training.open_learner import refuse_without_lora
+from posttrain.training.open_learner import refuse_idle, refuse_without_lora
 from posttrain.training.setup import ACTIVATION_SHARE, optimization, tokens_of_activations
 from posttrain.training.verbs.prefer import chosen
 
@@ -85,8 +84,7 @@ def plan_memory(config: Training, room: float) -> MemoryPlan:
     learner = shapes_of(config, shape)
     shares = config.processes if config.shard else 1
     tokens = config.tokens_per_microbatch or tokens_of_activations(shape, room * ACTIVATION_SHARE)
-    divided = config.tensor_parallel, config.context_parallel
-    size = UpdateSize(tokens, config.recompute != "none", sampling_size(config), room, shares, *divided)
+    size = UpdateSize.of(config, tokens, room, shares)
     found = estimate_memory(learner, size)
     assert found is not None, "the shape is known"
     return MemoryPlan(found, room, tokens, tuple(advice(found, learner, size)))
@@ -97,11 +95,12 @@ def _refuse(config: Training) -> None:
     if not config.model:
         raise UserError(
             "--model is missing, a folder with the model's config.json: posttrain memory --gpu-memory 80 -- rl --model "
-            "FOLDER; --lora, --tokens-per-microbatch, --recompute, --shard, --tensor-parallel and --context-parallel change "
-            "the estimate"
+            "FOLDER; --lora, --tokens-per-microbatch, --recompute, --offload, --role-devices, --shard, --tensor-parallel and "
+            "--context-parallel change the estimate"
         )
-    if config.quantize:
-        raise UserError("posttrain memory cannot estimate --quantize yet: leave it out")
+    for name, value in (("--quantize", config.quantize), ("--float8", config.float8)):
+        if value:
+            raise UserError(f"posttrain memory cannot estimate {name} yet: leave it out")
     if config.shard and config.processes == 1:
         raise UserError(SHARD_ALONE)
     check_divisions(config)
@@ -152,6 +151,7 @@ def shapes_of(config: Training, shape: DecoderConfig) -> LocalLearner:
             if folder != shared:
                 others[name] = _held(_decoder(shape_of(folder)).requires_grad_(False), frozen)
     refuse_useless(config, model, others)
+    refuse_idle(config, model, others, critic)
     if config.tensor_parallel > 1:
         first = _First(config.tensor_parallel)
         for held in (model, critic, *others.values()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +13,7 @@ from posttrain.config.training import RL, Training
 from posttrain.core.protocols import Model, World
 from posttrain.core.types import UserError
 from posttrain.learners.data_parallel import DataParallelLearner
-from posttrain.learners.local_learner import REFERENCE, Optimization
+from posttrain.learners.local_learner import REFERENCE, Optimization, separate
 from posttrain.learners.router_losses import RouterLosses
 from posttrain.models.adapters.adapter_config import is_adapter
 from posttrain.models.adapters.adapter_folder import base_named, fingerprint, read_adapter, read_note
@@ -32,8 +32,10 @@ from posttrain.models.adapters.lora import (
 from posttrain.models.backbone import Backbone, decoders_in
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.checkpoint_location import checkpoint_folder
+from posttrain.models.native.float8 import MULTIPLE, Product, float8_product
 from posttrain.models.other_adapters import OtherAdapters
 from posttrain.training.frozen_weights import frozen_type, refuse_useless
+from posttrain.training.role_devices import CRITIC, TEACHERS, refuse_idle_roles, role_device
 
 if TYPE_CHECKING:
     from posttrain.learners.process_mesh import ProcessMesh
@@ -144,12 +146,27 @@ def reference(config: Training, model: Model, start: Path, world: World, moves: 
     `moves`: the policy replaces it from time to time.
     """
     if model.decoder is None or model.decoder.lora is None:
-        return held_model(config, start, model.head.device, world, frozen=True).requires_grad_(False)
+        return held_model(config, start, other_device(config, REFERENCE, model), world, frozen=True).requires_grad_(
+            False
+        )
     if config.shard:
         return _exchanged_adapters(config, model.decoder, start, moves)
     other = _beside_adapters(config, model.decoder, start, moves)
     other.replays = False  # it does not replay the policy's routing
     return other
+
+
+def other_device(config: Training, role: str, model: Model) -> torch.device:
+    """Return where the models of a role are opened: on its device, or on the host if they are offloaded."""
+    there = role_device(config, role, model.head.device)
+    if "reference" not in config.offload:
+        return there
+    if there != model.head.device:
+        raise UserError(
+            f"--offload reference brings frozen models to the device of the policy, and --role-devices {role}="
+            f"{config.role_devices[role]} gives them another: leave out one of them"
+        )
+    return torch.device("cpu")
 
 
 def _exchanged_adapters(config: Training, model: Backbone, start: Path, moves: bool) -> Model:
@@ -241,9 +258,12 @@ def new_learner(
             "--router-balance and --router-z need a mixture of experts, and this model is dense: leave them out"
         )
     refuse_useless(config, model, options.get("others", {}))
+    refuse_idle(config, model, options.get("others", {}), options.get("critic"))
     if config.recompute == "layers":
         _recompute_layers(model, options.get("critic"))
-    options |= {"precision": config.precision, "router_losses": losses}
+    if config.float8:
+        options["product"] = _in_float8([model, *options.get("others", {}).values(), options.get("critic")])
+    options |= {"precision": config.precision, "router_losses": losses, "offload": config.offload}
     if not config.divisions:
         return DataParallelLearner(model, optimization, world=world, **options)
     _refuse_undivided(config, model, options.get("others", {}), options.get("critic"))
@@ -284,6 +304,40 @@ def _refuse_undivided(config: Training, model: Model, others: Mapping[str, Model
 def refusing(config: Training) -> str:
     """Return the option that divides a micro-batch's work among several processes."""
     return next(name for name in config.divisions if name != "--shard")
+
+
+def refuse_idle(config: Training, model: Model, others: Mapping[str, Model], critic: Any) -> None:
+    """Raise UserError for `--offload` and `--role-devices` where nothing moves."""
+    others = separate(model, others)
+    if config.offload and model.head.device.type == "cpu":
+        raise UserError(
+            f"--offload {' '.join(config.offload)} has no effect on a CPU, whose memory is the host's: leave it out"
+        )
+    if "reference" in config.offload and not others:
+        raise UserError(
+            "--offload reference has no effect, as this run holds no reference and no teacher with weights of their own: "
+            "leave it out"
+        )
+    own = {TEACHERS if name != REFERENCE else REFERENCE for name in others}
+    own |= {CRITIC} if critic is not None and decoders_in(critic) else set()
+    refuse_idle_roles(config, [REFERENCE, TEACHERS, CRITIC], own)
+
+
+def _in_float8(models: Sequence[Any]) -> Product:
+    """Return the product in float8 for these models. Raises UserError for one that cannot have it."""
+    decoders = [decoder for model in models if model is not None for decoder in decoders_in(model)]
+    if not decoders or not all(decoder.native and decoder.lora is None for decoder in decoders):
+        raise UserError(
+            "--float8 is for native decoders without adapters, and this run has another model: leave it out"
+        )
+    for decoder in decoders:
+        for _, linear, _ in decoder.linears():
+            if odd := [size for size in linear.weight.shape if size % MULTIPLE]:
+                raise UserError(
+                    f"--float8 needs matrices with a multiple of {MULTIPLE} rows and columns, and one here has {odd[0]}: "
+                    "leave it out"
+                )
+    return float8_product(decoders[0].head.device)
 
 
 def _recompute_layers(model: Model, critic: Any) -> None:

@@ -21,7 +21,8 @@ from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
 from posttrain.training.frozen_weights import frozen_type, refuse_rounded_moves
-from posttrain.training.open_learner import held_model, reference
+from posttrain.training.open_learner import held_model, other_device, reference
+from posttrain.training.role_devices import TEACHERS
 from posttrain.training.setup import parameters
 from posttrain.training.sources.teacher_targets import ALWAYS_1, NAMED, TEACHER, Teachers
 
@@ -77,9 +78,10 @@ def load_teachers(
             if folder.resolve() == start.resolve() and is_adapted(student):
                 model = reference(config, student, start, world, moves=algorithm.teacher.every > 0)
             elif alone:
-                model = held_model(config, folder, device, world, frozen=True)
+                model = held_model(config, folder, other_device(config, TEACHERS, student), world, frozen=True)
             else:
-                model = load_model(folder, device=device, matrices=frozen_type(config))
+                there = other_device(config, TEACHERS, student)
+                model = load_model(folder, device=there, matrices=frozen_type(config))
             models[name] = model.requires_grad_(False)
             size = f"{parameters(models[name]):,} parameters, context {models[name].config.context}"
             own = algorithm.teacher.temperature

@@ -40,6 +40,7 @@ from posttrain.runs.checkpoint import resolve
 from posttrain.runs.terminal.notices import warn
 from posttrain.services.judge_recipe import Generative, Recipe, read_recipe
 from posttrain.training.frozen_weights import frozen_type
+from posttrain.training.role_devices import JUDGES, REWARD_MODELS, refuse_idle_roles, role_device
 from posttrain.training.setup import rehearse
 
 
@@ -215,17 +216,22 @@ def open_services(
     services, matrices = Services(), frozen_type(config)
     try:
         recipes = _recipes(config)
+        held = [JUDGES for recipe in recipes.values() if isinstance(recipe, Generative)]
+        held += [REWARD_MODELS for _ in getattr(config, "reward_model", ())]
+        refuse_idle_roles(config, [REWARD_MODELS, JUDGES], held)
         _ask_endpoints(recipes, services, resumed)
         _open_retrievers(config, services, resumed)
         for name, model in named_services(getattr(config, "reward_model", ()), "reward-model"):
             from posttrain.services.reward_model_service import RewardModelService
 
-            services.named[name] = RewardModelService(resolve(model), device, matrices)
+            services.named[name] = RewardModelService(
+                resolve(model), role_device(config, REWARD_MODELS, device), matrices
+            )
         for name, recipe in recipes.items():
             if isinstance(recipe, Generative):
                 from posttrain.services.generative_judge import GenerativeJudge
 
-                services.named[name] = GenerativeJudge(recipe, name, device, matrices)
+                services.named[name] = GenerativeJudge(recipe, name, role_device(config, JUDGES, device), matrices)
     except BaseException:
         services.close()
         raise

@@ -31,7 +31,7 @@ from posttrain.envs.preview import Seen, Viewer
 from posttrain.learners.local_learner import Optimization
 from posttrain.learners.repeated_bits import repeat_bits
 from posttrain.models.free_memory import gpu_memory
-from posttrain.models.gpu_placement import GPUPlacement
+from posttrain.models.gpu_placement import GPUPlacement, gpus_of_roles
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.kernels import build
 from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -56,7 +56,8 @@ def prepare(config: Training | Evaluation | Sample) -> torch.device:
     use_threads(config.threads)
     build.use(config.compiled)
     torch.manual_seed(config.seed if isinstance(config.seed, int) else config.seed[0])
-    device = choose_device(config.device, getattr(config, "learner_devices", ()))
+    roles = gpus_of_roles(getattr(config, "role_devices", {}))
+    device = choose_device(config.device, getattr(config, "learner_devices", ()), roles)
     if device.type == "cuda":
         repeat_bits(config.deterministic)
     return device
@@ -71,17 +72,18 @@ def use_threads(count: int | None) -> None:
         torch.set_num_threads(count)
 
 
-def choose_device(name: str, learner_devices: tuple[int, ...] = ()) -> torch.device:
+def choose_device(name: str, learner_devices: tuple[int, ...] = (), role_devices: tuple[int, ...] = ()) -> torch.device:
     """Return the device of that name; "auto": a CUDA device if there is one. Raises UserError if it cannot be used.
 
-    Each of several processes of a machine takes a CUDA device of its own, as far as there are enough.
+    Each of several processes of a machine takes a CUDA device of its own, as far as there are enough. `role_devices`:
+    GPUs that models beside the policy take.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() or learner_devices else "cpu"
     if learner_devices and name != "cuda":
         raise UserError(f"--learner-devices names GPUs, and --device {name} is not a GPU: leave one of them out")
-    if name == "cuda" and ("LOCAL_RANK" in os.environ or learner_devices):
-        placement = GPUPlacement.here(learner_devices)
+    if name == "cuda" and ("LOCAL_RANK" in os.environ or learner_devices or role_devices):
+        placement = GPUPlacement.here(learner_devices, (), role_devices)
         if placement.gpus:
             name = f"cuda:{placement.learner()}"
             torch.cuda.set_device(name)

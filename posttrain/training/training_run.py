@@ -25,7 +25,7 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_folder import RunFolder, begin
 from posttrain.training.distributed_setup import open_world
 from posttrain.training.hooks import Hooks
-from posttrain.training.memory_estimate import UpdateSize, memory_lines, sampling_size
+from posttrain.training.memory_estimate import UpdateSize, memory_lines
 from posttrain.training.setup import microbatch_tokens, prepare
 from posttrain.training.suite_check import with_suite
 from posttrain.training.text_loss import with_forgetting
@@ -93,9 +93,9 @@ def run_training(
 
 
 def _memory(config: Training, learner: Learner, device: torch.device) -> list[str]:
-    """Describe the GPU memory that the run takes; [] on a CPU, or if it is spread over several GPUs."""
-    if device.type != "cuda" or config.divisions or not isinstance(learner, LocalLearner):
+    """Describe the GPU memory that the run takes; [] on a CPU, if it is spread over several GPUs, or with --float8."""
+    if device.type != "cuda" or config.divisions or config.float8 or not isinstance(learner, LocalLearner):
         return []
     tokens = microbatch_tokens(config, learner.model)
     room = float(gpu_memory(device))
-    return memory_lines(learner, UpdateSize(tokens, config.recompute != "none", sampling_size(config), room))
+    return memory_lines(learner, UpdateSize.of(config, tokens, room))

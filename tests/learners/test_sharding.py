@@ -429,6 +429,9 @@ def refusals(folder: Path, option: str) -> dict[str, Callable[[], Any]]:
     seeing = namedtuple("Seeing", "vision layers inner native family")("a tower", [], None, False, "qwen2_vl")
     weighted = RL(algorithm="grpo", settings={"advantage.weight": "gradient"}, **how)
     found: dict[str, Callable[[], Any]] = {
+        "`--float8`": lambda: validate(SFT(tasks="x", precision="bfloat16", float8=True, **how)),
+        "`--offload`": lambda: validate(SFT(tasks="x", offload=("optimizer",), **how)),
+        "`--role-devices`": lambda: validate(SFT(tasks="x", role_devices={"reference": "1"}, **how)),
         "`--algorithm trpo`": lambda: adjust(find("trpo"), RL(algorithm="trpo", **how), True),
         "`--set advantage.weight=gradient`": lambda: adjust(find("grpo"), weighted, True),
         "a model without a decoder": lambda: new_learner(SFT(**how), other, Optimization(), Alone()),

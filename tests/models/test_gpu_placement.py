@@ -11,7 +11,8 @@ import torch
 from posttrain.config.resolve import validate
 from posttrain.config.training import RL
 from posttrain.core.types import UserError
-from posttrain.models.gpu_placement import GPUPlacement, visible_name
+from posttrain.models.gpu_placement import GPUPlacement, gpus_of_roles, visible_name
+from posttrain.training.role_devices import role_device
 from posttrain.training.setup import choose_device
 
 
@@ -41,6 +42,48 @@ def test_devices_that_are_chosen_are_used_in_turn() -> None:
     learning, sampling = seats(8, 2, 2, learner_devices=(6, 7), engine_devices=(0, 1, 3))
     assert learning == [6, 7] and sampling == [0, 1, 3, 0]
     assert seats(4, 1, 3, learner_devices=(2,))[1] == [0, 1, 3]
+
+
+@pytest.mark.parametrize(("gpus", "learners", "each"), list(product([2, 3, 4, 8], [1, 2, 4], [0, 1, 2])))
+def test_nobody_takes_the_gpu_of_a_role_while_another_is_free(gpus: int, learners: int, each: int) -> None:
+    for roles in ((0,), (gpus - 1,), (0, gpus - 1), (1, 1)):
+        learning, sampling = seats(gpus, learners, each, role_devices=roles)
+        left = set(range(gpus)) - set(roles)
+        if not left:
+            assert len(set(learning)) == min(gpus, learners), "all are named, so they are shared as without names"
+            continue
+        assert set(learning) <= left and len(set(learning)) == min(len(left), learners)
+        if free := left - set(learning):
+            assert set(sampling) <= free and len(set(sampling)) == min(len(free), len(sampling))
+        elif sampling:
+            assert sampling[:learners] == learning or len(left) < learners, "each engine is first with its own learner"
+
+
+def test_a_placement_of_eight_gpus() -> None:
+    """Two learners, their references and critics, and engines: no GPU has two that were not asked for."""
+    named = {"reference": "2,3", "critic": "4, 5"}
+    learning, sampling = seats(8, 2, 1, role_devices=gpus_of_roles(named))
+    assert learning == [0, 1] and sampling == [6, 7]
+    assert seats(8, 2, 1, learner_devices=(6, 7), role_devices=gpus_of_roles(named)) == ([6, 7], [0, 1])
+    assert gpus_of_roles({"reference": "cpu", "teacher": "1,cpu"}) == (1,)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_each_process_has_its_own_gpu_of_a_role(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", str(place))
+    monkeypatch.setattr("posttrain.training.role_devices.choose_device", torch.device)
+    own = torch.device("cuda", place)
+    config = RL(role_devices={"reference": "2,3", "critic": "cpu", "teacher": "1"})
+    assert role_device(config, "reference", own) == torch.device("cuda", 2 + place)
+    assert role_device(config, "critic", own) == torch.device("cpu") and role_device(config, "judge", own) == own
+    with pytest.raises(
+        UserError, match="teacher=1 names 1 for 2 training processes of this machine: give each a number"
+    ):
+        role_device(config, "teacher", own)
+    with pytest.raises(UserError, match="--role-devices 4 is not a GPU of this machine: it has 4, from 0 to 3"):
+        role_device(RL(role_devices={"reference": "4,1"}), "reference", own)
 
 
 def test_another_process_gets_the_name_that_the_mask_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ HOMES = {
     "transformers": ("models/",),
     "gguf": ("models/gguf/",),
     "bitsandbytes": ("models/native/quantized.py",),
+    "torchao": ("models/native/float8.py",),
     "huggingface_hub": ("models/", "system/hub.py", "apps/publishing/"),
     "tokenizers": ("models/",),
     "yaml": ("apps/migration/",),

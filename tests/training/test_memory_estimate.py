@@ -55,6 +55,20 @@ def test_the_estimate_is_within_a_tenth_of_the_peak_that_an_h200_had(
     assert found is not None and abs(found.total - measured) < 0.1 * measured, str(found)
 
 
+def test_what_is_on_the_host_or_elsewhere_takes_no_memory_of_the_gpu() -> None:
+    learner = learner_of(QWEN_1B)
+    size = UpdateSize(16_384, False, None, H200)
+    parts = {
+        what: estimate_memory(learner, replace(size, offload=frozenset([what]))).parts  # type: ignore[union-attr]
+        for what in ("", "optimizer", "activations")
+    }
+    whole, largest = parts[""], 4 * QWEN_1B.vocab * QWEN_1B.hidden
+    changed = {what: {name for name in whole if own[name] != whole[name]} for what, own in parts.items()}
+    assert changed == {"": set(), "optimizer": {"moments"}, "activations": {"activations"}}
+    assert parts["optimizer"]["moments"] == 2 * largest < whole["moments"] / 5
+    assert parts["activations"]["activations"] == whole["activations"] / QWEN_1B.layers * 2
+
+
 @pytest.mark.parametrize("narrow", [True, False])
 @pytest.mark.parametrize("recompute", [True, False])
 def test_activations_are_those_that_an_update_keeps(narrow: bool, recompute: bool, tokenizer: Tokenizer) -> None:
@@ -91,5 +105,9 @@ def test_a_run_that_may_not_fit_is_shown_what_would_take_less() -> None:
     [line] = advice(found, learner, size)
     assert all(f"{way} (" in line for way in ("--recompute layers", "--tokens-per-microbatch 4096", "--lora 16 with "
                                                "--frozen-weights bfloat16"))  # fmt: skip
+    assert "--offload optimizer (" in line and "--offload activations (" in line and "--offload reference" not in line
+    less = replace(size, offload=frozenset(["optimizer"]), room=10e9)
+    [line] = advice(estimate_memory(learner, less), learner, less)  # type: ignore[arg-type]
+    assert "--offload activations optimizer (" in line and "--offload optimizer (" not in line
     assert advice(found, learner, replace(size, room=H200)) == []
     assert str(found).startswith("memory of the GPU: about ") and "activations 2" in str(found)

@@ -76,6 +76,20 @@ def test_models_beside_the_policy_are_counted_by_what_the_algorithm_needs(models
     assert taught > 4 * alone
 
 
+def test_models_that_are_elsewhere_are_not_counted(models: Path) -> None:
+    alone, rl = weights(models, SFT), {"env": "e", "algorithm": "ppo"}
+    assert weights(models, RL, **rl, role_devices={"reference": "1"}) == pytest.approx(2 * alone, rel=1e-4)
+    assert weights(models, RL, **rl, offload=("reference",)) == pytest.approx(2 * alone, rel=1e-4)
+    apart = plan_memory(
+        config(RL, model="1b", **rl, role_devices={"reference": "1", "critic": "2"}), 80 * GIB
+    ).found.parts
+    assert apart["weights"] == alone == apart["gradients"] and apart["moments"] == 2 * alone
+    taught = weights(models, Distill, teacher="7b", role_devices={"teacher": "1"})
+    assert taught == alone
+    with pytest.raises(UserError, match="this run holds no critic"):
+        weights(models, RL, env="e", algorithm="grpo", role_devices={"critic": "1"})
+
+
 def test_the_command_prints_parts_advice_and_whether_it_fits(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "-- rl --model 7b --precision bfloat16".split()
     assert main(["memory", *words]) == 1

@@ -56,6 +56,7 @@ class Many:
     rank: int = 0  # rank of the process to which the engines belong
     devices: tuple[int, ...] = ()  # GPUs of the processes
     learner_devices: tuple[int, ...] = ()  # GPUs of the learners
+    role_devices: tuple[int, ...] = ()  # GPUs of models beside the policy
 
     def __bool__(self) -> bool:
         return bool(self.replicas or self.addresses)
@@ -150,7 +151,7 @@ def open_pool(
                 if many.weight_sync in ("nccl", "ipc"):
                     transport = CardToCard(many.weight_sync, weight_layout, seconds)
                     setup["transfer"] = many.weight_sync
-                placement = GPUPlacement.here(many.learner_devices, many.devices)
+                placement = GPUPlacement.here(many.learner_devices, many.devices, many.role_devices)
                 setups = [_on_device({**setup, "alive": alive}, number, placement) for number in range(many.replicas)]
                 places += [LocalProcess(str(number), setup, memory, transport) for number, setup in enumerate(setups)]
         probe = WeightProbe(model, LIMIT_BFLOAT16 if precision == "bfloat16" else LIMIT)

@@ -83,16 +83,19 @@ class DecoderConfig:
         ends = self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
         return ends + self.layers * (attention + mlp + biases + norms)
 
-    def activation_bytes(self, narrow: bool, recompute: bool = False, tensor: int = 1) -> int:
+    def activation_bytes(self, narrow: bool, recompute: bool = False, tensor: int = 1, offloaded: bool = False) -> int:
         """Count the bytes per token that an update keeps for its backward pass, with compiled operations.
 
         A layer keeps the residual stream at both of its norms, q, k, v, the output of attention, and the input of
         SwiGLU. `narrow`: products are in bfloat16, the residual stream still in float32. `recompute`: layers keep only
-        their inputs, and one layer at a time keeps all. `tensor`: processes that divide heads and MLP.
+        their inputs, and one layer at a time keeps all. `tensor`: processes that divide heads and MLP. `offloaded`:
+        activations are on the host, but for two layers at most: one that is computed, and one on its way.
         """
         number = 2 if narrow else 4
         products = (2 * self.intermediate + 2 * (self.heads + self.kv_heads) * self.head_size) // tensor
         of_layer = 2 * 4 * self.hidden + number * products
+        if offloaded:
+            return min(2, self.layers) * of_layer
         return self.layers * 4 * self.hidden + of_layer if recompute else self.layers * of_layer
 
     def require_memory(self, dtype: torch.dtype, device: torch.device, what: str, shares: int = 1) -> None:

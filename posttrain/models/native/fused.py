@@ -25,12 +25,12 @@ from posttrain.models.native.linear import (
     before_scale,
     collected,
     computed_with,
+    in_one,
     learned,
     multiplied,
     narrowed,
     of_learned,
     product_type,
-    written_out,
 )
 
 
@@ -150,7 +150,7 @@ def _library(x: Tensor) -> binder.LayerLibrary | GPULayer:
 def norm_linear(x: Tensor, weight: Tensor, eps: float, linear: Linear) -> Tensor:
     """Compute linear(rms_norm(x)): [T, inputs] -> [T, outputs]."""
     own = learned(linear)
-    if (written_out(linear) or not torch.is_grad_enabled()) and _covering(x, True, weight, *computed_with(linear)):
+    if in_one(linear) and _covering(x, True, weight, *computed_with(linear)):
         out: Tensor = _NormLinear.apply(x, weight, eps, linear, *own)
         return out
     return linear(rms_norm(x, weight, eps))
@@ -159,7 +159,7 @@ def norm_linear(x: Tensor, weight: Tensor, eps: float, linear: Linear) -> Tensor
 def swiglu_linear(x: Tensor, linear: Linear) -> Tensor:
     """Compute linear(swiglu(x)): [T, 2 inputs] -> [T, outputs]."""
     own = learned(linear)
-    if (written_out(linear) or not torch.is_grad_enabled()) and _covering(x, False, *computed_with(linear)):
+    if in_one(linear) and _covering(x, False, *computed_with(linear)):
         out: Tensor = _SwiGLULinear.apply(x, linear, *own)
         return out
     return linear(swiglu(x))

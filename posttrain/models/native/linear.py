@@ -6,7 +6,7 @@ T    tokens
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -67,6 +67,9 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute [T, inputs] -> [T, outputs]."""
+        if (narrow := _ways().narrow_product) is not None:
+            out = narrow(x.to(product_type(x)), self.weight)
+            return out if self.bias is None else out + self.bias.to(out.dtype)
         if written_out(self) and torch.is_grad_enabled():
             accumulated: Tensor = _Product.apply(x, self, *learned(self))
             return accumulated
@@ -291,6 +294,7 @@ class _Ways:
         None  # while gradients accumulate: weight -> its copy in the type of products; else None
     )
     keeps: bool = True  # whether such copies of narrowed weights are kept
+    narrow_product: Callable[[Tensor, Tensor], Tensor] | None = None  # x, W -> x W^T in fewer bits; None: by torch
 
 
 _everybodys = _Ways()
@@ -309,6 +313,17 @@ def compute_apart() -> None:
     thread that started them.
     """
     _own.ways = _Ways()
+
+
+@contextmanager
+def multiplying(product: Callable[[Tensor, Tensor], Tensor] | None) -> Iterator[None]:
+    """Context in which layers without adapters compute x W^T by this function; None: by torch."""
+    ways = _ways()
+    before, ways.narrow_product = ways.narrow_product, product
+    try:
+        yield
+    finally:
+        ways.narrow_product = before
 
 
 # -- rows that do not depend on each other -----------------------------------------------------------------------------
@@ -394,6 +409,11 @@ def written_out(linear: Linear) -> bool:
     """Return whether this product uses the backward pass of this module, also for a frozen weight with an adapter."""
     own = linear.parameter
     return accumulates() and (own is None or own.is_leaf)
+
+
+def in_one(linear: Linear) -> bool:
+    """Return whether a product can be computed in one operation with what precedes it."""
+    return _ways().narrow_product is None and (written_out(linear) or not torch.is_grad_enabled())
 
 
 def learned(linear: Linear) -> tuple[Tensor | None, ...]:

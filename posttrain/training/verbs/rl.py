@@ -34,6 +34,7 @@ from posttrain.envs.play.load_env import is_generator_env, load_env, success_of
 from posttrain.envs.play.player import Player
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Teaching
 from posttrain.models.critic import ActionValueModel, Critic, SoftStateValueModel, ValueModel, new_critic
+from posttrain.models.gpu_placement import gpus_of_roles
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.run_files import WEIGHT_SYNC
@@ -46,6 +47,7 @@ from posttrain.training.mixtures import mixed_tasks
 from posttrain.training.open_learner import new_learner, policy, reference, replay_experts
 from posttrain.training.open_teachers import OpenTeachers, load_teachers
 from posttrain.training.playground import open_playground
+from posttrain.training.role_devices import CRITIC, role_device
 from posttrain.training.rollout_figures import repeated
 from posttrain.training.setup import (
     amount,
@@ -292,7 +294,8 @@ def _engine(run: RunFolder[RL], model: Model, tokenizer: Tokenizer) -> Engine:
     config = run.config
     named = config.replicas, config.engines, config.engine_token, config.engine_restarts
     how = run.path / WEIGHT_SYNC, config.launch, config.replica_cpus, config.weight_sync
-    many = Many(*named, *how, devices=config.engine_devices, learner_devices=config.learner_devices).of(run.world)
+    devices = config.engine_devices, config.learner_devices, gpus_of_roles(config.role_devices)
+    many = Many(*named, *how, 0, *devices).of(run.world)
     return open_engine(
         config.engine,
         model,
@@ -314,7 +317,8 @@ def _critic(config: RL, algorithm: Algorithm, start: Path, model: Model) -> Crit
     if Need.SOFT_STATE_VALUE in algorithm.needs:
         kind = SoftStateValueModel
     folder = None if config.critic == "shared" else resolve(config.critic_model) if config.critic_model else start
-    return new_critic(kind, folder, model, seed_of(config.seed, "critic"))
+    device = model.head.device if folder is None else role_device(config, CRITIC, model.head.device)
+    return new_critic(kind, folder, model, seed_of(config.seed, "critic"), device)
 
 
 def _texts_to_imitate(

@@ -1,0 +1,208 @@
+"""What is in the memory of the host meanwhile: the same bits, and less memory of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from second_device import bytes_held, peak, second_device
+from sharded import micro_batches
+from torch import Tensor
+
+from posttrain.core.batch import Batch, Outputs, Stats
+from posttrain.learners import host_memory
+from posttrain.learners.devices import moved
+from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
+from posttrain.models.critic import ValueModel
+from posttrain.models.native.decoder import new_decoder
+from posttrain.models.native.decoder_shape import DecoderConfig
+
+SECOND = second_device()
+SHAPE = DecoderConfig(41, 16, 1, 2, 1, 8, 24, 64, qk_norm=True)
+
+
+class Loss:
+    """Likelihood, values and the exact distance from a reference."""
+
+    def __init__(self, *wants: str) -> None:
+        self.wants = frozenset(wants)
+
+    def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
+        loss = -(batch.weight * outputs.logp).sum()
+        if outputs.kl is not None:
+            loss = loss + 0.1 * (batch.weight * outputs.kl).sum()
+        return loss if outputs.value is None else loss + (batch.weight * (outputs.value - 1) ** 2).sum()
+
+
+def learner(
+    offload: Collection[str] = (), optimizer: str = "adamw", shape: DecoderConfig = SHAPE, recompute: bool = False
+) -> LocalLearner:
+    """A learner on the second device."""
+    model: Any = new_decoder(shape, 0).to(SECOND)
+    if recompute:
+        model.recompute_layers()
+    others: Any = {REFERENCE: new_decoder(shape, 1).to(SECOND).requires_grad_(False)}
+    critic = ValueModel(shape.hidden, new_decoder(shape, 5), 0).to(SECOND)
+    plan = Optimization(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5, optimizer=optimizer)
+    return LocalLearner(model, plan, others=others, critic=critic, offload=offload)
+
+
+def batches(count: int = 2) -> list[Batch]:
+    return [moved(batch, SECOND) for batch in micro_batches(count)]
+
+
+def updated(of: LocalLearner, times: int = 3, loss: Loss | None = None) -> list[Tensor]:
+    """Update, and return all weights."""
+    for _ in range(times):
+        stats = of.update(batches(), loss or Loss("value", "kl"))
+        assert stats["skipped"][0] == 0
+    return weights(of)
+
+
+def weights(of: LocalLearner) -> list[Tensor]:
+    return [p.detach().cpu() for part in of.parts for p in part.parameters.values()]
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+@pytest.fixture(scope="module")
+def whole() -> dict[str, list[Tensor]]:
+    """Weights after updates with everything on the device, by optimizer."""
+    return {name: updated(learner(optimizer=name)) for name in OPTIMIZERS}
+
+
+OPTIMIZERS = ("adamw", "muon", "radam", "torch.optim:SGD")
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "chunk"), [("adamw", 1), ("adamw", 1 << 28), ("muon", 1), ("radam", 1), ("torch.optim:SGD", 1)]
+)
+def test_moments_on_the_host_take_the_same_steps(
+    optimizer: str, chunk: int, whole: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "CHUNK", chunk)
+    ours = learner(["optimizer"], optimizer)
+    assert same(updated(ours), whole[optimizer])
+    kept = [
+        value for part in ours.parts for p in part.parameters.values() for value in ours.optimizer.state[p].values()
+    ]
+    assert {x.device.type for x in kept if isinstance(x, Tensor)} <= {"cpu"}
+    assert bool(kept) == (optimizer != "torch.optim:SGD")
+
+
+def test_a_step_fetches_the_moments_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = {}
+    for chunk in (1, 1 << 28):
+        monkeypatch.setattr(host_memory, "CHUNK", chunk)
+        ours = learner(["optimizer"])
+        ours.update(batches(), Loss())  # makes the moments
+        for parameter in (parameters := [p for part in ours.parts for p in part.parameters.values()]):
+            parameter.grad = torch.ones_like(parameter)
+        before = bytes_held()
+        with peak() as found:
+            ours.optimizer.step()
+        moments = 2 * sum(p.nbytes for p in parameters)
+        assert found[0] <= 1.01 * (before + moments), "no moments are there twice"
+        most[chunk] = found[0] - before
+    largest = 2 * max(p.nbytes for p in parameters)
+    assert largest <= most[1] < 1.5 * largest and most[1] < most[1 << 28] / 4 and most[1 << 28] >= moments
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_activations_on_the_host_give_the_same_gradients(
+    recompute: bool, whole: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "LEAST", 1)
+    assert same(updated(learner(["activations"], recompute=recompute)), whole["adamw"])
+
+
+def test_activations_leave_the_device_until_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory, "LEAST", 1)
+    deep = DecoderConfig(41, 16, 8, 2, 1, 8, 24, 64)
+    batch = batches()[0]
+    kept = {}
+    for how in ("device", "host", "recomputed", "recomputed, host"):
+        ours = learner(["activations"] * ("host" in how), shape=deep, recompute="recomputed" in how)
+        before = bytes_held()
+        outputs = ours._tapped(batch, frozenset())
+        kept[how] = bytes_held() - before
+        assert outputs.logp.requires_grad
+    assert kept["host"] < kept["device"] / 5 and kept["recomputed, host"] < kept["recomputed"] / 2, kept
+
+
+def test_small_and_expanded_tensors_and_weights_stay() -> None:
+    layer = torch.nn.Linear(256, 256).to(SECOND)
+    x = torch.ones(256, 256).to(SECOND).requires_grad_()
+    moved_ones: list[Any] = []
+    to_host = host_memory.to_host
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_memory, "to_host", lambda x, place=None: moved_ones.append(x) or to_host(x, place))
+        with host_memory.activations_on_host([layer]):
+            product = x * layer.weight  # keeps x and the weight
+            both = product * product.exp()  # keeps the product, its exponential twice
+            small = x[:1] * x[:1]
+            wide = x[:, :1].expand(256, 256) * both
+        (wide.sum() + small.sum()).backward()
+    assert len(moved_ones) == 4, "x, product, exponential, both"
+    assert layer.weight.grad is not None and x.grad is not None
+
+
+def test_a_frozen_model_is_on_the_device_while_it_is_used(whole: dict[str, list[Tensor]]) -> None:
+    ours, theirs = learner(["reference"]), learner()
+    reference: Any = ours.others[REFERENCE]
+    own = sum(p.nbytes for p in theirs.others[REFERENCE].parameters())
+    assert {p.device.type for p in reference.parameters()} == {"cpu"}
+    before = bytes_held()
+    with peak() as most:
+        found = ours.evaluate(batches(), of=REFERENCE)
+    assert most[0] - before > own and bytes_held() - before < own
+    expected = theirs.evaluate(batches(), of=REFERENCE)
+    assert all(torch.equal(a.logp.cpu(), b.logp.cpu()) for a, b in zip(found, expected, strict=True))
+    assert {p.device.type for p in reference.parameters()} == {"cpu"}
+    assert same(updated(ours), whole["adamw"])
+
+
+def test_buffers_and_shared_weights_of_a_frozen_model_are_there_in_a_pass() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)).eval()
+    model[1].weight = model[0].weight
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    expected = model(x)
+    held = host_memory.HostModel(model, SECOND)
+    for _ in range(2):
+        with held.on(SECOND):
+            assert torch.equal(model(x.to(SECOND)).cpu(), expected)
+            assert model[1].weight is model[0].weight
+        assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
+def test_a_reference_that_moves_on_the_host_moves_as_on_the_device() -> None:
+    ours, theirs = learner(["reference"]), learner()
+    for of in (ours, theirs):
+        updated(of, 1)
+        of.move(REFERENCE, 0.3)
+        updated(of, 1)
+    assert {p.device.type for p in ours.others[REFERENCE].parameters()} == {"cpu"}
+    mine, other = ([p.detach().cpu() for p in of.others[REFERENCE].parameters()] for of in (ours, theirs))
+    assert same(mine, other) and same(weights(ours), weights(theirs))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    ("before", "after"), [((), ("optimizer",)), (("optimizer",), ()), (("optimizer", "reference"),) * 2]
+)
+def test_a_run_continues_with_or_without(
+    optimizer: str, before: tuple[str, ...], after: tuple[str, ...], tmp_path: Path, whole: dict[str, list[Tensor]]
+) -> None:
+    saved, loaded = learner(before, optimizer), learner(after, optimizer)
+    updated(saved, 2)
+    saved.save(tmp_path)
+    with torch.no_grad():
+        for own, other in zip(loaded.model.parameters(), saved.model.parameters(), strict=True):
+            own.copy_(other)
+    loaded.load(tmp_path)
+    assert same(updated(loaded, 1), whole[optimizer])

@@ -95,8 +95,8 @@ def _refuse(config: Training) -> None:
     if not config.model:
         raise UserError(
             "--model is missing, a folder with the model's config.json: posttrain memory --gpu-memory 80 -- rl --model "
-            "FOLDER; --lora, --tokens-per-microbatch, --recompute, --offload, --role-devices, --shard, --tensor-parallel and "
-            "--context-parallel change the estimate"
+            "FOLDER; --lora, --tokens-per-microbatch, --recompute, --offload, --role-devices, --shard, --tensor-parallel "
+            "and --context-parallel change the estimate"
         )
     for name, value in (("--quantize", config.quantize), ("--float8", config.float8)):
         if value:

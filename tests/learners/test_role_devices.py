@@ -49,7 +49,7 @@ SHARED = "has no effect, as this run holds no reference with weights of its own:
         ({"algorithm": "grpo", "role_devices": {"reference": "cpu,cpu"}}, "reference=cpu,cpu names 2 for 1 training"),
         ({"algorithm": "grpo", "role_devices": {"reference": "cdua"}}, "--role-devices reference=cdua cannot be used"),
         ({"algorithm": "grpo", "shard": True, "role_devices": {"reference": "cpu"}}, "--role-devices is for whole models"),
-        ({"algorithm": "grpo", "shard": True, "offload": ("optimizer",)}, "--offload is for whole models and micro-batches, and --shard"),
+        ({"algorithm": "grpo", "shard": True, "offload": ("optimizer",)}, "micro-batches, and --shard divides them"),
         ({"algorithm": "grpo", "offload": ("optimizer",)}, "--offload optimizer has no effect on a CPU"),
         ({"algorithm": "grpo", "offload": ("optimizer", "optimizer")}, "--offload names optimizer twice"),
         ({"algorithm": "trpo", "offload": ("activations",)}, "second derivatives read the activations again and again"),

@@ -82,5 +82,8 @@ EXPERIMENT = Experiment(
      "imitation_epochs": 4.0},
     measure,
     conclude,
-    elsewhere={CHECKED: {"settings": {**CHECKED_SIZES, "epochs": 2, "minibatches": 4}, "seeds": (0, 1, 2, 3, 4)}},
+    elsewhere={CHECKED: {
+        "settings": {**CHECKED_SIZES, "steps": 40, "prompts": 32, "epochs": 2, "minibatches": 4},
+        "seeds": (0, 1, 2, 3, 4),
+    }},
 )  # fmt: skip

@@ -115,7 +115,7 @@ EXPERIMENT = Experiment(
     measure,
     conclude,
     elsewhere={CHECKED: {
-        "settings": {**CHECKED_SIZES, "group": 4, "minibatches": 2, "rounds": 4, "target": 0.65},
+        "settings": {**CHECKED_SIZES, "steps": 60, "prompts": 32, "group": 4, "minibatches": 2, "rounds": 4, "target": 0.6},
         "seeds": (0, 1, 2, 3, 4),
     }},
 )  # fmt: skip

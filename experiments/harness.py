@@ -120,6 +120,7 @@ class Notes:
 
 def write(path: Path, tasks: Sequence[Task]) -> str:
     """Write the tasks to a file, one per line. Returns its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(task) + "\n" for task in tasks), encoding="utf-8")
     return str(path)
 

@@ -153,7 +153,7 @@ EXPERIMENT = Experiment(
         "accuracy; the soft punishment also shortens replies. With a mean over each reply, GRPO's or GSPO's, instead of the "
         "token mean, tokens of long replies count for less, and more replies are cut off.",
         "paper": "DAPO, arXiv 2503.14476, sections 3.3 and 3.4; GSPO, arXiv 2507.18071",
-        "settings": {**CHECKED_SIZES, "minibatches": 2, "max_tokens": 27, "cache": 6,
+        "settings": {**CHECKED_SIZES, "prompts": 32, "minibatches": 2, "max_tokens": 27, "cache": 6,
                      "arms": [NONE, "filter", "soft", REPLY_MEAN, GSPO]},
         "seeds": (0, 1, 2, 3, 4),
     }},

@@ -151,5 +151,5 @@ EXPERIMENT = Experiment(
     measure,
     conclude,
     seeds=(0, 1, 2, 3, 4),
-    elsewhere={CHECKED: {"settings": {**CHECKED_SIZES, **UPDATES}}},
+    elsewhere={CHECKED: {"settings": {**CHECKED_SIZES, **UPDATES, "steps": 40}}},
 )  # fmt: skip

@@ -115,7 +115,7 @@ EXPERIMENT = Experiment(
     measure,
     conclude,
     elsewhere={CHECKED: {
-        "settings": {**CHECKED_SIZES, "epochs": 1, "minibatches": 2, "critic_lr": 2e-3, "target": 0.65},
+        "settings": {**CHECKED_SIZES, "prompts": 32, "epochs": 1, "minibatches": 2, "critic_lr": 2e-3, "target": 0.6},
         "seeds": (0, 1, 2, 3, 4),
     }},
 )  # fmt: skip

@@ -8,6 +8,8 @@ left to right, and the budget is enough.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -58,7 +60,8 @@ numbers that the task does not have."""
 
 CHECKED = "checked"
 CHECKED_SIZES: Mapping[str, Any] = {
-    **LEFT_TO_RIGHT, "numbers": 5, "largest": 9, "long_lines": 0.3, "context": 56, "max_tokens": 40, "eval_samples": 4,
+    **LEFT_TO_RIGHT, "numbers": 5, "largest": 6, "tasks": 4400, "demonstrators": 1, "long_lines": 0.2,
+    "imitation_epochs": 10.0, "imitation_lr": 4e-3, "lr": 2e-4, "context": 56, "max_tokens": 36, "eval_samples": 4,
 }  # fmt: skip
 """Settings of every experiment in the arena whose every line is checked."""
 
@@ -73,9 +76,12 @@ def arena_of(folder: Path, seed: int, settings: Mapping[str, Any]) -> Arena:
 def opened(
     usual: Callable[[Path, int, Mapping[str, Any]], Arena], folder: Path, seed: int, settings: Mapping[str, Any]
 ) -> Arena:
-    """The arena whose every line is checked where the settings name it, else the usual one."""
+    """The arena whose every line is checked where the settings name it, else the usual one.
+
+    The start of a seed is kept beside the experiments' folders, as all of them have the same.
+    """
     if settings.get("arena") == CHECKED:
-        return replace(arena_of(folder, seed, settings), env=every_line)
+        return replace(arena_of(folder.parents[1] / f"{CHECKED}-starts" / str(seed), seed, settings), env=every_line)
     return usual(folder, seed, settings)
 
 
@@ -129,10 +135,16 @@ def start_of(shown: Sequence[Task], folder: Path, seed: int, settings: Mapping[s
 
 
 def imitation(shown: Sequence[Task], out: Path, seed: int, **options: Any) -> str:
-    """A model that imitates demonstrations, trained from scratch; returns its checkpoint."""
+    """A model that imitates demonstrations, trained from scratch; returns its checkpoint, which may be from before."""
     usual = {"schedule": "linear", "heads": 4, "tokenizer": "characters", **QUIET}
+    asked = [hashlib.sha256(json.dumps(list(shown)).encode()).hexdigest(), seed, options]
+    kept = out.with_suffix(".json")
+    if kept.exists() and (found := json.loads(kept.read_text(encoding="utf-8")))["asked"] == asked:
+        return str(found["checkpoint"])
     config = filled(SFT, {"tasks": "generated", "out": str(out), "seed": seed, **usual, **options})
-    return checkpoint_of(run_training(config, shown))
+    checkpoint = checkpoint_of(run_training(config, shown))
+    kept.write_text(json.dumps({"asked": asked, "checkpoint": checkpoint}), encoding="utf-8")
+    return checkpoint
 
 
 def unseen(seed: int, settings: Mapping[str, Any]) -> list[Task]:

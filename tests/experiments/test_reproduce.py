@@ -101,7 +101,7 @@ def silent(text: str) -> None:
 
 def run(name: str, out: Path, seeds: tuple[int, ...] = (0,), arena: str = "", **settings: Any) -> Finding:
     experiment = find(name).there(arena) if arena else find(name)
-    small = {**TINY_TRAINING, **WORKED} if arena and name not in TINY else TINY.get(name, TINY_TRAINING)
+    small = {**WORKED, **TINY_TRAINING} if arena and name not in TINY else TINY.get(name, TINY_TRAINING)
     return experiment.run(seeds, out, {**small, **settings}, silent)
 
 
@@ -169,7 +169,9 @@ def test_experiment_ends_in_a_table_a_plot_and_a_verdict(
 @pytest.mark.parametrize(
     "name",
     [
-        name if name == "overlong" else pytest.param(name, marks=pytest.mark.slow)
+        name
+        if name == "overlong"
+        else pytest.param(name, marks=pytest.mark.long if name == "group-size" else pytest.mark.slow)
         for name, experiment in EXPERIMENTS.items()
         if worked.CHECKED in experiment.elsewhere
     ],
@@ -184,10 +186,9 @@ def test_where_every_line_is_checked_an_experiment_tells_how_many_right_ends_hav
     written = json.loads((tmp_path / "result.json").read_text())
     assert written["arena"] == worked.CHECKED and written["settings"]["context"] == 56
     assert f"posttrain reproduce {name} --arena checked --seeds 0" in (tmp_path / "table.md").read_text()
-    runs = [
-        json.loads(path.read_text()) for path in tmp_path.glob("seed-0/*/run.json") if path.parent.name != "imitation"
-    ]
-    assert {run["config"]["env"] for run in runs if run["verb"] == "rl"} == {worked.every_line.__qualname__}
+    runs = [json.loads(path.read_text()) for path in tmp_path.glob("seed-0/*/run.json") if path.parent.name != "memory"]
+    trained = [run["config"] for run in runs if run["config"].get("algorithm")]
+    assert trained and {config["env"] for config in trained} == {worked.every_line.__qualname__}
 
 
 # -- published figures -------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from posttrain.config.resolve import filled
 from posttrain.config.training import RL
 from posttrain.core.batch import Batch, Outputs
 from posttrain.core.types import Rollout, UserError
+from posttrain.envs.builtin import worked_sums
 from posttrain.training.adjust import adjust
 
 TINY: dict[str, Any] = {**worked.SIZES, "tasks": 64, "unseen": 4, "imitation_epochs": 1.0, "steps": 2, "max_tokens": 8}
@@ -163,7 +164,7 @@ def test_demonstrators_of_the_checked_arena_add_from_left_to_right_within_the_bu
     settings = {**worked.CHECKED_SIZES, "tasks": 500}
     tasks = worked.tasks_of(settings["tasks"], 0, settings)
     numbers, shown = {task["prompt"]: task["numbers"] for task in tasks}, worked.demonstrations(tasks, 0, settings)
-    lines = [worked.worked_sums.checked(numbers[row["prompt"]], row["response"]) for row in shown]
+    lines = [worked_sums.checked(numbers[row["prompt"]], row["response"]) for row in shown]
     assert all(worked.is_working(numbers[row["prompt"]], row["response"]) for row in shown)
     assert max(len(row["response"]) for row in shown) < settings["max_tokens"]
     first = [row["response"].split("=")[0].split("+") for row in shown]
@@ -172,12 +173,12 @@ def test_demonstrators_of_the_checked_arena_add_from_left_to_right_within_the_bu
     )
     found = [line for reply in lines for line in reply]
     assert sum(not line.right for line in found) / len(found) == pytest.approx(settings["slips"], abs=0.02)
-    assert sum(line.joined == 2 for line in found) / len(found) == pytest.approx(0.24, abs=0.1)
+    assert sum(line.joined == 2 for line in found) / len(found) == pytest.approx(0.2, abs=0.05)
 
 
 def test_means_over_replies_differ_from_the_token_mean_in_nothing_that_punishes_length() -> None:
     settings = overlong.EXPERIMENT.there(worked.CHECKED).settings
-    how = {"minibatches": settings["minibatches"]}
+    how = {"minibatches": settings["minibatches"], "kl": 0.0}
     rows = {arm: algorithm_of(settings, **how, **options) for arm, options in overlong.arms(settings).items()}
     plain, mean, gspo = (rows[arm] for arm in (overlong.NONE, overlong.REPLY_MEAN, overlong.GSPO))
     assert vars(mean) == {**vars(plain), "aggregate": mean.aggregate} and mean.aggregate == gspo.aggregate

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from experiments.experiment import Comparison, Experiment, Finding, Numbers, Say, Settings, differences
-from experiments.figure import Panel
-from experiments.harness import band, curves_of, ends, held_out, late, practise, sums
+from experiments.harness import courses, ends, held_out, late, practise, sums
 from experiments.worked import CHECKED, CHECKED_SIZES, opened, with_lines
 
 ARMS = {"0.2": 0.2, "0.28": 0.28, "1.0": 1.0}
@@ -54,14 +53,12 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
             at_least=0.0,
         ),
     ]
-    panels = [
-        Panel(title, "step", [band(f"upper clip {arm}", curves_of(numbers, arm, metric)) for arm in ARMS])
-        for metric, title in (
-            ("entropy", "Entropy, nats per token"),
-            ("accuracy", "Accuracy of the rollouts"),
-            ("ratio/clipped_high", "Share of tokens above the clip"),
-        )
-    ]
+    titles = {
+        "entropy": "Entropy by upper clip, nats per token",
+        "accuracy": "Accuracy of the rollouts",
+        "ratio/clipped_high": "Share of tokens above the clip",
+    }
+    panels = courses(numbers, ARMS, titles)
     found = Finding(
         ("upper clip", "entropy at the end", "accuracy at the end", "held-out accuracy",
          f"pass@{settings['group']} at the end", "share above the clip"),

@@ -20,7 +20,7 @@ from posttrain.algorithms.surrogate import Clip, ImportanceRatio
 from posttrain.config.resolve import filled
 from posttrain.config.training import RL
 from posttrain.core.batch import Batch, Outputs
-from posttrain.core.types import Rollout, UserError
+from posttrain.core.types import Rollout, Task, UserError
 from posttrain.envs.builtin import worked_sums
 from posttrain.training.adjust import adjust
 
@@ -202,3 +202,23 @@ def test_a_run_leaves_a_point_for_each_step_and_a_policy_that_is_examined(tmp_pa
     sampled = worked.examined(checkpoint_of(run), 0, TINY, samples=2)
     assert sampled["accuracy"] <= sampled["pass@2"] and 0 < sampled["entropy"] < math.log(40)
     assert worked.examined(checkpoint_of(run), 0, TINY, temperature=0.0, samples=1)["entropy"] == 0.0
+    assert worked.examined(checkpoint_of(run), 0, TINY, env=anything, samples=1)["accuracy"] == 1.0
+    assert len(found["curves"]["lines"]) == 2
+
+
+def anything(task: Task, reply: str) -> float:
+    return 1.0
+
+
+@pytest.mark.slow
+def test_a_start_is_trained_once_and_again_if_anything_it_learns_from_changes(tmp_path: Path) -> None:
+    shown = worked.tasks_of(8, 0, TINY)
+
+    def begun(seed: int = 0, shown: Any = shown, lr: float = 1e-3) -> int:
+        start = worked.imitation(shown, tmp_path / "start", seed, steps=1, context=40, hidden=16, layers=1, lr=lr)
+        return (Path(start) / "config.json").stat().st_mtime_ns
+
+    first = begun()
+    assert begun() == first
+    for changed in ({"seed": 1}, {"shown": shown[1:]}, {"lr": 2e-3}):
+        assert begun(**changed) != begun(), changed

@@ -29,8 +29,10 @@ from experiments.harness import (
     Notes,
     checkpoint_of,
     courses,
+    curves_of,
     ends,
     learn,
+    mean_of,
     name_of,
     write,
 )
@@ -249,24 +251,26 @@ def is_working(numbers: Sequence[int], reply: str, right: bool = False) -> bool:
 
 
 def with_lines(finding: Finding, numbers: Mapping[int, Numbers]) -> Finding:
-    """The finding with the share of right lines: a column, whose rows are the arms, a panel and a note.
+    """The finding with the share of right lines: two columns, whose rows are the arms, a panel and a note.
 
     As it is where the arena does not note it.
     """
-    arms = next(iter(numbers.values()))
-    if not all(LINES in arm["curves"] for arm in arms.values()):
+    arms = list(next(iter(numbers.values())))
+    if not all(LINES in numbers[seed][arm]["curves"] for seed in numbers for arm in arms):
         return finding
-    begin = over_seeds(
-        [np.nan if (share := n[next(iter(arms))]["curves"][LINES][0]) is None else share for n in numbers.values()]
-    )
+    before = [over_seeds([mean_of(curve, 0, 0) for curve in curves_of(numbers, arm, LINES)]) for arm in arms]
+    after = [ends(numbers, arm, LINES) for arm in arms]
     return replace(
         finding,
-        columns=[*finding.columns, "right lines of right ends"],
-        rows=[[*row, str(ends(numbers, arm, LINES))] for row, arm in zip(finding.rows, arms, strict=True)],
+        columns=[*finding.columns, "right lines of right ends, first step", "at the end"],
+        rows=[[*row, str(a), str(b)] for row, a, b in zip(finding.rows, before, after, strict=True)],
         panels=[*finding.panels, *courses(numbers, arms, {LINES: "Right lines, share of right ends"})],
-        notes=[f"Right lines of right ends: of the rollouts with the right last number, the share whose every line is "
-               f"right, in the last fifth of the steps. In the first step, that of the start: {begin}.", *finding.notes],
-    )  # fmt: skip
+        notes=[
+            "Right lines of right ends: of the rollouts with the right last number, the share whose every line is right, in "
+            "the first step, which is the start's, and in the last fifth of the steps.",
+            *finding.notes,
+        ],
+    )
 
 
 def through(numbers: Mapping[int, Numbers], arm: str) -> Series:

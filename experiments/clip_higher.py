@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from experiments.experiment import Comparison, Experiment, Finding, Numbers, Say, Settings, differences
-from experiments.figure import Panel
-from experiments.harness import band, curves_of, ends, held_out, late, practise, sums
+from experiments.harness import courses, ends, held_out, late, practise, sums
+from experiments.worked import CHECKED, CHECKED_SIZES, opened, with_lines
 
 ARMS = {"0.2": 0.2, "0.28": 0.28, "1.0": 1.0}
 """Name -> upper clip. DAPO compares the first two; the third shows what hardly any upper clip does."""
 
 
 def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
-    arena = sums(folder, seed, settings)
+    arena = opened(sums, folder, seed, settings)
     return {
         arm: practise(
             arena, folder, f"high-{arm}", seed, settings, say,
@@ -53,15 +53,13 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
             at_least=0.0,
         ),
     ]
-    panels = [
-        Panel(title, "step", [band(f"upper clip {arm}", curves_of(numbers, arm, metric)) for arm in ARMS])
-        for metric, title in (
-            ("entropy", "Entropy, nats per token"),
-            ("accuracy", "Accuracy of the rollouts"),
-            ("ratio/clipped_high", "Share of tokens above the clip"),
-        )
-    ]
-    return Finding(
+    titles = {
+        "entropy": "Entropy by upper clip, nats per token",
+        "accuracy": "Accuracy of the rollouts",
+        "ratio/clipped_high": "Share of tokens above the clip",
+    }
+    panels = courses(numbers, ARMS, titles)
+    found = Finding(
         ("upper clip", "entropy at the end", "accuracy at the end", "held-out accuracy",
          f"pass@{settings['group']} at the end", "share above the clip"),
         rows,
@@ -70,6 +68,7 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         ["Published (figure 2, Qwen2.5-32B): with 0.2 the entropy falls towards 0, with 0.28 it stays up; accuracy on "
          "AIME 2024 rises from 36 to 38 points (table 1)."],
     )  # fmt: skip
+    return with_lines(found, numbers)
 
 
 EXPERIMENT = Experiment(
@@ -80,4 +79,8 @@ EXPERIMENT = Experiment(
      "imitation_epochs": 4.0},
     measure,
     conclude,
+    elsewhere={CHECKED: {
+        "settings": {**CHECKED_SIZES, "steps": 40, "prompts": 32, "epochs": 2, "minibatches": 4},
+        "seeds": (0, 1, 2, 3, 4),
+    }},
 )  # fmt: skip

@@ -21,6 +21,7 @@ from experiments.worked import (
     start_of,
     tasks_of,
     through,
+    unseen,
 )
 from posttrain.config.inference import Evaluation
 from posttrain.config.resolve import filled
@@ -139,7 +140,10 @@ class Bench:
     def learn(self, arm: str, stage: int, start: str) -> str:
         """Reinforcement learning, a stage of the arm's; returns the checkpoint. Steps count from the arm's first rollout."""
         settings, name, found = self.settings, f"{arm.replace(',', '')} {stage + 1}", self.found[arm]
-        each, arena = settings["prompts"] * settings["group"], Arena(self.tasks, ENV, start)
+        each, arena = (
+            settings["prompts"] * settings["group"],
+            Arena(self.tasks, ENV, start, unseen(self.seed, settings)),
+        )
         run, part = practise(
             arena, self.folder, name, self.seed, settings, self.say, algorithm="grpo", aggregate="token-mean", kl=0.0,
             minibatches=settings["minibatches"], eval_every=settings["eval_every"], steps=budget(settings)[arm][stage],

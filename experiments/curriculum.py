@@ -11,7 +11,7 @@ import numpy as np
 
 from experiments.experiment import Comparison, Experiment, Finding, Numbers, Say, Settings, differences, over_seeds
 from experiments.figure import Panel, Series
-from experiments.harness import Arena, Curve, band, courses, late, mean_of
+from experiments.harness import Arena, band, courses, late, mean_of
 from experiments.worked import ENV, LEFT_TO_RIGHT, demonstrations, practise, start_of, tasks_of, through
 from posttrain.core.types import Rollout, Task
 
@@ -41,30 +41,21 @@ def named(level: int) -> str:
     return f"of-{level}"
 
 
-class Practised:
-    """A hook that notes the mean level of the rollouts of each step."""
-
-    def __init__(self) -> None:
-        self.levels: Curve = []
-
-    def on_step(self, step: int, metrics: Mapping[str, float], rollouts: Sequence[Rollout]) -> None:
-        self.levels.append(float(np.mean([rollout.task["level"] for rollout in rollouts])))
+def mean_level(rollouts: Sequence[Rollout]) -> float:
+    """Mean level of the rollouts of a step."""
+    return float(np.mean([rollout.task["level"] for rollout in rollouts]))
 
 
 def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
     tasks = [task for level in levels_of(settings["tasks"], seed, settings).values() for task in level]
     shown = demonstrations(tasks, seed, settings)
-    arena = Arena(tasks, ENV, start_of(shown, folder, seed, settings, context=settings["context"]))
+    arena = Arena(tasks, ENV, start_of(shown, folder, seed, settings), noted={"level": mean_level})
     sets = {named(n): level for n, level in levels_of(settings["unseen"], seed, settings, held_out=True).items()}
-    common = {"algorithm": "grpo", "aggregate": "token-mean", "kl": 0.0, "eval_samples": 8}
+    common = {"algorithm": "grpo", "aggregate": "token-mean", "kl": 0.0}
     common |= {name: settings[name] for name in ("minibatches", "eval_every")}
     found = {}
     for arm, options in arms(settings).items():
-        practised = Practised()
-        _, found[arm] = practise(
-            arena, folder, arm, seed, settings, say, sets=sets, hooks=[practised], **{**common, **options}
-        )
-        found[arm]["curves"]["level"] = practised.levels
+        _, found[arm] = practise(arena, folder, arm, seed, settings, say, sets=sets, **{**common, **options})
     return found
 
 
@@ -146,7 +137,8 @@ EXPERIMENT = Experiment(
     {**{name: value for name, value in LEFT_TO_RIGHT.items() if name != "numbers"}, "levels": [3, 4, 5, 6],
      "tasks": [160, 300, 300, 300], "unseen": [15, 40, 40, 40], "demonstrators": 3, "slips": 0.15,
      "imitation_epochs": 10.0, "imitation_lr": 4e-3, "steps": 80, "lr": 2e-4, "max_tokens": 40, "context": 56,
-     "minibatches": 2, "eval_every": 10, "stage_accuracy": 0.4},
+     "minibatches": 2, "eval_every": 10, "eval_samples": 8,
+     "stage_accuracy": 0.4},
     measure,
     conclude,
     seeds=(0, 1, 2, 3, 4),

@@ -22,12 +22,13 @@ from experiments.experiment import (
 )
 from experiments.figure import Panel, Series
 from experiments.harness import band, curves_of, held_out, practise, steps_to, sums
+from experiments.worked import CHECKED, CHECKED_SIZES, opened, with_lines
 
 ARMS = ("off", "on")
 
 
 def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
-    arena = sums(folder, seed, settings)
+    arena = opened(sums, folder, seed, settings)
     return {
         arm: practise(
             arena, folder, arm, seed, settings, say,
@@ -83,7 +84,7 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         Comparison(f"rollouts to accuracy {target:g}, on / off", ratios["rollouts"], at_most=1.0),
     ]  # fmt: skip
     by_step = Panel("Accuracy of the rollouts", "step", [band(a, curves_of(numbers, a, "accuracy")) for a in ARMS])
-    return Finding(
+    found = Finding(
         ("dynamic sampling", "groups with signal", f"steps to {target:g}", f"thousand rollouts to {target:g}",
          "thousand rollouts in all", "held-out accuracy"),
         rows,
@@ -96,6 +97,7 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         ["Published (Qwen2.5-32B): the same accuracy in fewer steps (figure 6), and 42 to 50 points on AIME 2024 "
          "(table 1)."],
     )  # fmt: skip
+    return with_lines(found, numbers)
 
 
 def _by_rollouts(numbers: Mapping[int, Numbers], arm: str) -> Series:
@@ -112,4 +114,8 @@ EXPERIMENT = Experiment(
      "target": 0.65, "imitation_epochs": 4.0},
     measure,
     conclude,
+    elsewhere={CHECKED: {
+        "settings": {**CHECKED_SIZES, "steps": 60, "prompts": 32, "group": 4, "minibatches": 2, "rounds": 4, "target": 0.6},
+        "seeds": (0, 1, 2, 3, 4),
+    }},
 )  # fmt: skip

@@ -169,6 +169,22 @@ class Experiment:
     """(seed -> what it gave, settings) -> finding."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Those that are measured where none are given."""
+    arena: str = ""
+    """Name of the arena, one of `elsewhere`, which `measure` finds in the settings; "": the experiment's own."""
+    elsewhere: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Name of another arena -> the fields of the experiment that differ there, such as its settings."""
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder that holds what it measures."""
+        return f"{self.name}-{self.arena}" if self.arena else self.name
+
+    def there(self, arena: str) -> Experiment:
+        """The same experiment in another arena. Raises UserError if it has none of that name."""
+        if arena not in self.elsewhere:
+            known = ", ".join(self.elsewhere) or "none but its own: leave --arena out"
+            raise UserError(f"{self.name} has no arena {arena!r}: there is {known}")
+        return replace(self, arena=arena, **self.elsewhere[arena])
 
     def run(self, seeds: Sequence[int], out: Path, settings: Settings | None = None, say: Say = print) -> Finding:
         """Measure every seed that was not measured with these settings yet, conclude, write to `out`.
@@ -185,9 +201,16 @@ class Experiment:
             raise UserError(f"{out} cannot be written: {error.strerror}; give another --out") from error
         numbers = {seed: self._of_seed(seed, chosen, out, say) for seed in seeds}
         found = self.conclude(numbers, chosen)
-        plot = draw(found.panels, out / "figure.png", f"{self.name}: {found.verdict.value}")
+        plot = draw(found.panels, out / "figure.png", f"{self._title}: {found.verdict.value}")
         finding = replace(found, seeds=tuple(seeds), plot=plot)
-        about = {"name": self.name, "claim": self.claim, "paper": self.paper, "settings": chosen, "seeds": list(seeds)}
+        about = {
+            "name": self.name,
+            "arena": self.arena,
+            "claim": self.claim,
+            "paper": self.paper,
+            "settings": chosen,
+            "seeds": list(seeds),
+        }
         _write(out / "result.json", json.dumps({**about, **finding.as_dict()}, indent=1) + "\n")
         _write(out / "table.md", self._markdown(finding, chosen))
         return finding
@@ -212,12 +235,16 @@ class Experiment:
                 return numbers
         torch.set_num_threads(1)  # the models are tiny, and seconds are comparable
         begin = time.perf_counter()
-        numbers = self.measure(seed, settings, out / f"seed-{seed}", say)
+        numbers = self.measure(seed, {**settings, "arena": self.arena}, out / f"seed-{seed}", say)
         seconds = time.perf_counter() - begin
         say(f"{self.name}: seed {seed} took {seconds:.0f} s")
         content = {"settings": settings, "seconds": round(seconds, 1), "numbers": numbers}
         _write(kept, json.dumps(content) + "\n")
         return json.loads(json.dumps(numbers))  # as it will be read next time
+
+    @property
+    def _title(self) -> str:
+        return f"{self.name}, arena {self.arena}" if self.arena else self.name
 
     def _markdown(self, finding: Finding, settings: Settings) -> str:
         seeds = " ".join(map(str, finding.seeds))
@@ -226,8 +253,8 @@ class Experiment:
         )
         listed = ", ".join(f"{k} {v}" for k, v in settings.items())
         parts = [
-            f"# {self.name}",
-            f"    posttrain reproduce {self.name} --seeds {seeds}{changed}",
+            f"# {self._title}",
+            f"    posttrain reproduce {self.name}{f' --arena {self.arena}' * bool(self.arena)} --seeds {seeds}{changed}",
             f"{time.strftime('%Y-%m-%d')}, one thread, {platform.machine()}, torch {version('torch')}.",
             f"Claim ({self.paper}): {self.claim}",
             f"Verdict: **{finding.verdict.value}**. Mean over {len(finding.seeds)} seeds, 95% interval (Student); p by "

@@ -10,7 +10,7 @@ from experiments.experiment import Comparison, Experiment, Finding, Numbers, Say
 from experiments.figure import Panel, Series
 from experiments.harness import courses, ends, held_out
 from experiments.peak_memory import peak_memory, wide_model
-from experiments.worked import SIZES, arena_of, practise
+from experiments.worked import CHECKED, CHECKED_SIZES, SIZES, arena_of, opened, practise, with_lines
 from posttrain.core.types import UserError
 
 PPO = "ppo"
@@ -34,7 +34,7 @@ def arms(settings: Settings) -> dict[str, dict[str, Any]]:
 
 
 def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
-    arena, found = arena_of(folder, seed, settings), {}
+    arena, found = opened(arena_of, folder, seed, settings), {}
     for arm, options in arms(settings).items():
         found[arm] = practise(arena, folder, f"group {arm}", seed, settings, say, **options)[1]
     wide = wide_model(folder / "wide", seed, settings)
@@ -90,7 +90,7 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
                                                             "entropy": "Entropy, nats per token"}),
     ]  # fmt: skip
     before = over_seeds([n[PPO]["held_out"][0] for n in numbers.values()])
-    return Finding(
+    found = Finding(
         ("arm", "held-out accuracy of each seed", "held-out accuracy", "rollouts without signal at the end",
          "entropy at the end", "processor seconds a step", "peak memory, MiB"),
         rows,
@@ -105,6 +105,10 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
          "Published: groups of 2 keep 98% of the performance of groups of 16 with an eighth of the rollouts (It Takes Two); "
          "GRPO leaves out a value model that is typically as large as the policy (DeepSeekMath, section 4.1)."],
     )  # fmt: skip
+    return with_lines(found, numbers)
+
+
+UPDATES = {"minibatches": 2, "critic_lr": 2e-3, "near": 0.05, "half": 0.1, "wide": 512, "deep": 4}
 
 
 EXPERIMENT = Experiment(
@@ -112,8 +116,9 @@ EXPERIMENT = Experiment(
     "At equal rollouts groups of 2 learn as well as groups of 16, and GRPO learns as well as PPO for about half of the "
     "seconds and of the memory.",
     "It Takes Two, arXiv 2510.00977; DeepSeekMath, arXiv 2402.03300, section 4.1",
-    {**SIZES, "minibatches": 2, "critic_lr": 2e-3, "near": 0.05, "half": 0.1, "wide": 512, "deep": 4},
+    {**SIZES, **UPDATES},
     measure,
     conclude,
     seeds=(0, 1, 2, 3, 4),
+    elsewhere={CHECKED: {"settings": {**CHECKED_SIZES, **UPDATES}}},
 )

@@ -6,11 +6,12 @@ long the wrong ones are. The runs themselves stay in the seed's folder, to be lo
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from experiments.figure import Panel, Series
 from posttrain.config.resolve import filled
 from posttrain.config.training import RL, SFT
 from posttrain.core.intervals import student_interval
-from posttrain.core.types import Reply, Task
+from posttrain.core.types import Reply, Rollout, Task
 from posttrain.envs.builtin import arithmetic
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_reading import rollout_steps
@@ -42,6 +43,10 @@ FILLER = "."
 STRIDE = 3
 
 
+Noted = Callable[[Sequence[Rollout]], float | None]
+"""What the rollouts of a step show."""
+
+
 @dataclass(frozen=True)
 class Arena:
     """Tasks to practise on, what scores the replies, and the checkpoint to start from."""
@@ -49,6 +54,8 @@ class Arena:
     tasks: Sequence[Task]
     env: str | Callable[..., Any]
     start: str
+    unseen: Sequence[Task] = ()  # on which held-out accuracy is measured; (): on some of the tasks, not practised then
+    noted: Mapping[str, Noted] = field(default_factory=dict)  # curves of its own
 
 
 def sums(folder: Path, seed: int, settings: Mapping[str, Any]) -> Arena:
@@ -99,12 +106,30 @@ def imitate(
     return checkpoint_of(run_training(config, demonstrations))
 
 
+class Notes:
+    """A hook that follows the curves of an arena's own."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._noted = arena.noted
+        self.curves: dict[str, Curve] = {name: [] for name in arena.noted}
+
+    def on_step(self, step: int, metrics: Mapping[str, float], rollouts: Sequence[Rollout]) -> None:
+        for name, noted in self._noted.items():
+            self.curves[name].append(noted(rollouts))
+
+
+def write(path: Path, tasks: Sequence[Task]) -> str:
+    """Write the tasks to a file, one per line. Returns its name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(task) + "\n" for task in tasks), encoding="utf-8")
+    return str(path)
+
+
 def learn(arena: Arena, out: Path, seed: int, *, hooks: Sequence[Any] = (), **options: Any) -> Run:
     """A run of reinforcement learning in this process. `options`: the fields of `posttrain.config.RL`."""
-    name = arena.env if isinstance(arena.env, str) else arena.env.__qualname__
     always = {
         "tasks": "generated",
-        "env": name,
+        "env": name_of(arena.env),
         "model": arena.start,
         "env_workers": 0,
         "health": "off",
@@ -112,6 +137,11 @@ def learn(arena: Arena, out: Path, seed: int, *, hooks: Sequence[Any] = (), **op
     }
     config = filled(RL, {**always, "out": str(out), "seed": seed, **QUIET, **options})
     return whole(run_training(config, arena.tasks, None if isinstance(arena.env, str) else arena.env, hooks))
+
+
+def name_of(env: str | Callable[..., Any]) -> str:
+    """The name of what scores the replies, for the record."""
+    return env if isinstance(env, str) else env.__qualname__
 
 
 def whole(run: Run) -> Run:
@@ -135,12 +165,16 @@ def practise(
     `settings` needs steps, prompts, group, lr, minibatches and max_tokens; `options` are those of `posttrain rl`.
     """
     chosen = {name: settings[name] for name in ("steps", "prompts", "group", "lr", "minibatches", "max_tokens")}
-    common = {"betas": (0.9, 0.95), "warmup": 10, "held_out": 0.05, "eval_samples": 4, "kl": 0.0}
-    begin = time.perf_counter()
-    run = learn(arena, folder / arm, seed, **{**chosen, **common, **options})
+    if arena.unseen:
+        chosen |= {"eval_tasks": (write(folder / "unseen.jsonl", arena.unseen),)}
+    else:
+        chosen |= {"held_out": 0.05}
+    common = {"betas": (0.9, 0.95), "warmup": 10, "eval_samples": settings.get("eval_samples", 4), "kl": 0.0}
+    notes, begin = Notes(arena), time.perf_counter()
+    run = learn(arena, folder / arm.replace(" ", "-"), seed, hooks=[notes], **{**chosen, **common, **options})
     metrics = run.metrics
     curves: dict[str, Curve] = {m: [line.get(m) for line in metrics if line["step"] > 0] for m in METRICS}
-    curves |= from_rollouts(run.path)
+    curves |= from_rollouts(run.path) | notes.curves
     evaluated = [line[HELD_OUT] for line in metrics if line.get(HELD_OUT) is not None]
     seconds = time.perf_counter() - begin
     say(f"  seed {seed}, {arm}: held-out accuracy {evaluated[0]:.3f} -> {evaluated[-1]:.3f}, {seconds:.0f} s")

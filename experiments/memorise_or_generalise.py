@@ -31,8 +31,8 @@ from experiments.experiment import (
     over_seeds,
 )
 from experiments.figure import Panel, Series
-from experiments.harness import QUIET, checkpoint_of, whole
-from experiments.worked import imitation, write
+from experiments.harness import QUIET, checkpoint_of, whole, write
+from experiments.worked import imitation
 from posttrain.config.inference import Evaluation
 from posttrain.config.resolve import filled
 from posttrain.config.training import RL, SFT, Prefer, Training

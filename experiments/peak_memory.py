@@ -24,8 +24,9 @@ SIZES = {"steps": 2, "prompts": 2, "group": 8, "minibatches": 1}
 def wide_model(out: Path, seed: int, settings: Settings) -> str:
     """A model as wide and deep as in the settings, which has learned next to nothing; returns its checkpoint."""
     return imitation(
-        tasks_of(TASKS, seed, settings), out, seed, hidden=settings["wide"], layers=settings["deep"], steps=1
-    )
+        tasks_of(TASKS, seed, settings), out, seed, hidden=settings["wide"], layers=settings["deep"], steps=1,
+        context=settings["context"],
+    )  # fmt: skip
 
 
 def peak_memory(out: Path, wide: str, small: str, seed: int, settings: Settings, options: Mapping[str, Any]) -> float:

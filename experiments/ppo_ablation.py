@@ -12,7 +12,7 @@ from torch import Tensor
 from experiments.experiment import Comparison, Experiment, Finding, Numbers, Say, Settings, differences, over_seeds
 from experiments.figure import Panel
 from experiments.harness import courses, ends, held_out, late
-from experiments.worked import SIZES, arena_of, practise, through
+from experiments.worked import CHECKED, CHECKED_SIZES, SIZES, arena_of, opened, practise, through, with_lines
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.surrogate import Surrogate
 from posttrain.core.batch import Batch, Outputs
@@ -75,7 +75,7 @@ def arms(settings: Settings) -> dict[str, dict[str, Any]]:
 
 
 def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
-    arena = arena_of(folder, seed, settings)
+    arena = opened(arena_of, folder, seed, settings)
     updates = {name: settings[name] for name in ("epochs", "minibatches", "eval_every")}
     return {
         arm: practise(arena, folder, arm, seed, settings, say, **{"algorithm": "ppo", **updates, **options})[1]
@@ -123,7 +123,7 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         *courses(numbers, names, {"kl": "KL from the start, nats per token", "entropy": "Entropy, nats per token"}),
     ]
     before = over_seeds([n[WHOLE]["held_out"][0] for n in numbers.values()])
-    return Finding(
+    found = Finding(
         ("arm", "held-out accuracy of each seed", "held-out accuracy", "mean over the run", "KL at the end",
          "entropy at the end", "collapsed seeds"),
         rows,
@@ -136,6 +136,10 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
          "clip or penalty. InstructGPT keeps the KL against over-optimisation of a reward model; here the reward "
          "is exact."],
     )  # fmt: skip
+    return with_lines(found, numbers)
+
+
+UPDATES = {"epochs": 2, "minibatches": 4, "critic_lr": 2e-3, "eval_every": 10}
 
 
 EXPERIMENT = Experiment(
@@ -143,8 +147,9 @@ EXPERIMENT = Experiment(
     "With several updates on the same rollouts every part of PPO is needed: without the ratio, the clip, the min, the KL "
     "term or the critic held-out accuracy ends lower; without the KL term the policy also moves further.",
     "PPO, arXiv 1707.06347, sections 3, 5 and 6.1; InstructGPT, arXiv 2203.02155, section 3.5",
-    {**SIZES, "epochs": 2, "minibatches": 4, "critic_lr": 2e-3, "eval_every": 10},
+    {**SIZES, **UPDATES},
     measure,
     conclude,
     seeds=(0, 1, 2, 3, 4),
+    elsewhere={CHECKED: {"settings": {**CHECKED_SIZES, **UPDATES, "steps": 40}}},
 )  # fmt: skip

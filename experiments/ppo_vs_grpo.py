@@ -28,6 +28,7 @@ from experiments.harness import (
     steps_to,
     sums,
 )
+from experiments.worked import CHECKED, CHECKED_SIZES, opened, with_lines
 
 ARMS = ("grpo", "ppo")
 
@@ -39,7 +40,7 @@ def options(arm: str, settings: Settings) -> dict[str, Any]:
 
 
 def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
-    arena = sums(folder, seed, settings)
+    arena = opened(sums, folder, seed, settings)
     return {arm: practise(arena, folder, arm, seed, settings, say, **options(arm, settings)) for arm in ARMS}
 
 
@@ -93,7 +94,7 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         "grad_norm": "Gradient norm before clipping",
     }
     panels = courses(numbers, ARMS, titles)
-    return Finding(
+    found = Finding(
         ("algorithm", "accuracy, first quarter", f"steps to {target:g}", "accuracy at the end", "held-out accuracy",
          "fall from the peak", "unrest"),
         rows,
@@ -102,6 +103,7 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         ["Published (Search-R1, Qwen2.5 3B and 7B): GRPO climbs faster because PPO's critic has to warm up, and its "
          "reward collapses after many steps where PPO's does not. The critic's extra time is not counted here."],
     )  # fmt: skip
+    return with_lines(found, numbers)
 
 
 EXPERIMENT = Experiment(
@@ -112,4 +114,8 @@ EXPERIMENT = Experiment(
      "max_tokens": 4, "target": 0.65, "imitation_epochs": 4.0},
     measure,
     conclude,
+    elsewhere={CHECKED: {
+        "settings": {**CHECKED_SIZES, "prompts": 32, "epochs": 1, "minibatches": 2, "critic_lr": 2e-3, "target": 0.6},
+        "seeds": (0, 1, 2, 3, 4),
+    }},
 )  # fmt: skip

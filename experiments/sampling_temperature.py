@@ -19,7 +19,7 @@ from experiments.experiment import (
 )
 from experiments.figure import Panel, Series
 from experiments.harness import checkpoint_of, courses
-from experiments.worked import SIZES, arena_of, examined, practise
+from experiments.worked import CHECKED, CHECKED_SIZES, SIZES, arena_of, examined, opened, practise, with_lines
 
 TEMPERATURES = (0.6, 0.8, 1.0, 1.2)
 ARMS = tuple(f"{t:g}" for t in TEMPERATURES)
@@ -32,15 +32,15 @@ HIGH, LOW = "1", "0.6"  # the claim's
 
 
 def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
-    arena, found = arena_of(folder, seed, settings), {}
+    arena, found = opened(arena_of, folder, seed, settings), {}
     for arm, temperature in zip(ARMS, TEMPERATURES, strict=True):
         options = {"temperature": temperature, "minibatches": settings["minibatches"], "kl": 0.0}
         run, course = practise(
             arena, folder, arm, seed, settings, say, algorithm="grpo", aggregate="token-mean", **options
         )
         end = checkpoint_of(run)
-        after = examined(end, seed, settings, samples=SAMPLES)
-        greedy = examined(end, seed, settings, temperature=0.0, samples=1)["accuracy"]
+        after = examined(end, seed, settings, env=arena.env, samples=SAMPLES)
+        greedy = examined(end, seed, settings, env=arena.env, temperature=0.0, samples=1)["accuracy"]
         found[arm] = {**course, "after": {**after, "greedy": greedy}}
     return found
 
@@ -76,7 +76,7 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         ]),
     ]  # fmt: skip
     before = over_seeds([n[HIGH]["held_out"][0] for n in numbers.values()])
-    return Finding(
+    found = Finding(
         ("temperature", "accuracy of each seed", *FIGURES.values()),
         rows,
         comparisons,
@@ -84,6 +84,7 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         [f"Held-out accuracy of the start, at temperature 1: {before}. Log-probabilities in training are those at its "
          f"temperature. Afterwards each policy answers unseen tasks {SAMPLES} times at temperature 1, and once greedily."],
     )  # fmt: skip
+    return with_lines(found, numbers)
 
 
 EXPERIMENT = Experiment(
@@ -95,4 +96,5 @@ EXPERIMENT = Experiment(
     measure,
     conclude,
     seeds=(0, 1, 2, 3, 4),
+    elsewhere={CHECKED: {"settings": {**CHECKED_SIZES, "minibatches": 4}}},
 )

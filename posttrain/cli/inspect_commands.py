@@ -90,6 +90,7 @@ def reproduce(
     name: str | None = None,
     *,
     seeds: Annotated[tuple[int, ...], Parameter(consume_multiple=1, negative_iterable=())] = (),
+    arena: str | None = None,
     out: str = "runs/reproduce",
     settings: dict[str, str] | None = None,
 ) -> int:
@@ -101,6 +102,8 @@ def reproduce(
         Experiment to run. Left out: list them.
     seeds
         Random seeds, one measurement each. Finished ones are kept. Left out: those of the experiment, three or five.
+    arena
+        Another arena than the experiment's own, if it has one: other tasks, rewards and sizes. The list of experiments names them.
     out
         Folder for the experiments, one subfolder each.
     settings
@@ -118,10 +121,11 @@ def reproduce(
     from experiments.experiment import JUDGED, read_settings
 
     if name is None:
-        rows = [[e.name, e.claim, e.paper] for e in EXPERIMENTS.values()]
-        table("Experiments", ["name", "claim", "paper"], rows)
+        rows = [[e.name, e.claim, e.paper, ", ".join(e.elsewhere)] for e in EXPERIMENTS.values()]
+        table("Experiments", ["name", "claim", "paper", "other arenas"], rows)
         return 0
-    experiment, folder = find(name), Path(out) / name
+    experiment = find(name).there(arena) if arena else find(name)
+    folder = Path(out) / experiment.folder
     finding = experiment.run(seeds or experiment.seeds, folder, read_settings(settings or {}))
     table(f"{experiment.paper}: {experiment.claim}", list(JUDGED), finding.judged)
     table("", finding.columns, finding.rows)

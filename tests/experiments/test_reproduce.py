@@ -7,6 +7,7 @@ import math
 import signal
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from experiments import (
     over_optimisation,
     proxies,
     reader,
+    worked,
 )
 from experiments.baseline_variance import Halves, figures
 from experiments.bench import bench
@@ -97,9 +99,9 @@ def silent(text: str) -> None:
     pass
 
 
-def run(name: str, out: Path, seeds: tuple[int, ...] = (0,), **settings: Any) -> Finding:
-    experiment = find(name)
-    small = TINY.get(name, TINY_TRAINING)
+def run(name: str, out: Path, seeds: tuple[int, ...] = (0,), arena: str = "", **settings: Any) -> Finding:
+    experiment = find(name).there(arena) if arena else find(name)
+    small = {**WORKED, **TINY_TRAINING} if arena and name not in TINY else TINY.get(name, TINY_TRAINING)
     return experiment.run(seeds, out, {**small, **settings}, silent)
 
 
@@ -162,6 +164,31 @@ def test_experiment_ends_in_a_table_a_plot_and_a_verdict(
     markdown = (tmp_path / "table.md").read_text()
     assert EXPERIMENTS[name].claim in markdown and f"posttrain reproduce {name} --seeds 0" in markdown
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name == "overlong"
+        else pytest.param(name, marks=pytest.mark.long if name == "group-size" else pytest.mark.slow)
+        for name, experiment in EXPERIMENTS.items()
+        if worked.CHECKED in experiment.elsewhere
+    ],
+)
+def test_where_every_line_is_checked_an_experiment_tells_how_many_right_ends_have_right_lines(
+    name: str, tmp_path: Path
+) -> None:
+    finding = run(name, tmp_path, arena=worked.CHECKED)
+    assert finding.columns[-2] == "right lines of right ends, first step" and all(
+        len(r) == len(finding.columns) for r in finding.rows
+    )
+    written = json.loads((tmp_path / "result.json").read_text())
+    assert written["arena"] == worked.CHECKED and written["settings"]["context"] == 56
+    assert f"posttrain reproduce {name} --arena checked --seeds 0" in (tmp_path / "table.md").read_text()
+    runs = [json.loads(path.read_text()) for path in tmp_path.glob("seed-0/*/run.json") if path.parent.name != "memory"]
+    trained = [run["config"] for run in runs if run["config"].get("algorithm")]
+    assert trained and {config["env"] for config in trained} == {worked.every_line.__qualname__}
 
 
 # -- published figures -------------------------------------------------------------------------------------------------
@@ -486,6 +513,31 @@ def test_finished_seeds_are_kept_unless_the_settings_change(tmp_path: Path) -> N
     assert measured == [0, 1, 2] and again.seeds == (0, 1, 2) and len(again.rows) == 3
     experiment.run((1,), tmp_path, {"slope": 2.0}, silent)
     assert measured == [0, 1, 2, 1]
+
+
+def test_another_arena_has_its_own_settings_folder_and_command_and_an_unknown_one_is_refused(tmp_path: Path) -> None:
+    seen: list[Settings] = []
+
+    def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
+        seen.append(settings)
+        return {"value": 1.0}
+
+    usual = replace(
+        counted([]), measure=measure, elsewhere={"steep": {"settings": {"slope": 2.0}, "claim": "Steeper."}}
+    )
+    other = usual.there("steep")
+    assert (usual.folder, other.folder) == ("counted", "counted-steep") and other.seeds == usual.seeds
+    usual.run((0,), tmp_path / usual.folder, say=silent)
+    other.run((0,), tmp_path / other.folder, say=silent)
+    assert seen == [{"slope": 1.0, "arena": ""}, {"slope": 2.0, "arena": "steep"}]
+    told = (tmp_path / other.folder / "table.md").read_text()
+    assert "posttrain reproduce counted --arena steep --seeds 0" in told and "Steeper." in told
+    with pytest.raises(UserError, match="counted has no arena 'flat': there is steep"):
+        usual.there("flat")
+    with pytest.raises(UserError, match="there is none but its own: leave --arena out"):
+        counted([]).there("steep")
+    with pytest.raises(UserError, match="no setting arena"):
+        other.run((0,), tmp_path, {"arena": "flat"}, silent)
 
 
 def test_unknown_setting_and_no_seed_are_refused_in_one_line(tmp_path: Path) -> None:

@@ -10,16 +10,18 @@ from typing import Any, cast
 import pytest
 import torch
 
-from experiments import group_size, ppo_ablation, worked
+from experiments import group_size, overlong, ppo_ablation, worked
 from experiments.harness import Arena, checkpoint_of
 from experiments.peak_memory import peak_memory, wide_model
+from posttrain.algorithms.aggregate import SequenceMean, TokenMean
 from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.surrogate import Clip, ImportanceRatio
 from posttrain.config.resolve import filled
 from posttrain.config.training import RL
 from posttrain.core.batch import Batch, Outputs
-from posttrain.core.types import UserError
+from posttrain.core.types import Rollout, Task, UserError
+from posttrain.envs.builtin import worked_sums
 from posttrain.training.adjust import adjust
 
 TINY: dict[str, Any] = {**worked.SIZES, "tasks": 64, "unseen": 4, "imitation_epochs": 1.0, "steps": 2, "max_tokens": 8}
@@ -129,6 +131,67 @@ def test_unseen_tasks_are_in_no_practice() -> None:
     assert not practice & {task["id"] for task in worked.unseen(0, worked.SIZES)}
 
 
+@pytest.mark.parametrize(
+    "reply, worth",
+    [
+        ("1+2=3\n3+3=6", 1.0),
+        ("1+2+3=6", 1.0),
+        ("1+2=4\n4+2=6", 0.0),  # adds a number that is not left
+        ("1+2=4\n4+3=6", 0.0),  # two errors that cancel out
+        ("1+2=3\n3+3=7", 0.0),
+        ("3+3=6", 0.0),
+        ("1+2=3\n3+3=6\n", 0.0),
+        ("1+2=3\n\n3+3=6", 0.0),
+        ("6", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_a_reply_earns_only_if_its_every_line_is_right_to_the_last(reply: str, worth: float) -> None:
+    assert worked.every_line({"numbers": [1, 2, 3]}, reply) == worth
+
+
+def rollout(text: str) -> Rollout:
+    return Rollout({"numbers": [1, 2, 3]}, "a group", [], 0.0, text=text)
+
+
+def test_share_of_right_lines_is_of_the_replies_that_end_right() -> None:
+    right, guessed, wrong = rollout("1+2=3\n3+3=6"), rollout("1+2=4\n4+3=6"), rollout("1+2=3\n3+3=7")
+    assert worked.share_of_lines([right, guessed, wrong, wrong]) == 0.5
+    assert worked.share_of_lines([guessed]) == 0.0 and worked.share_of_lines([wrong]) is None
+
+
+def test_demonstrators_of_the_checked_arena_add_from_left_to_right_within_the_budget_and_err_as_often_as_told() -> None:
+    settings = {**worked.CHECKED_SIZES, "tasks": 500}
+    tasks = worked.tasks_of(settings["tasks"], 0, settings)
+    numbers, shown = {task["prompt"]: task["numbers"] for task in tasks}, worked.demonstrations(tasks, 0, settings)
+    lines = [worked_sums.checked(numbers[row["prompt"]], row["response"]) for row in shown]
+    assert all(worked.is_working(numbers[row["prompt"]], row["response"]) for row in shown)
+    assert max(len(row["response"]) for row in shown) < settings["max_tokens"]
+    first = [row["response"].split("=")[0].split("+") for row in shown]
+    assert all(
+        list(map(int, added)) == numbers[row["prompt"]][: len(added)] for row, added in zip(shown, first, strict=True)
+    )
+    found = [line for reply in lines for line in reply]
+    assert sum(not line.right for line in found) / len(found) == pytest.approx(settings["slips"], abs=0.02)
+    assert sum(line.joined == 2 for line in found) / len(found) == pytest.approx(0.2, abs=0.05)
+
+
+def test_means_over_replies_differ_from_the_token_mean_in_nothing_that_punishes_length() -> None:
+    settings = overlong.EXPERIMENT.there(worked.CHECKED).settings
+    how = {"minibatches": settings["minibatches"], "kl": 0.0}
+    rows = {arm: algorithm_of(settings, **how, **options) for arm, options in overlong.arms(settings).items()}
+    plain, mean, gspo = (rows[arm] for arm in (overlong.NONE, overlong.REPLY_MEAN, overlong.GSPO))
+    assert vars(mean) == {**vars(plain), "aggregate": mean.aggregate} and mean.aggregate == gspo.aggregate
+    assert mean.aggregate == SequenceMean() and plain.aggregate == TokenMean()
+    assert gspo.advantage == plain.advantage and gspo.ratio and not plain.ratio
+    assert not any(row.filters or row.shaping or row.kl for row in (plain, mean))
+
+
+def test_an_arena_is_the_usual_one_unless_the_settings_name_the_other(tmp_path: Path) -> None:
+    usual = Arena([], "arithmetic", "start")
+    assert worked.opened(lambda *_: usual, tmp_path, 0, {"arena": ""}) is usual
+
+
 @pytest.mark.slow
 def test_a_run_leaves_a_point_for_each_step_and_a_policy_that_is_examined(tmp_path: Path) -> None:
     arena: Arena = worked.arena_of(tmp_path, 0, TINY)
@@ -139,3 +202,23 @@ def test_a_run_leaves_a_point_for_each_step_and_a_policy_that_is_examined(tmp_pa
     sampled = worked.examined(checkpoint_of(run), 0, TINY, samples=2)
     assert sampled["accuracy"] <= sampled["pass@2"] and 0 < sampled["entropy"] < math.log(40)
     assert worked.examined(checkpoint_of(run), 0, TINY, temperature=0.0, samples=1)["entropy"] == 0.0
+    assert worked.examined(checkpoint_of(run), 0, TINY, env=anything, samples=1)["accuracy"] == 1.0
+    assert len(found["curves"]["lines"]) == 2
+
+
+def anything(task: Task, reply: str) -> float:
+    return 1.0
+
+
+@pytest.mark.slow
+def test_a_start_is_trained_once_and_again_if_anything_it_learns_from_changes(tmp_path: Path) -> None:
+    shown = worked.tasks_of(8, 0, TINY)
+
+    def begun(seed: int = 0, shown: Any = shown, lr: float = 1e-3) -> int:
+        start = worked.imitation(shown, tmp_path / "start", seed, steps=1, context=40, hidden=16, layers=1, lr=lr)
+        return (Path(start) / "config.json").stat().st_mtime_ns
+
+    first = begun()
+    assert begun() == first
+    for changed in ({"seed": 1}, {"shown": shown[1:]}, {"lr": 2e-3}):
+        assert begun(**changed) != begun(), changed

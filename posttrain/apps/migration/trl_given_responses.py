@@ -43,7 +43,9 @@ def given_responses(draft: RecipeDraft, processes: int, rows: int | None) -> Non
     batch, accumulated = draft.count("per_device_train_batch_size"), draft.count("gradient_accumulation_steps")
     size = int(batch * processes * accumulated)
     draft.head.append(f"An update: {batch} rows x {processes} processes x {accumulated} = {size} rows.")
-    draft.put("rows", size, f"per_device_train_batch_size {batch} x {processes} processes x {accumulated} accumulated")
+    told = f"per_device_train_batch_size {batch} x {processes} processes x {accumulated} accumulated"
+    averaged = "; TRL averages micro-batches, so that a short last one of a pass counts as much as a full one"
+    draft.put("rows", size, told + averaged * (draft.run.trainer != "sft" and size > batch))
     most, passes = draft.number("max_steps"), draft.number("num_train_epochs")
     updates = None if rows is None else math.ceil(rows / size) * passes
     if most > 0:
@@ -93,13 +95,15 @@ def _preferences(draft: RecipeDraft) -> None:
     kinds = kinds if isinstance(kinds, list) else [kinds]
     weights = draft.read("loss_weights") or [1.0] * len(kinds)
     if trainer == "orpo":
-        draft.put("algorithm", "orpo", "ORPOTrainer")
+        told = "the likelihood is that of chosen responses, a mean of each here; of their prompts too, per token, there"
+        draft.put("algorithm", "orpo", f"ORPOTrainer; {told}")
         draft.put("preference", beta, f"{draft.origin('beta')} is the weight of the odds ratio (lambda of the paper)")
         return
     if trainer == "kto":
         if kinds != ["kto"]:
             raise UserError(f"KTO's loss_type {shown(kinds[0])!r:.40} has no counterpart; supported: kto")
-        draft.put("algorithm", "kto", "KTOTrainer")
+        told = "the drift (KL) is estimated from the replies of the update here, from those of a micro-batch there"
+        draft.put("algorithm", "kto", f"KTOTrainer; {told}")
     elif trainer == "cpo":
         simpo = kinds == ["simpo"]
         draft.put("algorithm", "simpo" if simpo else "cpo", f"CPOTrainer, loss_type {shown(kinds[0])}")

@@ -32,12 +32,12 @@ if __name__ == "__main__":
 """
 REWARDS = '''
 def letters(completions, **kwargs):
-    """The share of letters."""
-    return [sum(c.isalpha() for c in text) / (len(text) + 1) for text in completions]
+    """The share of letters. A leading space, which TRL's decoding drops, does not count."""
+    return [sum(c.isalpha() for c in text) / (len(text.strip()) + 1) for text in completions]
 
 
 def short(completions, **kwargs):
-    return [1 / (1 + len(text)) for text in completions]
+    return [1 / (1 + len(text.strip())) for text in completions]
 '''
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '[' + message['role'] + ']' + message['content'] + '</s>' }}{% endfor %}"

@@ -26,6 +26,7 @@ from posttrain.apps.migration.migrate import recipe_for
 
 ROUNDING = {"float32": 1e-3, "bfloat16": 1e-1}
 """Products -> the relative difference of a loss or of a gradient's norm that is rounding."""
+ON_POLICY = 1.0  # what a difference of losses of replies is relative to: on policy they are 0 but for rounding
 RANDOM = 0.2  # relative difference of gradient norms of adapters, which begin at random
 FIRST = 3  # updates whose losses are compared: after them weights differ by rounding, and order may
 FACTS = (
@@ -67,8 +68,9 @@ def _rows(update: dict[str, Any]) -> Counter[Any]:
     return Counter((tuple(tokens), tuple(trained)) for tokens, trained in update["rows"])
 
 
-def _apart(theirs: list[float], ours: list[float]) -> float:
-    return max((abs(a - b) / max(abs(a), 1e-12) for a, b in zip(theirs, ours, strict=False)), default=math.inf)
+def _apart(theirs: list[float], ours: list[float], least: float = 1e-12) -> float:
+    """The largest difference, relative to the other side's number or to `least`."""
+    return max((abs(a - b) / max(abs(a), least) for a, b in zip(theirs, ours, strict=False)), default=math.inf)
 
 
 def _shown(apart: float) -> str:
@@ -110,7 +112,8 @@ def of_trl(own: Original, ours: dict[str, Any], theirs: dict[str, Any]) -> Itera
                 f"{quantity}, last update", _numbers(a[-1:]), _numbers(b[-1:]), _apart(a[-1:], b[-1:]) < limit
             )
         a, b = ([x[k] for k in whole if k < len(x)] for x in (a, b))
-        yield finding(quantity, _numbers(a), _numbers(b), _apart(a, b) < limit)
+        least = ON_POLICY if ours["steps"] and name == "loss" else 1e-12
+        yield finding(quantity, _numbers(a), _numbers(b), _apart(a, b, least) < limit)
 
 
 def _of_replies(own: Original, ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[Finding]:
@@ -125,7 +128,6 @@ def _of_replies(own: Original, ours: dict[str, Any], theirs: dict[str, Any]) -> 
         ("replies of a step", made[0]["replies"], len(replies)),
         ("updates of a step", f"{per_step:g}", f"{len(step):g}"),
         ("rollouts of an update", len(theirs["updates"][0]["rows"]), len(step[0])),
-        ("prompts as tokens", theirs["same prompts"], True),
     ):
         yield Finding(own.name, quantity, str(a), str(b), a == b)
     both = [{(tuple(t), tuple(m)) for t, m in theirs["updates"][0]["rows"]},

@@ -61,7 +61,6 @@ class Recorder:
         self.updates: list[dict[str, Any]] = []
         self.facts: dict[str, Any] = {}
         self.generations: list[dict[str, int]] = []
-        self.same_prompts = True
         self.loss, self.norm = 0.0, float("nan")
         self.rows: list[list[Any]] = []
 
@@ -217,8 +216,8 @@ def _put_in(recorder: Recorder, swap: Any) -> None:
             del waiting[0][: len(prompt_ids)]
             if not waiting[0]:
                 del waiting[0]
-            recorder.same_prompts &= [r["prompt_ids"] for r in given] == [list(ids) for ids in prompt_ids]
-            return [r["reply_ids"] for r in given], None
+            replies = [r["reply_ids"] for r in given]
+            return (replies, None) if isinstance(self, grpo.GRPOTrainer) else replies
 
         return made
 
@@ -243,8 +242,7 @@ def run(own: Original, place: Path) -> dict[str, Any]:
             ]
             words = ["--config", str(file)] if own.file == "run.yaml" else words
             script.main(*script.make_parser().parse_args_and_config(words, fail_with_unknown_args=False)[:4])
-    return {"updates": recorder.updates, "generations": recorder.generations, "same prompts": recorder.same_prompts,
-            **recorder.facts}  # fmt: skip
+    return {"updates": recorder.updates, "generations": recorder.generations, **recorder.facts}
 
 
 def all_of(folder: Path, names: Sequence[str]) -> None:

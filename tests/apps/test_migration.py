@@ -185,7 +185,7 @@ def test_defaults_of_trl_are_those_that_its_trainers_had_when_they_ran(
     if trainer not in ("grpo", "rloo"):
         assert table["too_long"] == ("skip" if trainer == "reward" else "truncate")
     assert ("no effect: TRL trains all weights without use_peft" in recipe) == ("--lora_r" in text)
-    assert ("lora_dropout, not given: TRL's default: 0.05: nothing is dropped here" in recipe) == ("use_peft" in text)
+    assert ("lora_dropout, not given: TRL's default, 0.05: nothing is dropped here" in recipe) == ("use_peft" in text)
 
 
 @pytest.mark.parametrize(("given", "rank", "alpha"), [("", 8, 8.0), ("r=16", 16, 8.0), ("lora_alpha=4", 8, 4.0)])

@@ -35,7 +35,11 @@ def steps_of(
     per_pass = used / prompts if together is None else math.ceil(used / prompts)
     steps = max(1, math.ceil(per_pass * passes))
     left = f", of which the last {rows - used} are left out of a pass" if used < rows else ""
-    draft.put("steps", steps, f"{told}: {passes:g} passes over {rows} rows{left}, {prompts} prompts a step")
+    draft.put(
+        "steps",
+        steps,
+        f"{told}: {passes:g} pass{'es' * (passes != 1)} over {rows} rows{left}, {prompts} prompts a step",
+    )
     return steps
 
 
@@ -74,6 +78,13 @@ def frequency(draft: RecipeDraft, option: str, name: str, updates: int) -> None:
         steps = max(1, round(value / updates))
         why = "same meaning" if updates == 1 else f"{updates} updates there are a step here"
         draft.put(option, steps, f"{draft.origin(name)}: {why}")
+
+
+def kept_checkpoints(draft: RecipeDraft, name: str) -> None:
+    """Write how many checkpoints stay; trainers without the option keep all."""
+    draft.same("keep", name)
+    if draft.lines.get("keep", (0, ""))[0] == NEVER:
+        draft.put("keep", NEVER, f"{draft.origin(name)}: all checkpoints stay")
 
 
 def adapters(draft: RecipeDraft, rank: str, alpha: str, targets: str, quantized: tuple[str, str] | None = None) -> None:

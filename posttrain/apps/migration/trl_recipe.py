@@ -18,6 +18,7 @@ from posttrain.apps.migration.shared_rules import (
     devices_of,
     engine,
     frequency,
+    kept_checkpoints,
     moving_reference,
     split_of,
     steps_of,
@@ -89,6 +90,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "sft": {**COMMON, "learning_rate": 2e-5, "max_length": 1024, "loss_type": "nll"},
     "reward": {**COMMON, "learning_rate": 1e-4, "max_length": 1024},
 }
+SPACE = "; a reply keeps its leading space here, which TRL's decoding drops with SentencePiece tokenizers"
 VERBS_OF = {"grpo": "rl", "rloo": "rl", "sft": "sft", "reward": "reward-model"}  # the others: prefer
 _AGGREGATES = {
     "grpo": ("sequence-mean", "mean of each reply's mean, 1 / (B n_i)"),
@@ -122,7 +124,7 @@ def trl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> Non
         draft.put("recompute", "layers", f"{draft.origin('gradient_checkpointing')}: same meaning; memory only")
     _precision(draft)
     _adapters(draft)
-    draft.same("keep", "save_total_limit", "same meaning")
+    kept_checkpoints(draft, "save_total_limit")
     draft.same("out", "output_dir")
 
 
@@ -149,7 +151,7 @@ def _adapters(draft: RecipeDraft) -> None:
     draft.defaults = {**draft.defaults, **_LORA[on[0]]}
     adapters(draft, "lora_r", "lora_alpha", "lora_target_modules", ("load_in_4bit", "load_in_8bit"))
     if share := draft.number("lora_dropout"):
-        told = "" if draft.given("lora_dropout") else f": {share:g}"
+        told = "" if draft.given("lora_dropout") else f", {share:g}"
         draft.note(f"{draft.origin('lora_dropout')}{told}", "nothing is dropped here while adapters learn")
 
 
@@ -268,7 +270,7 @@ def _rewards(draft: RecipeDraft) -> None:
         draft.put(
             "env",
             " + ".join(sum_of) or "trl:rewards.py:reward",
-            "reward_funcs" if sum_of else "reward_funcs: name yours",
+            f"reward_funcs{SPACE}" if sum_of else "reward_funcs: name yours",
         )
     if weights and not sum_of:
         draft.note(draft.origin("reward_weights"), "weights follow the terms of env: trl:rewards.py:f*0.5")

@@ -11,7 +11,16 @@ from typing import Any
 
 from posttrain.apps.migration.foreign_run import shown
 from posttrain.apps.migration.recipe_draft import ESTIMATORS, NEVER, RecipeDraft
-from posttrain.apps.migration.shared_rules import adapters, clips, devices_of, engine, frequency, optimizer, steps_of
+from posttrain.apps.migration.shared_rules import (
+    adapters,
+    clips,
+    devices_of,
+    engine,
+    frequency,
+    kept_checkpoints,
+    optimizer,
+    steps_of,
+)
 from posttrain.apps.migration.verl_sft_recipe import DECAYED, verl_sft
 from posttrain.core.types import UserError
 
@@ -186,7 +195,7 @@ def verl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> No
     adapters(draft, f"{MODEL}.lora_rank", f"{MODEL}.lora_alpha", f"{MODEL}.target_modules")
     frequency(draft, "save_every", "trainer.save_freq", 1)
     frequency(draft, "eval_every", "trainer.test_freq", 1)
-    draft.same("keep", "trainer.max_actor_ckpt_to_keep")
+    kept_checkpoints(draft, "trainer.max_actor_ckpt_to_keep")
     if draft.given("trainer.default_local_dir"):
         draft.same("out", "trainer.default_local_dir")
     elif isinstance(experiment := draft.read("trainer.experiment_name"), str):

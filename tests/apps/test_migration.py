@@ -156,7 +156,77 @@ def test_passes_become_steps_only_where_the_rows_are_known(tmp_path: Path) -> No
     _, text, table = imported(path)
     assert table["steps"] == 200 and "3 x ROWS / 2 prompts" in text and "warmup" not in table
     table = imported(path, rows=101)[2]
-    assert table["steps"] == 152 and table["warmup"] == 16  # ceil(101 x 3 / 2); a tenth of 152 updates
+    assert table["steps"] == 150 and table["warmup"] == 15  # TRL leaves out the last of 101 rows in each of 3 passes
+    path = command(tmp_path, "trl rloo --num_generations 4 --per_device_train_batch_size 8 --gradient_accumulation_steps 4 "
+                             "--steps_per_generation 2 --num_train_epochs 2")  # fmt: skip
+    table = imported(path, rows=101)[2]
+    assert (table["prompts"], table["steps"]) == (8, 26)  # 4 prompts a generation: 100 rows, 12.5 steps of 8, twice
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("trl {} --dataset_name d", {"precision": "bfloat16", "chat": False}),
+        ("trl {} --dataset_name d --bf16 False", {"precision": None, "chat": False}),
+        ("trl {} --dataset_name d --fp16", {"precision": "bfloat16"}),
+        ("trl {} --dataset_name d --bf16 False --dtype bfloat16", {"precision": "bfloat16"}),
+        ("trl {} --dataset_name d --use_peft", {"lora": 16, "lora_alpha": 32.0, "lora_targets": ["q_proj", "v_proj"]}),
+        ("trl {} --dataset_name d --lora_r 32 --lora_alpha 64", {"lora": None, "lora_alpha": None}),
+        ("trl {} --dataset_name d --max_length 99 --num_train_epochs 2", {}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("trainer", ["sft", "dpo", "kto", "reward", "grpo", "rloo"])
+def test_defaults_of_trl_are_those_that_its_trainers_had_when_they_ran(
+    text: str, lines: dict[str, Any], trainer: str, tmp_path: Path
+) -> None:
+    """Found by docs/results/imports.md: products in bfloat16, text without the chat template, LoRA only with use_peft."""
+    _, recipe, table = imported(command(tmp_path, text.format(trainer)))
+    assert {name: table.get(name) for name in lines} == lines
+    if trainer not in ("grpo", "rloo"):
+        assert table["too_long"] == ("skip" if trainer == "reward" else "truncate")
+    assert ("no effect: TRL trains all weights without use_peft" in recipe) == ("--lora_r" in text)
+    assert ("lora_dropout, not given: TRL's default, 0.05: nothing is dropped here" in recipe) == ("use_peft" in text)
+
+
+@pytest.mark.parametrize(("given", "rank", "alpha"), [("", 8, 8.0), ("r=16", 16, 8.0), ("lora_alpha=4", 8, 4.0)])
+def test_a_script_has_the_defaults_of_peft_and_not_those_of_the_command(
+    given: str, rank: int, alpha: float, tmp_path: Path
+) -> None:
+    script = SCRIPT.format(
+        config="SFTConfig", trainer="SFTTrainer", options="", more=f", peft_config=LoraConfig({given})"
+    )
+    (tmp_path / "own.py").write_text(script)
+    table = imported(tmp_path / "own.py")[2]
+    assert (table["lora"], table["lora_alpha"]) == (rank, alpha)
+
+
+@pytest.mark.parametrize(
+    ("text", "lines", "settings"),
+    [
+        ("python -m verl.trainer.sft_trainer", {"lr": 1e-3, "schedule": "constant", "betas": None, "warmup": None}, {}),
+        ("python -m verl.trainer.fsdp_sft_trainer", {"lr": 1e-5, "schedule": None, "betas": [0.9, 0.95], "warmup": 3}, {}),
+        ("torchrun -m verl.trainer.sft_trainer model.path=m data.messages_key=turns optim.lr_warmup_steps=7",
+         {"model": "m", "fields": {"messages": "turns"}, "warmup": 7}, {}),
+        ("python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.loss_scale_factor=4096 "
+         "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
+         {"aggregate": "constant", "precision": "bfloat16"}, {"aggregate.length": 4096}),
+        ("python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.fsdp_config.dtype=float32",
+         {"precision": "float32"}, {}),
+        ("python -m openrlhf.cli.train_ppo_ray --actor.loss_agg_mode seq-mean-token-mean",
+         {"aggregate": "sequence-mean", "correction": None}, {}),
+        ("python -m openrlhf.cli.train_ppo_ray --vllm.num_engines 1 --algo.advantage.is_correction_level token "
+         "--algo.advantage.is_correction_mode clip --algo.advantage.is_correction_threshold 0 2",
+         {"aggregate": "token-mean", "correction": "truncate", "correction_cap": 2.0}, {}),
+        ("python -m openrlhf.cli.train_ppo_ray --vllm.num_engines 1 --algo.advantage.is_correction_level seq",
+         {"correction": "sequence", "correction_cap": 5.0}, {}),
+    ],
+)  # fmt: skip
+def test_options_of_the_newest_versions_have_their_defaults_and_names(
+    text: str, lines: dict[str, Any], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Found by the configurations that verl 0.9.1 and OpenRLHF 0.11.2 resolve."""
+    table = imported(command(tmp_path, text), rows=2048)[2]
+    assert {name: table.get(name) for name in lines} == lines and table.get("settings", {}) == settings
 
 
 SHELL = """

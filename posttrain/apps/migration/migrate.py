@@ -13,7 +13,7 @@ Rules = Callable[[RecipeDraft, int | None, int | None], None]
 
 _FRAMEWORKS: dict[str, tuple[Rules, Mapping[str, Mapping[str, Any]], Mapping[str, str], str]] = {
     "TRL": (trl_recipe.trl_recipe, trl_recipe.DEFAULTS, trl_recipe.VERBS_OF, "prefer"),
-    "verl": (verl_recipe.verl_recipe, verl_recipe.DEFAULTS, {"sft": "sft"}, "rl"),
+    "verl": (verl_recipe.verl_recipe, verl_recipe.DEFAULTS, {"sft_trainer": "sft", "fsdp_sft_trainer": "sft"}, "rl"),
     "OpenRLHF": (
         openrlhf_recipe.openrlhf_recipe,
         openrlhf_recipe.DEFAULTS,

@@ -68,6 +68,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "algo.dynamic_filtering_range": [0, 1],
         "algo.advantage.is_correction_threshold": [0.5, 5.0],
         "algo.advantage.is_correction_type": "tis",
+        "algo.advantage.is_correction_level": "off",
+        "algo.advantage.is_correction_mode": "mask",
+        "algo.advantage.is_correction_gating": "ratio",
+        "actor.loss_agg_mode": "token-mean",
+        "reward.clip_range": [-10, 10],
     },
     "train_sft": {**_LEARNS, "train.max_epochs": 2, "adam.lr": 5e-6, "data.max_len": 2048, "data.input_key": "input"},
     "train_dpo": {**_LEARNS, "adam.lr": 1e-5, "data.max_len": 512, "model.beta": 0.1},
@@ -81,7 +86,12 @@ _ESTIMATORS = {
     "group_norm": "grpo",
     "dr_grpo": "grpo",
 }
-_CORRECTIONS = {"tis": "truncate", "icepop": "icepop", "seq-mask-tis": "sequence"}
+_CORRECTIONS = {
+    **{"tis": "truncate", "icepop": "icepop", "seq-mask-tis": "sequence"},
+    **{"token, clip": "truncate", "token, mask": "icepop", "seq, mask": "sequence"},
+}
+"""is_correction_type of versions before 0.11, or is_correction_level and is_correction_mode -> the kind here."""
+_CORRECTION = "algo.advantage.is_correction"
 
 
 def openrlhf_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> None:
@@ -183,25 +193,30 @@ def _rollouts(draft: RecipeDraft, rows: int | None) -> None:
         engine(draft, draft.origin("vllm.num_engines"), "vllm.gpu_memory_utilization")
         if draft.number("vllm.num_engines") >= draft.lines.get("processes", (1, ""))[0]:
             draft.same("replicas", "vllm.num_engines")
-        if draft.read("algo.advantage.is_correction_enable"):
-            _correction(draft)
-    for name in ("algo.advantage.is_correction_type", "algo.advantage.is_correction_threshold"):
-        draft.read(name)
+        _correction(draft)
+    for name in ("type", "threshold", "level", "mode", "gating", "enable"):
+        draft.read(f"{_CORRECTION}_{name}")
 
 
 def _correction(draft: RecipeDraft) -> None:
-    kind, threshold = (
-        draft.read("algo.advantage.is_correction_type"),
-        draft.read("algo.advantage.is_correction_threshold"),
-    )
-    draft.put(
-        "correction",
-        _CORRECTIONS.get(kind, "truncate"),
-        f"{draft.origin('algo.advantage.is_correction_type')}: nearest kind",
-    )
+    """Write the correction for vLLM's log-probabilities: by the names of version 0.11, or of the versions before."""
+    level, mode = draft.read("algo.advantage.is_correction_level"), draft.read("algo.advantage.is_correction_mode")
+    gating, kind = draft.read("algo.advantage.is_correction_gating"), draft.read("algo.advantage.is_correction_type")
+    threshold, by_type = draft.read("algo.advantage.is_correction_threshold"), draft.read(f"{_CORRECTION}_enable")
+    if level == "off" and not by_type:
+        return
+    if gating != "ratio":
+        draft.note(draft.origin(f"{_CORRECTION}_gating"), "only the ratio bounds a correction here: left out")
+        return
+    named = "type" if by_type else "level"
+    found = _CORRECTIONS.get(kind if by_type else f"{level}, {mode}", "truncate")
+    told = draft.origin(f"{_CORRECTION}_{named}") + ("" if by_type else f", is_correction_mode {mode}")
+    weight = "; here replies that are kept have weight 1, there their tokens' own ratios" * (found == "sequence")
+    draft.put("correction", found, f"{told}: nearest kind{weight}")
     high = threshold[-1] if isinstance(threshold, list) and threshold else threshold
     if isinstance(high, (int, float)) and high > 1:
-        told = f"{draft.origin('algo.advantage.is_correction_threshold')}: its upper bound; the lower one is 1 / cap"
+        lower = "there is no lower one" if found == "truncate" else "the lower one is 1 / cap"
+        told = f"{draft.origin('algo.advantage.is_correction_threshold')}: its upper bound; here {lower}"
         draft.put("correction_cap", float(high), told)
 
 
@@ -252,6 +267,9 @@ def _reward(draft: RecipeDraft) -> None:
         )
     elif not isinstance(model, str):
         draft.put("env", "reward.py:reward", "no reward is named: name yours")
+    if draft.read("reward.clip_range"):
+        bounds = shown(draft.read("reward.clip_range"))
+        draft.note(f"reward.clip_range {bounds}", "rewards are not clipped here: bound them in the reward")
     length, factor = draft.number("reward.overlong_buffer_len"), draft.number("reward.overlong_penalty_factor", 1)
     if length:
         draft.put("overlong_cache", int(length), f"{draft.origin('reward.overlong_buffer_len')}: same meaning")
@@ -290,13 +308,8 @@ def _policy(draft: RecipeDraft, updates: int) -> None:
         draft.same("critic_model", "critic.model_name_or_path")
         if draft.number("actor.freezing_steps", 0) > 0:
             draft.same("critic_warmup", "actor.freezing_steps")
-    whole = loss == "gspo"
-    draft.put(
-        "aggregate",
-        "sequence-mean" if whole else "token-mean",
-        "1 / (B n_i)" if whole else "OpenRLHF's mean over tokens, 1 / sum n_j",
-    )
-    if whole:
+    _aggregate(draft, loss)
+    if loss == "gspo":
         draft.put("ratio", "sequence-mean", f"{draft.origin('actor.policy_loss_type')}: GSPO's ratio")
     either = draft.number("actor.eps_clip")
     both = draft.read("actor.eps_clip_low_high")
@@ -304,6 +317,16 @@ def _policy(draft: RecipeDraft, updates: int) -> None:
     clips(draft, updates, low, high, draft.number("actor.dual_clip"), "eps_clip")
     if entropy := draft.number("actor.entropy_coef"):
         draft.put("entropy", float(entropy), f"{draft.origin('actor.entropy_coef')}: same meaning")
+
+
+def _aggregate(draft: RecipeDraft, loss: Any) -> None:
+    mode, name = draft.read("actor.loss_agg_mode"), draft.origin("actor.loss_agg_mode")
+    if mode not in ("token-mean", "seq-mean-token-mean"):
+        raise UserError(f"OpenRLHF's loss_agg_mode {shown(mode)!r:.60} has no counterpart")
+    whole = loss == "gspo" or mode != "token-mean"
+    name = draft.origin("actor.policy_loss_type") if loss == "gspo" else name
+    told = "mean of each reply's mean, 1 / (B n_i)" if whole else "mean over the tokens of the update, 1 / sum n_j"
+    draft.put("aggregate", "sequence-mean" if whole else "token-mean", f"{name}: {told}")
 
 
 def _kl(draft: RecipeDraft) -> None:
@@ -341,8 +364,9 @@ def _given_responses(draft: RecipeDraft, rows: int | None) -> None:
     size, passes = draft.count("train.batch_size"), draft.count("train.max_epochs")
     draft.head.append(f"An update: {size} rows.")
     draft.put("rows", int(size), f"{draft.origin('train.batch_size')}: rows of an update")
-    draft.put("epochs", float(passes), f"{draft.origin('train.max_epochs')}: same meaning")
-    updates = None if rows is None else math.ceil(rows / size) * int(passes)
+    short = "the last rows of a pass, fewer than an update has, are left out there"
+    draft.put("epochs", float(passes), f"{draft.origin('train.max_epochs')}: same meaning; {short}")
+    updates = None if rows is None else max(1, rows // size) * int(passes)
     warm_up(draft, "lr_warmup_ratio", draft.number("lr_warmup_ratio"), updates)
     draft.read("lr_warmup_ratio")
     draft.same("lr", "adam.lr")

@@ -162,7 +162,8 @@ class RecipeDraft:
             self.put(option, value, f"{self.origin(name)}: {why}")
         elif value != self.own_default(option):
             own = self.own_default(option)
-            self.put(option, value, f"{self.origin(name)}" + (f" (here: {shown(own)})" if own is not None else ""))
+            told = f"{self.origin(name)}" + (f" (here: {shown(own)})" if own is not None else "")
+            self.put(option, value, told if why == "same meaning" else f"{told}: {why}")
 
     def fitted(self, option: str, value: Any) -> Any:
         """Return the value as an option here takes it. Raises UserError for one that it cannot take."""

@@ -16,7 +16,12 @@ from posttrain.core.messages import clip, one_line
 from posttrain.core.types import UserError
 
 TRL_TRAINERS = tuple(CONFIGS.values())
-VERL = {"main_ppo": "main_ppo", "main_dapo": "main_ppo", "fsdp_sft_trainer": "sft", "sft_trainer": "sft"}
+VERL = {
+    **dict.fromkeys(("main_ppo", "main_dapo"), "main_ppo"),
+    **dict.fromkeys(("sft_trainer", "sft_trainer_ray"), "sft_trainer"),
+    "fsdp_sft_trainer": "fsdp_sft_trainer",
+}
+"""Module of verl that is started -> its trainer here."""
 OPENRLHF = ("train_ppo_ray", "train_sft", "train_dpo", "train_rm")
 _CONFIGURATIONS = (".yaml", ".yml")
 _PROCESSES = {"--num_processes", "--num-processes", "--nproc_per_node", "--nproc-per-node", "--num_gpus"}

@@ -10,13 +10,16 @@ from typing import Any
 from posttrain.apps.migration.recipe_draft import NEVER, RecipeDraft
 from posttrain.core.types import UserError
 
+FIRST_RATE = "; the first has 1 / warmup of the rate here, and 0 there"
+"""What differs between a warm-up here and one of transformers, whose rates are one update behind."""
+
 
 def steps_of(
-    draft: RecipeDraft, passes: float, name: str, prompts: int, rows: int | None, whole: bool = False
+    draft: RecipeDraft, passes: float, name: str, prompts: int, rows: int | None, together: int | None = None
 ) -> int | None:
     """Write the steps of a number of passes over the rows, and return them; None where the number of rows is not known.
 
-    `whole`: the last step of a pass is left out where it is not full.
+    `together`: what is left of a pass after the last so many rows is not used. None: passes follow each other without gap.
     """
     told = draft.origin(name)
     if rows is None:
@@ -28,9 +31,15 @@ def steps_of(
             f"{told}: here steps, not passes: set {formula} (or import with --rows ROWS); {own} is the default",
         )
         return None
-    per_pass = rows // prompts if whole else math.ceil(rows / prompts)
-    steps = max(1, int(per_pass * passes) if whole else math.ceil(rows * passes / prompts))
-    draft.put("steps", steps, f"{told}: {passes:g} passes over {rows} rows, {prompts} prompts a step")
+    used = rows if together is None else max(together, rows // together * together)
+    per_pass = used / prompts if together is None else math.ceil(used / prompts)
+    steps = max(1, math.ceil(per_pass * passes))
+    left = f", of which the last {rows - used} are left out of a pass" if used < rows else ""
+    draft.put(
+        "steps",
+        steps,
+        f"{told}: {passes:g} pass{'es' * (passes != 1)} over {rows} rows{left}, {prompts} prompts a step",
+    )
     return steps
 
 
@@ -41,7 +50,7 @@ def warm_up(draft: RecipeDraft, name: str, share: float, updates: int | None) ->
     if updates is None:
         draft.note(draft.origin(name), f"warmup is a number of updates here: {share:g} x all updates")
         return
-    draft.put("warmup", math.ceil(share * updates), f"{draft.origin(name)}: {share:g} of {updates} updates")
+    draft.put("warmup", math.ceil(share * updates), f"{draft.origin(name)}: {share:g} of {updates} updates{FIRST_RATE}")
 
 
 def clips(draft: RecipeDraft, updates: int, low: Any, high: Any, dual: Any, names: str) -> None:
@@ -69,6 +78,13 @@ def frequency(draft: RecipeDraft, option: str, name: str, updates: int) -> None:
         steps = max(1, round(value / updates))
         why = "same meaning" if updates == 1 else f"{updates} updates there are a step here"
         draft.put(option, steps, f"{draft.origin(name)}: {why}")
+
+
+def kept_checkpoints(draft: RecipeDraft, name: str) -> None:
+    """Write how many checkpoints stay; trainers without the option keep all."""
+    draft.same("keep", name)
+    if draft.lines.get("keep", (0, ""))[0] == NEVER:
+        draft.put("keep", NEVER, f"{draft.origin(name)}: all checkpoints stay")
 
 
 def adapters(draft: RecipeDraft, rank: str, alpha: str, targets: str, quantized: tuple[str, str] | None = None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain.apps.migration.foreign_run import shown
 from posttrain.apps.migration.recipe_draft import RecipeDraft
-from posttrain.apps.migration.shared_rules import frequency, moving_reference, warm_up
+from posttrain.apps.migration.shared_rules import FIRST_RATE, frequency, moving_reference, warm_up
 from posttrain.core.types import UserError
 
 _LINKS = {
@@ -33,7 +33,7 @@ def warm_up_of(draft: RecipeDraft, updates: int, steps: int | None) -> None:
     if 0 < first < 1:
         warm_up(draft, "warmup_steps", first, None if steps is None else steps * updates)
     elif first:
-        draft.put("warmup", int(first), f"{draft.origin('warmup_steps')}: same meaning (updates)")
+        draft.put("warmup", int(first), f"{draft.origin('warmup_steps')} updates{FIRST_RATE}")
     elif share:
         warm_up(draft, "warmup_ratio", share, None if steps is None else steps * updates)
 
@@ -43,7 +43,9 @@ def given_responses(draft: RecipeDraft, processes: int, rows: int | None) -> Non
     batch, accumulated = draft.count("per_device_train_batch_size"), draft.count("gradient_accumulation_steps")
     size = int(batch * processes * accumulated)
     draft.head.append(f"An update: {batch} rows x {processes} processes x {accumulated} = {size} rows.")
-    draft.put("rows", size, f"per_device_train_batch_size {batch} x {processes} processes x {accumulated} accumulated")
+    told = f"per_device_train_batch_size {batch} x {processes} processes x {accumulated} accumulated"
+    averaged = "; TRL averages micro-batches, so that a short last one of a pass counts as much as a full one"
+    draft.put("rows", size, told + averaged * (draft.run.trainer != "sft" and size > batch))
     most, passes = draft.number("max_steps"), draft.number("num_train_epochs")
     updates = None if rows is None else math.ceil(rows / size) * passes
     if most > 0:
@@ -55,9 +57,11 @@ def given_responses(draft: RecipeDraft, processes: int, rows: int | None) -> Non
     frequency(draft, "save_every", "save_steps", 1)
     if draft.given("eval_steps"):
         frequency(draft, "eval_every", "eval_steps", 1)
-    if draft.read("max_length") is not None:
-        draft.put("too_long", "truncate", f"{draft.origin('max_length')}: here the model's own context is the limit")
     trainer = draft.run.trainer
+    if draft.read("max_length") is not None:
+        how, told = ("skip", "left out") if trainer == "reward" else ("truncate", "cut")
+        limit = "here beyond the model's own context" + "; their update is smaller then" * (how == "skip")
+        draft.put("too_long", how, f"{draft.origin('max_length')}: longer rows are {told}, {limit}")
     {"sft": _sft, "reward": _reward_model}.get(trainer, _preferences)(draft)
 
 
@@ -70,7 +74,10 @@ def _sft(draft: RecipeDraft) -> None:
     masked = only is not False or bool(assistant)
     told = "completion_only_loss, assistant_only_loss: the loss is on responses"
     if only is None and not assistant:
-        told = "not given: TRL learns completions alone, but all of messages and texts: for these set false"
+        told = (
+            'not given: TRL trains completions alone, but every token of rows of messages: for these set mask = "all"; '
+            "rows of text alone are not read here"
+        )
     draft.put("mask", "assistant" if masked else "all", told)
     if draft.read("packing"):
         draft.note("packing", "a packed row of TRL holds several of yours: rows counts yours, so raise it by as much")
@@ -88,13 +95,15 @@ def _preferences(draft: RecipeDraft) -> None:
     kinds = kinds if isinstance(kinds, list) else [kinds]
     weights = draft.read("loss_weights") or [1.0] * len(kinds)
     if trainer == "orpo":
-        draft.put("algorithm", "orpo", "ORPOTrainer")
+        told = "the likelihood is that of chosen responses, a mean of each here; of their prompts too, per token, there"
+        draft.put("algorithm", "orpo", f"ORPOTrainer; {told}")
         draft.put("preference", beta, f"{draft.origin('beta')} is the weight of the odds ratio (lambda of the paper)")
         return
     if trainer == "kto":
         if kinds != ["kto"]:
             raise UserError(f"KTO's loss_type {shown(kinds[0])!r:.40} has no counterpart; supported: kto")
-        draft.put("algorithm", "kto", "KTOTrainer")
+        told = "the drift (KL) is estimated from the replies of the update here, from those of a micro-batch there"
+        draft.put("algorithm", "kto", f"KTOTrainer; {told}")
     elif trainer == "cpo":
         simpo = kinds == ["simpo"]
         draft.put("algorithm", "simpo" if simpo else "cpo", f"CPOTrainer, loss_type {shown(kinds[0])}")

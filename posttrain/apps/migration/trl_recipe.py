@@ -18,6 +18,7 @@ from posttrain.apps.migration.shared_rules import (
     devices_of,
     engine,
     frequency,
+    kept_checkpoints,
     moving_reference,
     split_of,
     steps_of,
@@ -42,9 +43,13 @@ COMMON: dict[str, Any] = {
     "save_total_limit": NEVER,  # all of them
     "dataset_train_split": "train",
     "gradient_checkpointing": True,
-    "lora_r": 0,
-    "lora_alpha": 32,
+    "bf16": True,
 }
+_LORA = {
+    "use_peft": {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05},
+    "LoraConfig": {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0},
+}
+"""What turns LoRA on, in a command and in a script -> its defaults: those of TRL's ModelConfig, and those of PEFT."""
 _ROLLOUTS = {
     "learning_rate": 1e-6,
     "num_generations": 8,
@@ -85,6 +90,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "sft": {**COMMON, "learning_rate": 2e-5, "max_length": 1024, "loss_type": "nll"},
     "reward": {**COMMON, "learning_rate": 1e-4, "max_length": 1024},
 }
+SPACE = "; a reply keeps its leading space here, which TRL's decoding drops with SentencePiece tokenizers"
 VERBS_OF = {"grpo": "rl", "rloo": "rl", "sft": "sft", "reward": "reward-model"}  # the others: prefer
 _AGGREGATES = {
     "grpo": ("sequence-mean", "mean of each reply's mean, 1 / (B n_i)"),
@@ -116,13 +122,37 @@ def trl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> Non
         draft.put("optimizer_options.eps", draft.number("adam_epsilon"), "adam_epsilon: same meaning")
     if draft.read("gradient_checkpointing"):
         draft.put("recompute", "layers", f"{draft.origin('gradient_checkpointing')}: same meaning; memory only")
-    if draft.read("bf16") or draft.read("fp16"):
-        draft.put("precision", "bfloat16", "bf16 or fp16: arithmetic; weights that learn stay in float32")
-    if draft.read("use_peft") and not draft.given("lora_r"):
-        draft.run.options["lora_r"] = 16
-    adapters(draft, "lora_r", "lora_alpha", "lora_target_modules", ("load_in_4bit", "load_in_8bit"))
-    draft.same("keep", "save_total_limit", "same meaning")
+    _precision(draft)
+    _adapters(draft)
+    kept_checkpoints(draft, "save_total_limit")
     draft.same("out", "output_dir")
+
+
+def _precision(draft: RecipeDraft) -> None:
+    """Write the type of products. TRL's is bfloat16 unless fp16 is chosen or bf16 is false."""
+    told = "products in bfloat16, weights that learn in float32"
+    stored = next((name for name in ("dtype", "torch_dtype") if draft.read(name) in ("bfloat16", "float16")), None)
+    chosen = "fp16" if draft.read("fp16") else "bf16"
+    if stored is not None:
+        told = f"weights that learn stay in float32 here; of TRL ({draft.origin(stored)}) they are rounded too"
+        draft.put("precision", "bfloat16", told)
+    elif draft.read(chosen):
+        draft.put("precision", "bfloat16", f"{draft.origin(chosen)}: {told}")
+
+
+def _adapters(draft: RecipeDraft) -> None:
+    """Write LoRA with the defaults of the command or of the script; without either, its options have no effect."""
+    on = [name for name in _LORA if draft.read(name)]
+    if not on:
+        for name in [name for name in draft.run.options if name.startswith("lora_")]:
+            draft.note(draft.origin(name), "no effect: TRL trains all weights without use_peft")
+            draft.treated.add(name)
+        return
+    draft.defaults = {**draft.defaults, **_LORA[on[0]]}
+    adapters(draft, "lora_r", "lora_alpha", "lora_target_modules", ("load_in_4bit", "load_in_8bit"))
+    if share := draft.number("lora_dropout"):
+        told = "" if draft.given("lora_dropout") else f", {share:g}"
+        draft.note(f"{draft.origin('lora_dropout')}{told}", "nothing is dropped here while adapters learn")
 
 
 def _data(draft: RecipeDraft) -> None:
@@ -138,13 +168,14 @@ def _data(draft: RecipeDraft) -> None:
     elif draft.read("eval_dataset_name"):
         draft.note("eval_dataset", "held_out keeps a share of tasks for evaluation")
     draft.read("eval_dataset_config")
+    draft.put("chat", False, "TRL trains on text as it is; rows of messages get the chat template all the same")
 
 
 def _rollouts(draft: RecipeDraft, processes: int, rows: int | None) -> None:
     """Write the batch, the algorithm and the sampling of GRPO or RLOO."""
-    prompts, passes, minibatches = _generations(draft, processes)
+    prompts, together, passes, minibatches = _generations(draft, processes)
     updates = passes * minibatches
-    steps = _steps(draft, prompts, updates, rows)
+    steps = _steps(draft, prompts, together, updates, rows)
     warm_up_of(draft, updates, steps)
     frequency(draft, "save_every", "save_steps", updates)
     if draft.given("eval_steps"):
@@ -169,8 +200,8 @@ def _rollouts(draft: RecipeDraft, processes: int, rows: int | None) -> None:
         draft.put("overlong_filter", True, "mask_truncated_completions: same meaning")
 
 
-def _generations(draft: RecipeDraft, processes: int) -> tuple[int, int, int]:
-    """Write and return the prompts of a step, its passes and its updates a pass."""
+def _generations(draft: RecipeDraft, processes: int) -> tuple[int, int, int, int]:
+    """Write and return the prompts of a step and of a generation, the passes of a step and its updates a pass."""
     batch, accumulated = draft.count("per_device_train_batch_size"), draft.count("gradient_accumulation_steps")
     group, passes = draft.count("num_generations"), draft.count("num_iterations")
     together = batch * processes
@@ -197,18 +228,20 @@ def _generations(draft: RecipeDraft, processes: int) -> tuple[int, int, int]:
             "steps_per_generation", f"{minibatches} updates a pass: an update needs a whole group here, so {prompts}"
         )
         minibatches = prompts
-    draft.put("minibatches", minibatches, "steps_per_generation / gradient_accumulation_steps: updates a pass")
+    told = "steps_per_generation / gradient_accumulation_steps: updates a pass"
+    mixed = "; TRL deals the replies of a step out at random, here the replies to a prompt stay together"
+    draft.put("minibatches", minibatches, told + mixed * (minibatches > 1))
     draft.put("epochs", int(passes), f"{draft.origin('num_iterations')}: same meaning")
-    return prompts, int(passes), minibatches
+    return prompts, max(1, int(together * per_generation / group)), int(passes), minibatches
 
 
-def _steps(draft: RecipeDraft, prompts: int, updates: int, rows: int | None) -> int | None:
+def _steps(draft: RecipeDraft, prompts: int, together: int, updates: int, rows: int | None) -> int | None:
     most, passes = draft.number("max_steps"), draft.number("num_train_epochs")
     if most > 0:
         steps = math.ceil(most / updates)
         draft.put("steps", steps, f"{draft.origin('max_steps')} counts updates, of which a step has {updates}")
         return steps
-    return steps_of(draft, passes, "num_train_epochs", prompts, rows)
+    return steps_of(draft, passes, "num_train_epochs", prompts, rows, together)
 
 
 def _rewards(draft: RecipeDraft) -> None:
@@ -237,7 +270,7 @@ def _rewards(draft: RecipeDraft) -> None:
         draft.put(
             "env",
             " + ".join(sum_of) or "trl:rewards.py:reward",
-            "reward_funcs" if sum_of else "reward_funcs: name yours",
+            f"reward_funcs{SPACE}" if sum_of else "reward_funcs: name yours",
         )
     if weights and not sum_of:
         draft.note(draft.origin("reward_weights"), "weights follow the terms of env: trl:rewards.py:f*0.5")

@@ -159,8 +159,8 @@ def read_script(text: str, name: str) -> ForeignRun:
     if trainer is not None:
         _of_trainer(script, trainer, run, name, _runs_when_imported(tree))
     if lora := last.get("LoraConfig"):
-        run.options |= {_LORA.get(key, key): value for key, value in _keywords(script, lora).items()
-                        if key not in ("task_type", "bias")}  # fmt: skip
+        run.options |= {"LoraConfig": True} | {_LORA.get(key, key): value for key, value in _keywords(script, lora).items()
+                                               if key not in ("task_type", "bias")}  # fmt: skip
     return run
 
 

@@ -1,4 +1,4 @@
-"""Recipes from verl's Hydra overrides. Defaults are those of its ppo_trainer.yaml and sft_trainer.yaml of January 2026.
+"""Recipes from verl's Hydra overrides. Defaults are those of verl 0.9.1; of fsdp_sft_trainer, no longer in it, of 0.6.
 
 A step samples rollout.n replies to each of data.train_batch_size prompts; ppo_mini_batch_size counts prompts too.
 """
@@ -11,8 +11,17 @@ from typing import Any
 
 from posttrain.apps.migration.foreign_run import shown
 from posttrain.apps.migration.recipe_draft import ESTIMATORS, NEVER, RecipeDraft
-from posttrain.apps.migration.shared_rules import adapters, clips, devices_of, engine, frequency, optimizer, steps_of
-from posttrain.apps.migration.verl_sft_recipe import verl_sft
+from posttrain.apps.migration.shared_rules import (
+    adapters,
+    clips,
+    devices_of,
+    engine,
+    frequency,
+    kept_checkpoints,
+    optimizer,
+    steps_of,
+)
+from posttrain.apps.migration.verl_sft_recipe import DECAYED, verl_sft
 from posttrain.core.types import UserError
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -45,7 +54,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         f"{ACTOR}.kl_loss_type": "low_var_kl",
         f"{ACTOR}.policy_loss.loss_mode": "vanilla",
         f"{ACTOR}.grad_clip": 1.0,
-        f"{ACTOR}.dtype": "bfloat16",
+        f"{ACTOR}.fsdp_config.dtype": "bfloat16",
         f"{OPTIMIZER}.lr": 1e-6,
         f"{OPTIMIZER}.weight_decay": 0.01,
         f"{OPTIMIZER}.lr_warmup_steps": -1,
@@ -71,7 +80,30 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "trainer.nnodes": 1,
         "trainer.critic_warmup": 0,
     },
-    "sft": {
+    "sft_trainer": {
+        "data.train_files": "~/data/gsm8k/train.parquet",
+        "data.train_batch_size": 256,
+        "data.messages_key": "messages",
+        "data.truncation": "error",
+        "model.path": "~/models/deepseek-llm-7b-chat",
+        "optim.lr": 1e-3,
+        "optim.betas": [0.9, 0.999],
+        "optim.weight_decay": 0.01,
+        "optim.lr_warmup_steps": -1,
+        "optim.lr_warmup_steps_ratio": 0.0,
+        "optim.clip_grad": 1.0,
+        "optim.lr_scheduler_type": "constant",
+        "engine.dtype": "bfloat16",
+        "model.enable_gradient_checkpointing": True,
+        "model.lora_rank": 0,
+        "model.lora_alpha": 16,
+        "model.target_modules": "all-linear",
+        "trainer.total_epochs": 4,
+        "trainer.seed": 1,
+        "trainer.save_freq": -1,
+        "trainer.test_freq": -1,
+    },
+    "fsdp_sft_trainer": {
         "data.train_files": "~/data/gsm8k/train.parquet",
         "data.train_batch_size": 256,
         "data.prompt_key": "question",
@@ -94,12 +126,15 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 AGGREGATES = {
-    "token-mean": ("token-mean", "1 / sum n_j over the update; verl averages within each micro-batch"),
+    "token-mean": (
+        "token-mean",
+        "1 / sum n_j over the update, as in verl 0.9; older ones average within micro-batches",
+    ),
     "seq-mean-token-sum": ("sequence-sum", "1 / B"),
     "seq-mean-token-mean": ("sequence-mean", "1 / (B n_i)"),
     "seq-mean-token-sum-norm": (
         "constant",
-        "1 / (B length); verl sums over a micro-batch, so its gradient is larger by the number of replies there",
+        "1 / (B length); without loss_scale_factor verl's length is the width of a padded micro-batch, here max_tokens",
     ),
 }
 ALGORITHMS = {
@@ -134,7 +169,7 @@ def verl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> No
     for name in ("trainer.n_gpus_per_node", "trainer.nnodes"):
         draft.read(name)
     draft.same("tasks", "data.train_files")
-    if draft.run.trainer == "sft":
+    if draft.run.trainer != "main_ppo":
         return verl_sft(draft, rows)
     draft.same("eval_tasks", "data.val_files")
     draft.same("fields.prompt", "data.prompt_key")
@@ -160,7 +195,7 @@ def verl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> No
     adapters(draft, f"{MODEL}.lora_rank", f"{MODEL}.lora_alpha", f"{MODEL}.target_modules")
     frequency(draft, "save_every", "trainer.save_freq", 1)
     frequency(draft, "eval_every", "trainer.test_freq", 1)
-    draft.same("keep", "trainer.max_actor_ckpt_to_keep")
+    kept_checkpoints(draft, "trainer.max_actor_ckpt_to_keep")
     if draft.given("trainer.default_local_dir"):
         draft.same("out", "trainer.default_local_dir")
     elif isinstance(experiment := draft.read("trainer.experiment_name"), str):
@@ -213,6 +248,8 @@ def _policy(draft: RecipeDraft, updates: int) -> None:
         )
     if mode not in ("gspo", "geo_mean"):  # theirs are means over replies whatever is given
         draft.put("aggregate", aggregate, f"{draft.origin(f'{ACTOR}.loss_agg_mode')}: {formula}")
+    if (length := draft.number(f"{ACTOR}.loss_scale_factor")) and aggregate == "constant":
+        draft.set("aggregate.length", int(length), f"{draft.origin(f'{ACTOR}.loss_scale_factor')}: same meaning")
     _clip(draft, mode, updates)
     if entropy := draft.number(f"{ACTOR}.entropy_coeff"):
         draft.put("entropy", float(entropy), f"{draft.origin(f'{ACTOR}.entropy_coeff')}: same meaning")
@@ -330,7 +367,7 @@ def _estimator(name: Any, option: str) -> str:
 def _optimizer(draft: RecipeDraft, prompts: int, updates: int, rows: int | None) -> None:
     draft.same("lr", f"{OPTIMIZER}.lr")
     optimizer(draft, OPTIMIZER)
-    draft.same("weight_decay", f"{OPTIMIZER}.weight_decay")
+    draft.same("weight_decay", f"{OPTIMIZER}.weight_decay", DECAYED)
     draft.same("max_grad_norm", f"{ACTOR}.grad_clip")
     schedule = "lr_scheduler_type" if draft.given(f"{OPTIMIZER}.lr_scheduler_type") else "warmup_style"
     draft.same("schedule", f"{OPTIMIZER}.{schedule}")
@@ -340,9 +377,9 @@ def _optimizer(draft: RecipeDraft, prompts: int, updates: int, rows: int | None)
         draft.put("steps", int(most), f"{draft.origin('trainer.total_training_steps')}: same meaning")
         steps: int | None = int(most)
     else:
-        steps = steps_of(draft, passes, "trainer.total_epochs", prompts, rows, whole=True)
+        steps = steps_of(draft, passes, "trainer.total_epochs", prompts, rows, prompts)
     warm, share = draft.number(f"{OPTIMIZER}.lr_warmup_steps"), draft.number(f"{OPTIMIZER}.lr_warmup_steps_ratio")
-    told = f"verl counts steps, of which each has {updates} update{'s'[: updates != 1]}"
+    told = f"verl counts steps, of which each has {updates} update{'s'[: updates != 1]}; its first step has the rate 0"
     if warm is not None and warm > 0:
         draft.put("warmup", int(warm) * updates, f"{draft.origin(f'{OPTIMIZER}.lr_warmup_steps')}: {told}")
     elif share and steps is None:
@@ -355,7 +392,7 @@ def _optimizer(draft: RecipeDraft, prompts: int, updates: int, rows: int | None)
         )
     if draft.read(f"{MODEL}.enable_gradient_checkpointing"):
         draft.put("recompute", "layers", f"{draft.origin(f'{MODEL}.enable_gradient_checkpointing')}: memory only")
-    draft.same("precision", f"{ACTOR}.dtype")
+    draft.same("precision", f"{ACTOR}.dtype" if draft.given(f"{ACTOR}.dtype") else f"{ACTOR}.fsdp_config.dtype")
 
 
 def _reward(draft: RecipeDraft) -> None:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from posttrain.apps.migration.recipe_draft import RecipeDraft
-from posttrain.apps.migration.shared_rules import adapters, frequency, optimizer
+from posttrain.apps.migration.shared_rules import FIRST_RATE, adapters, frequency, optimizer
+
+DECAYED = "same meaning; of all weights there, of matrices alone here"
 
 
 def verl_sft(draft: RecipeDraft, rows: int | None) -> None:
-    """Write the lines of supervised fine-tuning."""
+    """Write the lines of supervised fine-tuning: of sft_trainer, or of fsdp_sft_trainer, its predecessor."""
+    draft.same("fields.messages", "data.messages_key")
+    if draft.lines.get("fields.messages", ("",))[0] == "messages":
+        del draft.lines["fields.messages"]
     draft.same("fields.prompt", "data.prompt_key")
     draft.same("fields.response", "data.response_key")
     for option, name in (("prompt", "prompt_dict_keys"), ("response", "response_dict_keys")):
@@ -24,7 +29,7 @@ def verl_sft(draft: RecipeDraft, rows: int | None) -> None:
         draft.lines.pop("fields.response", None)
     if draft.read("data.val_files"):
         draft.note("data.val_files", "held_out keeps a share of tasks for evaluation")
-    draft.same("model", "model.partial_pretrain")
+    draft.same("model", "model.partial_pretrain" if draft.run.trainer == "fsdp_sft_trainer" else "model.path")
     size = draft.count("data.train_batch_size")
     draft.head.append(f"An update: {size} rows.")
     draft.put("rows", size, f"{draft.origin('data.train_batch_size')}: rows of an update")
@@ -34,21 +39,27 @@ def verl_sft(draft: RecipeDraft, rows: int | None) -> None:
         updates = int(most)
         draft.put("steps", updates, f"{draft.origin('trainer.total_training_steps')}: same meaning")
     else:
-        draft.put("epochs", float(passes), f"{draft.origin('trainer.total_epochs')}: same meaning")
+        short = "the last rows of a pass, fewer than an update has, are left out there"
+        draft.put("epochs", float(passes), f"{draft.origin('trainer.total_epochs')}: same meaning; {short}")
     draft.same("lr", "optim.lr")
     optimizer(draft, "optim")
     draft.same("betas", "optim.betas")
-    draft.same("weight_decay", "optim.weight_decay")
+    draft.same("weight_decay", "optim.weight_decay", DECAYED)
     draft.same("max_grad_norm", "optim.clip_grad")
-    draft.same("schedule", "optim.lr_scheduler")
-    share = draft.number("optim.lr_warmup_steps_ratio")
-    if updates is None:
+    draft.same(
+        "schedule", "optim.lr_scheduler" if "optim.lr_scheduler" in draft.defaults else "optim.lr_scheduler_type"
+    )
+    first, share = draft.number("optim.lr_warmup_steps"), draft.number("optim.lr_warmup_steps_ratio")
+    if first is not None and first > 0:
+        draft.put("warmup", int(first), f"{draft.origin('optim.lr_warmup_steps')} updates{FIRST_RATE}")
+    elif share and updates is None:
         draft.note(draft.origin("optim.lr_warmup_steps_ratio"), f"warmup = {share:g} x all updates")
-    else:
-        draft.put("warmup", int(share * updates), f"{draft.origin('optim.lr_warmup_steps_ratio')} of {updates} updates")
+    elif share and updates is not None:
+        told = f"{draft.origin('optim.lr_warmup_steps_ratio')} of {updates} updates{FIRST_RATE}"
+        draft.put("warmup", int(share * updates), told)
     if draft.read("model.enable_gradient_checkpointing"):
         draft.put("recompute", "layers", f"{draft.origin('model.enable_gradient_checkpointing')}: memory only")
-    draft.put("precision", "bfloat16", "verl computes in bfloat16")
+    draft.put("precision", draft.fitted("precision", draft.read("engine.dtype", "bfloat16")), "verl's type of products")
     draft.put(
         "too_long", draft.fitted("too_long", draft.read("data.truncation")), "data.truncation, at the model's context"
     )

@@ -103,7 +103,7 @@ def reproduce(
     seeds
         Random seeds, one measurement each. Finished ones are kept. Left out: those of the experiment, three or five.
     arena
-        Another arena than the experiment's own, if it has one: other tasks, rewards and sizes. The list of experiments names them.
+        Another arena than the experiment's own, as the list of experiments names it: other tasks, rewards and sizes.
     out
         Folder for the experiments, one subfolder each.
     settings

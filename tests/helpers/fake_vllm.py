@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ from posttrain.engines.vllm.worker_extension import WorkerExtension
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.models.weight_files import write_weights
+from posttrain.system.temp_folders import TempFolder
 
 FAULT = "FAKE_VLLM"
 
@@ -44,7 +46,8 @@ class Server(WorkerExtension):
     """The server, and the one worker of it."""
 
     def __init__(self, folder: str, context: int) -> None:
-        self.folder, self.context = Path(folder), context
+        self.own, self.context = TempFolder("fake-vllm"), context  # other servers read the same folder
+        self.folder = Path(shutil.copytree(folder, self.own.name, dirs_exist_ok=True))
         self.tokenizer = Tokenizer.load(folder)
         self.engine: LocalEngine | None = None
         self.calls: list[str] = []

@@ -38,7 +38,7 @@ WORK = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")  # metrics t
 
 @dataclass(frozen=True)
 class ServedRun:
-    """What a client has to know about the run."""
+    """Facts about the run that a client needs."""
 
     tokenizer: Tokenizer
     eos_ids: tuple[int, ...]

@@ -48,7 +48,7 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class ServerSetup:
-    """What all servers of a run have in common."""
+    """Setup that all servers of a run share."""
 
     folder: str  # with config.json and the tokenizer
     dtype: torch.dtype  # of weights, arithmetic and cache

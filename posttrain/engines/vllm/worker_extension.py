@@ -1,4 +1,4 @@
-"""What posttrain adds to vLLM's workers (`vllm serve --worker-extension-cls`): loading weights that the learner offers.
+"""Extension of vLLM's workers (`vllm serve --worker-extension-cls`), which loads the weights that the learner offers.
 
 The methods are called over HTTP (/collective_rpc) with plain JSON data, in each process of a server.
 """

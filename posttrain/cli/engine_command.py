@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +13,6 @@ from posttrain.config.inference import ServeEngine
 from posttrain.engines.pool.listener import listen
 from posttrain.engines.pool.pool_protocol import read_token
 from posttrain.engines.pool.replicas import setup_of
-from posttrain.engines.vllm.vllm_engine import environment
 from posttrain.models.adapters.adapter_config import described_in
 from posttrain.models.json_files import read_json
 from posttrain.models.native.decoder import Decoder
@@ -43,13 +41,11 @@ def serve_engine(config: ServeEngine, say: Callable[[str], None] = _say) -> None
     generation = read_json(folder / "generation_config.json", optional=True)
     model.source, model.eos_ids = source, read_eos_ids(folder, source, generation, model.config.vocab)
     end_tokens(model, tokenizer)
-    if config.engine == "vllm":
-        os.environ.update(environment())
     how = config.slots, config.precision, config.engine_cache, torch.get_num_threads()
     for number in (signal.SIGINT, signal.SIGTERM):  # also where a shell ignores it for background processes
         signal.signal(number, signal.default_int_handler)
     with TempFolder("engine") as own, suppress(KeyboardInterrupt):
-        setup = {**setup_of(config.engine, model, tokenizer, Path(own), *how), "device": str(device)}
+        setup = {**setup_of(model, tokenizer, Path(own), *how), "device": str(device)}
         say(f"samples     {config.model}, {model.config.context} tokens of context, on {device}")
         listen(setup, config.listen, token, say)
     say("stopped")

@@ -49,8 +49,8 @@ def serve_policy(config: ServePolicy, say: Callable[[str], None] = _say) -> None
         serving=True,
     )
     with closing(engine):
-        if version := step_of(folder.name):
-            engine.load(model, version)
+        version = step_of(folder.name) or 0
+        engine.load(model, version)
         name, context = config.name or config.model, model.config.context
         limits = ServerLimits(config.requests)
 
@@ -58,7 +58,7 @@ def serve_policy(config: ServePolicy, say: Callable[[str], None] = _say) -> None
             return EnginePolicy(desk, tokenizer, name, context, ends, config.max_tokens)
 
         def told(port: int) -> None:
-            say(f"model       {name}, version {version or 0}, {context} tokens of context, {engine.backend}")
+            say(f"model       {name}, version {version}, {context} tokens of context, {engine.backend}")
             say(f"OpenAI      http://{HOST}:{port}/v1")
             say(f"Anthropic   http://{HOST}:{port}")
             say(f"token ids   http://{HOST}:{port}/inference/v1/generate")

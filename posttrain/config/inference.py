@@ -117,11 +117,11 @@ class ServePolicy(HardwareGroup, ChatTemplateGroup):
     slots: int = option(256, above=0, group="scale")
     """Replies that are decoded at once: bounds the memory of the KV cache."""
     engine: Literal["local", "vllm"] = option("local", group="scale", first_hour=True)
-    """Sampling engine: local, in this process, or vllm, in a process of its own."""
+    """Sampling engine: local, in this process, or vllm, a server of its own."""
     engine_cache: float = option(4.0, above=0, group="scale", value="GIB")
     """vLLM: KV cache limit, in GiB."""
     engine_timeout: float = option(120.0, above=0, most=86_400, group="scale", value="SECONDS")
-    """vLLM: timeout of a decoding step, in seconds. The server exits when a step exceeds it."""
+    """vLLM: timeout of a decoding step, in seconds. After it, vLLM is restarted, and its requests are sampled again."""
 
 
 @dataclass(frozen=True)
@@ -136,10 +136,8 @@ class ServeEngine(HardwareGroup):
     """File with the secret that runs must present. Default: the variable POSTTRAIN_ENGINE_TOKEN."""
     slots: int = option(256, above=0, group="scale")
     """Replies that are decoded at once: bounds the memory of the KV cache."""
-    engine: Literal["local", "vllm"] = option("local", group="scale", first_hour=True)
-    """Sampling engine: local or vllm."""
     engine_cache: float = option(4.0, above=0, group="scale", value="GIB")
-    """KV cache limit in GiB: of vLLM, or of the local engine's cache of episodes between turns."""
+    """Limit of the cache of episodes between turns, in GiB."""
 
 
 @dataclass(frozen=True)

@@ -204,9 +204,22 @@ def _validate_sample(config: Sample) -> None:
 
 
 def _validate_engines(config: RL) -> None:
+    if twice := [url for url in config.engine_url if config.engine_url.count(url) > 1]:
+        raise UserError(f"--engine-url has {twice[0]} twice: give each server once")
     if twice := [address for address in config.engines if config.engines.count(address) > 1]:
         raise UserError(
             f"--engines has {twice[0]} twice, and an engine serves one connection at a time: give each engine once"
+        )
+    if config.engine == "local":
+        named = {"--engine-url": config.engine_url, "--engine-seeds": config.engine_seeds}
+        named["--engine-tensor-parallel"] = config.engine_tensor_parallel > 1
+        if idle := [name for name, given in named.items() if given]:
+            raise UserError(f"{idle[0]} requires --engine vllm: add it, or leave {idle[0]} out")
+    elif config.engines or config.launch == "ray":
+        which = "--engines" if config.engines else "--launch ray"
+        raise UserError(
+            f"{which} is for the local engine: start vLLM elsewhere (vllm serve) and give --engine-url, or leave out "
+            "--engine vllm"
         )
     if config.engine_token is not None and not config.engines:
         raise UserError("--engine-token has no effect without --engines: give their addresses too, or leave it out")
@@ -214,11 +227,11 @@ def _validate_engines(config: RL) -> None:
         raise UserError(
             "--engine-devices has no effect without engines in processes of their own: add --replicas, or leave it out"
         )
-    engines = config.replicas + len(config.engines)
+    engines = config.replicas + len(config.engines) + len(config.engine_url)
     if 0 < engines < config.processes:
         raise UserError(
             f"each of {config.processes} processes needs an engine of its own: give at least {config.processes} "
-            "(--replicas, --engines)"
+            "(--replicas, --engines, --engine-url)"
         )
 
 

@@ -296,7 +296,15 @@ class EngineGroup(ReplicaGroup, group="scale"):
     """Engine of training, and its weight sync."""
 
     engine: Literal["local", "vllm"] = option("local", first_hour=True)
-    """Sampling engine: local, with the learner's own weights, or vllm, in a process of its own."""
+    """Sampling engine: local, with the learner's own weights, or vllm, a server that the run starts."""
+    engine_url: tuple[str, ...] = option((), value="URL", on_resume="free")
+    """vLLM: servers that run already, such as http://10.0.0.7:8000, instead of one that the run starts. The variable
+    VLLM_API_KEY holds their key, if they need one."""
+    engine_tensor_parallel: int = option(1, above=0, most=1024, value="N", on_resume="free")
+    """vLLM: GPUs of each server, which share its weights (tensor parallelism)."""
+    engine_seeds: bool = option(False, on_resume="free")
+    """vLLM: sample each reply with a seed of its own, so that a repeated run samples the same replies, apart from
+    rounding. It samples more slowly then."""
     engine_devices: tuple[int, ...] = option((), value="GPU", on_resume="free")
     """GPUs of engines in processes of their own (--replicas, --engine vllm), in turn. Default: the GPUs that no
     training process uses; if there are none, the training GPUs."""
@@ -304,15 +312,15 @@ class EngineGroup(ReplicaGroup, group="scale"):
     """KV cache limit in GiB: of vLLM, or of the local engine's cache of episodes between turns. The local engine
     recomputes dropped entries, bit for bit."""
     engine_timeout: float = option(120.0, above=0, most=86_400, value="SECONDS", on_resume="free")
-    """Timeout of an engine in another process, in seconds, for a weight sync or a decoding step. After it, one of
-    several engines is restarted; a single engine ends the run."""
+    """Timeout of an engine in another process, in seconds, for a weight sync or a decoding step. After it, the engine is
+    restarted."""
     weight_sync: Literal["copied", "adapter", "nccl", "ipc"] = option("copied", on_resume="free")
-    """Transport of new weights to vLLM. copied: all of them through host memory, adapters merged. adapter: with --lora,
-    the base once, then only the adapters. nccl, ipc: with --replicas, from GPU to GPU, or within one GPU; both are
-    vLLM's own, and have not been tested on GPUs yet."""
+    """Transport of new weights to vLLM. copied: all of them, adapters merged, through host memory, or to --engine-url
+    through files under --out. adapter: with --lora, the base once, then only the adapters. nccl, ipc: from GPU to GPU, or
+    within one GPU; both are vLLM's own, and have not been tested on GPUs yet."""
     launch: Literal["local", "ray"] = option("local", on_resume="free")
-    """Where --replicas run: on this machine, or on a Ray cluster. RAY_ADDRESS names the cluster; without it, one is
-    started here. All machines must see --out under the same path."""
+    """Where --replicas of the local engine run: on this machine, or on a Ray cluster. RAY_ADDRESS names the cluster;
+    without it, one is started here. All machines must see --out under the same path."""
     replica_cpus: float = option(1.0, above=0, most=1024, on_resume="free")
     """--launch ray: CPUs for each replica. With --device cuda it also takes a GPU."""
     engines: tuple[str, ...] = option((), value="HOST:PORT", on_resume="free")

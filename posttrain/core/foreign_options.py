@@ -226,10 +226,13 @@ ELSEWHERE = {
     "dataset_split": "{split}",
     "input_template": "{prompt_template} (columns in braces)",
     "teacher_model_name_or_path": "{teacher}",
-    "vllm_mode": "{engine} vllm, with {replicas} for processes of their own",
-    "vllm_server_base_url": "{engines}, which posttrain engine --listen serves",
-    "vllm_server_host": "{engines}, which posttrain engine --listen serves",
-    "vllm_server_port": "{engines}, which posttrain engine --listen serves",
+    "vllm_mode": "{engine} vllm, with {engine_url} for servers that run already",
+    "vllm_server_base_url": "{engine_url}",
+    "vllm_server_host": "{engine_url}",
+    "vllm_server_port": "{engine_url}",
+    "vllm_tensor_parallel_size": "{engine_tensor_parallel}",
+    "tensor_model_parallel_size": "{engine_tensor_parallel}, for vLLM",
+    "tensor_parallel_size": "{engine_tensor_parallel}, for vLLM",
     "gpu_memory_utilization": "{engine_cache} (in GiB)",
     "vllm_importance_sampling_correction": "{correction} (a kind)",
     "vllm_importance_sampling_mode": "{correction} (a kind)",
@@ -448,10 +451,6 @@ ANSWERS = {
     **_alike(
         "attn_implementation use_flash_attn flash_attn",
         "attention is chosen by what the model and the machine have",
-    ),
-    **_alike(
-        "tensor_parallel_size tensor_model_parallel_size vllm_tensor_parallel_size",
-        "each engine holds the whole model: {replicas} makes several; {tensor_parallel} divides the learner's weights",
     ),
     **_alike(
         "nnodes num_machines num_processes",

@@ -213,6 +213,13 @@ class Paced(Protocol):
 
 
 @runtime_checkable
+class Resting(Protocol):
+    """An engine that can free memory between the phases of a step."""
+
+    def rest(self) -> None: ...  # until the next weights, or the next request
+
+
+@runtime_checkable
 class Seeing(Protocol):
     """An engine whose prompts may contain pictures."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from posttrain.system.child_processes import Child, pair
@@ -13,18 +13,15 @@ CLOSE_SECONDS = 5.0  # timeout for an idle process to exit by itself
 
 
 class EngineProcess:
-    """The process of an engine. `target`: "package.module:function", called with the socket's file descriptor and
-    `descriptors`.
-    """
+    """The process of an engine. `target`: "package.module:function", called with the socket's file descriptor."""
 
-    def __init__(self, target: str, name: str, descriptors: Sequence[int], environment: Mapping[str, str]) -> None:
+    def __init__(self, target: str, name: str, environment: Mapping[str, str]) -> None:
         descriptor, log = temp_log(name)
         self.log = Path(log)
         try:
             self.socket, theirs = pair()
             with theirs:
-                numbers = [theirs.fileno(), *descriptors]
-                self.child = Child(target, numbers, output=descriptor, environment=environment)
+                self.child = Child(target, [theirs.fileno()], output=descriptor, environment=environment)
         finally:
             os.close(descriptor)
 
@@ -33,12 +30,9 @@ class EngineProcess:
         self.child.kill()
         self.socket.close()
 
-    def leave(self) -> None:
-        """End the process by closing its socket, or else by force, and remove its log."""
+    def leave(self, seconds: float = CLOSE_SECONDS) -> None:
+        """End the process by closing its socket, or after so many seconds by force, and remove its log."""
         self.socket.close()
-        self.child.wait(CLOSE_SECONDS)
+        self.child.wait(seconds)
         self.child.kill()
         self.log.unlink(missing_ok=True)
-
-    def exit_code(self) -> str:
-        return self.child.exit() if self.child.wait(1.0) else "it closed its socket"

@@ -10,9 +10,6 @@ from posttrain.engines.local.embedded import embedded
 from posttrain.engines.local.prefix_cache import KEPT_BYTES
 from posttrain.engines.model_manifest import backbone_of
 from posttrain.engines.pool.replicas import Many, open_pool
-from posttrain.engines.vllm.vllm_engine import VLLMEngine
-from posttrain.engines.vllm.vllm_worker import POLL_STEPS
-from posttrain.models.gpu_placement import GPUPlacement
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 
@@ -27,13 +24,15 @@ def open_engine(
     seconds: float = 120.0,
     serving: bool = False,
     own: bool = False,
+    seeds: bool = False,
+    seed: int = 0,
     many: Many = Many(),  # noqa: B008  frozen
 ) -> Engine:
     """Open an engine.
 
     `seconds`: timeout of a weight sync and of a decoding step, for an engine in another process. `serving`: requests
     come at any time, and memory is used for sampling alone. `own`: sample with the weights that were loaded last, even
-    if the model changes. `many`: open a pool if it names engines.
+    if the model changes. `seeds`, `seed`: see `vllm.server_pool.open_servers`. `many`: open a pool if it names engines.
     """
     if kind == "local" and many.weight_sync == "adapter":
         raise UserError("--weight-sync adapter requires --engine vllm: add it, or leave --weight-sync out")
@@ -44,20 +43,19 @@ def open_engine(
             f"engines in other processes run text-only models, and {decoder.family} reads images: leave out "
             "--replicas, --engines and --engine"
         )
-    if many:
-        return open_pool(kind, model, tokenizer, slots, precision, many, cache_gib=cache_gib, seconds=seconds)
-    gpu = None
-    if model.head.device.type == "cuda":
-        gpu = GPUPlacement.here(many.learner_devices, many.devices, many.role_devices).engine(0)
-    return VLLMEngine(
+    if kind == "local":
+        return open_pool(model, tokenizer, slots, precision, many, cache_gib=cache_gib, seconds=seconds)
+    from posttrain.engines.vllm.server_pool import open_servers
+
+    return open_servers(
         model,
         tokenizer,
         slots,
         precision,
+        many,
         cache_gib=cache_gib,
-        load_seconds=seconds,
-        step_seconds=seconds,
-        poll_steps=POLL_STEPS if serving else None,
-        adapter_alone=many.weight_sync == "adapter",
-        gpu=gpu,
+        seconds=seconds,
+        seeds=seeds or serving,
+        seed=seed,
+        sleeps=not (serving or own),
     )

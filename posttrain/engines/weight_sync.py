@@ -1,8 +1,8 @@
 """Weight sync with engines in other processes: concatenated tensors in shared memory, or in a file on a shared disk.
 
-Each sync makes an *offer*: the location of the weights, their version, and their checksum. An engine loads them, and
-returns the version and the checksum of the weights that it read. Both transports use one layout: a file is mapped like
-memory. The weights of a version remain until the next version is put, so a restarted engine gets them without the
+Each sync makes an *offer*: the file with the weights, their version, and their checksum. An engine loads them, and
+returns the version and the checksum of the weights that it read. Both transports use one layout, and shared memory is
+a file, too. The weights of a version remain until the next version is put, so a restarted engine gets them without the
 learner.
 """
 
@@ -152,7 +152,7 @@ class Copied:
 
 
 class SharedMemory(Copied):
-    """Transport through shared memory, for processes of this machine, which inherit its file descriptor."""
+    """Transport through shared memory, for processes of this machine and user, which open it by this process's number."""
 
     def __init__(self, weight_layout: WeightLayout) -> None:
         super().__init__(weight_layout)
@@ -163,7 +163,9 @@ class SharedMemory(Copied):
         self.memory = shared_memory(self.descriptor)
 
     def put(self, weights: Any, version: int) -> None:
-        self.offer = {"version": version, "checksum": self.weight_layout.write(weights, self.memory)}
+        place = f"/proc/{os.getpid()}/fd/{self.descriptor}"
+        checksum = self.weight_layout.write(weights, self.memory)
+        self.offer = {"version": version, "checksum": checksum, "file": place}
 
     def close(self) -> None:
         if self.descriptor >= 0:
@@ -229,13 +231,8 @@ class Received:
             yield stored.name, stored.tensor_in(self.memory, self.dtype)
 
 
-def offered(offer: Offer, memory: Tensor | None) -> Tensor:
-    """Return the bytes of an offer's weights, uint8 [n]: the file, mapped, or the shared `memory`. Raises UserError if
-    the file cannot be read.
-    """
-    if "file" not in offer:
-        assert memory is not None, "no memory is shared with this engine"
-        return memory
+def offered(offer: Offer) -> Tensor:
+    """Return the bytes of an offer's weights, uint8 [n]: the file, mapped. Raises UserError if it cannot be read."""
     try:
         file = user_files.opened(offer["file"])
     except OSError as error:

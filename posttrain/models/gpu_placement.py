@@ -9,7 +9,7 @@ each learner shares that learner's GPU.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -56,11 +56,30 @@ class GPUPlacement:
 
     def engine(self, number: int) -> int:
         """Return the GPU of one of this process's engines, by its number 0, 1, ..."""
-        learning = [self.learner(place) for place in range(self.learners)]
+        return self.engine_gpus(number, 1)[0]
+
+    def engine_gpus(self, number: int, count: int) -> tuple[int, ...]:
+        """Return the GPUs of one of this process's engines, which needs `count` of them. Raises UserError if there are
+        fewer.
+        """
+        learning = self._learning()
         free = [gpu for gpu in range(self.gpus) if gpu not in (*learning, *self.role_devices)]
         # shared GPUs in the order of the learners, so that the first engine of each learner is on that learner's GPU
         choice = self.engine_devices or free or list(dict.fromkeys([*learning, *range(self.gpus)]))
-        return choice[(self.place + number * self.learners) % len(choice)]
+        if count > len(choice):
+            raise UserError(
+                f"--engine-tensor-parallel {count}: engines have {len(choice)} GPU{'s' * (len(choice) > 1)} here: name more "
+                "with --engine-devices, or lower it"
+            )
+        first = (self.place + number * self.learners) * count
+        return tuple(choice[(first + place) % len(choice)] for place in range(count))
+
+    def shares(self, gpus: Sequence[int]) -> bool:
+        """Return whether a learner uses one of these GPUs."""
+        return not set(gpus).isdisjoint(self._learning())
+
+    def _learning(self) -> list[int]:
+        return [self.learner(place) for place in range(self.learners)]
 
 
 def gpus_of_roles(role_devices: Mapping[str, str]) -> tuple[int, ...]:

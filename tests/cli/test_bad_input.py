@@ -232,6 +232,15 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
         words("rl", epsilon_greedy=0.1, old_policy="start"), ("rollouts of --epsilon-greedy", "give --correction truncate")
     ),
     "uniform tokens of another engine": (words("rl", epsilon_greedy=0.1, engine="vllm"), ("leave out --engine vllm",)),
+    "server of another engine": (words("rl", engine_url="http://a:1"), ("--engine-url requires --engine vllm: add it",)),
+    "GPUs of another engine": (words("rl", engine_tensor_parallel=2), ("--engine-tensor-parallel requires --engine vllm",)),
+    "our engines for vLLM": (
+        words("rl", engine="vllm", engines="a:1"), ("--engines is for the local engine", "--engine-url")
+    ),
+    "Ray for vLLM": (words("rl", engine="vllm", launch="ray", replicas=1), ("--launch ray is for the local engine",)),
+    "server that is no URL": (
+        words("rl", engine="vllm", engine_url="a:1"), ("--engine-url a:1: give http://HOST:PORT",)
+    ),
     "no resume without a run": (words("rl", resume=""), ("never holds no run to resume", "leave out --resume")),
     "option given twice": ([*words("rl"), "--lr", "1", "--lr", "2"], ("--lr is given twice: leave one of them out",)),
     "resume and overwrite": (words("rl", resume="", overwrite=""), ("give one of them",)),

@@ -86,6 +86,12 @@ WORDS = {
     "--num-generations",
     "--replies",
     "--index-url",
+    "--enable-scale-out",
+    "--logprobs-mode",
+    "--generation-config",
+    "--weight-transfer-config",
+    "--enable-lora",
+    "--max-lora-rank",
     "--logdir",
     "--seed",
 }

@@ -33,11 +33,11 @@ from posttrain.core.types import Completion, Sampling, Turn, UserError
 from posttrain.engines.local.engine_weights import named_weights, own_copy
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.pool.engine_pool import EnginePool
-from posttrain.engines.pool.nccl_transfer import CardToCard
 from posttrain.engines.pool.pool_member import MemberState, PoolMember
 from posttrain.engines.pool.pool_protocol import TOKEN, Gone, Wire, decode_completion, host_and_port, prove, read_token
 from posttrain.engines.pool.replicas import Many, open_pool
-from posttrain.engines.vllm.vllm_engine import vllm_layout
+from posttrain.engines.vllm.gpu_transfer import CardToCard
+from posttrain.engines.vllm.server_setup import vllm_layout
 from posttrain.engines.weight_probe import LIMIT, WeightProbe
 from posttrain.engines.weight_sync import (
     Files,
@@ -100,6 +100,10 @@ class Interleaved:
             del self.open[done.id]
             assert list(done.tokens) == [self.version] and done.version == self.version
 
+    def rest(self) -> None:
+        if not self.open and not self.pool._finished and not self.pool._queue and not self.pool._submitted:
+            self.pool.rest()
+
     def finish(self) -> None:
         polls = 0
         while self.open:
@@ -118,7 +122,7 @@ def test_whatever_happens_each_request_is_answered_once_by_the_loaded_weights(se
     for _ in range(run.rng.randrange(1, 4)):
         run.load()
         for _ in range(run.rng.randrange(12)):
-            run.rng.choice((run.submit, run.submit, run.poll, run.poll, run.cancel, run.join, run.leave))()
+            run.rng.choice((run.submit, run.submit, run.poll, run.poll, run.cancel, run.join, run.leave, run.rest))()
         run.finish()
     known = Counter(run.world.happened)
     assert run.pool.counts()["duplicate_answers"] <= known["answers twice"] + known["babbles"]
@@ -357,8 +361,7 @@ def test_weights_arrive_to_the_bit_by_memory_and_by_file(tokenizer: Tokenizer, t
         for version, model in enumerate((first, second)):
             way.put(model, version)
             offer = json.loads(json.dumps(way.offer))
-            lies = offered(offer, memory.memory if way is memory else None)
-            received = dict(Received(json.loads(json.dumps(way.layout)), lies).named_parameters())
+            received = dict(Received(json.loads(json.dumps(way.layout)), offered(offer)).named_parameters())
             assert received.keys() == dict(model.named_parameters()).keys() and offer["version"] == version
             assert all(torch.equal(received[name], own) for name, own in model.named_parameters())
     assert memory.offer is not None and files.offer is not None
@@ -374,7 +377,7 @@ def test_weights_arrive_to_the_bit_by_memory_and_by_file(tokenizer: Tokenizer, t
     files.close()
     assert not (tmp_path / "weights").exists()
     with pytest.raises(UserError, match="on a shared disk"):
-        offered({"file": str(tmp_path / "gone"), "version": 0, "checksum": 0}, None)
+        offered({"file": str(tmp_path / "gone"), "version": 0, "checksum": 0})
     (tmp_path / "weights").touch()
     with pytest.raises(UserError, match="cannot be written"):
         files.put(first, 2)
@@ -507,10 +510,11 @@ def test_several_processes_share_the_engines_out() -> None:
         def __init__(self, rank: int) -> None:
             self.rank = rank
 
-    many = Many(4, ["a:1", "b:1", "c:1"])
+    many = Many(4, ["a:1", "b:1", "c:1"], urls=["http://a:1", "http://b:1"])
     dealt = [many.of(Of(rank)) for rank in range(3)]  # type: ignore[arg-type]
     assert [each.replicas for each in dealt] == [2, 1, 1]
     assert [list(each.addresses) for each in dealt] == [["c:1"], ["a:1"], ["b:1"]]
+    assert [list(each.urls) for each in dealt] == [[], ["http://a:1"], ["http://b:1"]]
     with pytest.raises(UserError, match="each of 3 processes"):
         Many(2).of(Of(0))  # type: ignore[arg-type]
     assert Many().of(Of(1)).replicas == 0  # type: ignore[arg-type]
@@ -708,7 +712,7 @@ TWO = Many(2)
 
 
 def opened(model: Decoder, tokenizer: Tokenizer, many: Many = TWO, seconds: float = 2.0) -> EnginePool:
-    pool = open_pool("local", model, tokenizer, 8, "float32", many, cache_gib=0.1, seconds=seconds)
+    pool = open_pool(model, tokenizer, 8, "float32", many, cache_gib=0.1, seconds=seconds)
     pool.load(model, 0)
     return pool
 

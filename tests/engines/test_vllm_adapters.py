@@ -12,15 +12,13 @@ import torch
 from conftest import tiny
 from rl_sources import digits
 from tiny_models import make
-from vllm_samples import GAP, complete, gap, needs_vllm, ragged, small
+from vllm_samples import GAP, complete, gap, needs_vllm, opened, ragged, small
 
 import posttrain
-from posttrain.core.protocols import Alone
 from posttrain.core.types import UserError
 from posttrain.engines.open_engine import open_engine
 from posttrain.engines.pool.replicas import Many
-from posttrain.engines.vllm.adapter_sync import AdapterSync
-from posttrain.engines.vllm.vllm_engine import VLLMEngine
+from posttrain.engines.vllm.adapter_sync import AdapterFiles, rank_for
 from posttrain.models.adapters.adapter_writer import adapters, save_adapter
 from posttrain.models.adapters.lora import LoRA, attach, begin, decoder_of, targets_of
 from posttrain.models.backbone import Backbone
@@ -28,7 +26,10 @@ from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
-pytestmark = pytest.mark.timeout(1800)  # vLLM takes a quarter of a minute to start, and minutes on a busy machine
+pytestmark = pytest.mark.timeout(1800)  # vLLM takes half a minute to start, and minutes on a busy machine
+
+
+ALONE = Many(weight_sync="adapter", restarts=0)
 
 
 def adapted(model: Any, rank: int = 4, **how: Any) -> Backbone:
@@ -64,9 +65,9 @@ def test_vllm_samples_with_the_newest_adapter_and_gets_nothing_else(
     model = of_transformers(tokenizer, tmp_path) if kind == "gemma3_text" else small(tokenizer)
     adapted(model, quantize="int8" if "packed" in kind else "")
     prompts, how = ragged(12)
-    with closing(VLLMEngine(model, tokenizer, slots=16, adapter_alone=True)) as engine:
+    with closing(opened(model, tokenizer, many=ALONE)) as engine:
         assert engine.counts()["probe_gap"] < GAP
-        engine.shared.weight_layout.write = None  # type: ignore[method-assign, assignment]  # the base never goes over again
+        engine.members[0].place.transport.memory.put = None  # type: ignore[attr-defined]  # the base never goes over again
         stale = complete(engine, prompts, how)
         for version in range(1, 6):
             move(model, version)
@@ -84,27 +85,25 @@ def test_hand_over_of_an_adapter_that_binds_less_than_it_should_stops_the_run(
 ) -> None:
     model = small(tokenizer)
     adapted(model)
-    before, write = copy.deepcopy(model), AdapterSync.write
+    before, put = copy.deepcopy(model), AdapterFiles.put
 
-    def wrong(self: AdapterSync, weights: Any) -> tuple[str, tuple[int, int]]:
-        if what == "the ones before":
-            return write(self, before)
-        folder, (checksum, matrices) = write(self, weights)
+    def wrong(self: AdapterFiles, weights: Any, version: int) -> None:
+        put(self, before if what == "the ones before" else weights, version)
+        assert self.offer is not None
         if what == "other bytes":
-            save_adapter(before, Path(folder))
-            return folder, (checksum, matrices)
-        some = small(tokenizer)
-        attach(some, LoRA(4, 8.0), lambda name: "layers.0" in name)
-        begin(some, 0)
-        _, (checksum, _) = write(self, some)
-        return folder, (checksum, matrices)
+            save_adapter(before, Path(self.offer["adapter"]))
+        elif what == "some are missing":
+            some = small(tokenizer)
+            attach(some, LoRA(4, 8.0), lambda name: "layers.0" in name)
+            begin(some, 0)
+            save_adapter(some, Path(self.offer["adapter"]))
 
-    with closing(VLLMEngine(model, tokenizer, slots=4, adapter_alone=True)) as engine:
+    with closing(opened(model, tokenizer, slots=4, many=ALONE)) as engine:
         for version in (1, 2, 3, 4):
             move(model, version)
-        monkeypatch.setattr(AdapterSync, "write", wrong)
+        monkeypatch.setattr(AdapterFiles, "put", wrong)
         message = {
-            "some are missing": "has adapters in 7 of 14 matrices, after it loaded version 1",
+            "some are missing": "it has adapters in 7 of 14 matrices",
             "the ones before": "nats off the learner's log-probabilities.* after it loaded version 1",
             "other bytes": "version 1 with checksum .*, not ",
         }
@@ -130,19 +129,15 @@ def test_a_run_learns_with_adapters_handed_over_alone_and_logs_the_mismatch(
 
 def test_what_cannot_be_handed_over_alone_is_refused_in_one_line(tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match="requires a model with adapters: give --lora"):
-        AdapterSync(tiny(tokenizer))
+        rank_for(tiny(tokenizer))
     with pytest.raises(UserError, match="vLLM does not support DoRA: leave it out, so that adapters are merged"):
-        AdapterSync(adapted(tiny(tokenizer), dora=True))
+        rank_for(adapted(tiny(tokenizer), dora=True))
     with pytest.raises(UserError, match="vLLM does not support ranks above 512"):
-        AdapterSync(adapted(tiny(tokenizer), rank=600))
-    with pytest.raises(UserError, match="--weight-sync adapter requires one training process with one vLLM"):
-        Many(2, weight_sync="adapter").of(Alone())
+        rank_for(adapted(tiny(tokenizer), rank=600))
     with pytest.raises(UserError, match="--weight-sync adapter requires --engine vllm"):
         open_engine("local", adapted(tiny(tokenizer)), tokenizer, 4, "float32", many=Many(weight_sync="adapter"))
 
 
 def test_room_is_made_for_the_next_rank_that_vllm_knows(tokenizer: Tokenizer) -> None:
     for rank, room in ((1, 1), (3, 8), (8, 8), (65, 128)):
-        alone = AdapterSync(adapted(tiny(tokenizer), rank=rank))
-        assert alone.room == room
-        alone.close()
+        assert rank_for(adapted(tiny(tokenizer), rank=rank)) == room

@@ -45,7 +45,7 @@ class Fake:
 
     def __init__(self, world: World) -> None:
         self.world, self.inbox, self.outbox = world, list[Any](), list[Any]()
-        self.closed = self.ended = self.stopped = self.lied = False
+        self.closed = self.ended = self.stopped = self.lied = self.asleep = False
         self.born = world.now
         self.version = self.claimed = -1
         self.begun = False
@@ -100,7 +100,7 @@ class Fake:
     def read(self, what: str, *more: Any) -> None:
         if what == "load":
             offer = more[0]
-            self.claimed = offer["version"]
+            self.claimed, self.asleep = offer["version"], False
             if not self.world.mishap("binds nothing", 0.05):
                 self.version = offer["version"]
             wrong = self.lied = self.world.mishap("wrong checksum", 0.05)
@@ -108,8 +108,12 @@ class Fake:
         elif what == "submit":
             ticket, id, prompt, *_ = more
             assert not self.lied, "asked although its checksum was wrong"
+            assert not self.asleep, "asked while it has no weights"
             assert id not in {known for known, _ in self.requests.values()}, "asked twice at the same time"
             self.requests[ticket] = id, prompt
+        elif what == "sleep":
+            assert not self.requests, "asked to sleep while it works"
+            self.asleep, self.version = True, -1
         elif what == "transfer":
             self.called.append((more[0], more[1]))
             self.outbox.append(["transferred"])
@@ -150,6 +154,8 @@ class Put:
 
 class Somewhere:
     """See `pool_member.EnginePlace`."""
+
+    sleeps = True
 
     def __init__(self, name: str, world: World, transport: Any) -> None:
         self.name, self.world, self.transport = name, world, transport

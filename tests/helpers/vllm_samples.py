@@ -10,6 +10,9 @@ import torch
 
 from posttrain.core.protocols import Engine
 from posttrain.core.types import Completion, Sampling, Transcript
+from posttrain.engines.pool.engine_pool import EnginePool
+from posttrain.engines.pool.replicas import Many
+from posttrain.engines.vllm.server_pool import open_servers
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.native.decoder import Decoder, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
@@ -35,6 +38,20 @@ def small(tokenizer: Tokenizer, tied: bool = True, context: int = 64) -> Decoder
             if parameter.ndim == 2:
                 parameter.mul_(6)
     return model
+
+
+def opened(
+    model: Any,
+    tokenizer: Tokenizer,
+    slots: int = 16,
+    precision: str = "float32",
+    many: Many = Many(),  # noqa: B008  frozen
+    seconds: float = 300.0,
+) -> EnginePool:
+    """A pool of vLLM servers that have the model's weights, as version 0."""
+    pool = open_servers(model, tokenizer, slots, precision, many, cache_gib=1.0, seconds=seconds, seeds=True)
+    pool.load(model, 0)
+    return pool
 
 
 def complete(engine: Engine, prompts: list[list[int]], how: list[Sampling]) -> list[Completion]:

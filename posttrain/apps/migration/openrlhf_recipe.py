@@ -190,7 +190,7 @@ def _rollouts(draft: RecipeDraft, rows: int | None) -> None:
             draft.origin("algo.dynamic_filtering_range"), "here a group is replaced if its rewards are all equal"
         )
     if draft.number("vllm.num_engines"):
-        engine(draft, draft.origin("vllm.num_engines"), "vllm.gpu_memory_utilization")
+        engine(draft, draft.origin("vllm.num_engines"), "vllm.gpu_memory_utilization", "vllm.tensor_parallel_size")
         if draft.number("vllm.num_engines") >= draft.lines.get("processes", (1, ""))[0]:
             draft.same("replicas", "vllm.num_engines")
         _correction(draft)

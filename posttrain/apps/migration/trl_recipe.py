@@ -188,7 +188,7 @@ def _rollouts(draft: RecipeDraft, processes: int, rows: int | None) -> None:
     _rewards(draft)
     (_grpo if draft.run.trainer == "grpo" else _rloo)(draft, updates)
     if draft.read("use_vllm"):
-        engine(draft, "use_vllm", "vllm_gpu_memory_utilization")
+        engine(draft, "use_vllm", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
         _correction(draft)
     for name in (
         "vllm_importance_sampling_correction",

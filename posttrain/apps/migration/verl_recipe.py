@@ -191,7 +191,12 @@ def verl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> No
             )
     _long_rows(draft)
     if draft.read(f"{ROLLOUT}.name") in ("vllm", "sglang", "trtllm"):
-        engine(draft, draft.origin(f"{ROLLOUT}.name"), f"{ROLLOUT}.gpu_memory_utilization")
+        engine(
+            draft,
+            draft.origin(f"{ROLLOUT}.name"),
+            f"{ROLLOUT}.gpu_memory_utilization",
+            f"{ROLLOUT}.tensor_model_parallel_size",
+        )
     adapters(draft, f"{MODEL}.lora_rank", f"{MODEL}.lora_alpha", f"{MODEL}.target_modules")
     frequency(draft, "save_every", "trainer.save_freq", 1)
     frequency(draft, "eval_every", "trainer.test_freq", 1)

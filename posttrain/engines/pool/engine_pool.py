@@ -69,7 +69,7 @@ class EnginePool:
             int, PoolMember
         ] = {}  # by id: the engine that caches the prefix for the episode's next request
         self._finished: list[Completion] = []
-        self._weights_offered = self._started = False
+        self._weights_offered = self._started = self._resting = False
         self._counted = {"restarts": 0, "resubmitted": 0, "duplicate_answers": 0}
         self._deviation, self._last = 0.0, "none"
         self.members: list[PoolMember] = []
@@ -89,7 +89,7 @@ class EnginePool:
     @property
     def backend(self) -> str:
         kinds = dict.fromkeys(m.hello["backend"] for m in self.members if m.hello)
-        return f"{len(self.members)} engines ({', '.join(kinds)})"
+        return f"{len(self.members)} engine{'s' * (len(self.members) > 1)} ({', '.join(kinds)})"
 
     def counts(self) -> dict[str, float]:
         """Return counters since the beginning, and `probe_gap`: the maximal difference to the learner in the last
@@ -121,7 +121,7 @@ class EnginePool:
         request = Request(id, tuple(prompt), sampling, keep=keep).check(self.context, self.vocab)
         assert self._weights_offered, "there are no weights yet"
         assert id not in self._queue and id not in self._submitted, "this request is not answered yet"
-        self._queue[id] = request
+        self._queue[id], self._resting = request, False
 
     def forget(self, id: int) -> None:
         if (owner := self._prefix_owner.pop(id, None)) is not None:
@@ -151,7 +151,7 @@ class EnginePool:
     def load(self, weights: Any, version: int) -> None:
         """Sync weights to all live engines. Return when each has them or is lost, and at least one is ready."""
         assert not self._queue and not self._submitted, "weights change between batches of rollouts, not within one"
-        self._weights_offered = False
+        self._weights_offered = self._resting = False
         self._until(
             lambda: not any(m.loading or m.probe for m in self.members)
         )  # until no engine reads the previous weights
@@ -174,6 +174,15 @@ class EnginePool:
         )
         for transport in self._transports():
             transport.done()
+
+    def rest(self) -> None:
+        """Free the memory of engines that share a GPU with the learner, until the next weights or the next request."""
+        assert not self._queue and not self._submitted, "engines rest between batches of rollouts, not within one"
+        self._resting = True
+        for member in self.members:
+            if member.place.sleeps and member.state is MemberState.READY:
+                self._send(member, "sleep")
+                member.state = MemberState.STALE
 
     def close(self) -> None:
         """Stop all engines and drop their requests. May be called twice."""
@@ -230,7 +239,7 @@ class EnginePool:
 
     def _offer(self) -> None:
         """Offer the weights to the engines that do not have them."""
-        for member in self.members:
+        for member in () if self._resting else self.members:
             offer = member.place.transport.offer
             if self._weights_offered and offer is not None and member.state is MemberState.STALE and not member.awaited:
                 member.loading = True

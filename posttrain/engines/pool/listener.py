@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 from posttrain.engines.pool.pool_protocol import Gone, Wire, host_and_port, keep_alive, prove
-from posttrain.engines.pool.replica import Host, open_host, serve_pool
+from posttrain.engines.pool.replica import LocalHost, serve_pool
 
 LOOK_SECONDS = 0.5  # between checks for a stop signal
 MOST_UNPROVEN = 64  # maximum of connections that have not yet proved that they have the token
@@ -25,13 +25,13 @@ def listen(setup: dict[str, Any], address: str, token: bytes, say: Callable[[str
     in use.
     """
     host, port = host_and_port(address, "--listen")
-    had: tuple[Any, Host] | None = None  # (layout of the weights, engine), kept for a pool that reconnects
+    had: tuple[Any, LocalHost] | None = None  # (layout of the weights, engine), kept for a pool that reconnects
 
-    def hosted(told: dict[str, Any]) -> Host:
+    def hosted(told: dict[str, Any]) -> LocalHost:
         nonlocal had
         if had is None or had[0] != told["layout"]:
             had = None
-            had = told["layout"], open_host({**setup, "layout": told["layout"]}, None)
+            had = told["layout"], LocalHost({**setup, "layout": told["layout"]})
         return had[1]
 
     try:

@@ -6,65 +6,61 @@ import socket
 import threading
 from typing import Any
 
-import torch
-
 from posttrain.core.messages import one_line
-from posttrain.engines.engine_process import EngineProcess
+from posttrain.engines.engine_process import CLOSE_SECONDS, EngineProcess
 from posttrain.engines.pool.pool_member import EngineLink
 from posttrain.engines.pool.pool_protocol import PROOF_SECONDS, Gone, Wire, host_and_port, keep_alive, prove
-from posttrain.engines.vllm.vllm_engine import environment
 from posttrain.engines.weight_sync import SharedMemory, Transport
-from posttrain.models.gpu_placement import visible_name
-
-
-def environment_of(setup: dict[str, Any]) -> dict[str, str]:
-    """Return the environment variables of an engine's process, in addition to those of this process."""
-    threads = {"OMP_NUM_THREADS": str(setup["threads"])}
-    return {**environment(), **threads} if setup["engine"] == "vllm" else threads
 
 
 class LocalProcess:
-    """An engine in a child process, with the weights in shared memory; implements `pool_member.EnginePlace`."""
+    """An engine in a child process; implements `pool_member.EnginePlace`."""
 
-    def __init__(self, name: str, setup: dict[str, Any], memory: SharedMemory, transport: Transport) -> None:
-        """Create the place. `transport`: the shared memory, or the transfer from GPU to GPU instead."""
-        self.name, self.memory, self.transport = name, memory, transport
+    sleeps = False
+
+    def __init__(self, name: str, setup: dict[str, Any], transport: SharedMemory) -> None:
+        self.name, self.transport = name, transport
         self.setup = {**setup, "layout": transport.layout}
 
     def open(self) -> EngineLink:
-        own, device = environment_of(self.setup), torch.device(self.setup["device"])
-        if self.setup.get("transfer") == "ipc":
-            own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for memory handles, which come from this process
-        if self.setup["engine"] == "vllm" and device.type == "cuda":
-            own["CUDA_VISIBLE_DEVICES"] = visible_name(device.index or 0)
-        return _ProcessLink(EngineProcess(WORKER, "engine", [self.memory.descriptor], own), self.setup)
+        threads = {"OMP_NUM_THREADS": str(self.setup["threads"])}
+        return _ProcessLink(EngineProcess(WORKER, "engine", threads), self.setup)
 
 
 class _ProcessLink:
     def __init__(self, process: EngineProcess, setup: dict[str, Any]) -> None:
-        self.process, self.wire, self.ended = process, Wire(process.socket), False
+        self.process, self.wire, self.closed = process, Wire(process.socket), False
         self.wire.send("setup", setup)
 
     def look(self) -> None:
         pass
 
     def end(self, kept: bool) -> str:
-        if self.ended:
+        if self.closed:
             return ""
-        self.ended = True
-        if not kept:
-            self.process.leave()
-            return ""
-        how = f" ({self.process.child.exit()})" if self.process.child.wait(0.1) else ""
-        self.process.kill()
-        if not self.process.log.stat().st_size:
-            self.process.log.unlink()
-            return how
-        return f"{how}; its output is in {self.process.log}"
+        self.closed = True
+        return ended(self.process, kept)
+
+
+def ended(process: EngineProcess, kept: bool, seconds: float = CLOSE_SECONDS) -> str:
+    """End an engine's process. Return how it has ended, and the place of its log if that is `kept`. `seconds`: for the
+    process to exit by itself.
+    """
+    if not kept:
+        process.leave(seconds)
+        return ""
+    how = f" ({process.child.exit()})" if process.child.wait(0.1) else ""
+    process.kill()
+    if not process.log.stat().st_size:
+        process.log.unlink()
+        return how
+    return f"{how}; its output is in {process.log}"
 
 
 class Listening:
     """An engine started with `posttrain engine`, on any machine; implements `pool_member.EnginePlace`."""
+
+    sleeps = False
 
     def __init__(self, address: str, token: bytes, transport: Transport, alive: float) -> None:
         """Parse the address. `alive`: seconds between two heartbeats. Raises UserError for an invalid address."""

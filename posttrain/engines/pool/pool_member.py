@@ -35,6 +35,8 @@ class EnginePlace(Protocol):
     def name(self) -> str: ...
     @property
     def transport(self) -> Transport: ...
+    @property
+    def sleeps(self) -> bool: ...  # whether its engine can free its GPU memory between the phases of a step
     def open(self) -> EngineLink: ...  # returns at once
 
 

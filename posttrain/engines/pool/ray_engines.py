@@ -22,7 +22,7 @@ from posttrain.core import user_files
 from posttrain.core.extras import install
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
-from posttrain.engines.pool.places import Listening, environment_of
+from posttrain.engines.pool.places import Listening
 from posttrain.engines.pool.pool_member import EngineLink, EnginePlace
 from posttrain.engines.pool.pool_protocol import Gone, Wire
 from posttrain.engines.weight_sync import Files
@@ -37,7 +37,7 @@ class Actor:
 
         from posttrain.engines.pool.listener import listen
 
-        os.environ.update(environment_of(setup))
+        os.environ["OMP_NUM_THREADS"] = str(setup["threads"])
         self._folder = TempFolder("engine")
         folder = self._folder.name
         for name, content in files.items():
@@ -96,6 +96,8 @@ class RayPlaces:
 
 class _RayPlace:
     """Place of one engine on the cluster; implements `pool_member.EnginePlace`."""
+
+    sleeps = False
 
     def __init__(self, name: str, of: RayPlaces) -> None:
         self.name, self.of, self.transport = name, of, of.transport

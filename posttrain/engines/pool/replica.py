@@ -1,31 +1,29 @@
-"""The process of an engine of a pool: `serve` is its main loop, for every kind of engine.
+"""The process of an embedded engine of a pool: `serve` is its main loop.
 
     pool -> engine   ("submit", ticket, id, prompt, sampling, keep), ("cancel", id), ("forget", id),
-                     ("copy", id, to, tokens), ("transfer", method, info), ("load", offer); first of all ("setup", ...)
-    engine -> pool   ("hello", properties), ("transferred",), ("loaded", version, checksum),
-                     ("done", ticket, completion), ("alive",) as a heartbeat while it works, ("failed", reason) before
-                     it exits
+                     ("copy", id, to, tokens), ("load", offer); first of all ("setup", ...)
+    engine -> pool   ("hello", properties), ("loaded", version, checksum), ("done", ticket, completion),
+                     ("alive",) as a heartbeat while it works, ("failed", reason) before it exits
 
-Unlike vLLM's process of a run without a pool, it also samples while the pool does not listen.
+It also samples while the pool does not listen. A vLLM server gets the same messages through a client of its own (see
+`posttrain.engines.vllm.server_client`), and ("transfer", method, info) and ("sleep",) besides.
 """
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from posttrain.core.protocols import Engine
 from posttrain.core.types import UserError
 from posttrain.engines.local.embedded import embedded
 from posttrain.engines.pool.pool_protocol import Gone, Message, Wire, decode_sampling, encode_completion, wait
-from posttrain.engines.weight_sync import Offer, Received, checksum_of, offered, shared_memory
+from posttrain.engines.weight_sync import Offer, Received, checksum_of, offered
 from posttrain.models.backbone import Backbone
 from posttrain.models.checkpoint_folder import allocate
 from posttrain.models.json_files import read_json
@@ -37,26 +35,14 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 LAST_SECONDS = 1.0  # time for sending the reason of a failure to the pool
 
 
-class Host(Protocol):
-    """An engine that can load offered weights."""
-
-    @property
-    def engine(self) -> Engine: ...
-    def hello(self) -> dict[str, Any]: ...  # properties beyond those that every engine reports
-    def transfer(self, method: str, info: Any) -> None: ...  # calls a method of vLLM's weight transfer
-    def take(
-        self, offer: Offer
-    ) -> tuple[int, int]: ...  # returns version and checksum of the weights that are in use from then on
-
-
 class LocalHost:
     """The embedded engine with its own copy of the weights."""
 
-    def __init__(self, setup: dict[str, Any], memory: Tensor | None) -> None:
+    def __init__(self, setup: dict[str, Any]) -> None:
         """Build the model and its engine. `setup`: the result of `posttrain.engines.pool.replicas.setup_of`."""
         torch.set_num_threads(setup["threads"])
         build.use(setup["compiled"])
-        folder, self.memory, self.layout = Path(setup["folder"]), memory, setup["layout"]
+        folder, self.layout = Path(setup["folder"]), setup["layout"]
         self.dtype = dtype = getattr(torch, setup["layout"]["dtype"])
         device = torch.device(setup["device"])
         self.model: Backbone
@@ -78,18 +64,15 @@ class LocalHost:
     def hello(self) -> dict[str, Any]:
         return {"coldest": 0.0, "slots": self.slots, "context": self.model.config.context}
 
-    def transfer(self, method: str, info: Any) -> None:
-        raise NotImplementedError("it loads weights from memory or files")
-
     def take(self, offer: Offer) -> tuple[int, int]:
         """Load the offered weights. The checksum is computed from the engine's own weights, after the weight sync."""
-        self.engine.load(Received(self.layout, offered(offer, self.memory)), offer["version"])
+        self.engine.load(Received(self.layout, offered(offer)), offer["version"])
         return offer["version"], checksum_of(
             (name, tensor.to(self.dtype)) for name, tensor in held(cast(nn.Module, self.model))
         )
 
 
-def serve(host: Host, wire: Wire, alive: float) -> None:
+def serve(host: LocalHost, wire: Wire, alive: float) -> None:
     """Serve the pool. Raises Gone when the pool is gone. `alive`: seconds between two heartbeats."""
     engine, tickets, told = host.engine, dict[int, int](), time.monotonic()
     about = {"backend": engine.backend, "batch_invariant": engine.batch_invariant}
@@ -111,7 +94,7 @@ def serve(host: Host, wire: Wire, alive: float) -> None:
             engine.cancel(id)
 
 
-def _carry_out(host: Host, wire: Wire, tickets: dict[int, int], message: Message) -> None:
+def _carry_out(host: LocalHost, wire: Wire, tickets: dict[int, int], message: Message) -> None:
     what, *more = message
     if what == "submit":
         ticket, id, prompt, sampling, keep = more
@@ -126,23 +109,11 @@ def _carry_out(host: Host, wire: Wire, tickets: dict[int, int], message: Message
         host.engine.copy(*more)
     elif what == "load":
         wire.send("loaded", *host.take(*more))
-    elif what == "transfer":
-        host.transfer(*more)
-        wire.send("transferred")
     else:
         raise ValueError(f"the pool asked for {what!r}")
 
 
-def open_host(setup: dict[str, Any], memory: Tensor | None) -> Host:
-    """Open the engine that a setup describes."""
-    if setup["engine"] == "local":
-        return LocalHost(setup, memory)
-    from posttrain.engines.vllm.vllm_worker import VLLMHost
-
-    return VLLMHost(setup, memory)
-
-
-def serve_pool(wire: Wire, host: Callable[[dict[str, Any]], Host]) -> None:
+def serve_pool(wire: Wire, host: Callable[[dict[str, Any]], LocalHost]) -> None:
     """Serve one pool from its first message until it is gone. Any other error is sent to the pool, and raised."""
     try:
         while not (messages := wire.receive()):
@@ -161,8 +132,6 @@ def serve_pool(wire: Wire, host: Callable[[dict[str, Any]], Host]) -> None:
         raise
 
 
-def main(socket_fd: int, memory_fd: int) -> None:
-    """Run a child process on the pool's own machine. `memory_fd`: shared memory with the weights."""
-    memory = shared_memory(memory_fd)
-    serve_pool(Wire(socket.socket(fileno=socket_fd)), lambda setup: open_host(setup, memory))
-    os._exit(0)  # vLLM takes seconds to shut down
+def main(socket_fd: int) -> None:
+    """Run a child process on the pool's own machine."""
+    serve_pool(Wire(socket.socket(fileno=socket_fd)), LocalHost)

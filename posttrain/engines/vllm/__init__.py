@@ -1,1 +1,1 @@
-"""vLLM as a rollout engine, in a separate process."""
+"""vLLM's own server as a rollout engine."""

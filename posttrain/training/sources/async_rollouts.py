@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from posttrain.algorithms.filters import DynamicSampling
 from posttrain.core.batch import Stats
-from posttrain.core.protocols import Counting, Learner, Model, Paced
+from posttrain.core.protocols import Counting, Learner, Model, Paced, Resting
 from posttrain.core.types import Fate, UserError
 from posttrain.engines.local.engine_weights import own_copy
 from posttrain.models.native.linear import compute_apart
@@ -112,6 +112,8 @@ class StepQueue:
         loaded, seconds = time.perf_counter(), self._waited()
         player.services.begin(number)
         collected = self.collector.collect(number, self.groups, stats)
+        if self._thread is None and isinstance(player.engine, Resting):  # the update follows
+            player.engine.rest()
         seconds = {name: now - seconds[name] for name, now in self._waited().items()}
         seconds |= {"load": loaded - began, "play": time.perf_counter() - loaded}
         work = {name: now - before.get(name, 0.0) for name, now in self._work().items()}

@@ -294,8 +294,10 @@ def _engine(run: RunFolder[RL], model: Model, tokenizer: Tokenizer) -> Engine:
     config = run.config
     named = config.replicas, config.engines, config.engine_token, config.engine_restarts
     how = run.path / WEIGHT_SYNC, config.launch, config.replica_cpus, config.weight_sync
-    devices = config.engine_devices, config.learner_devices, gpus_of_roles(config.role_devices)
-    many = Many(*named, *how, 0, *devices).of(run.world)
+    many = Many(
+        *named, *how, devices=config.engine_devices, urls=config.engine_url, gpus=config.engine_tensor_parallel,
+        learner_devices=config.learner_devices, role_devices=gpus_of_roles(config.role_devices),
+    ).of(run.world)  # fmt: skip
     return open_engine(
         config.engine,
         model,
@@ -305,6 +307,8 @@ def _engine(run: RunFolder[RL], model: Model, tokenizer: Tokenizer) -> Engine:
         cache_gib=config.engine_cache,
         seconds=config.engine_timeout,
         own=config.async_steps > 0 or config.in_parts,
+        seeds=config.engine_seeds,
+        seed=config.seed,
         many=many,
     )
 

@@ -1,7 +1,7 @@
 """Weight sync from GPU to GPU by vLLM's weight-transfer API: over NCCL, or by CUDA IPC on one GPU.
 
 vLLM's trainer side drives each weight sync (init once, then start / update / finish). This module has the client
-through which it calls an engine's process, and the source from which it reads weights. It follows the documented API of
+through which it calls a server, and the source from which it reads weights. It follows the documented API of
 vLLM 0.32 and is tested with fakes: no run on GPUs has been recorded yet. Differences from the other transports: weights
 are read from the learner while they are sent, so an engine that restarts within a step gets them with the next one; and
 the checksum covers only names, types and shapes, so that only the weight probe verifies the contents.
@@ -15,19 +15,20 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
 
 from torch import Tensor
 
 from posttrain.core.messages import one_line
 from posttrain.engines.pool.pool_protocol import Gone
-from posttrain.engines.vllm.vllm_engine import checkpoint_tensors
+from posttrain.engines.vllm.server_setup import checkpoint_tensors
 from posttrain.engines.weight_sync import Call, Copied, Transport, WeightLayout, checksum_of_names
 
 Backend = Literal["nccl", "ipc"]
 
 
 class Client:
-    """Implementation of vLLM's `VLLMWeightSyncClient`, whose four calls run in the engine's process."""
+    """Implementation of vLLM's `VLLMWeightSyncClient`, whose four calls go to the server."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
@@ -39,9 +40,10 @@ class Client:
         self.call("start_weight_update", None)
 
     def update_weights(self, update_info: Any) -> None:
-        handles = update_info.pop("ipc_handles", None)
-        if handles is not None:  # memory handles are not JSON; only our own child process unpickles them
-            update_info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode()
+        for info in update_info if isinstance(update_info, list) else [update_info]:
+            handles = info.pop("ipc_handles", None)
+            if handles is not None:  # memory handles are not JSON; only our own server unpickles them
+                info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode()
         self.call("update_weights", update_info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -49,11 +51,13 @@ class Client:
 
 
 class CardToCard(Copied):
-    """Transport from GPU to GPU; implements `weight_sync.Transport`. `seconds`: timeout of one weight sync."""
+    """Transport from GPU to GPU; implements `weight_sync.Transport`. `seconds`: timeout of one weight sync; `gpus`: of
+    each server.
+    """
 
-    def __init__(self, backend: Backend, weight_layout: WeightLayout, seconds: float) -> None:
+    def __init__(self, backend: Backend, weight_layout: WeightLayout, seconds: float, gpus: int = 1) -> None:
         super().__init__(weight_layout)
-        self.backend, self.seconds = backend, seconds
+        self.backend, self.seconds, self.gpus = backend, seconds, gpus
         self._weights: Any = None
         self._senders: dict[str, Any] = {}  # vLLM's trainer side, by the engine's name
 
@@ -72,7 +76,7 @@ class CardToCard(Copied):
         def work() -> None:
             try:
                 if first or name not in self._senders:
-                    self._senders[name] = self._sender(call)
+                    self._senders[name] = self._sender(name, call)
                 self._senders[name].client.call = call
                 self._senders[name].send_weights()
             except BaseException as error:
@@ -86,8 +90,8 @@ class CardToCard(Copied):
         if failed:
             raise Gone(f"the weights did not reach it ({one_line(failed[0])[:200]})") from failed[0]
 
-    def _sender(self, call: Call) -> Any:
-        """Return vLLM's trainer side, connected to the engine."""
+    def _sender(self, name: str, call: Call) -> Any:
+        """Return vLLM's trainer side, connected to a server."""
         from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 
         transport = self
@@ -110,10 +114,7 @@ class CardToCard(Copied):
             )
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        info = NCCLTrainerInitInfo("127.0.0.1", port, 2, rank=0)
+        info = NCCLTrainerInitInfo(*free_address(name), 1 + self.gpus, rank=0)
         return NCCLTrainerWeightTransferEngine.trainer_init(info, client=Client(call), source=Source())
 
     def done(self) -> None:
@@ -122,6 +123,18 @@ class CardToCard(Copied):
     def close(self) -> None:
         self.done()
         self._senders.clear()
+
+
+def free_address(name: str) -> tuple[str, int]:
+    """Return an address of this machine, with a free port, at which a server of this name or URL can reach it."""
+    host = "127.0.0.1"
+    if (there := urlsplit(name).hostname) is not None:
+        with socket.socket(type=socket.SOCK_DGRAM) as route:  # sends nothing
+            route.connect((there, 9))
+            host = route.getsockname()[0]
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return host, probe.getsockname()[1]
 
 
 if TYPE_CHECKING:

@@ -1,0 +1,364 @@
+"""A pool of vLLM servers samples what one engine samples, and one that dies, hangs or reads wrong weights is replaced.
+
+A server with the embedded engine behind vLLM's HTTP stands in for vLLM itself, which need not be installed. The same
+with a real one: `test_vllm.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fake_vllm
+import pytest
+import torch
+from conftest import tiny
+from processes import descendants, gone
+from rl_sources import digits
+from tiny_models import make
+
+import posttrain
+from posttrain.core.types import Completion, Sampling, UserError
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.engines.model_manifest import backbone_of
+from posttrain.engines.pool.engine_pool import EnginePool
+from posttrain.engines.pool.pool_member import MemberState, PoolMember
+from posttrain.engines.pool.replicas import Many
+from posttrain.engines.request import Request
+from posttrain.engines.vllm.server_client import end_of
+from posttrain.engines.vllm.server_places import GivenServer
+from posttrain.engines.vllm.server_pool import open_servers
+from posttrain.engines.vllm.server_setup import MODULE, PACKAGES, ServerSetup, prepare, vllm_layout
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.gpu_placement import GPUPlacement
+from posttrain.models.native.decoder import Decoder, new_decoder
+from posttrain.models.native.decoder_writer import save_model
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
+    pytest.mark.timeout(300),
+]
+
+SETUP = ServerSetup("folder", torch.float32, 64, 8, 1 << 20, 1)
+
+
+@pytest.fixture(autouse=True)
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_vllm.installed(tmp_path / "packages")
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    paths = [str(tmp_path / "packages"), str(Path(fake_vllm.__file__).parent), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [*paths, PACKAGES])))
+
+
+@contextmanager
+def leaves_no_process() -> Iterator[None]:
+    before = set(descendants(os.getpid()))
+    yield
+    gone(*(pid for pid in descendants(os.getpid()) if pid not in before))
+
+
+def opened(model: Decoder, tokenizer: Tokenizer, many: Many, **how: Any) -> EnginePool:
+    pool = open_servers(
+        model, tokenizer, 8, "float32", many, **{"cache_gib": 0.1, "seconds": 20.0, "seeds": True, **how}
+    )
+    pool.load(model, 0)
+    return pool
+
+
+def ragged(count: int) -> list[tuple[list[int], Sampling]]:
+    return [
+        ([5 + i % 5] * (2 + i % 5), Sampling(seed=i, max_tokens=4 + i % 40, stop=("ab", "7") if i % 3 else ()))
+        for i in range(count)
+    ]
+
+
+def sampled(engine: Any, asked: list[tuple[list[int], Sampling]], meanwhile: Callable[[], None] = lambda: None) -> Any:
+    """`meanwhile`: what happens when the first replies have come."""
+    for id, (prompt, sampling) in enumerate(asked):
+        engine.submit(id, prompt, sampling)
+    found: dict[int, Completion] = {}
+    while len(found) < len(asked):
+        new = {done.id: done for done in engine.poll()}
+        if new and not found:
+            meanwhile()
+        found |= new
+    return [(list(c.tokens), list(c.logp), c.text, c.stop, c.version) for _, c in sorted(found.items())]
+
+
+def server_of(member: PoolMember) -> int:
+    return descendants(member.link.process.child.process.pid)[0]  # type: ignore[attr-defined]
+
+
+def until(pool: EnginePool, holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not holds():
+        pool.poll()
+        assert time.monotonic() < end
+
+
+@pytest.mark.slow
+def test_servers_that_are_killed_stopped_or_wrong_change_no_token(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = tiny(tokenizer)
+    later, asked = tiny(tokenizer, seed=1), ragged(40)
+    calm = sampled(LocalEngine(learner, tokenizer, slots=8), asked)
+    said: list[str] = []
+    with leaves_no_process(), closing(opened(learner, tokenizer, Many(2), seconds=15.0)) as pool:
+        pool.say = said.append
+        first, second = pool.members
+        assert not pool.batch_invariant and pool.backend == "2 engines (vLLM)"
+        assert sampled(pool, asked) == calm and not said
+        assert 0 <= pool.counts()["probe_gap"] < 1e-5
+
+        os.kill(server_of(second), signal.SIGKILL)  # while nothing is asked of it
+        assert sampled(pool, asked, lambda: os.kill(server_of(first), signal.SIGSTOP)) == calm
+        assert any("the engine 1 is lost: " in line for line in said)
+        assert any("the engine 0 is lost: it sent nothing for 15 s" in line for line in said)
+        assert pool.counts()["resubmitted"] > 0 == pool.counts()["duplicate_answers"]
+        until(pool, lambda: all(m.state is MemberState.READY for m in pool.members))
+        assert pool.counts()["restarts"] == 2
+
+        del said[:]
+        written = pool.members[0].place.transport.weight_layout.write  # type: ignore[attr-defined]
+        damaged: list[int] = []
+
+        def write(weights: Any, memory: torch.Tensor) -> int:
+            checksum: int = written(weights, memory)
+            damaged.append(1)
+            return checksum ^ (len(damaged) == 1)
+
+        monkeypatch.setattr(pool.members[0].place.transport.weight_layout, "write", write)  # type: ignore[attr-defined]
+        pool.restarts = 0
+        with pytest.raises(UserError, match="no engine is left.* loaded version 1 with checksum .*, not 1 with"):
+            pool.load(later, 1)
+    with closing(opened(later, tokenizer, Many(1))) as pool:
+        other = LocalEngine(later, tokenizer, slots=8)
+        assert sampled(pool, asked) == sampled(other, asked)
+        pool.load(learner, 1)
+        assert [reply[:4] for reply in sampled(pool, asked)] == [reply[:4] for reply in calm]
+
+
+@pytest.mark.slow
+def test_a_run_with_servers_of_which_one_is_killed_is_the_run_without(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_model(tiny(tokenizer), tmp_path / "start", tokenizer)
+    poll, lose, killed, lost = EnginePool.poll, EnginePool._lose, list[int](), list[str]()
+
+    def polled(self: EnginePool) -> list[Completion]:
+        done = poll(self)
+        if done and self.version == 1 and not killed:
+            killed.append(server_of(self.members[0]))
+            os.kill(killed[0], signal.SIGKILL)
+        return done
+
+    def noted(self: EnginePool, member: PoolMember, why: str) -> None:
+        lost.append(why)
+        lose(self, member, why)
+
+    monkeypatch.setattr(EnginePool, "poll", polled)
+    monkeypatch.setattr(EnginePool, "_lose", noted)
+    tasks = [{"id": str(i), "prompt": f"{i}+1="} for i in range(6)]
+    how: dict[str, Any] = {"algorithm": "grpo", "kl": 0.0, "lr": 1e-3, "steps": 3, "prompts": 3, "group": 4, "quiet": True,
+                           "max_tokens": 8, "slots": 8, "seed": 3}  # fmt: skip
+    with leaves_no_process():
+        local, served = (
+            posttrain.rl(tasks, env=digits, model=str(tmp_path / "start"), out=str(tmp_path / name), **how, **more)
+            for name, more in (("one", {}), ("two", {"engine": "vllm", "replicas": 2, "engine_seeds": True}))
+        )
+    assert killed and [row["reward"] for row in served.metrics] == [row["reward"] for row in local.metrics]
+    assert len(lost) == 1, lost
+    timing = [json.loads(line) for line in (tmp_path / "two" / "timing.jsonl").read_text().splitlines()]
+    assert timing[-1]["engines/restarts"] == 1
+
+
+@contextmanager
+def running(model: Decoder, tokenizer: Tokenizer, folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A server that somebody has started with a checkpoint."""
+    save_model(model, folder, tokenizer)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    words = [sys.executable, "-m", MODULE, "--model", str(folder), "--port", str(port)]
+    process = subprocess.Popen([*words, "--max-model-len", str(model.config.context)], stdout=subprocess.DEVNULL)
+    engine: list[int] = []
+    try:
+        end = time.monotonic() + 200
+        while True:
+            with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=60):
+                break
+            assert time.monotonic() < end and process.poll() is None
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}", process
+        engine = descendants(process.pid)
+    finally:
+        process.kill()
+        process.wait()
+        for pid in engine:
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_servers_that_run_already_get_checkpoints_and_are_dropped_with_their_requests_when_they_die(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    learner = tiny(tokenizer)
+    later, asked, said = tiny(tokenizer, seed=1), ragged(30), list[str]()
+    with (
+        running(learner, tokenizer, tmp_path / "a") as (one, process),
+        running(learner, tokenizer, tmp_path / "b") as (two, _),
+    ):
+        many = Many(urls=(one, two), restarts=1, folder=tmp_path / "weights")
+        with closing(opened(learner, tokenizer, many)) as pool:
+            pool.say = said.append
+            for version, model in enumerate((learner, later)):
+                pool.load(model, version)
+                assert [path.name for path in (tmp_path / "weights").iterdir()] == [f"weights-0-{version}"]
+                engine = LocalEngine(model, tokenizer, slots=8)
+                engine.load(model, version)
+                calm = sampled(engine, asked)
+                assert sampled(pool, asked) == calm
+            assert sampled(pool, asked, process.kill) == calm
+            assert sampled(pool, asked) == calm
+            assert pool.counts()["ready"] == 1 and any(f"the engine {one} is lost" in line for line in said)
+        assert not list((tmp_path / "weights").iterdir())
+
+
+def test_a_server_that_is_not_there_or_too_short_ends_the_run_in_one_line(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("posttrain.engines.vllm.server_client.REACH_SECONDS", 0.5)
+    model = tiny(tokenizer)
+    with pytest.raises(UserError, match="the engine http://127.0.0.1:9 is lost: it cannot be reached: "):
+        opened(model, tokenizer, Many(urls=("http://127.0.0.1:9",), folder=tmp_path))
+    for url in ("127.0.0.1:8000", "ftp://a", "http://", "http://a:1/v1"):
+        with pytest.raises(UserError, match=f"--engine-url {url}: give http://HOST:PORT"):
+            GivenServer(url, None, None)  # type: ignore[arg-type]
+    short = new_decoder(replace(model.config, context=16), 0)
+    monkeypatch.setenv(fake_vllm.FAULT, "raw")
+    with (
+        running(model, tokenizer, tmp_path / "raw") as (url, _),
+        pytest.raises(UserError, match="start it with that one"),
+    ):
+        opened(model, tokenizer, Many(urls=(url,), folder=tmp_path / "weights"))
+    monkeypatch.delenv(fake_vllm.FAULT)
+    with (
+        running(short, tokenizer, tmp_path / "short") as (url, _),
+        pytest.raises(UserError, match="its context is 16 tokens, the run's is 64"),
+    ):
+        opened(model, tokenizer, Many(urls=(url,), folder=tmp_path / "weights"))
+
+
+def test_without_vllm_the_message_says_how_to_get_it(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install vllm"):
+        opened(tiny(tokenizer), tokenizer, Many(1))
+
+
+def test_an_interrupted_start_leaves_no_process(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(fake_vllm.FAULT, "slow start")
+
+    def interrupted(self: EnginePool, seconds: float) -> None:
+        if len(descendants(self.members[0].link.process.child.process.pid)) > 1:  # type: ignore[attr-defined]
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(EnginePool, "_exchange", interrupted)
+    with leaves_no_process(), pytest.raises(KeyboardInterrupt):
+        opened(tiny(tokenizer), tokenizer, Many(1))
+
+
+@pytest.mark.slow
+def test_a_server_that_shares_the_learners_gpu_sleeps_until_it_is_asked_again(tokenizer: Tokenizer) -> None:
+    model, asked = tiny(tokenizer), ragged(6)
+    with closing(opened(model, tokenizer, Many(1))) as pool:
+        (member,) = pool.members
+        member.place.sleeps = True  # type: ignore[misc]
+        calls: list[str] = []
+        call = member.link.wire._call  # type: ignore[union-attr]
+
+        async def noted(method: str, path: str, body: Any = None) -> bytes:
+            calls.append(path)
+            answer: bytes = await call(method, path, body)
+            return answer
+
+        member.link.wire._call = noted  # type: ignore[union-attr]
+        calm = sampled(pool, asked)
+        pool.rest()
+        until(pool, lambda: "/sleep?level=2" in calls)
+        assert member.state is MemberState.STALE
+        assert sampled(pool, asked) == calm  # the same weights again
+        used = [path for path in calls if not path.startswith(("/inference", "/metrics"))]
+        awake = ["/wake_up?tags=weights", "/pause?mode=abort", "/collective_rpc", "/wake_up?tags=kv_cache"]
+        assert used == ["/sleep?level=2", *awake, "/reset_prefix_cache", "/resume"]
+        pool.rest()
+        pool.load(tiny(tokenizer, seed=1), 1)
+        assert calls.count("/wake_up?tags=kv_cache") == 2 and member.state is MemberState.READY
+
+
+def test_a_reply_ends_at_the_first_token_that_completes_a_stop_string(tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("12ab345ab")
+
+    def end(stop: tuple[str, ...], prompt: str = "0", begun: int = 0) -> int | None:
+        request = Request(0, tuple(tokenizer.encode(prompt)), Sampling(stop=stop, begun=begun))
+        return end_of(request, tokens, tokenizer)
+
+    assert end(("ab",)) == 4 and end(("345", "b")) == 4 and end(("b3",)) == 5 and end(("c",)) is None
+    assert end(("012",)) is None and end(("012",), begun=1) == 2  # begun by an earlier request
+
+
+def test_the_command_asks_for_what_the_options_name() -> None:
+    def words(setup: ServerSetup, gpus: tuple[int, ...], sleeps: bool = False) -> str:
+        return " ".join(setup.arguments("socket", gpus, sleeps))
+
+    cpu = words(SETUP, ())
+    assert cpu.startswith("--model folder --uds socket ") and "--enforce-eager" in cpu and "tensor-parallel" not in cpu
+    assert "--logprobs-mode processed_logprobs" in cpu and "--max-model-len 64" in cpu and "--enable-lora" not in cpu
+    four = words(replace(SETUP, lora_rank=8, transfer="nccl"), (4, 5, 6, 7), True)
+    assert "--tensor-parallel-size 4" in four and "--enable-sleep-mode" in four and "--max-lora-rank 8" in four
+    assert '--weight-transfer-config {"backend": "nccl"}' in four and "--enforce-eager" not in four
+
+
+def test_engines_of_several_gpus_get_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    eight = GPUPlacement(8, 2, 0)  # 0 and 1 learn
+    assert [eight.engine_gpus(number, 3) for number in (0, 1)] == [(2, 3, 4), (2, 3, 4)]  # of the first process
+    assert GPUPlacement(8, 2, 1).engine_gpus(0, 3) == (5, 6, 7)
+    named = GPUPlacement(8, engine_devices=(4, 5, 6, 7))
+    assert [named.engine_gpus(number, 2) for number in (0, 1)] == [(4, 5), (6, 7)]
+    assert not named.shares((4, 5)) and GPUPlacement(1).shares((0,))
+    with pytest.raises(UserError, match="--engine-tensor-parallel 8: engines have 4 GPUs here"):
+        named.engine_gpus(0, 8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
+    assert SETUP.environment("socket", (0, 2), False)["CUDA_VISIBLE_DEVICES"] == "3,7"
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", ["native", "gemma3_text", "gpt2"])
+def test_a_tied_head_is_handed_over_twice_and_lies_where_the_embedding_does(
+    kind: str, tied: bool, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    config = replace(tiny(tokenizer).config, tied=tied)
+    model = new_decoder(config, 0) if kind == "native" else load_model(make(kind, tmp_path, tie_word_embeddings=tied))
+    laid = vllm_layout(model, torch.float32)
+    memory = torch.zeros(laid.bytes, dtype=torch.uint8)
+    laid.write(model, memory)
+    stored = {own.name: own for own in laid.stored}
+    assert len(stored) == len(laid.stored), "each name once"
+    head, embedding = (stored[name] for name in ("lm_head.weight", backbone_of(model).embedding_name))
+    assert (head.offset == embedding.offset) is tied
+    assert torch.equal(head.tensor_in(memory, torch.float32), model.head.weight)
+    assert {own.offset + 4 * torch.Size(own.shape).numel() <= laid.bytes for own in laid.stored} == {True}
+    prepare(str(tmp_path), model, tokenizer)
+    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is False

@@ -53,9 +53,11 @@ def base_of(model: Model) -> Backbone:
 class AdapterFiles:
     """Transport of adapters; implements `weight_sync.Transport`."""
 
-    def __init__(self, folder: Path, memory: SharedMemory | None) -> None:
-        """`folder`: for the adapters; `memory`: for the base weights, None: the servers have them."""
-        self.folder, self.memory = folder.absolute(), memory
+    def __init__(self, folder: Path, rank: int, memory: SharedMemory | None) -> None:
+        """`folder`: for the adapters; `rank`: of the process that writes them; `memory`: for the base weights, None: the
+        servers have them.
+        """
+        self.folder, self.rank, self.memory = folder.absolute(), rank, memory
         self.offer: Offer | None = None
 
     @property
@@ -68,7 +70,7 @@ class AdapterFiles:
         if self.memory is not None and self.memory.offer is None:
             self.memory.put(base_of(weights), version)
         self._forget()
-        folder = self.folder / f"adapter-{version}"
+        folder = self.folder / f"adapter-{self.rank}-{version}"
         save_adapter(decoder, folder)
         self.offer = {
             "version": version,

@@ -134,7 +134,7 @@ def _transports(many: Many, layout: WeightLayout, folder: Path, seconds: float) 
         return direct, direct
     memory = SharedMemory(layout)
     if many.weight_sync == "adapter":
-        return AdapterFiles(folder, memory), AdapterFiles(shared, None)
+        return AdapterFiles(folder, many.rank, memory), AdapterFiles(shared, many.rank, None)
     return memory, CheckpointFiles(shared, many.rank, layout.dtype)
 
 

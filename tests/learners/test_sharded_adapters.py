@@ -224,7 +224,7 @@ def test_adapters_of_a_sharded_run_are_merged(runs: Path, tmp_path: Path) -> Non
 
 
 def test_packed_weights_are_refused_before_anything_is_read() -> None:
-    with pytest.raises(UserError, match="--quantize int8 packs whole matrices, and --shard splits them into rows"):
+    with pytest.raises(UserError, match="--quantize int8 packs whole matrices, and --shard splits them: leave out"):
         open_learner.policy(SFT(lora=3, quantize="int8", shard=True), Path("none"), torch.device("cpu"), Alone())
 
 

@@ -201,7 +201,7 @@ def test_every_process_computes_its_share_alone_and_has_the_results_of_all() -> 
             return [own if one == rank else [f"of {(5, 9, 2)[i]}" for i in shares[one]] for one in (0, 1)]
 
         learner: Any = SimpleNamespace(
-            world=SimpleNamespace(size=2, rank=rank, gather=gather),
+            groups=SimpleNamespace(size=2, rank=rank, gather=gather),
             _shares=lambda sizes: deal(sizes, 2),
             _own=lambda sizes, rank=rank: [sizes[place] for place in shares[rank]],
         )

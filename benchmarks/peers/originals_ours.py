@@ -184,4 +184,4 @@ def _with_head(place: Path) -> None:
 
 
 if __name__ == "__main__":
-    all_of(Path(sys.argv[1]), sys.argv[2:])
+    all_of(Path(sys.argv[1]).resolve(), sys.argv[2:])

@@ -262,4 +262,4 @@ def all_of(folder: Path, names: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    all_of(Path(sys.argv[1]), sys.argv[2:])
+    all_of(Path(sys.argv[1]).resolve(), sys.argv[2:])

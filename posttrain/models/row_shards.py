@@ -2,7 +2,7 @@
 local.
 
 A weight that FSDP2 shards is a DTensor of torch, with some rows in each process. It is recognised by its methods, so
-that only sharded runs import that class. A weight of tensor parallelism is a plain tensor with a `Part`.
+that only sharded runs import that class. A weight of tensor parallelism is a plain tensor with a `WeightPart`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ GATHER = "gathered"
 """The attribute of a parameter that gathers it from all processes. All processes must call it in the same order."""
 
 PART = "part"
-"""The attribute of a tensor that is a part of a weight: a `Part`."""
+"""The attribute of a tensor that is a part of a weight: a `WeightPart`."""
 
 MEETING = "meeting"
 """The attribute of a sharded model: a context for calls by all processes, which reports a lost process."""
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class WeightPart:
     """Which part of a weight each of several processes holds: slices of its rows, or of its columns.
 
     Query, key and value are rows of one weight; a process has its heads of each, so its part has three slices.
@@ -60,16 +60,16 @@ class Part:
         return found
 
 
-def marked(x: Tensor, part: Part | None) -> Tensor:
+def marked(x: Tensor, part: WeightPart | None) -> Tensor:
     """Return this tensor as a part of a weight."""
     if part is not None:
         setattr(x, PART, part)
     return x
 
 
-def part_of(x: Tensor) -> Part | None:
+def part_of(x: Tensor) -> WeightPart | None:
     """Return which part of a weight this tensor is; None: not a part, or one of FSDP2's."""
-    found: Part | None = getattr(x, PART, None)
+    found: WeightPart | None = getattr(x, PART, None)
     return found
 
 

@@ -21,7 +21,7 @@ from posttrain.core.types import UserError
 def test_on_a_second_device(what: str) -> None:
     """torch has to know the device before its first backward pass, and this process has made some."""
     file = TESTS / "learners" / f"second_device_{what}.py"
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", str(file)]
+    words = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:xdist", "-p", "no:cacheprovider", str(file)]
     done = subprocess.run(words, capture_output=True, text=True, cwd=TESTS.parent, timeout=600)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 

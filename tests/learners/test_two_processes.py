@@ -149,7 +149,7 @@ class Board(dict[str, str]):
 def with_another(monkeypatch: pytest.MonkeyPatch, store: Any) -> Processes:
     """The first of two processes, as far as it waits for the other."""
     for name, value in {"is_initialized": True, "get_rank": 0, "get_world_size": 2, "new_group": None}.items():
-        monkeypatch.setattr(dist, name, lambda value=value, **how: value)
+        monkeypatch.setattr(dist, name, lambda *group, value=value, **how: value)
     return Processes(store)
 
 

@@ -18,7 +18,7 @@ from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.head import SharedVocabulary
 from posttrain.models.native.linear import Adapter, AdapterPlace, Linear
 from posttrain.models.peers import Peers
-from posttrain.models.row_shards import MEETING, Part, marked, part_of
+from posttrain.models.row_shards import MEETING, WeightPart, marked, part_of
 
 if TYPE_CHECKING:
     from posttrain.models.native.decoder import Decoder
@@ -119,7 +119,7 @@ def _cut(owner: nn.Module, name: str, sizes: Sequence[int], dim: int, peers: Pee
         shares = (_share(size, peers.size, rank) for size in sizes)
         return tuple(slice(s + own.start, s + own.stop) for s, own in zip(starts, shares, strict=True))
 
-    part = Part(whole.shape, dim, tuple(of(rank) for rank in range(peers.size)), peers)
+    part = WeightPart(whole.shape, dim, tuple(of(rank) for rank in range(peers.size)), peers)
     kept = [whole.detach().narrow(dim, own.start, own.stop - own.start) for own in part.own]
     own = nn.Parameter(torch.cat(kept, dim).contiguous().clone(), whole.requires_grad)
     setattr(owner, name, marked(own, part))

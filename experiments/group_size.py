@@ -18,6 +18,7 @@ GROUPS = (2, 4, 8, 16, 32, 64)
 ARMS = tuple(str(size) for size in GROUPS)
 SMALL, USUAL = "2", "16"  # the claim's
 BESIDE = "8"  # the arm beside PPO, which has its prompts and groups
+DRAWN = (SMALL, BESIDE, ARMS[-1], PPO)  # the arms whose course is drawn
 
 
 def arms(settings: Settings) -> dict[str, dict[str, Any]]:
@@ -86,7 +87,7 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
             Series("grpo", GROUPS, [e.mean for e in after], [e.low for e in after], [e.high for e in after]),
             Series(PPO, GROUPS, [critic.mean] * len(GROUPS), dashed=True),
         ], log_x=True),
-        *courses(numbers, (SMALL, BESIDE, ARMS[-1], PPO), {"accuracy": "Accuracy of the rollouts",
+        *courses(numbers, DRAWN, {"accuracy": "Accuracy of the rollouts",
                                                             "entropy": "Entropy, nats per token"}),
     ]  # fmt: skip
     before = over_seeds([n[PPO]["held_out"][0] for n in numbers.values()])
@@ -105,7 +106,7 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
          "Published: groups of 2 keep 98% of the performance of groups of 16 with an eighth of the rollouts (It Takes Two); "
          "GRPO leaves out a value model that is typically as large as the policy (DeepSeekMath, section 4.1)."],
     )  # fmt: skip
-    return with_lines(found, numbers)
+    return with_lines(found, numbers, DRAWN)
 
 
 UPDATES = {"minibatches": 2, "critic_lr": 2e-3, "near": 0.05, "half": 0.1, "wide": 512, "deep": 4}

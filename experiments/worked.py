@@ -250,10 +250,10 @@ def is_working(numbers: Sequence[int], reply: str, right: bool = False) -> bool:
     return added and sum(line.joined for line in lines) == len(numbers) - 1
 
 
-def with_lines(finding: Finding, numbers: Mapping[int, Numbers]) -> Finding:
+def with_lines(finding: Finding, numbers: Mapping[int, Numbers], drawn: Sequence[str] = ()) -> Finding:
     """The finding with the share of right lines: two columns, whose rows are the arms, a panel and a note.
 
-    As it is where the arena does not note it.
+    As it is where the arena does not note it. `drawn`: the arms of the panel, if not all.
     """
     arms = list(next(iter(numbers.values())))
     if not all(LINES in numbers[seed][arm]["curves"] for seed in numbers for arm in arms):
@@ -264,7 +264,7 @@ def with_lines(finding: Finding, numbers: Mapping[int, Numbers]) -> Finding:
         finding,
         columns=[*finding.columns, "right lines of right ends, first step", "at the end"],
         rows=[[*row, str(a), str(b)] for row, a, b in zip(finding.rows, before, after, strict=True)],
-        panels=[*finding.panels, *courses(numbers, arms, {LINES: "Right lines, share of right ends"})],
+        panels=[*finding.panels, *courses(numbers, drawn or arms, {LINES: "Right lines, share of right ends"})],
         notes=[
             "Right lines of right ends: of the rollouts with the right last number, the share whose every line is right, in "
             "the first step, which is the start's, and in the last fifth of the steps.",

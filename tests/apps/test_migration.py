@@ -188,6 +188,26 @@ def test_defaults_of_trl_are_those_that_its_trainers_had_when_they_ran(
     assert ("lora_dropout, not given: TRL's default, 0.05: nothing is dropped here" in recipe) == ("use_peft" in text)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("trl rloo --normalize_advantages True", "of the step's rewards here, of its advantages there"),
+        ("trl kto --dataset_name d", "from those of a micro-batch there"),
+        ("trl dpo --gradient_accumulation_steps 2", "a short last one of a pass counts as much as a full one"),
+        ("trl sft --warmup_steps 5", "the first has 1 / warmup of the rate here, and 0 there"),
+        ("trl sft --dataset_name d", 'every token of rows of messages: for these set mask = "all"'),
+        (
+            "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo",
+            "of all weights there, of matrices alone here",
+        ),
+        ("python -m openrlhf.cli.train_ppo_ray --data.prompt_dataset d", "reward.clip_range [-10, 10]"),
+    ],
+)
+def test_a_difference_that_stays_is_told_in_the_recipe(text: str, words: str, tmp_path: Path) -> None:
+    """Those of docs/results/imports.md, each by the words that its table has."""
+    assert words in imported(command(tmp_path, text))[1]
+
+
 @pytest.mark.parametrize(("given", "rank", "alpha"), [("", 8, 8.0), ("r=16", 16, 8.0), ("lora_alpha=4", 8, 4.0)])
 def test_a_script_has_the_defaults_of_peft_and_not_those_of_the_command(
     given: str, rank: int, alpha: float, tmp_path: Path

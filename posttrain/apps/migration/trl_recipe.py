@@ -384,4 +384,5 @@ def _rloo(draft: RecipeDraft, updates: int) -> None:
     for name in ("epsilon", "epsilon_high", "ref_model_sync_steps", "ref_model_mixup_alpha"):
         draft.read(name)
     if draft.read("normalize_advantages"):
-        draft.put("scale", "batch", "normalize_advantages: by the standard deviation of the batch")
+        told = "normalize_advantages: by the standard deviation of the step's rewards here, of its advantages there"
+        draft.put("scale", "batch", told)

@@ -202,7 +202,7 @@ def advice(found: MemoryEstimate, learner: LocalLearner, size: UpdateSize) -> li
         "--recompute layers": replace(size, recompute=True),
         f"--tokens-per-microbatch {fewer}": replace(size, tokens=fewer),
     }
-    if size.shares == 1:
+    if size.shares == size.tensor == size.context == 1:
         for what in (
             "optimizer",
             "activations",

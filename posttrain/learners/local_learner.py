@@ -232,7 +232,7 @@ class LocalLearner:
             self.optimizer.zero_grad()
             return stats
         if self.trust_region is not None:
-            with repeated_bits():
+            with repeated_bits(), self._fetched(self._compared(objective.wants)):
                 self._natural_step(self.trust_region, batches, objective, stats)
         rate = self.optimization.rate(self.version + 1)
         for group in self.optimizer.param_groups:

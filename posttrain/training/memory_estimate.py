@@ -204,7 +204,7 @@ def advice(found: MemoryEstimate, learner: LocalLearner, size: UpdateSize) -> li
     }
     if size.shares == size.tensor == size.context == 1:
         for what in (
-            "optimizer",
+            *(["optimizer"] if not learner.optimization.choice.row.extra else []),  # see `OptimizerChoice.check`
             "activations",
             *(["reference"] if REFERENCE in separate(learner.model, learner.others) else []),
         ):

@@ -104,11 +104,20 @@ def profiled_steps(text: str) -> range:
 
 
 def check_divisions(config: Training) -> None:
-    """Raise UserError for options that divide the same weights among processes."""
+    """Raise UserError for options that divide models or micro-batches among processes, and do not go together."""
     if config.shard and config.tensor_parallel > 1:
         raise UserError(
             "--shard divides rows of whole matrices, and --tensor-parallel has divided them already: leave out one of them"
         )
+    for divided in config.divisions[:1]:
+        if config.offload:
+            raise UserError(
+                f"--offload is for whole models and micro-batches, and {divided} divides them: leave out one of them"
+            )
+        if config.role_devices:
+            raise UserError(
+                f"--role-devices is for whole models and micro-batches, and {divided} divides them: leave out one of them"
+            )
 
 
 def _validate_optimizer(config: Training) -> None:
@@ -127,15 +136,6 @@ def _validate_memory(config: Training) -> None:
     adapted = [name for name, value in (("--lora", config.lora), ("--quantize", config.quantize)) if value]
     for option in (*config.divisions, *adapted) if config.float8 else ():
         raise UserError(f"--float8 is for whole weights that all learn, without {option}: leave out one of them")
-    for divided in config.divisions[:1]:
-        if config.offload:
-            raise UserError(
-                f"--offload is for whole models and micro-batches, and {divided} divides them: leave out one of them"
-            )
-        if config.role_devices:
-            raise UserError(
-                f"--role-devices is for whole models and micro-batches, and {divided} divides them: leave out one of them"
-            )
     if odd := next((name for name in config.role_devices if name not in ROLES), None):
         raise UserError(f"--role-devices has no role {odd!r:.40}{near_or_all(odd, list(ROLES))}")
     if twice := next((own for own in config.offload if config.offload.count(own) > 1), None):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, replace
 from itertools import chain
 from pathlib import Path
@@ -75,12 +75,18 @@ class DataParallelLearner(LocalLearner):
     def evaluate(
         self, batches: Sequence[Packed], of: str = "policy", want: frozenset[str] = frozenset()
     ) -> list[Outputs]:
-        return self._together(batches, lambda own: super(DataParallelLearner, self).evaluate(own, of, want), self._here)
+        def compute(own: Sequence[Packed]) -> list[Outputs]:
+            with self._noticing():
+                return super(DataParallelLearner, self).evaluate(own, of, want)
+
+        return self._together(batches, compute, self._here)
 
     def update(self, batches: Sequence[Batch], objective: Objective) -> Stats:
+        with self._noticing():
+            own = super().update(self._own(batches) if self.groups.size > 1 else batches, objective)
         if self.groups.size == 1:
-            return super().update(batches, objective)
-        stats, own = Stats(), super().update(self._own(batches), objective)
+            return own
+        stats = Stats()
         sink = sink_of(batches)
         for told, found in self.groups.gather((own, sink.settle() if sink else None)):
             stats.merge(told)
@@ -89,6 +95,10 @@ class DataParallelLearner(LocalLearner):
         if sink is not None:
             sink.skipped = stats["skipped"][0] > 0
         return stats
+
+    def _noticing(self) -> AbstractContextManager[None]:
+        """Return a context that tells in words of a process lost between the meetings: a backward pass needs them all."""
+        return nullcontext() if self.mesh is None else self.mesh.group.noticing()
 
     def squared_gradients(self, batches: Sequence[Packed]) -> Tensor:
         assert self.mesh is None, "no process has whole gradients of a rollout"

@@ -232,7 +232,7 @@ class LocalLearner:
             self.optimizer.zero_grad()
             return stats
         if self.trust_region is not None:
-            with repeated_bits():
+            with repeated_bits(), self._fetched(self._compared(objective.wants)):
                 self._natural_step(self.trust_region, batches, objective, stats)
         rate = self.optimization.rate(self.version + 1)
         for group in self.optimizer.param_groups:
@@ -469,7 +469,8 @@ class LocalLearner:
         if there == own:
             return self.critic(batch, policy, temperature)
         with self._autocast(there), working_on(there):
-            found = self.critic(input_on(batch, there), moved(policy, there), moved(temperature, there))
+            read = moved(policy, there) if self.critic.reads_policy else policy  # the head is as large as a vocabulary
+            found = self.critic(input_on(batch, there), read, moved(temperature, there))
         return {name: value.to(own) for name, value in found.items()}
 
     @property

@@ -60,6 +60,7 @@ class Processes:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._store, self._timeout, self._calls = store, timeout, 0
         self._group, self._name, self._apart, self._lasting = group, name, 0, lasting
+        self._ranks = dist.get_process_group_ranks(group)  # in the run, by rank in this group
 
     def sum(self, x: Tensor) -> Tensor:
         self._wait_for_all()
@@ -80,6 +81,12 @@ class Processes:
         It begins when all processes have reached it. Raises UserError if a process is lost before its end.
         """
         self._wait_for_all()
+        with self.noticing():
+            yield
+
+    @contextmanager
+    def noticing(self) -> Iterator[None]:
+        """Context that raises UserError if a process is lost in a collective within it. It waits for nobody."""
         try:
             yield
         except RuntimeError as error:
@@ -166,7 +173,7 @@ class Processes:
                     code, _, why = self._store.get(FAILED).decode().partition(" ")
                     raise Elsewhere(why, int(code))
                 if time.monotonic() > end:
-                    said = ", ".join(map(str, missing))
+                    said = ", ".join(str(self._ranks[r]) for r in missing)
                     raise Elsewhere(f"process {said} did not respond within {self._timeout:g} s (--collective-timeout)")
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)

@@ -34,6 +34,8 @@ NEAR_ZERO = 1e-3  # standard deviation of a new head's weights, times 1 / sqrt(D
 class ValueModel(nn.Module):
     """Value V of the state in which each scored token is chosen."""
 
+    reads_policy = False  # whether a critic with a backbone of its own uses the policy's hidden states and head
+
     def __init__(self, hidden: int, backbone: Backbone | None, seed: int) -> None:
         super().__init__()
         self.backbone = backbone  # None: the policy's hidden states are used
@@ -53,6 +55,8 @@ class ValueModel(nn.Module):
 
 class TwinValues(nn.Module):
     """Twin soft action values over the vocabulary: two heads of one backbone."""
+
+    reads_policy = True
 
     def __init__(self, backbone: Backbone, seed: int) -> None:
         super().__init__()

@@ -202,9 +202,9 @@ def advice(found: MemoryEstimate, learner: LocalLearner, size: UpdateSize) -> li
         "--recompute layers": replace(size, recompute=True),
         f"--tokens-per-microbatch {fewer}": replace(size, tokens=fewer),
     }
-    if size.shares == 1:
+    if size.shares == size.tensor == size.context == 1:
         for what in (
-            "optimizer",
+            *(["optimizer"] if not learner.optimization.choice.row.extra else []),  # see `OptimizerChoice.check`
             "activations",
             *(["reference"] if REFERENCE in separate(learner.model, learner.others) else []),
         ):

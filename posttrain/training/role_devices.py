@@ -31,6 +31,8 @@ def role_device(config: Any, role: str, device: torch.device) -> torch.device:
             f"machine: give each a number, as in {role}=2,3"
         )
     name = choice[placement.place % len(choice)]
+    if name in ("auto", "cuda"):  # which would be the GPU of the training process
+        raise UserError(f"--role-devices {role}={named[role]} names no GPU: give its number, as in {role}=1")
     try:
         return choose_device(f"cuda:{name}" if name.isdecimal() else name)
     except UserError as error:

@@ -19,6 +19,7 @@ from posttrain.core.batch import Batch, Outputs, Packed, Reading, Stats
 from posttrain.learners.devices import moved
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
 from posttrain.models.critic import ActionValueModel, Critic, SoftStateValueModel, ValueModel
+from posttrain.models.losses.likelihood import Hidden
 from posttrain.models.native.decoder import new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.kernels import build
@@ -113,6 +114,16 @@ def test_results_do_not_depend_on_where_models_are(kind: str, roles: str) -> Non
     assert bytes_held() > 0
     for place, (mine, theirs) in enumerate(zip(results(ours, kind), results(learner(kind, {}), kind), strict=True)):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11, msg=lambda said, n=place: f"{n}: {said}")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("kind", ["values", "actions"])
+def test_only_a_critic_of_actions_gets_the_output_head(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        "posttrain.learners.local_learner.moved", lambda value, device: seen.append(value) or moved(value, device)
+    )
+    learner(kind, {"critic": SECOND}).evaluate(batches(CPU), want=frozenset({"value" if kind == "values" else "q"}))
+    assert any(isinstance(value, Hidden) for value in seen) == (kind == "actions")
 
 
 def test_a_critic_on_its_own_device_is_saved_and_continued(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ SHARED = "has no effect, as this run holds no reference with weights of its own:
         ({"algorithm": "grpo", "role_devices": {"critics": "cpu"}}, "has no role 'critics'; did you mean 'critic'?"),
         ({"algorithm": "grpo", "role_devices": {"reference": "1"}}, "--role-devices 1 is not a GPU of this machine"),
         ({"algorithm": "grpo", "role_devices": {"reference": "cpu,cpu"}}, "reference=cpu,cpu names 2 for 1 training"),
+        ({"algorithm": "grpo", "role_devices": {"reference": "cuda"}}, "reference=cuda names no GPU: give its number"),
         ({"algorithm": "grpo", "role_devices": {"reference": "cdua"}}, "--role-devices reference=cdua cannot be used"),
         ({"algorithm": "grpo", "shard": True, "role_devices": {"reference": "cpu"}}, "--role-devices is for whole models"),
         ({"algorithm": "grpo", "shard": True, "offload": ("optimizer",)}, "micro-batches, and --shard divides them"),

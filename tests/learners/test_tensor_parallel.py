@@ -224,6 +224,44 @@ def faults(out: Path, together: Processes) -> None:
     (out / "faults").write_text("noticed")
 
 
+@dataclass(frozen=True)
+class Breaking(Both):
+    """A loss after which every collective breaks, as if a process was killed in the backward pass."""
+
+    patched: pytest.MonkeyPatch | None = None
+
+    def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
+        assert self.patched is not None
+        breaking(self.patched)
+        return super().__call__(outputs, batch, stats)
+
+
+def breaking(patched: pytest.MonkeyPatch) -> None:
+    def broken(self: Processes, x: Tensor) -> Tensor:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+
+    for name in ("total", "stacked", "exchanged"):
+        patched.setattr(Processes, name, broken)
+
+
+def losses(out: Path, together: Processes) -> None:
+    """A process that is lost in a backward pass, or when outputs are joined, is told of in words."""
+    for tensor, context in SIZES[together.size]:
+        many, batches = learner(True, open_mesh(together, tensor, context)), micro_batches(2)
+        with (
+            pytest.MonkeyPatch.context() as patched,
+            pytest.raises(UserError, match="another process of the run is gone"),
+        ):
+            many.update(batches, Breaking(patched=patched))
+        with (
+            pytest.MonkeyPatch.context() as patched,
+            pytest.raises(UserError, match="another process of the run is gone"),
+        ):
+            breaking(patched)
+            many.evaluate(batches)
+    (out / "losses").write_text("told")
+
+
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 STEPS, HALF = 4, 2
@@ -289,7 +327,7 @@ def ranks(rank: int, port: int, size: int, out: Path) -> None:
 
 
 PARTS: dict[int, list[Callable[[Path, Processes], None]]] = {
-    2: [learners, memory, in_bfloat16, faults, runs_of_two],
+    2: [learners, memory, in_bfloat16, faults, losses, runs_of_two],
     4: [learners],
 }
 
@@ -321,7 +359,9 @@ def test_updates_of_two_processes_are_those_of_one(runs: Path) -> None:
     assert (runs / "learners.2").read_text() == "equal"
 
 
-@pytest.mark.parametrize(("what", "found"), [("memory", "shared"), ("in bfloat16", "near"), ("faults", "noticed")])
+@pytest.mark.parametrize(
+    ("what", "found"), [("memory", "shared"), ("in bfloat16", "near"), ("faults", "noticed"), ("losses", "told")]
+)
 def test_processes_share_memory_round_as_one_and_mistakes_are_noticed(runs: Path, what: str, found: str) -> None:
     assert (runs / what).read_text() == found
 
@@ -360,6 +400,15 @@ def check_run(one: Path, other: Path, within: dict[str, float], steps: int) -> N
         assert ours_.keys() == theirs_.keys(), file
         for name, tensor in ours_.items():
             torch.testing.assert_close(theirs_[name], tensor, atol=within["abs"], rtol=within["rel"])
+
+
+def test_a_process_that_does_not_respond_is_named_by_its_rank_in_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"is_initialized": True, "get_rank": 0, "get_world_size": 2, "get_process_group_ranks": [2, 3]}
+    for name, value in known.items():
+        monkeypatch.setattr(f"torch.distributed.{name}", lambda group=None, value=value: value)
+    second = Processes(torch.distributed.HashStore(), 0.01, "the second of two groups", "1.1.")
+    with pytest.raises(UserError, match="process 3 did not respond within"):
+        second.gather(None)
 
 
 def test_what_cannot_be_divided_is_refused() -> None:

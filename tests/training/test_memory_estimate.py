@@ -110,4 +110,7 @@ def test_a_run_that_may_not_fit_is_shown_what_would_take_less() -> None:
     [line] = advice(estimate_memory(learner, less), learner, less)  # type: ignore[arg-type]
     assert "--offload activations optimizer (" in line and "--offload optimizer (" not in line
     assert advice(found, learner, replace(size, room=H200)) == []
+    learner.optimization = replace(learner.optimization, optimizer="lion")  # which --offload optimizer refuses
+    [line] = advice(found, learner, size)
+    assert "--offload activations (" in line and "--offload optimizer" not in line
     assert str(found).startswith("memory of the GPU: about ") and "activations 2" in str(found)

@@ -147,3 +147,16 @@ def test_processes_that_divide_weights_or_tokens_take_their_parts(models: Path) 
         plan_memory(config(SFT, **{**given, "processes": 8}, tensor_parallel=8), 1e12)
     with pytest.raises(UserError, match="--tensor-parallel has divided them already: leave out one of them"):
         plan_memory(config(SFT, **given, tensor_parallel=2, shard=True), 1e12)
+    beside: list[dict[str, Any]] = [{"offload": ("optimizer",)}, {"role_devices": {"reference": "1"}}]
+    for how in beside:
+        with pytest.raises(
+            UserError, match="is for whole models and micro-batches, and --tensor-parallel divides them"
+        ):
+            plan_memory(config(SFT, **given, **how, tensor_parallel=2), 1e12)
+
+
+@pytest.mark.parametrize("how", [{"tensor_parallel": 2}, {"context_parallel": 2}, {"shard": True}])
+def test_advice_names_no_option_that_is_refused_beside_others(models: Path, how: dict[str, Any]) -> None:
+    (whole,) = plan_memory(config(SFT, model="7b"), 8 * GIB).advice
+    (divided,) = plan_memory(config(SFT, model="7b", processes=2, **how), 8 * GIB).advice
+    assert "--offload" in whole and "--recompute layers" in divided and "--offload" not in divided

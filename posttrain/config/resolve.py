@@ -204,7 +204,8 @@ def _validate_sample(config: Sample) -> None:
 
 
 def _validate_engines(config: RL) -> None:
-    if twice := [url for url in config.engine_url if config.engine_url.count(url) > 1]:
+    urls = [url.rstrip("/") for url in config.engine_url]
+    if twice := [url for url in urls if urls.count(url) > 1]:
         raise UserError(f"--engine-url has {twice[0]} twice: give each server once")
     if twice := [address for address in config.engines if config.engines.count(address) > 1]:
         raise UserError(

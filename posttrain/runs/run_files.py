@@ -53,7 +53,7 @@ _INSIDE = {
     CHECKPOINTS: re.compile(r"step-\d{6,}|\.step-\d{6,}\.draft"),
     TENSORBOARD: re.compile(r"events\..*"),
     TRACKING: re.compile(r"[\w-]+\.(json|log|json\.tmp)"),
-    WEIGHT_SYNC: re.compile(r"weights-\d+-\d+(\.partial)?"),
+    WEIGHT_SYNC: re.compile(r"(weights|adapter)-\d+-\d+(\.partial)?"),
     PICTURES: re.compile(r"[0-9a-f]{64}(\.\d+\.tmp)?"),
 }
 """Subfolder of a run -> names of the run's files in it."""
@@ -111,13 +111,14 @@ def delete_run(folder: Path) -> None:
     """
     made = made_by_run(folder)
     folders = {path for path in made if path.is_dir() and not path.is_symlink()}
-    own = {path for path in folders if path.parent.name == CHECKPOINTS or path.name in _INSIDE}
+    whole = {path for path in folders if path.parent.name in (CHECKPOINTS, WEIGHT_SYNC)}
+    own = whole | {path for path in folders if path.name in _INSIDE}
     if strange := sorted(folders - own):
         raise UserError(f"{strange[0]} is a folder where a run has a file: move it away, or choose another --out")
     for path in made:
         if path not in folders:
             path.unlink()
-        elif path.parent.name == CHECKPOINTS:
+        elif path in whole:
             shutil.rmtree(path)
         else:
             with suppress(OSError):  # not empty: it contains files of others

@@ -19,6 +19,7 @@ from posttrain.config.resolve import filled, validate
 from posttrain.config.verbs import VERBS
 from posttrain.core.option_aliases import suggestion
 from posttrain.core.types import UserError
+from posttrain.engines.vllm.server_places import GivenServer
 from posttrain.learners.optimizers import OptimizerChoice
 from posttrain.training.adjust import adjust
 
@@ -117,6 +118,24 @@ def test_a_batch_of_trl_counts_replies_of_all_processes(tmp_path: Path) -> None:
         2
     ]  # 64 replies of 8 per prompt, 8 in an update: but an update needs a whole group
     assert (table["prompts"], table["minibatches"]) == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("given", "url"),
+    [
+        ("--vllm_mode server --vllm_server_host 10.0.0.7 --vllm_server_port 8001", "http://10.0.0.7:8001"),
+        ("--vllm_server_base_url http://a:1 --vllm_server_host b", "http://a:1"),
+        ("--vllm_mode server", "http://127.0.0.1:8000"),
+        ("--vllm_mode colocate --vllm_server_port 8001", None),
+        ("", None),
+    ],
+)
+def test_a_server_of_trl_is_one_url(given: str, url: str | None, tmp_path: Path) -> None:
+    path = command(tmp_path, f"trl grpo --dataset_name d --reward_funcs accuracy_reward --use_vllm true {given}")
+    _, text, table = imported(path)
+    assert table.get("engine_url") == ([url] if url else None) and (url is None or "not with trl vllm-serve" in text)
+    if url:
+        GivenServer(url, None, None)  # type: ignore[arg-type]  # it is one that is accepted
 
 
 @pytest.mark.parametrize(

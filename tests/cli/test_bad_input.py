@@ -241,6 +241,9 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "server that is no URL": (
         words("rl", engine="vllm", engine_url="a:1"), ("--engine-url a:1: give http://HOST:PORT",)
     ),
+    "server given twice": (
+        [*words("rl", engine="vllm"), "--engine-url", "http://a:1", "http://a:1/"], ("--engine-url has http://a:1 twice",)
+    ),
     "no resume without a run": (words("rl", resume=""), ("never holds no run to resume", "leave out --resume")),
     "option given twice": ([*words("rl"), "--lr", "1", "--lr", "2"], ("--lr is given twice: leave one of them out",)),
     "resume and overwrite": (words("rl", resume="", overwrite=""), ("give one of them",)),

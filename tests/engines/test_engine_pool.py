@@ -524,6 +524,7 @@ class Sender:
     """vLLM's trainer side as its documentation has it: over NCCL, `update_weights` runs beside the broadcast."""
 
     backend = ""
+    on: ClassVar[list[str]] = []  # devices on which the thread works
     made: ClassVar[list[Sender]] = []
 
     @classmethod
@@ -548,6 +549,7 @@ class Sender:
         if self.backend == "ipc":
             told["ipc_handles"] = [{"card": ("handle",)}]
         self.client.update_weights(told)
+        assert not torch.is_grad_enabled() and self.on == ["cpu"], "both are a thread's own"
         self.sent = dict(self.source)
         self.client.finish_weight_update()
 
@@ -563,7 +565,16 @@ def test_weights_from_card_to_card_follow_the_documented_calls(
     monkeypatch.setattr(base, "ParamMeta", lambda *what: what, raising=False)
     monkeypatch.setattr(base, "WeightSource", object, raising=False)
     monkeypatch.setattr(engine, f"{kind}TrainerInitInfo", lambda *what, rank: (*what, rank), raising=False)
-    own = type("Own", (Sender,), {"backend": backend})
+    on: list[str] = []
+
+    @contextmanager
+    def working_on(device: torch.device) -> Iterator[None]:
+        on.append(device.type)
+        yield
+        on.pop()
+
+    monkeypatch.setattr("posttrain.engines.vllm.gpu_transfer.working_on", working_on)
+    own = type("Own", (Sender,), {"backend": backend, "on": on})
     monkeypatch.setattr(engine, f"{kind}TrainerWeightTransferEngine", own, raising=False)
     Sender.made.clear()
     first, second = tiny(tokenizer), tiny(tokenizer, seed=1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -36,10 +37,10 @@ from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.pool_member import MemberState, PoolMember
 from posttrain.engines.pool.replicas import Many
 from posttrain.engines.request import Request
-from posttrain.engines.vllm.server_client import end_of
-from posttrain.engines.vllm.server_places import GivenServer
-from posttrain.engines.vllm.server_pool import open_servers
-from posttrain.engines.vllm.server_setup import MODULE, PACKAGES, ServerSetup, prepare, vllm_layout
+from posttrain.engines.vllm.server_client import ServedRun, ServerClient, end_of, way
+from posttrain.engines.vllm.server_places import GivenServer, OwnServer
+from posttrain.engines.vllm.server_pool import check_transfer, open_servers
+from posttrain.engines.vllm.server_setup import LOGPROBS, MODULE, PACKAGES, ServerSetup, prepare, vllm_layout
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.gpu_placement import GPUPlacement
 from posttrain.models.native.decoder import Decoder, new_decoder
@@ -244,8 +245,8 @@ def test_a_server_that_is_not_there_or_too_short_ends_the_run_in_one_line(
     model = tiny(tokenizer)
     with pytest.raises(UserError, match="the engine http://127.0.0.1:9 is lost: it cannot be reached: "):
         opened(model, tokenizer, Many(urls=("http://127.0.0.1:9",), folder=tmp_path))
-    for url in ("127.0.0.1:8000", "ftp://a", "http://", "http://a:1/v1"):
-        with pytest.raises(UserError, match=f"--engine-url {url}: give http://HOST:PORT"):
+    for url in ("127.0.0.1:8000", "ftp://a", "http://", "http://a:1/v1", "http://[::1", "http://a:x", "http://a:99999"):
+        with pytest.raises(UserError, match=f"--engine-url {re.escape(url)}: give http://HOST:PORT"):
             GivenServer(url, None, None)  # type: ignore[arg-type]
     short = new_decoder(replace(model.config, context=16), 0)
     monkeypatch.setenv(fake_vllm.FAULT, "raw")
@@ -362,3 +363,122 @@ def test_a_tied_head_is_handed_over_twice_and_lies_where_the_embedding_does(
     assert {own.offset + 4 * torch.Size(own.shape).numel() <= laid.bytes for own in laid.stored} == {True}
     prepare(str(tmp_path), model, tokenizer)
     assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+class Noted(ServerClient):
+    """A client whose calls are noted and answered here. `adapters`: those that the server has."""
+
+    def __init__(self, *adapters: str) -> None:
+        self.calls: list[str] = []
+        self.adapters = adapters
+        run = ServedRun(None, (), 64, 8, 60.0, False, {})  # type: ignore[arg-type]
+        super().__init__(run, "http://here")
+
+    async def _call(self, method: str, path: str, body: Any = None) -> bytes:
+        named = [body[key] for key in ("method", "lora_name") if key in (body or {})]
+        self.calls.append(" ".join([path, *named]))
+        answers: dict[str, Any] = {
+            "/v1/models": {"data": [{"id": id, "max_model_len": 64} for id in ("policy", *self.adapters)]},
+            "/server_info?config_format=json": {"vllm_config": {"model_config": {"logprobs_mode": LOGPROBS}}},
+            "/collective_rpc posttrain_load": {"results": [[0, 1]]},
+            "/collective_rpc posttrain_adapter": {"results": [[2, 14]]},
+        }
+        return json.dumps(answers.get(self.calls[-1])).encode()
+
+    def answer(self) -> list[Any]:
+        end = time.monotonic() + 60
+        while not (messages := self.receive()):
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        [message] = messages
+        return message
+
+
+def test_a_server_that_slept_gets_the_base_again_and_lost_adapters_are_unloaded() -> None:
+    client = Noted("theirs", "posttrain-version-5")
+    with closing(client):
+        assert client.answer()[0] == "hello"
+        unloaded = [call for call in client.calls if "unload" in call]
+        assert unloaded == ["/v1/unload_lora_adapter posttrain-version-5"]
+        base = {"version": 0, "checksum": 1, "file": "weights"}
+        offer = {"version": 5, "checksum": 2, "adapter": "folder", "matrices": 14, "base": base}
+        loads = []
+        for slept in (False, False, True):
+            if slept:
+                client.send("sleep")
+            del client.calls[:]
+            client.send("load", offer)
+            assert client.answer() == ["loaded", 5, 2]
+            loads.append(client.calls.count("/collective_rpc posttrain_load"))
+        assert loads == [1, 0, 1]
+
+
+def test_weights_are_sent_from_gpu_to_gpu_while_nothing_is_sampled() -> None:
+    client = Noted()
+    with closing(client):
+        client.answer()
+        del client.calls[:]
+        for method in ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"):
+            client.send("transfer", method, {})
+            assert client.answer() == ["transferred"]
+        client.send("load", {"version": 3, "checksum": 4})
+        assert client.answer() == ["loaded", 3, 4]
+        assert client.calls.index("/pause?mode=abort") < client.calls.index("/start_weight_update")
+        assert client.calls[-1] == "/resume"
+
+
+def test_servers_that_one_run_starts_draw_from_seeds_of_their_own(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+
+    def environment(self: ServerSetup, *how: Any) -> dict[str, str]:
+        seeds.append(self.seed)
+        return {}
+
+    class Process:
+        def __init__(self, *how: Any) -> None: ...
+
+    monkeypatch.setattr(ServerSetup, "environment", environment)
+    monkeypatch.setattr("posttrain.engines.vllm.server_places.EngineProcess", Process)
+    monkeypatch.setattr("posttrain.engines.vllm.server_pool.EnginePool", lambda places, *more, **how: list(places))
+
+    def started(**how: Any) -> None:
+        places: Any = open_servers(tiny(tokenizer), tokenizer, 8, "float32", Many(2, **how), cache_gib=0.1, seconds=9.0)
+        for place in [*places, places[0]]:  # the first one was lost
+            place.open().wire.close()
+
+    monkeypatch.setattr("posttrain.engines.vllm.server_pool.require_vllm", lambda: None)
+    started()
+    started(rank=1)
+    assert len(set(seeds)) == 6 and max(seeds) < 1 << 32
+    first = seeds[:]
+    started()
+    assert seeds[6:] == first[:3]
+
+
+def test_advice_for_a_refused_call_names_what_the_server_lacks() -> None:
+    missing = '{"error": {"message": "Not Found", "type": "NotFoundError"}}'
+    assert way("/inference/v1/generate", 404, missing) == "; start it with --enable-scale-out"
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in way("/v1/load_lora_adapter", 404, missing)
+    assert way("/pause", 404, missing) == "; start it with VLLM_SERVER_DEV_MODE=1"
+    assert way("/v1/load_lora_adapter", 404, '{"error": {"message": "No adapter found for x"}}') == ""
+    assert way("/v1/models", 401, "") == "; set VLLM_API_KEY to the key of the server" and way("/pause", 500, "") == ""
+
+
+def test_weights_are_sent_only_where_vllm_can_send_them() -> None:
+    eight = GPUPlacement(8, engine_devices=(0, 1))
+    check_transfer("ipc", (0,), eight)
+    check_transfer("nccl", (1,), eight)
+    check_transfer(None, (0,), eight)
+    with pytest.raises(UserError, match="--weight-sync nccl sends weights to other GPUs than the learner's: .* ipc"):
+        check_transfer("nccl", (0, 1), eight)
+    for gpus in ((1,), (0, 1)):
+        with pytest.raises(UserError, match="within one GPU, the learner's: give --engine-devices 0 and servers"):
+            check_transfer("ipc", gpus, eight)
+
+
+def test_a_path_that_no_socket_can_have_is_refused() -> None:
+    OwnServer("0", Path("/" + "a" * 97), SETUP, *[None] * 2, (), False)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="too long a path for a socket: set TMPDIR"):
+        OwnServer("0", Path("/" + "a" * 98), SETUP, *[None] * 2, (), False)  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from posttrain.core.types import (
 from posttrain.runs.curves import curves
 from posttrain.runs.record.rollout_reading import EVERY, plainly, read_rollouts, timed_rollouts
 from posttrain.runs.record.rollout_rows import transcripts_of
-from posttrain.runs.run_files import writing
+from posttrain.runs.run_files import delete_run, holds_run, writing
 from posttrain.runs.run_reading import read_metrics, read_run, read_timing, rollout_steps
 from posttrain.runs.run_record import RunRecord
 
@@ -327,3 +327,13 @@ def test_importing_the_record_loads_nothing_heavy() -> None:
     code = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"
+
+
+def test_weights_for_vllm_that_a_killed_run_left_are_deleted_with_the_run(tmp_path: Path) -> None:
+    for name in ("weights-0-12", "adapter-1-3"):  # folders for vLLM; a file for engines that listen
+        (tmp_path / "weight-sync" / name).mkdir(parents=True)
+        (tmp_path / "weight-sync" / name / "model.safetensors").touch()
+    (tmp_path / "weight-sync" / "weights-0-11").touch()
+    assert holds_run(tmp_path)
+    delete_run(tmp_path)
+    assert not list(tmp_path.iterdir())

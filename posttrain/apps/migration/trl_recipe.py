@@ -90,6 +90,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "sft": {**COMMON, "learning_rate": 2e-5, "max_length": 1024, "loss_type": "nll"},
     "reward": {**COMMON, "learning_rate": 1e-4, "max_length": 1024},
 }
+_SERVER = ("vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port")
 SPACE = "; a reply keeps its leading space here, which TRL's decoding drops with SentencePiece tokenizers"
 VERBS_OF = {"grpo": "rl", "rloo": "rl", "sft": "sft", "reward": "reward-model"}  # the others: prefer
 _AGGREGATES = {
@@ -133,6 +134,7 @@ def _precision(draft: RecipeDraft) -> None:
     told = "products in bfloat16, weights that learn in float32"
     stored = next((name for name in ("dtype", "torch_dtype") if draft.read(name) in ("bfloat16", "float16")), None)
     chosen = "fp16" if draft.read("fp16") else "bf16"
+    draft.treated.add("bf16")
     if stored is not None:
         told = f"weights that learn stay in float32 here; of TRL ({draft.origin(stored)}) they are rounded too"
         draft.put("precision", "bfloat16", told)
@@ -189,6 +191,7 @@ def _rollouts(draft: RecipeDraft, processes: int, rows: int | None) -> None:
     (_grpo if draft.run.trainer == "grpo" else _rloo)(draft, updates)
     if draft.read("use_vllm"):
         engine(draft, "use_vllm", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size")
+        _server(draft)
         _correction(draft)
     for name in (
         "vllm_importance_sampling_correction",
@@ -198,6 +201,17 @@ def _rollouts(draft: RecipeDraft, processes: int, rows: int | None) -> None:
         draft.read(name)
     if draft.read("mask_truncated_completions"):
         draft.put("overlong_filter", True, "mask_truncated_completions: same meaning")
+
+
+def _server(draft: RecipeDraft) -> None:
+    """Write the address of a server that runs already: a URL there, or a host and a port."""
+    mode, url, host, port = map(draft.read, _SERVER)
+    named = [name for name in _SERVER if draft.given(name)]
+    if mode == "colocate" or not named:
+        return
+    told = "start it with vllm serve, as the guide to vLLM tells, not with trl vllm-serve"
+    address = url or f"http://{host or '127.0.0.1'}:{port or 8000}"
+    draft.put("engine_url", [address], f"{', '.join(map(draft.origin, named))}: {told}")
 
 
 def _generations(draft: RecipeDraft, processes: int) -> tuple[int, int, int, int]:

@@ -88,6 +88,8 @@ class AdapterFiles:
 
     def close(self) -> None:
         self._forget()
+        if self.memory is not None:
+            self.memory.close()
 
     def _forget(self) -> None:
         if self.offer is not None:

@@ -17,12 +17,14 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
+import torch
 from torch import Tensor
 
 from posttrain.core.messages import one_line
 from posttrain.engines.pool.pool_protocol import Gone
 from posttrain.engines.vllm.server_setup import checkpoint_tensors
 from posttrain.engines.weight_sync import Call, Copied, Transport, WeightLayout, checksum_of_names
+from posttrain.models.gpu_placement import working_on
 
 Backend = Literal["nccl", "ipc"]
 
@@ -74,11 +76,12 @@ class CardToCard(Copied):
         failed: list[BaseException] = []
 
         def work() -> None:
-            try:
-                if first or name not in self._senders:
-                    self._senders[name] = self._sender(name, call)
-                self._senders[name].client.call = call
-                self._senders[name].send_weights()
+            try:  # the current GPU and no_grad are a thread's own
+                with working_on(self._weights.head.device), torch.no_grad():
+                    if first or name not in self._senders:
+                        self._senders[name] = self._sender(name, call)
+                    self._senders[name].client.call = call
+                    self._senders[name].send_weights()
             except BaseException as error:
                 failed.append(error)
 

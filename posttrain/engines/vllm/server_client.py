@@ -32,6 +32,12 @@ COLDEST = 0.01  # vLLM silently raises lower temperatures to this value
 LOOK_SECONDS = 0.2  # between questions whether the server has started
 REACH_SECONDS = 10.0  # for a server that runs already to answer
 CLOSE_SECONDS = 5.0
+ADAPTER = "posttrain-version-"  # name of an adapter as the server calls it, before the version
+NEEDED = {
+    "/inference/v1/generate": "--enable-scale-out",
+    "/v1/load_lora_adapter": "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+}
+"""Path of a call that a server lacks -> what gives it. Others come with VLLM_SERVER_DEV_MODE=1."""
 KEY = "VLLM_API_KEY"  # environment variable with the key of the server, as vLLM itself calls it
 WORK = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")  # metrics that grow while a server works
 
@@ -203,17 +209,22 @@ class ServerClient(Wire):
         end = self._loop.time() + REACH_SECONDS
         while True:
             try:
-                await self._call("GET", "/health")
+                async with asyncio.timeout(REACH_SECONDS if self.path is None else None):
+                    await self._call("GET", "/health")
                 break
             except (aiohttp.ClientError, OSError) as error:
                 if self.path is None and self._loop.time() > end:
-                    raise Gone(f"it cannot be reached: {one_line(error)}") from error
+                    why = one_line(error) or f"no answer within {REACH_SECONDS:g} s"
+                    raise Gone(f"it cannot be reached: {why}") from error
             await asyncio.sleep(LOOK_SECONDS)
         if self.path is None:  # we started others as they have to be
             told = (await self._json("GET", "/server_info?config_format=json"))["vllm_config"]["model_config"]
             if told["logprobs_mode"] != LOGPROBS:
                 raise Gone(f"it was started with another --logprobs-mode than {LOGPROBS}: start it with that one")
-        (model, *_) = (await self._json("GET", "/v1/models"))["data"]
+        (model, *adapters) = (await self._json("GET", "/v1/models"))["data"]
+        for adapter in adapters:  # of a run, or of a connection, that was lost: its name could not be loaded again
+            if adapter["id"].startswith(ADAPTER):
+                await self._call("POST", "/v1/unload_lora_adapter", {"lora_name": adapter["id"]})
         self.model = self.name = model["id"]
         about = {"coldest": COLDEST, "slots": self.run.slots, "context": model["max_model_len"]}
         return ["hello", {"backend": "vLLM", "batch_invariant": False, **about}]
@@ -284,7 +295,7 @@ class ServerClient(Wire):
                 raise Gone(f"it loaded a base with checksum {self._base:08x}, not {base['checksum']:08x}")
         if self.model != self.name:
             await self._call("POST", "/v1/unload_lora_adapter", {"lora_name": self.model})
-        name = f"version-{offer['version']}"
+        name = f"{ADAPTER}{offer['version']}"
         await self._call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": offer["adapter"]})
         self.model = name
         if base is None:  # a server without our extension
@@ -299,6 +310,8 @@ class ServerClient(Wire):
     async def _transfer(self, method: str, info: Any) -> Message:
         """Carry out one call of vLLM's weight transfer."""
         await self._wake_up()
+        if method == "start_weight_update":  # requests that vLLM still computes would read weights that are moved
+            await self._call("POST", "/pause?mode=abort")
         names = {"init_weight_transfer_engine": "init_info", "update_weights": "update_info"}
         await self._call("POST", f"/{method}", {names[method]: info} if method in names else {})
         return ["transferred"]
@@ -306,7 +319,7 @@ class ServerClient(Wire):
     async def _sleep(self) -> None:
         """Free the server's GPU memory until the next weights."""
         await self._call("POST", "/sleep?level=2")
-        self._asleep = True
+        self._asleep, self._base = True, None  # it has no weights at all then
 
     async def _wake_up(self) -> None:
         """Allocate memory for weights again."""
@@ -328,9 +341,19 @@ class ServerClient(Wire):
         async with self._session.request(method, f"{self.address}{path}", json=body) as response:
             content = await response.read()
         if response.status != 200:
-            way = "; start it with VLLM_SERVER_DEV_MODE=1" if response.status == 404 else ""
-            raise Gone(f"{path.partition('?')[0]}: {response.status} {content[:300].decode(errors='replace')}{way}")
+            place = path.partition("?")[0]
+            told = content[:300].decode(errors="replace")
+            raise Gone(f"{place}: {response.status} {told}{way(place, response.status, told)}")
         return content
+
+
+def way(path: str, status: int, told: str) -> str:
+    """Return what a user can do about a refused call; nothing if that is not known."""
+    if status == 401:
+        return f"; set {KEY} to the key of the server"
+    if status == 404 and "Not Found" in told:  # the call itself, not a model or an adapter
+        return f"; start it with {NEEDED.get(path, 'VLLM_SERVER_DEV_MODE=1')}"
+    return ""
 
 
 def end_of(request: Request, tokens: Sequence[int], tokenizer: Tokenizer) -> int | None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from posttrain.core.protocols import Model
+from posttrain.core.seeds import seed_of
 from posttrain.core.types import UserError
-from posttrain.engines.model_manifest import backbone_of
+from posttrain.engines.model_manifest import HEAD, backbone_of
 from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.pool_member import EnginePlace
 from posttrain.engines.pool.replicas import ALIVE_SECONDS, Many, probe_of
@@ -33,23 +35,25 @@ class CheckpointFiles:
     that both sides see under one path. Its contents are verified by the weight probe alone.
     """
 
-    def __init__(self, folder: Path, rank: int, dtype: torch.dtype) -> None:
-        self.folder, self.rank, self.dtype = folder.absolute(), rank, dtype
+    def __init__(self, folder: Path, rank: int, weight_layout: WeightLayout) -> None:
+        self.folder, self.rank, self.weight_layout = folder.absolute(), rank, weight_layout
         self.layout: dict[str, Any] = {}
         self.offer: Offer | None = None
 
     def put(self, weights: Any, version: int) -> None:
         """Write a checkpoint. Raises UserError if it cannot be written."""
-        stored = WeightLayout(weights, self.dtype, lambda model: backbone_of(model).stored_tensors()).stored
+        decoder, dtype = backbone_of(weights), self.weight_layout.dtype
+        stored = [own for own in self.weight_layout.stored if own.name != HEAD or not decoder.tied]
+        shapes = {own.name: own.shape for own in stored}
+        tensors = ((name, tensor) for name, tensor in decoder.stored_tensors() if name in shapes)  # gathers: once alone
         folder = self.folder / f"weights-{self.rank}-{version}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            shapes = {own.name: own.shape for own in stored}
-            write_weights(shapes, backbone_of(weights).stored_tensors(), folder, self.dtype)
+            write_weights(shapes, tensors, folder, dtype)
         except OSError as error:
             raise UserError(f"the weights for the servers cannot be written to {folder}: {error}") from error
         self._forget(but=str(folder))
-        names, kinds = list(shapes), [str(self.dtype)] * len(shapes)
+        names, kinds = list(shapes), [str(dtype)] * len(shapes)
         checksum = checksum_of_names(names, kinds, [shapes[name] for name in names])
         self.offer = {"version": version, "checksum": checksum, "folder": str(folder)}
 
@@ -86,7 +90,8 @@ def open_servers(
     sample.
 
     `start_seconds`: timeout of a server's start, in which it may compile. `seeds`: sample each request with its own
-    seed. `seed`: that of other requests. `sleeps`: free the memory of GPUs that a learner uses too during updates.
+    seed. `seed`: from it follow those of the servers, for other requests. `sleeps`: free the memory of GPUs that a
+    learner uses too during updates.
     Raises UserError if vLLM is not installed, or a server does not start.
     """
     replicas = many.replicas or int(not many.urls)
@@ -117,13 +122,31 @@ def open_servers(
         places: list[EnginePlace] = [GivenServer(url, run, theirs) for url in many.urls]
         for number in range(replicas):
             gpus = () if placement is None else placement.engine_gpus(number, many.gpus)
+            if placement is not None:
+                check_transfer(transfer, gpus, placement)
             rests = sleeps and placement is not None and placement.shares(gpus)
-            places.append(OwnServer(str(number), own, setup, run, ours, gpus, rests))
+            seeded = replace(setup, seed=seed_of(seed, "vLLM", many.rank, number))
+            places.append(OwnServer(str(number), own, seeded, run, ours, gpus, rests))
         sizes, closed = (model.config.context, model.config.vocab), opened.pop_all().close
         return EnginePool(
             places, probe_of(model, precision), *sizes, seconds=seconds, start_seconds=start_seconds,
             restarts=many.restarts, closed=closed,
         )  # fmt: skip
+
+
+def check_transfer(transfer: str | None, gpus: Sequence[int], placement: GPUPlacement) -> None:
+    """Raise UserError if vLLM cannot send weights in this way to a server on these GPUs."""
+    if transfer == "nccl" and placement.shares(gpus):
+        raise UserError(
+            "--weight-sync nccl sends weights to other GPUs than the learner's: name some with --engine-devices, or give "
+            "--weight-sync ipc"
+        )
+    here = placement.learner()
+    if transfer == "ipc" and tuple(gpus) != (here,):
+        raise UserError(
+            f"--weight-sync ipc sends weights within one GPU, the learner's: give --engine-devices {here} and servers "
+            "of one GPU, or --weight-sync nccl"
+        )
 
 
 def _transports(many: Many, layout: WeightLayout, folder: Path, seconds: float) -> tuple[Transport, Transport]:
@@ -135,7 +158,7 @@ def _transports(many: Many, layout: WeightLayout, folder: Path, seconds: float) 
     memory = SharedMemory(layout)
     if many.weight_sync == "adapter":
         return AdapterFiles(folder, many.rank, memory), AdapterFiles(shared, many.rank, None)
-    return memory, CheckpointFiles(shared, many.rank, layout.dtype)
+    return memory, CheckpointFiles(shared, many.rank, layout)
 
 
 if TYPE_CHECKING:

@@ -158,7 +158,7 @@ def test_every_verb_and_every_option_that_a_page_names_exists() -> None:
     plain = [load(f"posttrain.cli.{command.function}") for command in COMMANDS if not command.options]
     known |= {f"--{name.replace('_', '-')}" for function in plain for name in inspect.signature(function).parameters}
     known |= {f"--no-{name[2:]}" for name in known}
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", SAID.partition("## OpenRLHF")[0]))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", SAID.partition("## OpenRLHF")[0]))
     assert named <= known | WORDS, sorted(named - known - WORDS)
 
 

@@ -6,6 +6,7 @@ import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,7 +53,7 @@ def test_sums_have_one_order_within_updates_alone_and_only_if_wanted(
     learner = LocalLearner(tiny(tokenizer), Optimization(), trust_region=TrustRegion())
     for part in ("_accumulate", "_natural_step"):
         monkeypatch.setattr(learner, part, lambda *_: seen.append(torch.are_deterministic_algorithms_enabled()))
-    learner.update([], lambda *_: None)  # type: ignore[arg-type]
+    learner.update([], SimpleNamespace(wants=frozenset()))  # type: ignore[arg-type]
     assert seen == [wanted, wanted] and not torch.are_deterministic_algorithms_enabled()
 
 

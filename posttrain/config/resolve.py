@@ -222,6 +222,15 @@ def _validate_engines(config: RL) -> None:
             f"{which} is for the local engine: start vLLM elsewhere (vllm serve) and give --engine-url, or leave out "
             "--engine vllm"
         )
+    if config.engine_url:
+        if config.replicas:
+            raise UserError(
+                "--engine-url and --replicas exclude each other: vLLM servers run already, or the run starts them"
+            )
+        started = {"--engine-devices": config.engine_devices}
+        started["--engine-tensor-parallel"] = config.engine_tensor_parallel > 1 and config.weight_sync != "nccl"
+        if idle := [name for name, given in started.items() if given]:
+            raise UserError(f"{idle[0]} has no effect on servers that run already (--engine-url): leave it out")
     if config.engine_token is not None and not config.engines:
         raise UserError("--engine-token has no effect without --engines: give their addresses too, or leave it out")
     if config.engine_devices and config.engine == "local" and not config.replicas:

@@ -304,7 +304,7 @@ class EngineGroup(ReplicaGroup, group="scale"):
     """vLLM: GPUs of each server, which share its weights (tensor parallelism)."""
     engine_seeds: bool = option(False, on_resume="free")
     """vLLM: sample each reply with a seed of its own, so that a repeated run samples the same replies, apart from
-    rounding. It samples more slowly then."""
+    rounding. On CPUs vLLM samples more slowly then."""
     engine_devices: tuple[int, ...] = option((), value="GPU", on_resume="free")
     """GPUs of engines in processes of their own (--replicas, --engine vllm), in turn. Default: the GPUs that no
     training process uses; if there are none, the training GPUs."""

@@ -232,6 +232,13 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
         words("rl", epsilon_greedy=0.1, old_policy="start"), ("rollouts of --epsilon-greedy", "give --correction truncate")
     ),
     "uniform tokens of another engine": (words("rl", epsilon_greedy=0.1, engine="vllm"), ("leave out --engine vllm",)),
+    "servers of both kinds": (
+        words("rl", engine="vllm", engine_url="http://a:1", replicas="2"), ("--engine-url and --replicas exclude",)
+    ),
+    "GPUs of a server that runs already": (
+        words("rl", engine="vllm", engine_url="http://a:1", engine_tensor_parallel="2"),
+        ("--engine-tensor-parallel has no effect on servers that run already",),
+    ),
     "server of another engine": (words("rl", engine_url="http://a:1"), ("--engine-url requires --engine vllm: add it",)),
     "GPUs of another engine": (words("rl", engine_tensor_parallel=2), ("--engine-tensor-parallel requires --engine vllm",)),
     "our engines for vLLM": (

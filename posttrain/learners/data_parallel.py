@@ -97,7 +97,7 @@ class DataParallelLearner(LocalLearner):
         return stats
 
     def _noticing(self) -> AbstractContextManager[None]:
-        """Return a context that tells in words of a process lost between the meetings: a backward pass needs them all."""
+        """Return a context that reports in words a process lost between the meetings: a backward pass needs them all."""
         return nullcontext() if self.mesh is None else self.mesh.group.noticing()
 
     def squared_gradients(self, batches: Sequence[Packed]) -> Tensor:

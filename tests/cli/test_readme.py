@@ -125,6 +125,7 @@ def test_every_block_runs_in_its_order(name: str, tmp_path: Path, monkeypatch: p
 
 def test_rewards_of_the_page_on_environments_judge_as_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # its modules must not be found by other tests
     for block in blocks(PAGES["docs/guides/environments.md"]):
         if block.file and block.language == "python":
             (tmp_path / block.file).write_text(block.text)

@@ -148,7 +148,8 @@ class Board(dict[str, str]):
 
 def with_another(monkeypatch: pytest.MonkeyPatch, store: Any) -> Processes:
     """The first of two processes, as far as it waits for the other."""
-    for name, value in {"is_initialized": True, "get_rank": 0, "get_world_size": 2, "new_group": None}.items():
+    known = {"is_initialized": True, "get_rank": 0, "get_world_size": 2, "new_group": None}
+    for name, value in {**known, "get_process_group_ranks": [0, 1]}.items():
         monkeypatch.setattr(dist, name, lambda *group, value=value, **how: value)
     return Processes(store)
 

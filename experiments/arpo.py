@@ -20,7 +20,7 @@ from posttrain.training.loop import FinishedStep, train
 
 GRPO, ARPO = "GRPO", "ARPO"
 ARMS = {GRPO: "grpo", ARPO: "arpo"}
-"""What each learns by, and differs in alone."""
+"""The settings of each arm, the only difference between them."""
 
 METRICS = ("accuracy", "length", "branches", "branches/shared")
 LONGEST_RUN = 10_000  # steps, which no budget of tokens reaches

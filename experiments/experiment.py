@@ -1,9 +1,9 @@
-"""What every experiment shares: one measurement per seed, kept on the disk, and a verdict that follows from intervals.
+"""The parts that all experiments share: a measurement per seed, kept on disk, and a verdict that follows from intervals.
 
-An experiment says beforehand in which range each of its figures must lie for the paper to be right. A figure is *seen*
-only if the whole 95% interval over the seeds lies there, and *contradicted* only if the whole interval lies outside;
+An experiment gives beforehand the range of each of its figures that the paper's claim implies. A figure is *seen* only if
+the whole 95% interval over the seeds is in that range, and *contradicted* only if the whole interval is outside;
 anything else is not seen at this scale. For this, intervals are as wide as Holm's correction over all figures of the
-experiment demands: with many figures, some would lie in their range by chance.
+experiment demands: with many figures, some would be in their range by chance.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Settings = Mapping[str, Any]
 """Numbers and names that decide an experiment's size; plain JSON."""
 
 Numbers = dict[str, Any]
-"""What one seed gave; plain JSON."""
+"""The measurement of one seed; plain JSON."""
 
 Say = Callable[[str], None]
 
@@ -39,7 +39,7 @@ NORMAL = 1_000_000  # degrees of freedom from which on Student's distribution is
 
 
 class Verdict(StrEnum):
-    """What came of a claim."""
+    """The outcome of a claim."""
 
     SEEN = "seen"
     PARTLY = "partly seen"
@@ -63,7 +63,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One figure, and the range in which the claim says that it lies."""
+    """One figure, and the range that the claim gives for it."""
 
     what: str
     found: Estimate
@@ -103,7 +103,7 @@ JUDGED = ("figure", "found", "claimed", "p, corrected", "verdict")
 
 @dataclass(frozen=True)
 class Finding:
-    """What an experiment ends in: a table beside the published figures, a plot, a verdict with intervals."""
+    """The result of an experiment: a table beside the published figures, a plot, a verdict with intervals."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -269,7 +269,7 @@ class Experiment:
 
 
 def read_settings(given: Mapping[str, str]) -> dict[str, Any]:
-    """Settings as they stand on a command line: numbers and lists in JSON, anything else is text."""
+    """Settings of a command line: numbers and lists in JSON, anything else is text."""
 
     def value(text: str) -> Any:
         try:

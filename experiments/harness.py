@@ -1,7 +1,7 @@
 """The small arenas of the experiments that train: sums, models of 0.1 M parameters, runs of some seconds.
 
-Decides what a run leaves for its experiment: for each step some metrics, and what only whole rollouts tell, such as how
-long the wrong ones are. The runs themselves stay in the seed's folder, to be looked into.
+Keeps of a run what its experiment needs: some metrics of each step, and figures of whole rollouts, such as the length of
+the wrong ones. The runs themselves stay in the seed's folder, to be looked into.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STRIDE = 3
 
 
 Noted = Callable[[Sequence[Rollout]], float | None]
-"""What the rollouts of a step show."""
+"""Computes a figure from the rollouts of a step; None if they have none."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def sums(folder: Path, seed: int, settings: Mapping[str, Any]) -> Arena:
 def counting(folder: Path, seed: int, settings: Mapping[str, Any]) -> Arena:
     """Replies of all lengths in which every token is a decision: 52=581470, each digit 3 more than the one before it.
 
-    The first digit of the prompt says how hard it is: in demonstrations that share of tenths, times `slips`, of the
+    The first digit of the prompt is its difficulty: in demonstrations that share of tenths, times `slips`, of the
     digits is drawn at random. They have `shortest` to `longest` digits. The reward is the share of right digits, so
     that length neither helps nor harms.
     """
@@ -182,10 +182,10 @@ def practise(
 
 
 def from_rollouts(run: Path) -> dict[str, Curve]:
-    """What only whole rollouts tell of each step.
+    """Figures of each step that need whole rollouts.
 
     Mean length of right and of wrong replies, share of groups with a right one, groups whose replies are not all right
-    or all wrong, rollouts played.
+    or all wrong, rollouts sampled.
     """
     curves: dict[str, Curve] = {n: [] for n in ("length/right", "length/wrong", "any_right", "informative", "rollouts")}
     for step in rollout_steps(run):

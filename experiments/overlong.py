@@ -44,7 +44,7 @@ NONE, REPLY_MEAN, GSPO = "none", "sequence mean", "gspo"
 def sums_and_dots(folder: Path, seed: int, settings: Settings) -> Arena:
     """Sums of four digits with 0 to `filler` dots behind the answer, all equally often: 3+5+2+7=17......
 
-    Length tells nothing of whether the answer is right.
+    Length is independent of whether the answer is right.
     """
     rng = random.Random(seed)
     tasks = arithmetic.tasks(4000, seed, digits=1, operands=4)
@@ -80,7 +80,7 @@ def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
 
 
 def over_run(metric: str) -> Callable[[Numbers], float]:
-    """What gives the mean of a metric over all steps of an arm."""
+    """Return a function that computes the mean of a metric over all steps of an arm."""
     return lambda arm: mean_of(arm["curves"][metric], 0.0, 1.0)
 
 

@@ -46,7 +46,7 @@ class ClipAlone(Surrogate):
 class Stale(Surrogate):
     """The plain policy gradient at every update of a step, as if its rollouts were still the policy's: lp A.
 
-    It says that it uses the ratio, since posttrain would otherwise weigh or refuse such updates.
+    It declares that it uses the ratio, since posttrain would otherwise weigh or refuse such updates.
     """
 
     formula = "lp A"

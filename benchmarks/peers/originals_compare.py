@@ -117,7 +117,7 @@ def of_trl(own: Original, ours: dict[str, Any], theirs: dict[str, Any]) -> Itera
 
 
 def _of_replies(own: Original, ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[Finding]:
-    """What a generation and its updates had, of GRPO and RLOO."""
+    """Compare a generation of GRPO or RLOO and its updates: prompts, replies, rollouts of an update."""
     step, made = ours["steps"][0], theirs["generations"]
     passes = ours["options"].get("epochs", 1)
     replies = [r for update in step[: len(step) // passes] for r in update]

@@ -50,7 +50,7 @@ def configured(draft: RecipeDraft) -> tuple[Any, Algorithm | None]:
 
 
 def quantities(config: Any, algorithm: Algorithm | None) -> dict[str, Any]:
-    """What the other trainer's own configuration is asked for too."""
+    """Return the quantities of a recipe that the original trainer's configuration has too."""
     found = {
         "betas": list(config.betas),
         "weight decay": config.weight_decay,

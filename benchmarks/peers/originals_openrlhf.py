@@ -1,4 +1,4 @@
-"""What OpenRLHF makes of its published commands: the options that its parsers return, its learning rates, its loss.
+"""OpenRLHF's side of its published commands: the options that its parsers return, its learning rates, its loss.
 
     python benchmarks/peers/originals_openrlhf.py FOLDER
 

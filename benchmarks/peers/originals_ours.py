@@ -38,7 +38,7 @@ def _tokens(one: Transcript, last: bool) -> list[Any]:
 
 
 class Recorder:
-    """What the updates of a run did, taken where the learner makes them."""
+    """Records the updates of a posttrain run as its learner makes them."""
 
     def __init__(self, verb: str) -> None:
         self.verb = verb

@@ -54,7 +54,7 @@ class Given(Sampler[int]):
 
 
 class Recorder:
-    """What the updates of a run did, taken where transformers makes them."""
+    """Records the updates of a TRL run as the trainer of transformers makes them."""
 
     def __init__(self, ours: dict[str, Any]) -> None:
         self.ours = ours

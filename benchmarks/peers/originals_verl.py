@@ -1,4 +1,4 @@
-"""What verl makes of its published commands: the configuration that Hydra resolves, its learning rates, its loss functions.
+"""verl's side of its published commands: the configuration that Hydra resolves, its learning rates, its loss functions.
 
     python benchmarks/peers/originals_verl.py FOLDER
 

@@ -9,6 +9,7 @@ P    peers
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
@@ -69,13 +70,13 @@ def joined(x: Tensor, sizes: list[int], peers: Peers) -> Tensor:
 
 def to_heads(x: Tensor, peers: Peers) -> Tensor:
     """Exchange tokens for heads: [T / P, heads, size], this peer's tokens -> [T, heads / P, size], its heads."""
-    found: Tensor = _ToHeads.apply(x, peers)
+    found: Tensor = _Exchanged.apply(x, peers, _heads, _tokens)
     return found
 
 
 def to_tokens(x: Tensor, peers: Peers) -> Tensor:
     """Exchange heads for tokens, the inverse of `to_heads`."""
-    found: Tensor = _ToTokens.apply(x, peers)
+    found: Tensor = _Exchanged.apply(x, peers, _tokens, _heads)
     return found
 
 
@@ -118,26 +119,20 @@ class _Joined(torch.autograd.Function):
         return grads[0].narrow(-1, *ctx.own).contiguous(), None, None
 
 
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
-        ctx.peers = peers
-        return _heads(x, peers)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _tokens(grads[0], ctx.peers), None
+Exchange = Callable[[Tensor, Peers], Tensor]
 
 
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Peers) -> Tensor:
-        ctx.peers = peers
-        return _tokens(x, peers)
+class _Exchanged(torch.autograd.Function):
+    """An exchange, `there`, whose gradients go the other way, `back`."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _heads(grads[0], ctx.peers), None
+    def forward(ctx: Any, x: Tensor, peers: Peers, there: Exchange, back: Exchange) -> Tensor:
+        ctx.peers, ctx.back = peers, back
+        return there(x, peers)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grads[0], ctx.peers), None, None, None
 
 
 def _heads(x: Tensor, peers: Peers) -> Tensor:

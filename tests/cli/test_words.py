@@ -50,7 +50,7 @@ def texts() -> Iterator[tuple[str, str]]:
     """(where, prose) of all that is checked."""
     yield from documents()
     yield from helps()
-    yield from docstrings("recipes", "examples", "tools", "posttrain")
+    yield from docstrings("recipes", "examples", "tools", "posttrain", "experiments")
 
 
 LATER = {file.name for folder in ("fuzzing", "mutating") for file in (ROOT / "tools" / folder).glob("*.py")}

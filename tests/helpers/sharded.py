@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from sums import SUMS, nearness
 from torch import Tensor
 
+import posttrain
 from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.core.types import Transcript
 from posttrain.learners.local_learner import LocalLearner
@@ -19,6 +23,16 @@ from posttrain.runs.run_reading import read_metrics
 from posttrain.training.sources.sft_source import Demonstrations
 
 QUICK: dict[str, Any] = {"threads": 1, "quiet": True, "held_out": 0.2, "tokens_per_microbatch": 48}
+
+
+def go_on(half: Path, out: Path, steps: int, **options: Any) -> None:
+    """Copy a run that ended halfway, and resume it to the end, with options of its own."""
+    if os.environ.get("RANK", "0") == "0":
+        shutil.copytree(half, out)
+    posttrain.rl(
+        SUMS, nearness, str(out.parent / "start"), out=str(out), resume=True, steps=steps, env_workers=0, quiet=True,
+        **options,
+    )  # fmt: skip
 
 
 def same_run(one: Path, other: Path) -> None:

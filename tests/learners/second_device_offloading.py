@@ -1,4 +1,4 @@
-"""What is in the memory of the host meanwhile: the same bits, and less memory of the device."""
+"""Offloading leaves all bits as they are, and takes less memory of the device."""
 
 from __future__ import annotations
 

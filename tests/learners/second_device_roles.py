@@ -81,7 +81,7 @@ def batches(device: torch.device) -> list[Batch]:
 
 
 def results(of: LocalLearner, kind: str) -> list[Tensor]:
-    """What it evaluates, and its weights after two updates."""
+    """Return its outputs, and its weights after two updates."""
     own = batches(of.device)
     found = [of.evaluate(own, name)[0].logp for name in ("policy", REFERENCE, "teacher")]
     told = of.evaluate(own, want=frozenset(WANTS[kind]))

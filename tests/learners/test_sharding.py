@@ -19,7 +19,7 @@ from processes import in_processes
 from ranks import free_port, joined
 from recurrent import Recurrent, Sizes
 from safetensors.torch import load_file
-from sharded import QUICK, Both, equal, gradients, long, micro_batches, same_run
+from sharded import QUICK, Both, equal, go_on, gradients, long, micro_batches, same_run
 from sums import PAIRS, SMALL, SUMS, nearness
 from torch import Tensor
 
@@ -74,16 +74,6 @@ def play(out: Path, start: Path, steps: int = STEPS, **options: Any) -> None:
     posttrain.rl(SUMS, nearness, str(start), out=str(out), steps=steps, **PPO, **QUICK, **options)
 
 
-def go_on(half: Path, out: Path, **options: Any) -> None:
-    """What a run left after half of its steps, gone on with to the end elsewhere."""
-    if os.environ.get("RANK", "0") == "0":
-        shutil.copytree(half, out)
-    posttrain.rl(
-        SUMS, nearness, str(out.parent / "start"), out=str(out), resume=True, steps=STEPS, env_workers=0, quiet=True,
-        **options,
-    )  # fmt: skip
-
-
 def all_kinds(out: Path, start: Path, **options: Any) -> None:
     again = posttrain.sft(SUMS, out=str(out / "sft"), steps=3, rows=8, lr=3e-3, **SMALL, **QUICK, **options)
     assert again.checkpoint
@@ -112,9 +102,9 @@ def runs_of_two(out: Path, rank: int, together: Processes) -> None:
     play(out / "two", out / "start", **SHARDED)
     play(out / "two, recomputed", out / "start", recompute="layers", **SHARDED)
     play(out / "half", out / "start", HALF, **SHARDED)
-    go_on(out / "half", out / "half, the same", **SHARDED)
-    go_on(out / "half", out / "half, whole", shard=False)
-    go_on(out / "half of one", out / "half of one, in two", **SHARDED)
+    go_on(out / "half", out / "half, the same", STEPS, **SHARDED)
+    go_on(out / "half", out / "half, whole", STEPS, shard=False)
+    go_on(out / "half of one", out / "half of one, in two", STEPS, **SHARDED)
 
 
 def kinds_of_two(out: Path, rank: int, together: Processes) -> None:
@@ -123,7 +113,7 @@ def kinds_of_two(out: Path, rank: int, together: Processes) -> None:
 
 def runs_of_three(out: Path, rank: int, together: Processes) -> None:
     play(out / "three", out / "start", **SHARDED)
-    go_on(out / "half", out / "half, in three", **SHARDED)
+    go_on(out / "half", out / "half, in three", STEPS, **SHARDED)
 
 
 def fails_within(out: Path, rank: int, together: Processes) -> None:
@@ -154,7 +144,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     play(out / "half of one", out / "start", HALF)
     all_kinds(out / "kinds of one", out / "start")
     in_processes(ranks, (free_port(), 2, out), 2)
-    go_on(out / "half", out / "half, in one", shard=False)
+    go_on(out / "half", out / "half, in one", STEPS, shard=False)
     return out
 
 

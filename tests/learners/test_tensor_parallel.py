@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections import namedtuple
 from collections.abc import Callable, Iterable
@@ -16,7 +15,7 @@ import torch
 from processes import in_processes
 from ranks import free_port, joined
 from safetensors.torch import load_file
-from sharded import QUICK, Both, equal, gradients, long, micro_batches
+from sharded import QUICK, Both, equal, go_on, gradients, long, micro_batches
 from sums import PAIRS, SMALL, SUMS, nearness
 from torch import Tensor
 
@@ -299,22 +298,12 @@ def play(out: Path, start: Path, steps: int = STEPS, **options: Any) -> None:
     posttrain.rl(SUMS, nearness, str(start), out=str(out), steps=steps, **PPO, **QUICK, **options)
 
 
-def go_on(half: Path, out: Path, **options: Any) -> None:
-    """What a run left after half of its steps, gone on with to the end elsewhere."""
-    if os.environ.get("RANK", "0") == "0":
-        shutil.copytree(half, out)
-    posttrain.rl(
-        SUMS, nearness, str(out.parent / "start"), out=str(out), resume=True, steps=STEPS, env_workers=0, quiet=True,
-        **options,
-    )  # fmt: skip
-
-
 def runs_of_two(out: Path, together: Processes) -> None:
     for name, kind in COMPARED.items():
         kinds(out / name, out / "start", kind, **{f"{name}_parallel": 2})
     play(out / "half", out / "start", HALF, tensor_parallel=2)
-    go_on(out / "half", out / "half, data parallel", tensor_parallel=1)
-    go_on(out / "half of one", out / "half of one, in two", tensor_parallel=2)
+    go_on(out / "half", out / "half, data parallel", STEPS, tensor_parallel=1)
+    go_on(out / "half of one", out / "half of one, in two", STEPS, tensor_parallel=2)
     play(out / "sharded", out / "start", context_parallel=2, shard=True)
 
 
@@ -346,7 +335,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(start.checkpoint, out / "start")
     runs_of_one(out)
     in_processes(ranks, (free_port(), 2, out), 2)
-    go_on(out / "half", out / "half, in one", tensor_parallel=1)
+    go_on(out / "half", out / "half, in one", STEPS, tensor_parallel=1)
     return out
 
 

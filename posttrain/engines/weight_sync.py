@@ -133,22 +133,27 @@ class Transport(Protocol):
     def close(self) -> None: ...
 
 
-class Copied:
+class Fetched:
+    """Base class of transports from which engines fetch the weights themselves, by the offer."""
+
+    offer: Offer | None = None
+
+    def send(self, name: str, first: bool, call: Call) -> None:
+        pass
+
+    def done(self) -> None:
+        pass
+
+
+class Copied(Fetched):
     """Base class of transports that copy the concatenated weights into memory or a file."""
 
     def __init__(self, weight_layout: WeightLayout) -> None:
         self.weight_layout = weight_layout
-        self.offer: Offer | None = None
 
     @property
     def layout(self) -> dict[str, Any]:
         return self.weight_layout.described
-
-    def send(self, name: str, first: bool, call: Call) -> None:
-        pass  # engines fetch the weights themselves
-
-    def done(self) -> None:
-        pass
 
 
 class SharedMemory(Copied):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.core.protocols import Model
 from posttrain.core.types import UserError
-from posttrain.engines.weight_sync import Call, Offer, SharedMemory, Transport, checksum_of
+from posttrain.engines.weight_sync import Fetched, SharedMemory, Transport, checksum_of
 from posttrain.models.adapters.adapter_writer import adapters, save_adapter, stored_adapters
 from posttrain.models.adapters.lora import decoder_of, sharing
 from posttrain.models.backbone import Backbone
@@ -50,7 +50,7 @@ def base_of(model: Model) -> Backbone:
     return sharing(decoder_of(model))
 
 
-class AdapterFiles:
+class AdapterFiles(Fetched):
     """Transport of adapters; implements `weight_sync.Transport`."""
 
     def __init__(self, folder: Path, rank: int, memory: SharedMemory | None) -> None:
@@ -58,7 +58,6 @@ class AdapterFiles:
         servers have them.
         """
         self.folder, self.rank, self.memory = folder.absolute(), rank, memory
-        self.offer: Offer | None = None
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -79,12 +78,6 @@ class AdapterFiles:
             "adapter": str(folder),
             "base": None if self.memory is None else self.memory.offer,
         }
-
-    def send(self, name: str, first: bool, call: Call) -> None:
-        pass  # servers read the files themselves
-
-    def done(self) -> None:
-        pass
 
     def close(self) -> None:
         self._forget()

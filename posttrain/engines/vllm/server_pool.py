@@ -23,14 +23,14 @@ from posttrain.engines.vllm.gpu_transfer import CardToCard
 from posttrain.engines.vllm.server_client import ServedRun
 from posttrain.engines.vllm.server_places import GivenServer, OwnServer
 from posttrain.engines.vllm.server_setup import ServerSetup, cache_bytes, end_ids, prepare, require_vllm, vllm_layout
-from posttrain.engines.weight_sync import Call, Offer, SharedMemory, Transport, WeightLayout, checksum_of_names
+from posttrain.engines.weight_sync import Fetched, SharedMemory, Transport, WeightLayout, checksum_of_names
 from posttrain.models.gpu_placement import GPUPlacement
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.models.weight_files import write_weights
 from posttrain.system.temp_folders import TempFolder
 
 
-class CheckpointFiles:
+class CheckpointFiles(Fetched):
     """Transport to servers that somebody else has started: a folder for each version, which vLLM itself reads, on a disk
     that both sides see under one path. Its contents are verified by the weight probe alone.
     """
@@ -38,7 +38,6 @@ class CheckpointFiles:
     def __init__(self, folder: Path, rank: int, weight_layout: WeightLayout) -> None:
         self.folder, self.rank, self.weight_layout = folder.absolute(), rank, weight_layout
         self.layout: dict[str, Any] = {}
-        self.offer: Offer | None = None
 
     def put(self, weights: Any, version: int) -> None:
         """Write a checkpoint. Raises UserError if it cannot be written."""
@@ -56,12 +55,6 @@ class CheckpointFiles:
         names, kinds = list(shapes), [str(dtype)] * len(shapes)
         checksum = checksum_of_names(names, kinds, [shapes[name] for name in names])
         self.offer = {"version": version, "checksum": checksum, "folder": str(folder)}
-
-    def send(self, name: str, first: bool, call: Call) -> None:
-        pass  # servers read the files themselves
-
-    def done(self) -> None:
-        pass
 
     def close(self) -> None:
         self._forget()

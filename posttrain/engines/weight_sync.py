@@ -24,7 +24,7 @@ from torch import Tensor
 from posttrain.core import user_files
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
-from posttrain.models.row_shards import whole
+from posttrain.models.row_shards import whole, whole_shape
 
 Named = Iterable[tuple[str, Tensor]]
 Offer = dict[str, Any]
@@ -79,8 +79,9 @@ class WeightLayout:
         for name, tensor in named(model):
             shared = same is not None and name == same[1]
             places[name] = places[same[0]] if same is not None and shared else self.bytes
-            self.stored.append(Stored(name, tuple(tensor.shape), places[name]))
-            self.bytes += 0 if shared else -(-size_of(tensor.shape, dtype) // 64) * 64
+            shape = whole_shape(tensor)
+            self.stored.append(Stored(name, tuple(shape), places[name]))
+            self.bytes += 0 if shared else -(-size_of(shape, dtype) // 64) * 64
 
     @property
     def described(self) -> dict[str, Any]:

@@ -280,8 +280,18 @@ KINDS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     "grpo": (*RL, {**PLAYED, "kl": 0.05}),
     "grpo of adapters": (*RL, {**PLAYED, "kl": 0.05, "lora": 3, "frozen_weights": "bfloat16"}),
     "ahead": (*RL, {**PLAYED, "algorithm": "gspo", "async_steps": 1}),
+    "engines": (*RL, {**PLAYED, "algorithm": "gspo", "replicas": 2}),
+    "whole matrices": (
+        posttrain.sft,
+        (SUMS,),
+        {"rows": 8, "lr": 3e-3, "lora": 3, "dora": True, "optimizer": "adafactor"},
+    ),
 }
-COMPARED = {"tensor": tuple(KINDS), "context": ("dpo", "reward-model", "grpo", "grpo of adapters")}
+"""`sft` recomputes its layers; `whole matrices` has what needs them: norms of rows, and moments of rows and columns."""
+COMPARED = {
+    "tensor": tuple(kind for kind in KINDS if kind != "whole matrices"),
+    "context": tuple(kind for kind in KINDS if kind != "ahead"),
+}
 
 
 def kinds(out: Path, start: Path, names: Iterable[str], **options: Any) -> None:

@@ -99,7 +99,7 @@ ORIGINALS = (
     Original("dpo full", "trl/scripts/dpo.py", "python trl/scripts/dpo.py",
              ("--learning_rate 5.0e-7", "--num_train_epochs 1", "--per_device_train_batch_size 2",
               "--gradient_accumulation_steps 8", "--weight_decay 0.1", "--warmup_steps 2",
-              "--lr_scheduler_type cosine"), "pairs", 69),
+              "--lr_scheduler_type cosine"), "pairs", 165),
     Original("reward command", f"{_OPEN}: trl reward command", "python trl/scripts/reward.py",
              _published(VECTORS, "trl reward command"), "pairs", 60, long=False),
     Original("reward defaults", "TRL's defaults", "trl reward", ("--num_train_epochs 1",), "pairs", 40, exact=False),

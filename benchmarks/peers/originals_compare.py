@@ -29,6 +29,7 @@ ROUNDING = {"float32": 2e-4, "bfloat16": 1e-1}
 ON_POLICY = 1.0  # what a difference of losses of replies is relative to: on policy they are 0 but for rounding
 RANDOM = 0.2  # relative difference of gradient norms of adapters, which begin at random
 FIRST = 3  # updates whose losses are compared: after them weights differ by rounding, and order may
+SHOWN, UPDATES = ("dpo full", "grpo script"), 10  # runs whose first updates are a table, and how many
 FACTS = (
     "optimizer",
     "betas",
@@ -208,8 +209,17 @@ def page(findings: list[Finding], recipes: dict[str, str]) -> Iterator[str]:
         yield f"- **{run}**: {', '.join(f'{f.quantity} {f.ours}'.strip() for f in equal)}."
 
 
+def first_updates(run: str, ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a table of the first updates of both sides, as Markdown."""
+    yield f"\n### {run}\n"
+    yield "| update | rate, TRL | here | loss, TRL | here | gradient norm, TRL | here |\n|---|---|---|---|---|---|---|"
+    for number, (a, b) in enumerate(zip(theirs[:UPDATES], ours, strict=False), 1):
+        cells = (f"{side[name]:.{digits}g}" for name, digits in (("lr", 3), ("loss", 6), ("grad_norm", 5)) for side in (a, b))
+        yield f"| {number} | {' | '.join(cells)} |"
+
+
 def main(folder: Path) -> int:
-    findings, recipes = [], {}
+    findings, recipes, tables = [], {}, list[str]()
     for own in ORIGINALS:
         place = folder / own.folder
         if not (place / "theirs.json").exists():
@@ -218,11 +228,13 @@ def main(folder: Path) -> int:
         ours, theirs = (json.loads((place / f"{side}.json").read_text()) for side in ("ours", "theirs"))
         recipes[own.name] = recipe_of(own, place, ours)
         findings += of_trl(own, ours, theirs)
+        if own.name in SHOWN:
+            tables += first_updates(own.name, ours["updates"], theirs["updates"])
     if (folder / "openrlhf-quantities.json").exists():
         found = json.loads((folder / "recipes.json").read_text())
         recipes |= {run: own["recipe"] for run, own in found.items()}
         findings += of_configuration(folder)
-    print("\n".join(page(findings, recipes)))
+    print("\n".join([*page(findings, recipes), "\n## The first updates of two runs", *tables]))
     wrong = []
     for f in findings:
         words = _told(f.run, f.quantity)

@@ -52,7 +52,7 @@ JOURNEYS = {
 RUNS = {
     "README": 1,
     "start": 50,
-    "coming-from": 14,
+    "coming-from": 15,
     "environments": 19,
     "chat-rows": 5,
     "process-rewards": 8,

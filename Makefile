@@ -6,7 +6,7 @@ export OMP_WAIT_POLICY := passive
 # Tests start hundreds of interpreters: what they import is compiled once, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-long test-vllm test-verifiers test-openenv mutants fuzz sanitize wheel versions bench gpu golden real-model docs check format clean
+.PHONY: demo test slow-tests test-long test-vllm test-verifiers test-openenv mutants fuzz sanitize wheel versions bench gpu golden real-model docs check format clean
 
 demo: .venv/ready
 	$(BIN)/posttrain demo
@@ -18,6 +18,12 @@ test: .venv/ready
 # Further cases of what shorter tests prove too: other targets of the compiler, other architectures, a cluster of Ray.
 test-long: .venv/ready
 	$(BIN)/python -m pytest tests -m long
+
+# Rewrites tests/slow_tests.txt, which `make check` leaves out.
+slow-tests: .venv/ready
+	mkdir -p runs/slow-tests && rm -f runs/slow-tests/*
+	SLOW_TESTS=$(CURDIR)/runs/slow-tests PYTHONPATH=tools $(BIN)/python -m pytest tests -m "not long" -n 3 --dist worksteal -p slow_tests
+	$(BIN)/python tools/slow_tests.py runs/slow-tests
 
 test-vllm: .venv-vllm/ready
 	.venv-vllm/bin/python -m pytest tests/engines/test_vllm.py tests/engines/test_vllm_adapters.py
@@ -54,8 +60,8 @@ PYTHON_OLDEST ?= $(PYTHON)
 PYTHON_NEWEST ?= $(PYTHON)
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 versions: .venv-oldest/ready .venv-newest/ready
-	.venv-oldest/bin/python -m pytest tests -m "not slow and not long" -n 2
-	.venv-newest/bin/python -m pytest tests -m "not slow and not long" -n 2
+	.venv-oldest/bin/python -m pytest tests -m "not long" -n 2
+	.venv-newest/bin/python -m pytest tests -m "not long" -n 2
 
 .venv-oldest/ready: pyproject.toml constraints.txt
 	$(PYTHON_OLDEST) -m venv .venv-oldest

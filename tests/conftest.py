@@ -39,6 +39,13 @@ def bare(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(env_pool, "default_workers", lambda: 1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    listed = set((Path(__file__).parent / "slow_tests.txt").read_text(encoding="utf-8").splitlines())
+    for item in items:
+        if item.nodeid.partition("[")[0] in listed:
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")

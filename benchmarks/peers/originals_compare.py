@@ -214,7 +214,9 @@ def first_updates(run: str, ours: list[dict[str, Any]], theirs: list[dict[str, A
     yield f"\n### {run}\n"
     yield "| update | rate, TRL | here | loss, TRL | here | gradient norm, TRL | here |\n|---|---|---|---|---|---|---|"
     for number, (a, b) in enumerate(zip(theirs[:UPDATES], ours, strict=False), 1):
-        cells = (f"{side[name]:.{digits}g}" for name, digits in (("lr", 3), ("loss", 6), ("grad_norm", 5)) for side in (a, b))
+        cells = (
+            f"{side[name]:.{digits}g}" for name, digits in (("lr", 3), ("loss", 6), ("grad_norm", 5)) for side in (a, b)
+        )
         yield f"| {number} | {' | '.join(cells)} |"
 
 

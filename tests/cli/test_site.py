@@ -34,7 +34,7 @@ site_is_installed = pytest.mark.skipif(
 
 @site_is_installed
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 def test_site_builds_strictly_lists_all_that_is_declared_and_needs_no_network(tmp_path: Path) -> None:
     built = subprocess.run(  # as `make docs` does it
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],

@@ -42,7 +42,7 @@ from posttrain.training.memory_plan import plan_memory
 from posttrain.training.open_learner import adapt, reference
 from posttrain.training.sources.sft_source import LikelihoodObjective
 
-pytestmark = pytest.mark.timeout(300)  # a module's processes start in its first test
+pytestmark = pytest.mark.timeout(1200)  # a module's processes start in its first test
 
 QUICK: dict[str, Any] = {
     "threads": 1,

@@ -53,7 +53,7 @@ from posttrain.training.adjust import adjust
 from posttrain.training.open_learner import new_learner, policy, refuse_backed
 from posttrain.training.sources.sft_source import LikelihoodObjective
 
-pytestmark = pytest.mark.timeout(300)  # a module's processes start in its first test
+pytestmark = pytest.mark.timeout(1200)  # a module's processes start in its first test
 
 PLAYED: dict[str, Any] = {"prompts": 5, "group": 3, "max_tokens": 4, "lr": 1e-3, "eval_every": 2, "env_workers": 0}
 PPO: dict[str, Any] = {

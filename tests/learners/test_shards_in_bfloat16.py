@@ -24,7 +24,7 @@ from posttrain.models.native.decoder import Decoder, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.row_shards import is_sharded
 
-pytestmark = pytest.mark.timeout(300)  # a module's processes start in its first test
+pytestmark = pytest.mark.timeout(1200)  # a module's processes start in its first test
 
 LAYERS = 2
 SIZES: dict[str, Any] = {

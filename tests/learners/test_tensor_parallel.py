@@ -44,7 +44,7 @@ from posttrain.runs.run_reading import read_metrics
 from posttrain.training import open_learner
 from posttrain.training.sources.sft_source import Demonstrations
 
-pytestmark = pytest.mark.timeout(300)  # a module's processes start in its first test
+pytestmark = pytest.mark.timeout(1200)  # a module's processes start in its first test
 
 SIZES: dict[int, list[tuple[int, int]]] = {2: [(2, 1), (1, 2)], 4: [(2, 1), (4, 1), (2, 2), (1, 4)]}
 """Processes -> (tensor parallelism, context parallelism) of the meshes that are compared with one process."""

@@ -38,7 +38,7 @@ from posttrain.training.sources.sft_source import LikelihoodObjective
 pytest.importorskip("transformers")
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(1200),
 ]  # what tests of the native decoder show, of other models; processes start in the first
 
 KINDS = ("gemma3_text", "phi", "qwen3_moe", "mamba2")

@@ -353,7 +353,7 @@ class Command:
         return [line for line in found.stdout.splitlines() if "Z" not in line]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_run_whose_processes_are_killed_and_stopped_goes_on_to_the_same_end(tmp_path: Path, stopped: bool) -> None:
     calm, hit = (tmp_path / name for name in ("calm", "hit"))

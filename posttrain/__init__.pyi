@@ -497,14 +497,9 @@ class EngineOptions(ReplicaOptions, total=False):
     or within one GPU; both are vLLM's own, and have not been tested on GPUs yet."""
     launch: Literal["local", "ray"]
     """Where --replicas of the local engine run: on this machine, or on a Ray cluster. RAY_ADDRESS names the cluster;
-    without it, one is started here. All machines must see --out under the same path."""
+    without it, one is started here. Weights and requests go through Ray: no shared disk is needed."""
     replica_cpus: float
     """--launch ray: CPUs for each replica. With --device cuda it also takes a GPU."""
-    engines: Sequence[str]
-    """Sample with engines that listen on this or other machines (posttrain engine --listen). They must see --out under
-    the same path."""
-    engine_token: str | None
-    """File with the secret for --engines. Default: the variable POSTTRAIN_ENGINE_TOKEN."""
     engine_restarts: int
     """Consecutive restarts of an engine before it is given up. When none is left, the run saves and ends."""
 

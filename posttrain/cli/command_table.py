@@ -100,14 +100,6 @@ _ALL = (
         "posttrain.config.inference:ServePolicy",
     ),
     Command(
-        "engine",
-        "commands:serve_engine",
-        "serve",
-        "Sample for runs on other machines, with their weights.",
-        "--model runs/sft --listen 0.0.0.0:7000",
-        "posttrain.config.inference:ServeEngine",
-    ),
-    Command(
         "retriever build",
         "commands:retriever_build",
         "serve",

@@ -21,7 +21,6 @@ from posttrain.config.inference import (
     RetrieverBuild,
     RetrieverServe,
     Sample,
-    ServeEngine,
     ServePolicy,
 )
 from posttrain.config.resolve import check_bounds, validate
@@ -147,15 +146,6 @@ def merge(adapter: str, *, out: str) -> int:
 def serve_policy(*, config: Annotated[ServePolicy, Options] = ServePolicy()) -> int:  # noqa: B008
     """Serve a model over HTTP: token ids in and out, and the APIs of OpenAI and Anthropic."""
     from posttrain.cli.serve_command import serve_policy as serve
-
-    validate(config)
-    serve(config)
-    return 0
-
-
-def serve_engine(*, config: Annotated[ServeEngine, Options] = ServeEngine()) -> int:  # noqa: B008
-    """Sample for runs on other machines (posttrain rl --engines HOST:PORT), with the weights that they send."""
-    from posttrain.cli.engine_command import serve_engine as serve
 
     validate(config)
     serve(config)

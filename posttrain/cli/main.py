@@ -164,8 +164,6 @@ def _unknown(option: str, words: list[str]) -> str:
         and (command := next((word for word in rest if word in VERBS), None))
     ):
         return f"a training command follows two dashes: posttrain {_BEFORE_DASHES[verb]} -- {command} ..."
-    if verb == "engine" and option == "--engines":
-        return "--engines is an option of the run: give an engine --listen HOST:PORT"
     others = [word.partition("=")[0] for word in rest if word.startswith("--")]
     known = _known(verb) if verb in VERBS else ()
     foreign = [word for word in dict.fromkeys(others) if word != option and (known and is_foreign(word, known))]

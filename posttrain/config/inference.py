@@ -1,5 +1,4 @@
-"""Options of what uses models and data without training: eval, check, sample, label, chat, serve-policy, engine and
-retriever."""
+"""Options of what uses models and data without training: eval, check, sample, label, chat, serve-policy and retriever."""
 
 import re
 from dataclasses import dataclass
@@ -122,22 +121,6 @@ class ServePolicy(HardwareGroup, ChatTemplateGroup):
     """vLLM: KV cache limit, in GiB."""
     engine_timeout: float = option(120.0, above=0, most=86_400, group="scale", value="SECONDS")
     """vLLM: timeout of a decoding step, in seconds. After it, vLLM is restarted, and its requests are sampled again."""
-
-
-@dataclass(frozen=True)
-class ServeEngine(HardwareGroup):
-    """Sample for runs on other machines (posttrain rl --engines HOST:PORT), with weights that they send."""
-
-    model: str = option("", group="model", first_hour=True, value="FOLDER")
-    """Model that the run starts from. Only its tokenizer and sizes are read; the weights come from the run."""
-    listen: str = option("127.0.0.1:7000", group="scale", first_hour=True, value="HOST:PORT")
-    """Address to listen on. 0.0.0.0 listens on all addresses of this machine; port 0 takes any free port."""
-    engine_token: str | None = option(None, group="scale", first_hour=True, value="FILE")
-    """File with the secret that runs must present. Default: the variable POSTTRAIN_ENGINE_TOKEN."""
-    slots: int = option(256, above=0, group="scale")
-    """Replies that are decoded at once: bounds the memory of the KV cache."""
-    engine_cache: float = option(4.0, above=0, group="scale", value="GIB")
-    """Limit of the cache of episodes between turns, in GiB."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import fields
 from typing import Any, TypeVar, get_origin, get_type_hints
 
 from posttrain.config.curriculum_options import check_curriculum
-from posttrain.config.inference import Chat, Check, Evaluation, Label, Sample, ServeEngine, ServePolicy
+from posttrain.config.inference import Chat, Check, Evaluation, Label, Sample, ServePolicy
 from posttrain.config.known_trackers import check_trackers
 from posttrain.config.mixture_options import check_mixture, parts_of
 from posttrain.config.option_groups import on_resume
@@ -31,7 +31,7 @@ AnyTraining = TypeVar("AnyTraining", bound=Training)
 AnyConfig = TypeVar("AnyConfig", bound=FromRows)
 
 
-def validate(config: Training | Evaluation | Check | Sample | Label | Chat | ServePolicy | ServeEngine) -> None:
+def validate(config: Training | Evaluation | Check | Sample | Label | Chat | ServePolicy) -> None:
     """Refuse numbers that make no sense, in one line each. Values that depend on data or model are checked elsewhere."""
     check_bounds(config)
     for name in ("stop", "prompt_template", "response_template", "teacher_prompt_template"):
@@ -46,7 +46,7 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
     if isinstance(config, Chat):
         _services(config)
         return None
-    if isinstance(config, ServePolicy | ServeEngine):
+    if isinstance(config, ServePolicy):
         if not config.model:
             raise UserError("--model is missing: give the folder of a checkpoint or of a run")
         return None
@@ -207,21 +207,18 @@ def _validate_engines(config: RL) -> None:
     urls = [url.rstrip("/") for url in config.engine_url]
     if twice := [url for url in urls if urls.count(url) > 1]:
         raise UserError(f"--engine-url has {twice[0]} twice: give each server once")
-    if twice := [address for address in config.engines if config.engines.count(address) > 1]:
-        raise UserError(
-            f"--engines has {twice[0]} twice, and an engine serves one connection at a time: give each engine once"
-        )
     if config.engine == "local":
         named = {"--engine-url": config.engine_url, "--engine-seeds": config.engine_seeds}
         named["--engine-tensor-parallel"] = config.engine_tensor_parallel > 1
         if idle := [name for name, given in named.items() if given]:
             raise UserError(f"{idle[0]} requires --engine vllm: add it, or leave {idle[0]} out")
-    elif config.engines or config.launch == "ray":
-        which = "--engines" if config.engines else "--launch ray"
+    elif config.launch == "ray":
         raise UserError(
-            f"{which} is for the local engine: start vLLM elsewhere (vllm serve) and give --engine-url, or leave out "
+            "--launch ray is for the local engine: start vLLM elsewhere (vllm serve) and give --engine-url, or leave out "
             "--engine vllm"
         )
+    if config.launch == "ray" and not config.replicas:
+        raise UserError("--launch ray has no effect without --replicas: add it, or leave --launch out")
     if config.engine_url:
         if config.replicas:
             raise UserError(
@@ -231,17 +228,15 @@ def _validate_engines(config: RL) -> None:
         started["--engine-tensor-parallel"] = config.engine_tensor_parallel > 1 and config.weight_sync != "nccl"
         if idle := [name for name, given in started.items() if given]:
             raise UserError(f"{idle[0]} has no effect on servers that run already (--engine-url): leave it out")
-    if config.engine_token is not None and not config.engines:
-        raise UserError("--engine-token has no effect without --engines: give their addresses too, or leave it out")
     if config.engine_devices and config.engine == "local" and not config.replicas:
         raise UserError(
             "--engine-devices has no effect without engines in processes of their own: add --replicas, or leave it out"
         )
-    engines = config.replicas + len(config.engines) + len(config.engine_url)
+    engines = config.replicas + len(config.engine_url)
     if 0 < engines < config.processes:
         raise UserError(
             f"each of {config.processes} processes needs an engine of its own: give at least {config.processes} "
-            "(--replicas, --engines, --engine-url)"
+            "(--replicas, --engine-url)"
         )
 
 

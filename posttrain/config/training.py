@@ -320,14 +320,9 @@ class EngineGroup(ReplicaGroup, group="scale"):
     within one GPU; both are vLLM's own, and have not been tested on GPUs yet."""
     launch: Literal["local", "ray"] = option("local", on_resume="free")
     """Where --replicas of the local engine run: on this machine, or on a Ray cluster. RAY_ADDRESS names the cluster;
-    without it, one is started here. All machines must see --out under the same path."""
+    without it, one is started here. Weights and requests go through Ray: no shared disk is needed."""
     replica_cpus: float = option(1.0, above=0, most=1024, on_resume="free")
     """--launch ray: CPUs for each replica. With --device cuda it also takes a GPU."""
-    engines: tuple[str, ...] = option((), value="HOST:PORT", on_resume="free")
-    """Sample with engines that listen on this or other machines (posttrain engine --listen). They must see --out under
-    the same path."""
-    engine_token: str | None = option(None, value="FILE", on_resume="free")
-    """File with the secret for --engines. Default: the variable POSTTRAIN_ENGINE_TOKEN."""
     engine_restarts: int = option(5, least=0, on_resume="free")
     """Consecutive restarts of an engine before it is given up. When none is left, the run saves and ends."""
 

@@ -18,8 +18,8 @@ def backbone_of(model: Model) -> Backbone:
     """Return the backbone of a model. Raises UserError for a kind of model that other processes cannot build."""
     if model.decoder is None:
         raise UserError(
-            f"engines in other processes cannot load the weights of a {type(model).__name__}: leave out --replicas, "
-            "--engines and --engine"
+            f"engines in other processes cannot load the weights of a {type(model).__name__}: leave out --replicas "
+            "and --engine"
         )
     return model.decoder
 

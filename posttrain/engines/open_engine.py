@@ -41,7 +41,7 @@ def open_engine(
     if (decoder := backbone_of(model)).sees:
         raise UserError(
             f"engines in other processes run text-only models, and {decoder.family} reads images: leave out "
-            "--replicas, --engines and --engine"
+            "--replicas and --engine"
         )
     if kind == "local":
         return open_pool(model, tokenizer, slots, precision, many, cache_gib=cache_gib, seconds=seconds)

@@ -1,9 +1,8 @@
-"""Weight sync with engines in other processes: concatenated tensors in shared memory, or in a file on a shared disk.
+"""Weight sync with engines in other processes of this machine: concatenated tensors in shared memory.
 
-Each sync makes an *offer*: the file with the weights, their version, and their checksum. An engine loads them, and
-returns the version and the checksum of the weights that it read. Both transports use one layout, and shared memory is
-a file, too. The weights of a version remain until the next version is put, so a restarted engine gets them without the
-learner.
+Each sync makes an *offer*: the place of the weights, their version, and their checksum. An engine loads them, and
+returns the version and the checksum of the weights that it read. The weights of a version remain until the next version
+is put, so a restarted engine gets them without the learner. `pool.ray_engines` and `vllm` have further transports.
 """
 
 from __future__ import annotations
@@ -13,17 +12,12 @@ import mmap
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from posttrain.core import user_files
-from posttrain.core.messages import one_line
-from posttrain.core.types import UserError
 from posttrain.models.row_shards import whole, whole_shape
 
 Named = Iterable[tuple[str, Tensor]]
@@ -122,8 +116,6 @@ class Transport(Protocol):
 
     offer: Offer | None  # offer of the version that was put last; None: there is none
 
-    @property
-    def layout(self) -> dict[str, Any]: ...  # the layout of the weights, as engines get it: plain JSON data
     def put(self, weights: Any, version: int) -> None: ...  # makes the weights of a version available to all engines
     def send(self, name: str, first: bool, call: Call) -> None:
         """Send the data that an engine needs before the offer. `first`: the engine has just started. Raises
@@ -146,22 +138,11 @@ class Fetched:
         pass
 
 
-class Copied(Fetched):
-    """Base class of transports that copy the concatenated weights into memory or a file."""
-
-    def __init__(self, weight_layout: WeightLayout) -> None:
-        self.weight_layout = weight_layout
-
-    @property
-    def layout(self) -> dict[str, Any]:
-        return self.weight_layout.described
-
-
-class SharedMemory(Copied):
+class SharedMemory(Fetched):
     """Transport through shared memory, for processes of this machine and user, which open it by this process's number."""
 
     def __init__(self, weight_layout: WeightLayout) -> None:
-        super().__init__(weight_layout)
+        self.weight_layout = weight_layout
         self.descriptor = os.memfd_create(
             "posttrain weights"
         )  # no file: nothing to clean up, and /dev/shm may be small
@@ -177,46 +158,6 @@ class SharedMemory(Copied):
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
-
-
-class Files(Copied):
-    """Transport through files, for engines that share a disk: a file for each version, renamed when it is complete.
-
-    `rank`: rank of the process to which the engines belong.
-    """
-
-    def __init__(self, folder: Path, rank: int, weight_layout: WeightLayout) -> None:
-        super().__init__(weight_layout)
-        self.folder, self.rank = folder.absolute(), rank
-
-    def put(self, weights: Any, version: int) -> None:
-        """Write the weights to a file. Raises UserError if it cannot be written."""
-        path = self.folder / f"weights-{self.rank}-{version}"
-        partial = path.with_name(f"{path.name}.partial")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with user_files.opened(partial, "w+b") as file:
-                os.posix_fallocate(
-                    file.fileno(), 0, self.weight_layout.bytes
-                )  # so that a full disk raises an error here instead of a signal later
-                checksum = self.weight_layout.write(weights, shared_memory(file.fileno()))
-                os.fsync(file.fileno())
-            partial.rename(path)
-        except OSError as error:
-            raise UserError(f"the weights for the engines cannot be written to {path}: {one_line(error)}") from error
-        self._forget(but=path)
-        self.offer = {"version": version, "checksum": checksum, "file": str(path)}
-
-    def close(self) -> None:
-        self._forget()
-        with suppress(OSError):  # the folder is not empty, or was never created
-            self.folder.rmdir()
-
-    def _forget(self, but: Path | None = None) -> None:
-        """Remove the file of the last version, unless it is the file `but`."""
-        if self.offer is not None and self.offer["file"] != str(but):
-            Path(self.offer["file"]).unlink(missing_ok=True)
-        self.offer = None
 
 
 def stored_in(layout: Any) -> tuple[torch.dtype, tuple[Stored, ...]]:
@@ -238,18 +179,11 @@ class Received:
 
 
 def offered(offer: Offer) -> Tensor:
-    """Return the bytes of an offer's weights, uint8 [n]: the file, mapped. Raises UserError if it cannot be read."""
-    try:
-        file = user_files.opened(offer["file"])
-    except OSError as error:
-        raise UserError(
-            f"{offer['file']} cannot be read ({one_line(error)}): engines on other machines need the run's folder under the "
-            "same path, on a shared disk"
-        ) from error
-    with file:
+    """Return the bytes of an offer's weights, uint8 [n]: the memory of the other process, mapped. Raises OSError."""
+    with open(offer["file"], "rb") as file:
         size = os.fstat(file.fileno()).st_size
         return torch.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
 if TYPE_CHECKING:
-    _proof: tuple[Callable[..., Transport], ...] = (SharedMemory, Files)
+    _proof: Callable[..., Transport] = SharedMemory

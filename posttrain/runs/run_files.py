@@ -12,7 +12,7 @@ index/000000-000049.parquet the short columns of all of them, in pieces of 50 st
 pictures/                   those of tasks and turns, each named by the hash of its content
 checkpoints/step-000012/    see `posttrain.runs.checkpoint`
 tensorboard/                metrics and timing as event files
-weight-sync/weights-0-12    for engines that listen, while it runs: see `posttrain.engines.weight_sync`
+weight-sync/weights-0-12    for vLLM servers that ran already, while it runs: see `posttrain.engines.vllm.server_pool`
 tracking/wandb.json         of a tracker: the id of its run, and its last step; its output is in wandb.log
 curves.png                  drawn by `posttrain.runs.curves`
 lock                        there while a process writes: see `posttrain.runs.lock`
@@ -53,7 +53,7 @@ _INSIDE = {
     CHECKPOINTS: re.compile(r"step-\d{6,}|\.step-\d{6,}\.draft"),
     TENSORBOARD: re.compile(r"events\..*"),
     TRACKING: re.compile(r"[\w-]+\.(json|log|json\.tmp)"),
-    WEIGHT_SYNC: re.compile(r"(weights|adapter)-\d+-\d+(\.partial)?"),
+    WEIGHT_SYNC: re.compile(r"(weights|adapter)-\d+-\d+"),
     PICTURES: re.compile(r"[0-9a-f]{64}(\.\d+\.tmp)?"),
 }
 """Subfolder of a run -> names of the run's files in it."""

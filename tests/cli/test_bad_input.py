@@ -241,9 +241,7 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     ),
     "server of another engine": (words("rl", engine_url="http://a:1"), ("--engine-url requires --engine vllm: add it",)),
     "GPUs of another engine": (words("rl", engine_tensor_parallel=2), ("--engine-tensor-parallel requires --engine vllm",)),
-    "our engines for vLLM": (
-        words("rl", engine="vllm", engines="a:1"), ("--engines is for the local engine", "--engine-url")
-    ),
+    "Ray without engines": (words("rl", launch="ray"), ("--launch ray has no effect without --replicas: add it",)),
     "Ray for vLLM": (words("rl", engine="vllm", launch="ray", replicas=1), ("--launch ray is for the local engine",)),
     "server that is no URL": (
         words("rl", engine="vllm", engine_url="a:1"), ("--engine-url a:1: give http://HOST:PORT",)
@@ -506,7 +504,7 @@ def test_common_options_of_trl_and_verl_have_an_answer_that_names_options_which_
     known = {option for kind in kinds for option in (*(f.name for f in fields(kind)), *kind.flags())}
     told = suggestion(f"--{name}", known - {"beta"})
     assert told and "did you mean" not in told and "not needed" not in told
-    flags = re.findall(r"(?<![\w-])--([a-z][a-z-]*)", told.replace("--logdir", "").replace("--listen", ""))
+    flags = re.findall(r"(?<![\w-])--([a-z][a-z-]*)", told.replace("--logdir", ""))
     assert {flag.replace("-", "_") for flag in flags} <= known
 
 

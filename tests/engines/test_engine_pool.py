@@ -8,14 +8,13 @@ import random
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -27,20 +26,19 @@ from pools import Put, Score, Somewhere, World, pool_of
 from processes import descendants, gone
 
 import posttrain
-from posttrain.cli.main import main
 from posttrain.core.protocols import Engine
 from posttrain.core.types import Completion, Sampling, Turn, UserError
 from posttrain.engines.local.engine_weights import named_weights, own_copy
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.pool_member import MemberState, PoolMember
-from posttrain.engines.pool.pool_protocol import TOKEN, Gone, Wire, decode_completion, host_and_port, prove, read_token
+from posttrain.engines.pool.pool_protocol import Gone, Wire, decode_completion
+from posttrain.engines.pool.ray_engines import INWARD, RayWeights
 from posttrain.engines.pool.replicas import Many, open_pool
 from posttrain.engines.vllm.gpu_transfer import CardToCard
 from posttrain.engines.vllm.server_setup import vllm_layout
 from posttrain.engines.weight_probe import LIMIT, WeightProbe
 from posttrain.engines.weight_sync import (
-    Files,
     Received,
     SharedMemory,
     WeightLayout,
@@ -353,34 +351,37 @@ def test_the_weight_probe_hears_weights_that_were_handed_over_and_reached_nothin
 # -- weight sync and wire ------------------------------------------------------------------------------------------------
 
 
-def test_weights_arrive_to_the_bit_by_memory_and_by_file(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_weights_arrive_to_the_bit(tokenizer: Tokenizer) -> None:
     first, second = tiny(tokenizer), tiny(tokenizer, seed=1)
     laid = WeightLayout(first, torch.float32, named_weights)
-    files, memory = Files(tmp_path / "weights", 0, laid), SharedMemory(laid)
-    for way in (memory, files):
-        for version, model in enumerate((first, second)):
-            way.put(model, version)
-            offer = json.loads(json.dumps(way.offer))
-            received = dict(Received(json.loads(json.dumps(way.layout)), offered(offer)).named_parameters())
-            assert received.keys() == dict(model.named_parameters()).keys() and offer["version"] == version
-            assert all(torch.equal(received[name], own) for name, own in model.named_parameters())
-    assert memory.offer is not None and files.offer is not None
-    found = files.offer["checksum"]
-    assert memory.offer["checksum"] == found == checksum_of(second.named_parameters())
+    memory = SharedMemory(laid)
+    for version, model in enumerate((first, second)):
+        memory.put(model, version)
+        offer = json.loads(json.dumps(memory.offer))
+        received = dict(Received(json.loads(json.dumps(laid.described)), offered(offer)).named_parameters())
+        assert received.keys() == dict(model.named_parameters()).keys() and offer["version"] == version
+        assert all(torch.equal(received[name], own) for name, own in model.named_parameters())
+    memory.close()
+    found = offer["checksum"]
+    assert found == checksum_of(second.named_parameters())
     assert found != checksum_of(first.named_parameters())
     one, *others = ((name, tensor.detach().clone()) for name, tensor in second.named_parameters())
     one[1].view(-1)[0] += 1
     assert checksum_of([one, *others]) != found, "all of it counts"
-    files.put(second, 1)  # a step without an update
-    assert Path(files.offer["file"]).exists()
-    assert [path.name for path in (tmp_path / "weights").iterdir()] == ["weights-0-1"], "only the last one stays"
-    files.close()
-    assert not (tmp_path / "weights").exists()
-    with pytest.raises(UserError, match="on a shared disk"):
-        offered({"file": str(tmp_path / "gone"), "version": 0, "checksum": 0})
-    (tmp_path / "weights").touch()
-    with pytest.raises(UserError, match="cannot be written"):
-        files.put(first, 2)
+
+
+def test_weights_that_do_not_fit_into_the_object_store_end_the_run_in_one_line(tokenizer: Tokenizer) -> None:
+    class RayError(Exception):
+        pass
+
+    def put(weights: Any) -> None:
+        raise RayError("the object store is full\nhelp")
+
+    model, ray = tiny(tokenizer), ModuleType("ray")
+    ray.put, ray.exceptions = put, SimpleNamespace(RayError=RayError)  # type: ignore[attr-defined]
+    transport = RayWeights(ray, WeightLayout(model, torch.float32, named_weights))
+    with pytest.raises(UserError, match="cannot be put into Ray's object store: the object store is full help"):
+        transport.put(model, 0)
 
 
 def ends() -> tuple[Wire, socket.socket]:
@@ -440,69 +441,6 @@ def test_a_reply_that_is_none_is_not_taken_for_one(said: Any) -> None:
         decode_completion(7, said, 50, 2)
 
 
-def test_only_who_has_the_token_is_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    def meet(listens: bytes, connects: bytes) -> list[str]:
-        ours, theirs = socket.socketpair()
-        with ours, theirs, ThreadPoolExecutor(2) as both:
-
-            def prove_and_close(end: socket.socket, token: bytes, listening: bool) -> str:
-                try:
-                    prove(end, token, listening)
-                    return "proven"
-                except Gone as error:
-                    end.close()
-                    return str(error)
-
-            sides = [
-                both.submit(prove_and_close, ours, listens, True),
-                both.submit(prove_and_close, theirs, connects, False),
-            ]
-            return [side.result() for side in sides]
-
-    assert meet(b"x" * 16, b"x" * 16) == ["proven", "proven"]
-    refused = meet(b"x" * 16, b"y" * 16)
-    assert refused[0] == "it has another token" and "closed the connection" in refused[1]
-    ours, theirs = socket.socketpair()
-    with ours, theirs, ThreadPoolExecutor(1) as other:  # one who sends back what it hears proves nothing
-        found = other.submit(prove, ours, b"x" * 16, True)
-        theirs.sendall(theirs.recv(32))
-        theirs.sendall(bytes(32))
-        with pytest.raises(Gone, match="another token"):
-            found.result()
-    ours, theirs = socket.socketpair()
-    with ours, theirs, ThreadPoolExecutor(1) as other:  # nor does one who lets us make our own proof
-        found = other.submit(prove, ours, b"x" * 16, False)
-        for _ in range(2):
-            theirs.sendall(theirs.recv(32))
-        with pytest.raises(Gone, match="another token"):
-            found.result()
-    monkeypatch.delenv(TOKEN, raising=False)
-    with pytest.raises(UserError, match="a shared token of at least 16 characters"):
-        read_token(None)
-    (tmp_path / "token").write_text("0123456789abcdef\n")
-    assert read_token(str(tmp_path / "token")) == b"0123456789abcdef"
-
-
-@pytest.mark.parametrize(
-    ("address", "said"),
-    [
-        ("http://a:7000/v1", "give only a:7000, without http://"),
-        ("tcp://", "give only 127.0.0.1:7000, without tcp://"),
-        ("a", "give HOST:PORT"),
-        ("a:70000", "give HOST:PORT"),
-    ],
-)
-def test_what_is_no_address_of_an_engine_is_refused(
-    address: str, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(UserError, match=re.escape(f"--engines {address}: {said}")):
-        host_and_port(address, "--engines")
-    assert main(["engine", "--engines", address]) == 2
-    assert "give an engine --listen HOST:PORT" in " ".join(capsys.readouterr().err.split())
-
-
 def test_several_processes_share_the_engines_out() -> None:
     class Of:
         size = 3
@@ -510,11 +448,9 @@ def test_several_processes_share_the_engines_out() -> None:
         def __init__(self, rank: int) -> None:
             self.rank = rank
 
-    many = Many(4, ["a:1", "b:1", "c:1"], urls=["http://a:1", "http://b:1"])
-    dealt = [many.of(Of(rank)) for rank in range(3)]  # type: ignore[arg-type]
+    dealt = [Many(4, urls="abcd").of(Of(rank)) for rank in range(3)]  # type: ignore[arg-type]
     assert [each.replicas for each in dealt] == [2, 1, 1]
-    assert [list(each.addresses) for each in dealt] == [["c:1"], ["a:1"], ["b:1"]]
-    assert [list(each.urls) for each in dealt] == [[], ["http://a:1"], ["http://b:1"]]
+    assert [list(each.urls) for each in dealt] == [["a", "d"], ["b"], ["c"]]
     with pytest.raises(UserError, match="each of 3 processes"):
         Many(2).of(Of(0))  # type: ignore[arg-type]
     assert Many().of(Of(1)).replicas == 0  # type: ignore[arg-type]
@@ -625,12 +561,19 @@ def leaves_no_process() -> Iterator[None]:
 
 def worker_of(member: PoolMember) -> int:
     """The process that samples."""
-    keeper = member.link.process.child.process.pid  # type: ignore[attr-defined]
-    return descendants(keeper)[0]
+    link: Any = member.link
+    if hasattr(link, "actor"):
+        call = link.actor.__ray_call__.options(concurrency_group=INWARD)
+        return int(link.ray.get(call.remote(lambda actor: os.getpid())))
+    return descendants(link.process.child.process.pid)[0]
+
+
+NO_RAY = "Ray is not installed here: pip install posttrain[ray]"
+LAUNCHES = ["local", pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)])]
 
 
 def until(pool: EnginePool, holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while not holds():
         pool.poll()
         assert time.monotonic() < end
@@ -677,13 +620,19 @@ class Once:
         return {**offer, "version": offer["version"] + 1}  # what it gives back is not what was offered
 
 
-def test_engines_that_are_killed_stopped_or_wrong_change_no_token(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("launch", LAUNCHES)
+def test_engines_that_are_killed_stopped_or_wrong_change_no_token(launch: Any, tokenizer: Tokenizer) -> None:
+    if launch == "ray":
+        pytest.importorskip("ray", reason=NO_RAY)
+    names = [f"{number}{' (Ray)' * (launch == 'ray')}" for number in range(2)]
+    ended = {"local": r"\(exit code -9, SIGKILL\)", "ray": r"it failed: Ray lost it \(.*\)"}[launch]
+    seconds = {"local": 2.0, "ray": 10.0}[launch]
     learner, later = tiny(tokenizer), tiny(tokenizer, seed=1)
     asked = ragged(60)
     local = LocalEngine(learner, tokenizer, slots=8)
     calm = sampled(local, asked)
     said: list[str] = []
-    with leaves_no_process(), closing(opened(learner, tokenizer)) as pool:
+    with leaves_no_process(), closing(opened(learner, tokenizer, Many(2, launch=launch, cpus=0.5), seconds)) as pool:
         pool.say = said.append
         first, second = pool.members
         assert pool.batch_invariant == local.batch_invariant and pool.backend == f"2 engines ({local.backend})"
@@ -692,17 +641,18 @@ def test_engines_that_are_killed_stopped_or_wrong_change_no_token(tokenizer: Tok
 
         os.kill(worker_of(second), signal.SIGKILL)  # while nothing is asked of it
         assert sampled(pool, asked, lambda: os.kill(worker_of(first), signal.SIGSTOP)) == calm
-        assert re.fullmatch(r"the engine 1 is lost: .* \(exit code -9, SIGKILL\); it restarts in 0 s", said[0])
-        assert "the engine 0 is lost: it sent nothing for 2 s" in said[1]
+        assert re.fullmatch(rf"the engine {re.escape(names[1])} is lost: .*{ended}; it restarts in 0 s", said[0])
+        assert f"the engine {names[0]} is lost: it sent nothing for {seconds:g} s" in said[1]
         assert pool.counts()["resubmitted"] > 0 == pool.counts()["duplicate_answers"]
 
         until(pool, lambda: all(m.state is MemberState.READY for m in pool.members))
         assert pool.counts()["restarts"] == 2
 
         second.place.transport = Once(second.place.transport)  # type: ignore[misc]
-        put, killed = SharedMemory.put, list[int]()
+        kind: Any = type(first.place.transport)
+        put, killed = kind.put, list[int]()
 
-        def dies_during_load(self: SharedMemory, weights: Any, version: int) -> None:
+        def dies_during_load(self: Any, weights: Any, version: int) -> None:
             put(self, weights, version)
             if not killed:  # the weights are put once for each engine
                 killed.append(worker_of(first))
@@ -710,19 +660,16 @@ def test_engines_that_are_killed_stopped_or_wrong_change_no_token(tokenizer: Tok
 
         del said[:]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(SharedMemory, "put", dies_during_load)
+            patch.setattr(kind, "put", dies_during_load)
             pool.load(later, 1)
-        assert any("engine 0 is lost" in line for line in said)
-        assert any("engine 1 is lost: it loaded version 2" in line for line in said)
+        assert any(f"engine {names[0]} is lost" in line for line in said)
+        assert any(f"engine {names[1]} is lost: it loaded version 2" in line for line in said)
         other = LocalEngine(later, tokenizer, slots=8)
         other.load(later, 1)
         assert sampled(pool, asked) == sampled(other, asked)
 
 
-TWO = Many(2)
-
-
-def opened(model: Decoder, tokenizer: Tokenizer, many: Many = TWO, seconds: float = 2.0) -> EnginePool:
+def opened(model: Decoder, tokenizer: Tokenizer, many: Many, seconds: float) -> EnginePool:
     pool = open_pool(model, tokenizer, 8, "float32", many, cache_gib=0.1, seconds=seconds)
     pool.load(model, 0)
     return pool
@@ -801,65 +748,39 @@ def test_a_run_that_loses_all_its_engines_saves_and_says_how_to_go_on(
     assert (tmp_path / "run" / "checkpoints" / "step-000002" / "manifest.json").exists()
 
 
-class ListeningCommand:
-    """posttrain engine, as a process."""
-
-    def __init__(self, model: Path, token: str) -> None:
-        words = ["engine", "--model", str(model), "--listen", "127.0.0.1:0", "--slots", "8", "--threads", "1"]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "posttrain", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, TOKEN: token, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        self.lines: list[str] = []
-        while not self.lines or not self.lines[-1].startswith("listens at"):
-            assert self.process.stdout is not None
-            self.lines.append(self.process.stdout.readline())
-            assert self.lines[-1], self.lines
-        self.address = self.lines[-1].split()[-1]
-
-    def end(self) -> str:
-        self.process.send_signal(signal.SIGINT)
-        rest, _ = self.process.communicate(timeout=30)
-        return "".join([*self.lines, rest])
-
-
-def test_a_run_with_an_engine_that_listens_is_the_run_without(
-    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run(tmp_path / "one", start)
-    engine = ListeningCommand(start, "a token of 24 characters")
-    monkeypatch.setenv(TOKEN, "another one of 26 characters")
-    with pytest.raises(UserError, match=r"the engine 127.0.0.1:\d+ is lost: it cannot be reached: .*the same token"):
-        run(tmp_path / "two", start, engines=(engine.address,))
-    monkeypatch.setenv(TOKEN, "a token of 24 characters")
-    run(tmp_path / "two", start, engines=(engine.address,))
-    same_course(tmp_path / "one", tmp_path / "two")
-    assert not (tmp_path / "two" / "weight-sync").exists()
-    said = engine.end()
-    assert engine.process.returncode == 0 and "refused     127.0.0.1: it has another token" in said
-    assert said.count("a pool      127.0.0.1") == said.count("disconnected") == 1 and said.endswith("stopped\n")
-    with pytest.raises(UserError, match="cannot be reached"):
-        run(tmp_path / "three", start, engines=(engine.address,))
-
-
 @pytest.mark.slow
 @pytest.mark.long
-def test_engines_that_ray_has_placed_and_one_of_which_is_killed_change_no_token(
-    tokenizer: Tokenizer, tmp_path: Path
+@pytest.mark.timeout(900)
+def test_a_run_that_loses_actors_of_ray_and_is_resumed_is_the_run_without(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed here: pip install posttrain[ray]")
-    learner, asked = tiny(tokenizer), ragged(60)
-    calm = sampled(LocalEngine(learner, tokenizer, slots=8), asked)
-    with (
-        leaves_no_process(),
-        closing(
-            opened(learner, tokenizer, Many(2, folder=tmp_path / "weights", launch="ray", cpus=0.5), seconds=20)
-        ) as pool,
-    ):
-        pool.say = lambda text: None
-        pids = [pid for pid in descendants(os.getpid()) if b"Actor" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        assert len(pids) == 2
-        assert sampled(pool, asked, lambda: os.kill(pids[0], signal.SIGKILL)) == calm
-        until(pool, lambda: all(m.state is MemberState.READY for m in pool.members))
-        assert sampled(pool, asked) == calm and pool.counts()["restarts"] == 1
-    assert not (tmp_path / "weights").exists()
+    pytest.importorskip("ray", reason=NO_RAY)
+    run(tmp_path / "one", start)
+    poll, load, killed = EnginePool.poll, EnginePool.load, list[int]()
+
+    def kill(*members: PoolMember) -> None:
+        for member in members:
+            killed.append(worker_of(member))
+            os.kill(killed[-1], signal.SIGKILL)
+
+    def polled(self: EnginePool) -> list[Completion]:
+        done = poll(self)
+        if done and self.version == 1 and not killed:
+            kill(self.members[0])
+        return done
+
+    def lost(self: EnginePool, weights: Any, version: int) -> None:
+        if version == 2 and len(killed) == 1:
+            self.restarts = 0
+            kill(*self.members)
+        load(self, weights, version)
+
+    monkeypatch.setattr(EnginePool, "poll", polled)
+    monkeypatch.setattr(EnginePool, "load", lost)
+    how: dict[str, Any] = {"replicas": 2, "launch": "ray", "replica_cpus": 0.5}
+    with leaves_no_process():
+        with pytest.raises(UserError, match=r"no engine is left.*after step 2 with .* --resume"):
+            run(tmp_path / "two", start, **how)
+        run(tmp_path / "two", start, resume=True, **how)
+    same_course(tmp_path / "one", tmp_path / "two")
+    assert len(killed) == 3 and not (tmp_path / "two" / "weight-sync").exists()

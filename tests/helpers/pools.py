@@ -133,7 +133,6 @@ class Put:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.layout: dict[str, Any] = {}
         self.offer: dict[str, Any] | None = None
 
     def put(self, weights: Any, version: int) -> None:

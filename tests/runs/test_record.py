@@ -330,10 +330,9 @@ def test_importing_the_record_loads_nothing_heavy() -> None:
 
 
 def test_weights_for_vllm_that_a_killed_run_left_are_deleted_with_the_run(tmp_path: Path) -> None:
-    for name in ("weights-0-12", "adapter-1-3"):  # folders for vLLM; a file for engines that listen
+    for name in ("weights-0-12", "adapter-1-3"):
         (tmp_path / "weight-sync" / name).mkdir(parents=True)
         (tmp_path / "weight-sync" / name / "model.safetensors").touch()
-    (tmp_path / "weight-sync" / "weights-0-11").touch()
     assert holds_run(tmp_path)
     delete_run(tmp_path)
     assert not list(tmp_path.iterdir())

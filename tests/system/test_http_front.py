@@ -4,21 +4,13 @@ the token."""
 from __future__ import annotations
 
 import asyncio
-import errno
 import socket
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any
 
 import pytest
 
 from posttrain.core.types import UserError
-from posttrain.engines.pool import listener
-from posttrain.engines.pool.pool_protocol import prove
 from posttrain.system import http_front
 from posttrain.system.http_front import bound, read_token, refused
 
@@ -116,52 +108,3 @@ def test_a_peer_has_so_many_connections_and_those_that_end_make_room(monkeypatch
                 await asyncio.sleep(0.01)
 
     asyncio.run(run())
-
-
-@pytest.fixture
-def meeting() -> Iterator[tuple[int, SimpleQueue[tuple[socket.socket, str]]]]:
-    server, proven = socket.create_server(("127.0.0.1", 0)), SimpleQueue[tuple[socket.socket, str]]()
-    with server:
-        threading.Thread(
-            target=listener._accept, args=(server, b"t" * 32, proven, lambda text: None), daemon=True
-        ).start()
-        yield server.getsockname()[1], proven
-
-
-class FailsOnce(socket.socket):
-    failed = False
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        if not self.failed:
-            self.failed = True
-            raise OSError(errno.EMFILE, "Too many open files")
-        return super().accept()
-
-
-def test_an_engine_without_descriptors_for_a_while_is_there_again_afterwards() -> None:
-    proven = SimpleQueue[tuple[socket.socket, str]]()
-    with FailsOnce() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        meeting = threading.Thread(target=listener._accept, args=(server, b"t" * 32, proven, print), daemon=True)
-        meeting.start()
-        with closing(socket.create_connection(server.getsockname())) as right:
-            right.settimeout(20)
-            prove(right, b"t" * 32, listening=False)
-            proven.get(timeout=20)[0].close()
-        server.shutdown(socket.SHUT_RDWR)
-    meeting.join(20)
-    assert not meeting.is_alive()
-
-
-def test_300_silent_connections_keep_no_right_peer_out_of_an_engine(
-    meeting: tuple[int, SimpleQueue[tuple[socket.socket, str]]],
-) -> None:
-    port, proven = meeting
-    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(300)]
-    with closing(socket.create_connection(("127.0.0.1", port))) as right:
-        prove(right, b"t" * 32, listening=False)
-        end, _ = proven.get(timeout=20)
-        end.close()
-    for other in silent:
-        other.close()

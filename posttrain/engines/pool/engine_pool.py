@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.core.protocols import Engine
 from posttrain.core.types import Completion, Sampling, UserError
 from posttrain.engines.pool.pool_member import EnginePlace, MemberState, PoolMember
-from posttrain.engines.pool.pool_protocol import Gone, Message, Wire, decode_completion, wait
+from posttrain.engines.pool.pool_protocol import Gone, Wire, decode_completion, wait
 from posttrain.engines.request import Request
 from posttrain.engines.weight_probe import WeightProbe
 from posttrain.engines.weight_sync import Transport
@@ -208,7 +208,7 @@ class EnginePool:
         self._offer()
         self._submit_waiting()
         lives = [m for m in self.members if m.state is not MemberState.DEAD]
-        self._listen([m.link.wire for m in lives if m.link.wire is not None], seconds)
+        self._listen([m.link.wire for m in lives], seconds)
         now = self._clock()
         passed, self._last_look = min(now - self._last_look, LOOK_SECONDS), now
         for member in lives:
@@ -281,7 +281,7 @@ class EnginePool:
 
     def _send(self, member: PoolMember, *message: Any) -> bool:
         """Send a message. Return whether the engine is still alive."""
-        if member.state is MemberState.DEAD or member.link.wire is None:
+        if member.state is MemberState.DEAD:
             return False
         member.link.wire.send(*message)
         return True
@@ -289,7 +289,6 @@ class EnginePool:
     def _call(self, member: PoolMember, method: str, info: Any) -> None:
         """Call a method of an engine, and wait until it returns. Raises Gone."""
         wire, end = member.link.wire, self._clock() + self.seconds
-        assert wire is not None, "it has connected before"
         wire.send("transfer", method, info)
         while not (messages := [message for message in wire.receive() if message[0] != "alive"]):
             if self._clock() > end:
@@ -303,10 +302,8 @@ class EnginePool:
         if member.state is MemberState.DEAD:
             return
         member.link.look()
-        messages: list[Message] = []
-        if member.link.wire is not None:
-            messages = member.link.wire.receive()
-            member.link.wire.flush()
+        messages = member.link.wire.receive()
+        member.link.wire.flush()
         for what, *more in messages:
             try:
                 self._handle(member, what, more)

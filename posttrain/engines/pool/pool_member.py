@@ -20,11 +20,11 @@ class MemberState(StrEnum):
 
 
 class EngineLink(Protocol):
-    """Connection to an engine that was started or is being reached."""
+    """Connection to an engine that was started."""
 
     @property
-    def wire(self) -> Wire | None: ...  # None: not connected yet
-    def look(self) -> None: ...  # raises Gone if the engine cannot be reached
+    def wire(self) -> Wire: ...
+    def look(self) -> None: ...  # raises Gone if the engine has ended
     def end(self, kept: bool) -> str: ...  # returns a description of the end. `kept`: keep the log. May be called twice
 
 

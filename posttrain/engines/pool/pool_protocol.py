@@ -1,35 +1,25 @@
 """Protocol between a pool and its engines: JSON messages with a length prefix, over a non-blocking socket.
 
-Messages are JSON instead of pickle because they may come from another machine: JSON holds only numbers and text. Floats
-keep their bits (Python writes the shortest text that restores a float). A peer that connects over the network must
-prove that it has the token (HMAC-SHA256 over a nonce of this connection, by each side in turn) before its messages are
-read. Nothing is encrypted: across untrusted networks, use a tunnel.
+JSON holds only numbers and text, and floats keep their bits (Python writes the shortest text that restores a float).
 """
 
 from __future__ import annotations
 
-import hmac
 import json
-import os
 import select
 import socket
 import struct
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from posttrain.core import user_files
 from posttrain.core.messages import one_line
-from posttrain.core.types import Completion, Sampling, StopReason, UserError
+from posttrain.core.types import Completion, Sampling, StopReason
 
 LONGEST = 1 << 28  # maximum of bytes in a message
 PIECE = 1 << 18  # bytes per read
-TOKEN = "POSTTRAIN_ENGINE_TOKEN"  # environment variable with the token
-LEAST_TOKEN = 16  # minimum of characters in a token
-PROOF_SECONDS = 10.0  # timeout for a peer to prove that it has the token
 
 Message = list[Any]
 """The name of a message, followed by its arguments."""
@@ -163,79 +153,3 @@ def _decode_routes(content: Any) -> NDArray[np.int16]:
     if found.ndim != 3:
         raise ValueError("experts are of tokens and layers")
     return found
-
-
-# -- authentication -----------------------------------------------------------------------------------------------------
-
-
-def read_token(file: str | None) -> bytes:
-    """Read the token from a file or the environment. Raises UserError if it is missing or too short."""
-    try:
-        token = user_files.text(file, 1 << 20).strip() if file else os.environ.get(TOKEN, "")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--engine-token {file} cannot be read: {one_line(error)}") from error
-    if len(token) < LEAST_TOKEN:
-        raise UserError(
-            f"engines over the network need a shared token of at least {LEAST_TOKEN} characters: give --engine-token FILE, "
-            f"or set {TOKEN} (openssl rand -hex 32 makes one)"
-        )
-    return token.encode()
-
-
-def prove(end: socket.socket, token: bytes, listening: bool) -> None:
-    """Prove to the peer that this side has the token, and verify that the peer has it. The connecting side is first.
-    Raises Gone.
-    """
-    deadline = time.monotonic() + PROOF_SECONDS
-    mine = os.urandom(32)
-    roles = (b"listens", b"connects") if listening else (b"connects", b"listens")
-
-    def proof(role: bytes, number: bytes) -> bytes:
-        return hmac.digest(token, b"posttrain engine " + role + number, "sha256")
-
-    try:
-        end.settimeout(PROOF_SECONDS)
-        end.sendall(mine)
-        theirs = _exactly(end, 32, deadline)
-        if not listening:
-            end.sendall(proof(roles[0], theirs))
-        if not hmac.compare_digest(_exactly(end, 32, deadline), proof(roles[1], mine)):
-            raise Gone("it has another token")
-        if listening:
-            end.sendall(proof(roles[0], theirs))
-    except OSError as error:
-        raise Gone(f"it did not prove that it has the token ({one_line(error)})") from error
-
-
-def _exactly(end: socket.socket, count: int, deadline: float) -> bytes:
-    found = b""
-    while len(found) < count:
-        end.settimeout(max(0.001, deadline - time.monotonic()))
-        piece = end.recv(count - len(found))
-        if not piece:
-            raise Gone(
-                "it closed the connection before it proved that it has the token: give both sides the same token"
-            )
-        found += piece
-    return found
-
-
-def keep_alive(end: socket.socket) -> None:
-    """Set TCP keepalive so that the loss of the other machine is detected within a minute."""
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, name):
-            end.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def host_and_port(address: str, option: str) -> tuple[str, int]:
-    """Parse HOST:PORT. Raises UserError for anything else."""
-    scheme, found, rest = address.partition("://")
-    if found:
-        there = rest.partition("/")[0] or "127.0.0.1:7000"
-        raise UserError(f"{option} {address}: give only {there}, without {scheme}://")
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65_535:
-        raise UserError(f"{option} {address}: give HOST:PORT, such as 127.0.0.1:7000")
-    return host.strip("[]"), int(port)

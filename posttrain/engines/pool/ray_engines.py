@@ -1,67 +1,112 @@
-"""Engines as Ray actors, which listen for the pool on any machine of the cluster.
+"""Engines as Ray actors, which Ray places on the machines of a cluster and calls.
 
-Ray carries neither weights nor requests: the pool connects to an actor over a socket, as to any engine that listens,
-with a token made for this run, and syncs weights through files. When an actor dies, its socket closes, and so the pool
-detects the loss.
+An actor serves the pool at one end of a socket pair, like a child process. Calls of the actor write to and read from
+the other end, so Ray carries the messages. Weights are in Ray's object store, and each machine gets one copy of a
+version, which its actors read. When an actor dies, its calls raise an error; the pool then loses its connection, as
+with any other engine.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import queue
-import secrets
+import socket
 import sys
 import threading
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from posttrain.core import user_files
 from posttrain.core.extras import install
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
-from posttrain.engines.pool.places import Listening
 from posttrain.engines.pool.pool_member import EngineLink, EnginePlace
-from posttrain.engines.pool.pool_protocol import Gone, Wire
-from posttrain.engines.weight_sync import Files
+from posttrain.engines.pool.pool_protocol import PIECE, Wire
+from posttrain.engines.pool.replica import LocalHost, serve_pool
+from posttrain.engines.weight_sync import Call, Fetched, Offer, Transport, WeightLayout
 from posttrain.system.temp_folders import TempFolder
+
+INWARD, OUTWARD = "inward", "outward"  # calls of one group run one after the other, in the order of the caller
+END_SECONDS = 10.0  # for the last call of an actor that was killed to raise its error
 
 
 class Actor:
     """The actor that runs an engine. `files`: contents of the files in the setup's folder, by name."""
 
-    def __init__(self, setup: dict[str, Any], files: Mapping[str, bytes], token: bytes) -> None:
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        self._files = files
+        self._ours, self._theirs = socket.socketpair()
+        self._weights: list[Any] = []  # a reference to the weights that are offered next
+
+    def serve(self) -> None:
+        """Serve the pool until it is gone."""
+        with self._theirs:
+            serve_pool(Wire(self._theirs), self._host)
+
+    def write(self, piece: bytes) -> None:
+        """Pass bytes of the pool on to the engine."""
+        with suppress(OSError):  # the engine has failed: `read` returns the reason
+            self._ours.sendall(piece)
+
+    def read(self) -> bytes:
+        """Wait for bytes of the engine; none: it has ended."""
+        return self._ours.recv(PIECE)
+
+    def give(self, weights: list[Any]) -> None:
+        """Take the reference to weights, before their offer. It is in a list, as Ray passes a bare one on as its value."""
+        self._weights = weights
+
+    def _host(self, setup: dict[str, Any]) -> LocalHost:
+        with TempFolder("engine") as folder:
+            for name, content in self._files.items():
+                Path(folder, name).write_bytes(content)
+            return LocalHost({**setup, "folder": folder}, self._offered)
+
+    def _offered(self, offer: Offer) -> Tensor:
         import ray
 
-        from posttrain.engines.pool.listener import listen
+        [reference], self._weights = self._weights, []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that they are read-only
+            return torch.from_numpy(ray.get(reference))
 
-        os.environ["OMP_NUM_THREADS"] = str(setup["threads"])
-        self._folder = TempFolder("engine")
-        folder = self._folder.name
-        for name, content in files.items():
-            Path(folder, name).write_bytes(content)
-        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
-        host = ray.util.get_node_ip_address()
 
-        def work() -> None:
-            try:
-                listen({**setup, "folder": folder}, f"{host}:0", token, self._said.put)
-            except BaseException:
-                traceback.print_exc()
-            os._exit(1)  # an actor without an engine is useless
+class RayWeights(Fetched):
+    """Transport through Ray's object store; implements `weight_sync.Transport`."""
 
-        threading.Thread(target=work, daemon=True).start()
+    def __init__(self, ray: Any, weight_layout: WeightLayout) -> None:
+        self.ray, self.weight_layout = ray, weight_layout
+        self.actors: dict[str, Any] = {}  # by the engine's name
+        self._memory = torch.empty(weight_layout.bytes, dtype=torch.uint8)
+        self._reference: Any = None
 
-    def address(self) -> str:
-        return self._said.get().split()[-1]  # the address in its first message
+    def put(self, weights: Any, version: int) -> None:
+        """Copy the weights into the object store. Raises UserError if they do not fit."""
+        self._reference = None  # frees the last version first
+        checksum = self.weight_layout.write(weights, self._memory)
+        try:
+            self._reference = self.ray.put(self._memory.numpy())
+        except self.ray.exceptions.RayError as error:
+            raise UserError(f"the weights cannot be put into Ray's object store: {one_line(error)[:200]}") from error
+        self.offer = {"version": version, "checksum": checksum}
+
+    def send(self, name: str, first: bool, call: Call) -> None:
+        _call(self.actors[name].give, INWARD, [self._reference])
+
+    def close(self) -> None:
+        self._reference = None
 
 
 class RayPlaces:
     """Places of a pool's engines on the cluster at RAY_ADDRESS, or on a local cluster started for the run."""
 
-    def __init__(self, setup: dict[str, Any], transport: Files, cpus: float, alive: float) -> None:
+    def __init__(self, setup: dict[str, Any], weight_layout: WeightLayout, cpus: float) -> None:
         """Connect to Ray. `cpus`: processors per engine. Raises UserError if Ray is not installed or not reachable."""
         try:
             import ray
@@ -75,19 +120,18 @@ class RayPlaces:
             try:
                 ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR,
                          runtime_env={"env_vars": variables})  # fmt: skip
-            except (ConnectionError, RuntimeError, ValueError) as error:
+            except Exception as error:  # a timeout of its start has no class of its own
                 raise UserError(f"--launch ray: no cluster could be reached ({one_line(error)})") from error
-        folder = Path(setup["folder"])
-        self.setup, self.files = (
-            setup,
-            {path.name: user_files.content(path) for path in folder.iterdir() if path.is_file()},
-        )
-        self.transport, self.alive, self.token = transport, alive, secrets.token_hex(32).encode()
-        cards = 1 if setup["device"].startswith("cuda") else 0
-        self.actor: Any = self.ray.remote(num_cpus=cpus, num_gpus=cards, max_restarts=0)(Actor)
+        folder, cuda = Path(setup["folder"]), setup["device"].startswith("cuda")
+        self.setup = {**setup, "device": "cuda" if cuda else "cpu"}  # Ray shows an actor its own GPU alone
+        self.files = {path.name: user_files.content(path) for path in folder.iterdir() if path.is_file()}
+        self.transport = RayWeights(ray, weight_layout)
+        self.actor: Any = ray.remote(
+            num_cpus=cpus, num_gpus=int(cuda), max_restarts=0, concurrency_groups={INWARD: 1, OUTWARD: 1}
+        )(Actor)
 
-    def places(self, numbers: Sequence[int]) -> list[EnginePlace]:
-        return [_RayPlace(f"{number} (Ray)", self) for number in numbers]
+    def places(self, count: int) -> list[EnginePlace]:
+        return [_RayPlace(f"{number} (Ray)", self) for number in range(count)]
 
     def close(self) -> None:
         if self._began:
@@ -103,40 +147,61 @@ class _RayPlace:
         self.name, self.of, self.transport = name, of, of.transport
 
     def open(self) -> EngineLink:
-        return _RayLink(self.of)
+        actor = self.transport.actors[self.name] = self.of.actor.remote(self.of.files)
+        return _RayLink(self.of, actor)
 
 
 class _RayLink:
-    """A pending request for an actor, and then the connection to the actor."""
+    """An actor, and the connection to it."""
 
-    def __init__(self, of: RayPlaces) -> None:
-        self.of = of
-        self._reached: EngineLink | None = None
-        setup = {**of.setup, "device": "cuda" if of.setup["device"].startswith("cuda") else "cpu"}
-        self.actor = of.actor.remote(setup, of.files, of.token)
-        self._address = self.actor.address.remote()
-
-    @property
-    def wire(self) -> Wire | None:
-        return self._reached.wire if self._reached is not None else None
+    def __init__(self, of: RayPlaces, actor: Any) -> None:
+        self.ray, self.actor, self.closed = of.ray, actor, False
+        self.wire = _RayWire(of.ray, actor)
+        self.wire.send("setup", of.setup)
 
     def look(self) -> None:
-        ray = self.of.ray
-        if self._reached is not None:
-            self._reached.look()
-        elif ray.wait([self._address], timeout=0)[0]:
-            try:
-                address = ray.get(self._address)
-            except ray.exceptions.RayError as error:
-                raise Gone(f"Ray could not start it ({one_line(error)[:200]})") from error
-            self._reached = Listening(address, self.of.token, self.of.transport, self.of.alive).open()
+        pass  # the wire notices
 
     def end(self, kept: bool) -> str:
-        if self._reached is not None:
-            self._reached.end(kept)
-        self.of.ray.kill(self.actor)
+        if self.closed:
+            return ""
+        self.closed = True
+        self.wire.close()
+        self.ray.kill(self.actor)
+        self.wire.reader.join(END_SECONDS)
         return ""
 
 
+class _RayWire(Wire):
+    """A connection of which calls of an actor are the other end."""
+
+    def __init__(self, ray: Any, actor: Any) -> None:
+        ours, self._theirs = socket.socketpair()
+        super().__init__(ours)
+        self._ray, self._actor = ray, actor
+        _call(actor.serve)
+        self.reader = threading.Thread(target=self._read, name="reads from Ray", daemon=True)
+        self.reader.start()
+
+    def flush(self) -> None:
+        if self._out:
+            _call(self._actor.write, INWARD, bytes(self._out))
+            self._out.clear()
+
+    def _read(self) -> None:
+        """Pass bytes of the actor on, until it or this side has ended."""
+        with self._theirs, suppress(OSError):
+            try:
+                while piece := self._ray.get(self._actor.read.options(concurrency_group=OUTWARD).remote()):
+                    self._theirs.sendall(piece)
+            except self._ray.exceptions.RayError as error:
+                Wire(self._theirs).send("failed", f"Ray lost it ({one_line(error)[:200]})")
+
+
+def _call(method: Any, group: str | None = None, *arguments: Any) -> None:
+    """Call a method of an actor that returns nothing. Calls of one group run in their order."""
+    method.options(concurrency_group=group, num_returns=0).remote(*arguments)
+
+
 if TYPE_CHECKING:
-    _proof: Callable[..., EnginePlace] = _RayPlace
+    _proof: tuple[Callable[..., EnginePlace], Callable[..., Transport]] = (_RayPlace, RayWeights)

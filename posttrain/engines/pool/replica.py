@@ -1,4 +1,4 @@
-"""The process of an embedded engine of a pool: `serve` is its main loop.
+"""An embedded engine of a pool, in another process: `serve` is its main loop.
 
     pool -> engine   ("submit", ticket, id, prompt, sampling, keep), ("cancel", id), ("forget", id),
                      ("copy", id, to, tokens), ("load", offer); first of all ("setup", ...)
@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from posttrain.core.types import UserError
 from posttrain.engines.local.embedded import embedded
 from posttrain.engines.pool.pool_protocol import Gone, Message, Wire, decode_sampling, encode_completion, wait
 from posttrain.engines.weight_sync import Offer, Received, checksum_of, offered
@@ -38,8 +37,10 @@ LAST_SECONDS = 1.0  # time for sending the reason of a failure to the pool
 class LocalHost:
     """The embedded engine with its own copy of the weights."""
 
-    def __init__(self, setup: dict[str, Any]) -> None:
-        """Build the model and its engine. `setup`: the result of `posttrain.engines.pool.replicas.setup_of`."""
+    def __init__(self, setup: dict[str, Any], read: Callable[[Offer], Tensor] = offered) -> None:
+        """Build the model and its engine. `setup`: the result of `posttrain.engines.pool.replicas.setup_of`. `read`:
+        returns the bytes of offered weights, uint8 [n].
+        """
         torch.set_num_threads(setup["threads"])
         build.use(setup["compiled"])
         folder, self.layout = Path(setup["folder"]), setup["layout"]
@@ -54,10 +55,9 @@ class LocalHost:
 
             self.model = empty_backed(folder, dtype, device, setup["context"], setup["backed"]).requires_grad_(False)
         own = {name: list(tensor.shape) for name, tensor in held(cast(nn.Module, self.model))}
-        if own != {s["name"]: s["shape"] for s in self.layout["stored"]}:
-            raise UserError("its model has another architecture than the run's: start it with the run's --model")
+        assert own == {s["name"]: s["shape"] for s in self.layout["stored"]}, "the setup describes the run's model"
         self.model.eos_ids = tuple(setup["eos_ids"])
-        self.slots, kept = setup["slots"], setup["cache_gib"]
+        self.read, self.slots, kept = read, setup["slots"], setup["cache_gib"]
         tokenizer, precision = Tokenizer.load(folder), setup["precision"]
         self.engine = embedded(self.model, tokenizer, self.slots, precision, kept, filled=True)
 
@@ -66,7 +66,7 @@ class LocalHost:
 
     def take(self, offer: Offer) -> tuple[int, int]:
         """Load the offered weights. The checksum is computed from the engine's own weights, after the weight sync."""
-        self.engine.load(Received(self.layout, offered(offer)), offer["version"])
+        self.engine.load(Received(self.layout, self.read(offer)), offer["version"])
         return offer["version"], checksum_of(
             (name, tensor.to(self.dtype)) for name, tensor in held(cast(nn.Module, self.model))
         )
@@ -77,21 +77,17 @@ def serve(host: LocalHost, wire: Wire, alive: float) -> None:
     engine, tickets, told = host.engine, dict[int, int](), time.monotonic()
     about = {"backend": engine.backend, "batch_invariant": engine.batch_invariant}
     wire.send("hello", {**about, **host.hello()})
-    try:
-        while True:
-            if not tickets or wire.pending:
-                wait([wire], 0.001 if tickets else None)
-                wire.flush()
-            for message in wire.receive():
-                _carry_out(host, wire, tickets, message)
-            for done in engine.poll() if tickets else ():
-                wire.send("done", tickets.pop(done.id), encode_completion(done))
-            if tickets and time.monotonic() - told > alive:
-                wire.send("alive")
-                told = time.monotonic()
-    finally:
-        for id in tickets:  # another pool may connect to this engine
-            engine.cancel(id)
+    while True:
+        if not tickets or wire.pending:
+            wait([wire], 0.001 if tickets else None)
+            wire.flush()
+        for message in wire.receive():
+            _carry_out(host, wire, tickets, message)
+        for done in engine.poll() if tickets else ():
+            wire.send("done", tickets.pop(done.id), encode_completion(done))
+        if tickets and time.monotonic() - told > alive:
+            wire.send("alive")
+            told = time.monotonic()
 
 
 def _carry_out(host: LocalHost, wire: Wire, tickets: dict[int, int], message: Message) -> None:
@@ -114,7 +110,7 @@ def _carry_out(host: LocalHost, wire: Wire, tickets: dict[int, int], message: Me
 
 
 def serve_pool(wire: Wire, host: Callable[[dict[str, Any]], LocalHost]) -> None:
-    """Serve one pool from its first message until it is gone. Any other error is sent to the pool, and raised."""
+    """Serve the pool from its first message until it is gone. Any other error is sent to the pool, and raised."""
     try:
         while not (messages := wire.receive()):
             wait([wire], None)

@@ -1,4 +1,4 @@
-"""Opens an engine pool of child processes, Ray actors, or engines that listen at addresses."""
+"""Opens an engine pool of child processes or Ray actors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from posttrain.core.types import UserError
 from posttrain.engines.local.engine_weights import named_weights
 from posttrain.engines.model_manifest import backbone_of
 from posttrain.engines.pool.engine_pool import EnginePool
-from posttrain.engines.pool.places import Listening, LocalProcess
+from posttrain.engines.pool.places import LocalProcess
 from posttrain.engines.pool.pool_member import EnginePlace
-from posttrain.engines.pool.pool_protocol import read_token
 from posttrain.engines.weight_probe import LIMIT, LIMIT_BFLOAT16, WeightProbe
-from posttrain.engines.weight_sync import Files, SharedMemory, WeightLayout
+from posttrain.engines.weight_sync import SharedMemory, WeightLayout
 from posttrain.models.gpu_placement import GPUPlacement
 from posttrain.models.json_files import write_json
 from posttrain.models.native.kernels import build
@@ -31,13 +30,11 @@ ALIVE_SECONDS = 1.0  # maximal time between two heartbeats of a working engine
 
 @dataclass(frozen=True)
 class Many:
-    """Engines of a pool, as given by a run's options. Without replicas and addresses there is one engine, no pool."""
+    """Engines of a pool, as given by a run's options. Without replicas and servers there is one engine, no pool."""
 
     replicas: int = 0  # processes to start
-    addresses: Sequence[str] = ()  # addresses of engines that listen
-    token: str | None = None  # file with the token of these engines
     restarts: int = 5
-    folder: Path | None = None  # folder for weights on a disk that all engines share
+    folder: Path | None = None  # folder for checkpoints on a disk that the servers read
     launch: Literal["local", "ray"] = "local"  # what starts the processes: local or ray
     cpus: float = 1.0  # processors of the cluster per engine
     weight_sync: Literal["copied", "adapter", "nccl", "ipc"] = (
@@ -51,29 +48,25 @@ class Many:
     role_devices: tuple[int, ...] = ()  # GPUs of models beside the policy
 
     def __bool__(self) -> bool:
-        return bool(self.replicas or self.addresses or self.urls)
+        return bool(self.replicas or self.urls)
 
     def of(self, world: World) -> Many:
         """Return the engines of this process of a run. Raises UserError if it would have none."""
         if self.weight_sync in ("nccl", "ipc") and world.size > 1:
             raise UserError(f"--weight-sync {self.weight_sync} requires one training process: leave out --processes")
-        if self and self.replicas + len(self.addresses) + len(self.urls) < world.size:
+        if self and self.replicas + len(self.urls) < world.size:
             raise UserError(
                 f"each of {world.size} processes needs an engine of its own: give at least {world.size} (--replicas, "
-                "--engines, --engine-url)"
+                "--engine-url)"
             )
-        first = (world.rank - self.replicas) % world.size  # address 0 goes to the process behind the last replica's
-        mine = slice(first, None, world.size)
         replicas = len(range(world.rank, self.replicas, world.size))
-        return replace(self, replicas=replicas, addresses=self.addresses[mine], urls=self.urls[mine], rank=world.rank)
+        return replace(self, replicas=replicas, urls=self.urls[world.rank :: world.size], rank=world.rank)
 
 
 def setup_of(
     model: Model, tokenizer: Tokenizer, folder: Path, slots: int, precision: str, cache_gib: float, threads: int
 ) -> dict[str, Any]:
-    """Return the setup of an engine, without the entries that the pool adds when it connects, and write its files into
-    `folder`.
-    """
+    """Return the setup of an engine, but for its weights and heartbeat, and write its files into `folder`."""
     tokenizer.save(folder)
     write_json(folder / "config.json", backbone_of(model).described())
     return {
@@ -92,28 +85,25 @@ def open_pool(
     """
     if many.weight_sync != "copied":
         raise UserError(f"--weight-sync {many.weight_sync} requires --engine vllm: add it, or leave --weight-sync out")
-    token = read_token(many.token) if many.addresses else b""
     with ExitStack() as opened:
         own = Path(opened.enter_context(TempFolder("engines")))
         alive = min(ALIVE_SECONDS, seconds / 4)
         weight_layout = WeightLayout(model, backbone_of(model).dtype, named_weights)
-        files = Files(many.folder or own / "weights", many.rank, weight_layout)
-        places: list[EnginePlace] = [Listening(address, token, files, alive) for address in many.addresses]
-        if many.replicas:
-            ray = many.launch == "ray"
-            threads = many.cpus if ray else torch.get_num_threads() / many.replicas
-            setup = setup_of(model, tokenizer, own, slots, precision, cache_gib, max(1, int(threads)))
-            if ray:
-                from posttrain.engines.pool.ray_engines import RayPlaces
+        ray = many.launch == "ray"
+        threads = many.cpus if ray else torch.get_num_threads() / many.replicas
+        setup = setup_of(model, tokenizer, own, slots, precision, cache_gib, max(1, int(threads)))
+        setup |= {"alive": alive, "layout": weight_layout.described}
+        places: Sequence[EnginePlace]
+        if ray:
+            from posttrain.engines.pool.ray_engines import RayPlaces
 
-                cluster = opened.enter_context(closing(RayPlaces(setup, files, many.cpus, alive)))
-                places += cluster.places(range(many.replicas))
-            else:
-                memory = SharedMemory(weight_layout)
-                opened.callback(memory.close)
-                placement = GPUPlacement.here(many.learner_devices, many.devices, many.role_devices)
-                setups = [_on_device({**setup, "alive": alive}, number, placement) for number in range(many.replicas)]
-                places += [LocalProcess(str(number), setup, memory) for number, setup in enumerate(setups)]
+            places = opened.enter_context(closing(RayPlaces(setup, weight_layout, many.cpus))).places(many.replicas)
+        else:
+            memory = SharedMemory(weight_layout)
+            opened.callback(memory.close)
+            placement = GPUPlacement.here(many.learner_devices, many.devices, many.role_devices)
+            setups = [_on_device(setup, number, placement) for number in range(many.replicas)]
+            places = [LocalProcess(str(number), setup, memory) for number, setup in enumerate(setups)]
         sizes, closed = (model.config.context, model.config.vocab), opened.pop_all().close
         return EnginePool(
             places, probe_of(model, precision), *sizes, seconds=seconds, restarts=many.restarts, closed=closed
@@ -132,4 +122,4 @@ def _on_device(setup: dict[str, Any], number: int, placement: GPUPlacement) -> d
 
 
 if TYPE_CHECKING:
-    _proof: tuple[Callable[..., EnginePlace], ...] = (LocalProcess, Listening)
+    _proof: Callable[..., EnginePlace] = LocalProcess

@@ -59,10 +59,6 @@ class AdapterFiles(Fetched):
         """
         self.folder, self.rank, self.memory = folder.absolute(), rank, memory
 
-    @property
-    def layout(self) -> dict[str, Any]:
-        return {} if self.memory is None else self.memory.layout
-
     def put(self, weights: Any, version: int) -> None:
         """Write a model's adapters into a folder of their own."""
         decoder = decoder_of(weights)

@@ -23,7 +23,7 @@ from torch import Tensor
 from posttrain.core.messages import one_line
 from posttrain.engines.pool.pool_protocol import Gone
 from posttrain.engines.vllm.server_setup import checkpoint_tensors
-from posttrain.engines.weight_sync import Call, Copied, Transport, WeightLayout, checksum_of_names
+from posttrain.engines.weight_sync import Call, Fetched, Transport, WeightLayout, checksum_of_names
 from posttrain.models.gpu_placement import working_on
 
 Backend = Literal["nccl", "ipc"]
@@ -52,23 +52,23 @@ class Client:
         self.call("finish_weight_update", None)
 
 
-class CardToCard(Copied):
+class CardToCard(Fetched):
     """Transport from GPU to GPU; implements `weight_sync.Transport`. `seconds`: timeout of one weight sync; `gpus`: of
     each server.
     """
 
     def __init__(self, backend: Backend, weight_layout: WeightLayout, seconds: float, gpus: int = 1) -> None:
-        super().__init__(weight_layout)
-        self.backend, self.seconds, self.gpus = backend, seconds, gpus
+        self.backend, self.weight_layout, self.seconds, self.gpus = backend, weight_layout, seconds, gpus
         self._weights: Any = None
         self._senders: dict[str, Any] = {}  # vLLM's trainer side, by the engine's name
 
     def put(self, weights: Any, version: int) -> None:
-        names, shapes = [s.name for s in self.weight_layout.stored], [s.shape for s in self.weight_layout.stored]
+        layout = self.weight_layout.described
+        names, shapes = [s["name"] for s in layout["stored"]], [s["shape"] for s in layout["stored"]]
         self._weights = weights
         self.offer = {
             "version": version,
-            "checksum": checksum_of_names(names, [self.layout["dtype"]] * len(names), shapes),
+            "checksum": checksum_of_names(names, [layout["dtype"]] * len(names), shapes),
         }
 
     def send(self, name: str, first: bool, call: Call) -> None:

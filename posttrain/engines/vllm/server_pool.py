@@ -37,7 +37,6 @@ class CheckpointFiles(Fetched):
 
     def __init__(self, folder: Path, rank: int, weight_layout: WeightLayout) -> None:
         self.folder, self.rank, self.weight_layout = folder.absolute(), rank, weight_layout
-        self.layout: dict[str, Any] = {}
 
     def put(self, weights: Any, version: int) -> None:
         """Write a checkpoint. Raises UserError if it cannot be written."""

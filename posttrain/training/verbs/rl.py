@@ -292,11 +292,11 @@ def _sizes(config: RL, model: Model, tasks: str, engine: Engine) -> list[str]:
 def _engine(run: RunFolder[RL], model: Model, tokenizer: Tokenizer) -> Engine:
     """Open the engine that samples the rollouts."""
     config = run.config
-    named = config.replicas, config.engines, config.engine_token, config.engine_restarts
     how = run.path / WEIGHT_SYNC, config.launch, config.replica_cpus, config.weight_sync
     many = Many(
-        *named, *how, devices=config.engine_devices, urls=config.engine_url, gpus=config.engine_tensor_parallel,
-        learner_devices=config.learner_devices, role_devices=gpus_of_roles(config.role_devices),
+        config.replicas, config.engine_restarts, *how, devices=config.engine_devices, urls=config.engine_url,
+        gpus=config.engine_tensor_parallel, learner_devices=config.learner_devices,
+        role_devices=gpus_of_roles(config.role_devices),
     ).of(run.world)  # fmt: skip
     return open_engine(
         config.engine,

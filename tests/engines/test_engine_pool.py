@@ -770,7 +770,7 @@ def test_a_run_that_loses_actors_of_ray_and_is_resumed_is_the_run_without(
         return done
 
     def lost(self: EnginePool, weights: Any, version: int) -> None:
-        if version == 2 and len(killed) == 1:
+        if version == 3 and len(killed) == 1:
             self.restarts = 0
             kill(*self.members)
         load(self, weights, version)
@@ -779,7 +779,7 @@ def test_a_run_that_loses_actors_of_ray_and_is_resumed_is_the_run_without(
     monkeypatch.setattr(EnginePool, "load", lost)
     how: dict[str, Any] = {"replicas": 2, "launch": "ray", "replica_cpus": 0.5}
     with leaves_no_process():
-        with pytest.raises(UserError, match=r"no engine is left.*after step 2 with .* --resume"):
+        with pytest.raises(UserError, match=r"no engine is left.*after step 3 with .* --resume"):
             run(tmp_path / "two", start, **how)
         run(tmp_path / "two", start, resume=True, **how)
     same_course(tmp_path / "one", tmp_path / "two")

@@ -10,7 +10,7 @@ from posttrain.apps.publishing.private_text import without_folders
 from posttrain.config.resolve import as_dict
 from posttrain.config.verbs import VERBS
 
-LEFT = ("resume", "overwrite", "accept_changes", "quiet")
+LEFT = ("resume", "overwrite", "accept_changes", "quiet", "engine_url")
 """Options of a single start of the command, or of the user's machine."""
 TEXTS = ("system", "stop", "step_delimiter", "prompt_template", "response_template")
 """Options whose values are not paths, even if they look like paths."""

@@ -195,7 +195,8 @@ class _RayWire(Wire):
                 while piece := self._ray.get(self._actor.read.options(concurrency_group=OUTWARD).remote()):
                     self._theirs.sendall(piece)
             except self._ray.exceptions.RayError as error:
-                Wire(self._theirs).send("failed", f"Ray lost it ({one_line(error)[:200]})")
+                why = (str(error).strip().splitlines() or [type(error).__name__])[-1]  # the lines before are ids
+                Wire(self._theirs).send("failed", f"Ray lost it ({why:.200})")
 
 
 def _call(method: Any, group: str | None = None, *arguments: Any) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
+from posttrain.core import user_files
 from posttrain.models.row_shards import whole, whole_shape
 
 Named = Iterable[tuple[str, Tensor]]
@@ -180,7 +181,7 @@ class Received:
 
 def offered(offer: Offer) -> Tensor:
     """Return the bytes of an offer's weights, uint8 [n]: the memory of the other process, mapped. Raises OSError."""
-    with open(offer["file"], "rb") as file:
+    with user_files.opened(offer["file"]) as file:
         size = os.fstat(file.fileno()).st_size
         return torch.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 

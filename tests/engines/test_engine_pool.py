@@ -687,10 +687,16 @@ def talk(task: Any) -> Any:
     return sum(c.isdigit() for c in second) / 8
 
 
-def run(out: Path, model: Path, **how: Any) -> posttrain.Run:
+def answer(task: Any) -> Any:
+    """One turn: no engine keeps anything for a next one."""
+    reply = yield Turn(task["prompt"])
+    return sum(c.isdigit() for c in reply) / 9
+
+
+def run(out: Path, model: Path, env: Any = talk, **how: Any) -> posttrain.Run:
     options: dict[str, Any] = {"steps": 4, "prompts": 4, "group": 4, "max_tokens": 9, "lr": 1e-3, "held_out": 0.2,
                                "eval_every": 2, "env_workers": 0, "slots": 8, "quiet": True, "seed": 3}  # fmt: skip
-    return posttrain.rl(SUMS, talk, str(model), out=str(out), algorithm="grpo", **{**options, **how})
+    return posttrain.rl(SUMS, env, str(model), out=str(out), algorithm="grpo", **{**options, **how})
 
 
 @pytest.fixture
@@ -755,7 +761,7 @@ def test_a_run_that_loses_actors_of_ray_and_is_resumed_is_the_run_without(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("ray", reason=NO_RAY)
-    run(tmp_path / "one", start)
+    run(tmp_path / "one", start, answer)
     poll, load, killed = EnginePool.poll, EnginePool.load, list[int]()
 
     def kill(*members: PoolMember) -> None:
@@ -780,7 +786,7 @@ def test_a_run_that_loses_actors_of_ray_and_is_resumed_is_the_run_without(
     how: dict[str, Any] = {"replicas": 2, "launch": "ray", "replica_cpus": 0.5}
     with leaves_no_process():
         with pytest.raises(UserError, match=r"no engine is left.*after step 3 with .* --resume"):
-            run(tmp_path / "two", start, **how)
-        run(tmp_path / "two", start, resume=True, **how)
+            run(tmp_path / "two", start, answer, **how)
+        run(tmp_path / "two", start, answer, resume=True, **how)
     same_course(tmp_path / "one", tmp_path / "two")
     assert len(killed) == 3 and not (tmp_path / "two" / "weight-sync").exists()

@@ -257,6 +257,27 @@ def test_what_an_engine_keeps_is_gone_with_it_and_nobody_waits_for_it() -> None:
         assert polls < 100, "it waits for an engine that is gone"
 
 
+def test_another_engine_is_told_where_the_first_prompt_of_an_episode_ended() -> None:
+    world = World(random.Random(5), 0)
+    pool = pool_of(world, 2, Put(world), restarts=0)
+    pool.load(1, 1)
+    for id in range(2):
+        pool.submit(id, [7, id], Sampling(max_tokens=3), keep=True)
+    found = 0
+    while found < 2:
+        found += len(pool.poll())
+    pool.copy(0, 2, 3)
+    world.engines[pool.members.index(pool._prefix_owner[0])].closed = True
+    for engine in world.engines:
+        engine.stopped = True
+    for id, prompt in enumerate(([7, 0, 1, 8], [7, 1, 9], [7, 0, 1, 6])):  # replies are [1], of version 1
+        pool.submit(id, prompt, Sampling(max_tokens=3), keep=True)
+    pool.poll()
+    pool.poll()
+    asked = {message[2]: (message[3], message[4]) for e in world.engines for message in e.inbox if not e.closed}
+    assert asked == {0: ([7, 0], [1, 8]), 1: ([7, 1, 9], []), 2: ([7, 0], [1, 6])}
+
+
 def test_silence_counts_only_while_something_is_owed_and_the_pool_listens() -> None:
     world = World(random.Random(6), 0)
     pool = pool_of(world, 2, Put(world))
@@ -687,12 +708,6 @@ def talk(task: Any) -> Any:
     return sum(c.isdigit() for c in second) / 8
 
 
-def answer(task: Any) -> Any:
-    """One turn: no engine keeps anything for a next one."""
-    reply = yield Turn(task["prompt"])
-    return sum(c.isdigit() for c in reply) / 9
-
-
 def run(out: Path, model: Path, env: Any = talk, **how: Any) -> posttrain.Run:
     options: dict[str, Any] = {"steps": 4, "prompts": 4, "group": 4, "max_tokens": 9, "lr": 1e-3, "held_out": 0.2,
                                "eval_every": 2, "env_workers": 0, "slots": 8, "quiet": True, "seed": 3}  # fmt: skip
@@ -761,7 +776,7 @@ def test_a_run_that_loses_actors_of_ray_and_is_resumed_is_the_run_without(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("ray", reason=NO_RAY)
-    run(tmp_path / "one", start, answer)
+    run(tmp_path / "one", start)
     poll, load, killed = EnginePool.poll, EnginePool.load, list[int]()
 
     def kill(*members: PoolMember) -> None:
@@ -786,7 +801,7 @@ def test_a_run_that_loses_actors_of_ray_and_is_resumed_is_the_run_without(
     how: dict[str, Any] = {"replicas": 2, "launch": "ray", "replica_cpus": 0.5}
     with leaves_no_process():
         with pytest.raises(UserError, match=r"no engine is left.*after step 3 with .* --resume"):
-            run(tmp_path / "two", start, answer, **how)
-        run(tmp_path / "two", start, answer, resume=True, **how)
+            run(tmp_path / "two", start, **how)
+        run(tmp_path / "two", start, resume=True, **how)
     same_course(tmp_path / "one", tmp_path / "two")
     assert len(killed) == 3 and not (tmp_path / "two" / "weight-sync").exists()

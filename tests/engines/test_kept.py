@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -107,6 +107,32 @@ def test_no_bit_of_a_compiled_reply_depends_on_what_was_kept(
         assert talk(new(model, tokenizer, precision=precision), only=i).bits[i] == own
     monkeypatch.setattr("posttrain.engines.local.compiled_step.FEED_ROWS", 7)
     assert talk(new(model, tokenizer, precision=precision)).bits == expected
+
+
+class Moving:
+    """Each request goes to a new engine, which is told where the episode's first prompt ended, or is not."""
+
+    def __init__(self, new: Callable[[], LocalEngine], told: bool) -> None:
+        self.new, self.told, self.engines, self.first = new, told, list[LocalEngine](), dict[int, int]()
+
+    def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
+        self.engines.append(self.new())
+        first = self.first.setdefault(id, len(prompt))
+        if self.told and first < len(prompt):
+            self.engines[-1].take_over(id, prompt[:first])
+        self.engines[-1].submit(id, prompt, sampling, keep)
+
+    def poll(self) -> list[Completion]:
+        return [done for engine in self.engines for done in engine.poll()]
+
+
+def test_an_engine_that_takes_over_an_episode_computes_the_same_bits(tokenizer: Tokenizer) -> None:
+    model = tiny(tokenizer, context=CONTEXT)
+    if not new(model, tokenizer).batch_invariant:
+        pytest.skip("needs a C compiler")
+    expected = talk(new(model, tokenizer)).bits
+    moved = {told: talk(cast(Engine, Moving(lambda: new(model, tokenizer), told))).bits for told in (True, False)}
+    assert moved[True] == expected != moved[False]
 
 
 @pytest.mark.parametrize(

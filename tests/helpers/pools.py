@@ -106,11 +106,11 @@ class Fake:
             wrong = self.lied = self.world.mishap("wrong checksum", 0.05)
             self.outbox.append(["loaded", offer["version"], offer["checksum"] + wrong])
         elif what == "submit":
-            ticket, id, prompt, *_ = more
+            ticket, id, prompt, own, *_ = more
             assert not self.lied, "asked although its checksum was wrong"
             assert not self.asleep, "asked while it has no weights"
             assert id not in {known for known, _ in self.requests.values()}, "asked twice at the same time"
-            self.requests[ticket] = id, prompt
+            self.requests[ticket] = id, [*prompt, *own]
         elif what == "sleep":
             assert not self.requests, "asked to sleep while it works"
             self.asleep, self.version = True, -1

@@ -114,8 +114,9 @@ class LocalEngine:
 
     def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
         """Queue one request. Raises UserError if the prompt leaves no room for a reply."""
-        tokens, kept = tuple(prompt), self.kept.take(id)
-        if kept is None or tokens[: len(kept.prompt) + len(kept.own)] != kept.tokens:
+        tokens = tuple(prompt)
+        kept = self.kept.continued(id, tokens)
+        if kept is None:
             request = Request(id, tokens, sampling, keep=keep)
         else:
             request = Request(id, kept.prompt, sampling, tokens[len(kept.prompt) :], keep)
@@ -124,6 +125,13 @@ class LocalEngine:
                 self.prefixes[kept.prompt] = kept.prefix
         self.waiting.append(request.check(self.context, self.model.config.vocab))
         self._wanted[request.prompt] += 1
+
+    def take_over(self, id: int, prompt: Sequence[int]) -> None:
+        """Note the first prompt of an episode that another engine has begun. Its next request is then computed in the
+        parts in which that engine computed it, which gives the same bits. Has no effect if this engine began it itself.
+        """
+        if id not in self.kept:
+            self.kept.put(id, CachedPrefixes(tuple(prompt), ()))
 
     def forget(self, id: int) -> None:
         self.kept.take(id)

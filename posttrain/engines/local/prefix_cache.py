@@ -40,6 +40,9 @@ class PrefixCache:
         self._kept: dict[int, CachedPrefixes] = {}  # by id, in the order in which the requests finished
         self._holders: dict[int, int] = {}  # id() of a cached tensor -> number of prefixes that use it
 
+    def __contains__(self, id: int) -> bool:
+        return id in self._kept
+
     def put(self, id: int, kept: CachedPrefixes) -> None:
         self._kept[id] = kept
         self._hold(kept)
@@ -58,7 +61,12 @@ class PrefixCache:
             self._let_go(kept)
         return kept
 
-    def copy(self, id: int, to: int, tokens: int, whole: Callable[[int], int]) -> None:
+    def continued(self, id: int, tokens: tuple[int, ...]) -> CachedPrefixes | None:
+        """Remove the prefix of a request, and return it if these tokens begin with it."""
+        kept = self.take(id)
+        return kept if kept is not None and tokens[: len(kept.tokens)] == kept.tokens else None
+
+    def copy(self, id: int, to: int, tokens: int, whole: Callable[[int], int] = int) -> None:
         """Cache the first `tokens` tokens of a prefix, prompt included, under another id `to` too. `whole`: rounds a
         number of tokens up to units of `KVCache.states`.
         """

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.core.protocols import Engine
 from posttrain.core.types import Completion, Sampling, UserError
+from posttrain.engines.local.prefix_cache import CachedPrefixes, PrefixCache
 from posttrain.engines.pool.pool_member import EnginePlace, MemberState, PoolMember
 from posttrain.engines.pool.pool_protocol import Gone, Wire, decode_completion, wait
 from posttrain.engines.request import Request
@@ -68,6 +69,9 @@ class EnginePool:
         self._prefix_owner: dict[
             int, PoolMember
         ] = {}  # by id: the engine that caches the prefix for the episode's next request
+        self._kept = PrefixCache(
+            0
+        )  # of tokens alone: an engine that takes over an episode computes it in the same parts
         self._finished: list[Completion] = []
         self._weights_offered = self._started = self._resting = False
         self._counted = {"restarts": 0, "resubmitted": 0, "duplicate_answers": 0}
@@ -118,16 +122,21 @@ class EnginePool:
         coldest = max((m.hello["coldest"] for m in self.members if m.hello), default=0.0)
         if 0 < sampling.temperature < coldest:
             raise UserError(f"an engine samples at temperature 0 or {coldest} and above, not at {sampling.temperature}")
-        request = Request(id, tuple(prompt), sampling, keep=keep).check(self.context, self.vocab)
+        tokens = tuple(prompt)
+        kept = self._kept.continued(id, tokens)
+        first = len(tokens if kept is None else kept.prompt)
+        request = Request(id, tokens[:first], sampling, tokens[first:], keep).check(self.context, self.vocab)
         assert self._weights_offered, "there are no weights yet"
         assert id not in self._queue and id not in self._submitted, "this request is not answered yet"
         self._queue[id], self._resting = request, False
 
     def forget(self, id: int) -> None:
+        self._kept.take(id)
         if (owner := self._prefix_owner.pop(id, None)) is not None:
             self._send(owner, "forget", id)
 
     def copy(self, id: int, to: int, tokens: int) -> None:
+        self._kept.copy(id, to, tokens)
         if (owner := self._prefix_owner.get(id)) is not None and self._send(owner, "copy", id, to, tokens):
             self._prefix_owner[to] = owner
 
@@ -163,6 +172,7 @@ class EnginePool:
             if member.state is MemberState.READY:
                 member.state = MemberState.STALE
         self._prefix_owner.clear()
+        self._kept.clear()
         for transport in self._transports():
             transport.put(weights, version)
         self._weights_offered = True
@@ -277,7 +287,7 @@ class EnginePool:
         member.requests[ticket], self._submitted[request.id] = request, (member, ticket)
         member.tokens += _cost(request)
         how = asdict(request.sampling)
-        self._send(member, "submit", ticket, request.id, list(request.prompt), how, request.keep)
+        self._send(member, "submit", ticket, request.id, list(request.prompt), list(request.own), how, request.keep)
 
     def _send(self, member: PoolMember, *message: Any) -> bool:
         """Send a message. Return whether the engine is still alive."""
@@ -345,7 +355,7 @@ class EnginePool:
         for place, (prompt, sampling) in enumerate(self.probe.requests()):
             ticket = next(self._tickets)
             member.probe[ticket] = place
-            self._send(member, "submit", ticket, -1 - place, prompt, asdict(sampling), False)
+            self._send(member, "submit", ticket, -1 - place, prompt, [], asdict(sampling), False)
 
     def _handle_done(self, member: PoolMember, ticket: int, content: Any) -> None:
         if ticket in member.probe:
@@ -363,6 +373,7 @@ class EnginePool:
             member.useful = True
             if request.keep:
                 self._prefix_owner[request.id] = member
+                self._kept.put(request.id, CachedPrefixes(request.prompt, (*request.own, *done.tokens)))
             self._finished.append(done)
         elif ticket in member.cancelled:
             member.cancelled.discard(ticket)
@@ -411,7 +422,7 @@ class EnginePool:
 
 def _cost(request: Request) -> int:
     """Return the maximum of tokens that an engine processes for a request."""
-    return len(request.prompt) + request.sampling.max_tokens
+    return request.given + request.sampling.max_tokens
 
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """An embedded engine of a pool, in another process: `serve` is its main loop.
 
-    pool -> engine   ("submit", ticket, id, prompt, sampling, keep), ("cancel", id), ("forget", id),
+    pool -> engine   ("submit", ticket, id, prompt, own, sampling, keep), ("cancel", id), ("forget", id),
                      ("copy", id, to, tokens), ("load", offer); first of all ("setup", ...)
     engine -> pool   ("hello", properties), ("loaded", version, checksum), ("done", ticket, completion),
                      ("alive",) as a heartbeat while it works, ("failed", reason) before it exits
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.engines.local.embedded import embedded
+from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.pool.pool_protocol import Gone, Message, Wire, decode_sampling, encode_completion, wait
 from posttrain.engines.weight_sync import Offer, Received, checksum_of, offered
 from posttrain.models.backbone import Backbone
@@ -93,8 +94,10 @@ def serve(host: LocalHost, wire: Wire, alive: float) -> None:
 def _carry_out(host: LocalHost, wire: Wire, tickets: dict[int, int], message: Message) -> None:
     what, *more = message
     if what == "submit":
-        ticket, id, prompt, sampling, keep = more
-        host.engine.submit(id, prompt, decode_sampling(sampling), keep)
+        ticket, id, prompt, own, sampling, keep = more
+        if own and isinstance(host.engine, LocalEngine):
+            host.engine.take_over(id, prompt)
+        host.engine.submit(id, [*prompt, *own], decode_sampling(sampling), keep)
         tickets[id] = ticket
     elif what == "cancel":
         host.engine.cancel(*more)

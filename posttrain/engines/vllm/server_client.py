@@ -230,12 +230,12 @@ class ServerClient(Wire):
         return ["hello", {"backend": "vLLM", "batch_invariant": False, **about}]
 
     async def _sample(
-        self, ticket: int, id: int, prompt: Sequence[int], sampling: dict[str, Any], keep: bool
+        self, ticket: int, id: int, prompt: Sequence[int], own: Sequence[int], sampling: dict[str, Any], keep: bool
     ) -> Message:
-        request, version = Request(id, tuple(prompt), decode_sampling(sampling)), self.version
+        request, version = Request(id, (*prompt, *own), decode_sampling(sampling)), self.version
         body = {
             "model": self.model,
-            "token_ids": list(prompt),
+            "token_ids": [*prompt, *own],
             "sampling_params": self.run.parameters(request),
             "stream": False,
         }

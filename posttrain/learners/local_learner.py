@@ -23,6 +23,7 @@ from posttrain.core.protocols import TRAINING, Alone, Learner, Measured, Model, 
 from posttrain.core.token_probe import sink_of
 from posttrain.core.types import UserError
 from posttrain.learners.devices import input_on, moved
+from posttrain.learners.gradient_sums import sum_gradients
 from posttrain.learners.host_memory import HostModel, activations_on_host
 from posttrain.learners.muon import stacked_rows
 from posttrain.learners.natural_gradient import TrustRegion, search
@@ -525,12 +526,11 @@ class LocalLearner:
             return
         for part in self.parts:
             parameters = list(part.parameters.values())
-            own = [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in parameters]
-            moved = own[0].new_tensor([float(any(p.grad is not None for p in parameters))])
-            *summed, anywhere = self.world.sum(torch.cat([*own, moved])).split([*(p.numel() for p in parameters), 1])
-            there = bool(anywhere.item())
-            for parameter, gradient in zip(parameters, summed, strict=True):
-                parameter.grad = gradient.view_as(parameter) if there else None
+            anywhere = parameters[0].new_full((1,), float(any(p.grad is not None for p in parameters)))
+            sum_gradients(self.world, parameters, anywhere)
+            if not anywhere.item():
+                for parameter in parameters:
+                    parameter.grad = None
 
     def _clip(self) -> dict[str, float]:
         """Clip the gradients of each module. Return the norms before clipping, by module.

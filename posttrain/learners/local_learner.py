@@ -194,7 +194,7 @@ class LocalLearner:
         with (
             torch.no_grad(),
             multiplying(self._product),
-            self._fetched([of] if of != "policy" else self._compared(want)),
+            self._fetched([of] if of != "policy" else self.compared(want)),
         ):
             with working_on(device := model.head.device):
                 found = [self._outputs(model, input_on(batch, device), want, of=of) for batch in batches]
@@ -215,7 +215,7 @@ class LocalLearner:
             accumulating(keeps=self._keeps),
             multiplying(self._product),
             repeated_bits(),
-            self._fetched(self._compared(objective.wants)),
+            self._fetched(self.compared(objective.wants)),
         ):
             if routing is None:
                 self._accumulate(batches, objective, stats)
@@ -233,7 +233,7 @@ class LocalLearner:
             self.optimizer.zero_grad()
             return stats
         if self.trust_region is not None:
-            with repeated_bits(), self._fetched(self._compared(objective.wants)):
+            with repeated_bits(), self._fetched(self.compared(objective.wants)):
                 self._natural_step(self.trust_region, batches, objective, stats)
         rate = self.optimization.rate(self.version + 1)
         for group in self.optimizer.param_groups:
@@ -408,7 +408,7 @@ class LocalLearner:
             batch.tap.watch(outputs)
         return outputs
 
-    def _compared(self, want: Collection[str]) -> list[str]:
+    def compared(self, want: Collection[str]) -> list[str]:
         """Return the names of the frozen models whose distributions outputs are computed from."""
         return [name for name in self.others if ({"kl"} if name == REFERENCE else DISTANCES) & {*want}]
 

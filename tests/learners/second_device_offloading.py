@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +150,46 @@ def test_small_and_expanded_tensors_and_weights_stay() -> None:
         (wide.sum() + small.sum()).backward()
     assert len(moved_ones) == 4, "x, product, exponential, both"
     assert layer.weight.grad is not None and x.grad is not None
+
+
+class Kept(torch.autograd.Function):
+    """x -> x, which keeps x and notes with which strides it comes back."""
+
+    strides: list[tuple[int, ...]] = []  # noqa: RUF012  # of the test below
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        Kept.strides.append(x.stride())
+        return grads[0] * x
+
+
+@pytest.mark.parametrize(
+    "cut", [lambda x: x[:, 2:5], lambda x: x.t()[::3], lambda x: x.t(), lambda x: x[::2, ::2], lambda x: x[:, 0]]
+)
+def test_a_strided_activation_takes_its_own_bytes_of_the_host_and_returns_with_its_strides(
+    cut: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "LEAST", 1)
+    copies: list[Tensor] = []
+    to_host = host_memory.to_host
+    monkeypatch.setattr(host_memory, "to_host", lambda x: copies.append(to_host(x)) or copies[-1])
+    x = torch.arange(64.0).view(8, 8).to(SECOND).requires_grad_()
+    own = cut(x)
+    Kept.strides.clear()
+    with host_memory.activations_on_host([]):
+        out = Kept.apply(own)
+    out.sum().backward()
+    assert [copy.untyped_storage().nbytes() for copy in copies] == [4 * own.numel()]
+    assert Kept.strides == [own.stride()]
+    expected = torch.zeros(8, 8)
+    cut(expected).copy_(cut(torch.arange(64.0).view(8, 8)))
+    assert x.grad is not None and torch.equal(x.grad.cpu(), expected)
 
 
 def test_a_frozen_model_is_on_the_device_while_it_is_used(whole: dict[str, list[Tensor]]) -> None:

@@ -225,7 +225,7 @@ def _validate_engines(config: RL) -> None:
                 "--engine-url and --replicas exclude each other: vLLM servers run already, or the run starts them"
             )
         started: dict[str, object] = {"--engine-devices": config.engine_devices}
-        started["--engine-tensor-parallel"] = config.engine_tensor_parallel > 1 and config.weight_sync != "nccl"
+        started["--engine-tensor-parallel"] = config.engine_tensor_parallel > 1
         if idle := [name for name, given in started.items() if given]:
             raise UserError(f"{idle[0]} has no effect on servers that run already (--engine-url): leave it out")
     if config.engine_devices and config.engine == "local" and not config.replicas:

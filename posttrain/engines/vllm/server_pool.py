@@ -145,7 +145,7 @@ def _transports(many: Many, layout: WeightLayout, folder: Path, seconds: float) 
     """Return the transports of weights to our own servers, and to those that others have started."""
     shared = (many.folder or folder / "weights").absolute()
     if many.weight_sync in ("nccl", "ipc"):
-        direct = CardToCard(many.weight_sync, layout, seconds, many.gpus)
+        direct = CardToCard(many.weight_sync, layout, seconds)
         return direct, direct
     memory = SharedMemory(layout)
     if many.weight_sync == "adapter":

@@ -75,6 +75,7 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
             "--reward-model, or --judge"
         )
     if isinstance(config, Evaluation):
+        _validate_figures(config)
         _validate_against(config)
         check_search(config, config.env, (config.temperature,), config.top_k)
     if isinstance(config, Prefer | RewardModelling | RL | Evaluation | Sample) and not config.model:
@@ -85,6 +86,17 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
         _validate_rl(config)
     if isinstance(config, Sample):
         _validate_sample(config)
+
+
+def _validate_figures(config: Evaluation) -> None:
+    """Refuse pass@k and maj@k of more replies than a task gets."""
+    for name in ("k", "maj"):
+        most = max(getattr(config, name) if name in config.given else (), default=0)
+        if most > config.samples:
+            raise UserError(
+                f"--{name} {most} needs {most} replies of each task, and there are {config.samples}: raise --samples, or "
+                f"give a smaller --{name}"
+            )
 
 
 def _validate_against(config: Evaluation) -> None:

@@ -32,7 +32,7 @@ from posttrain.training.held_out_check import overlap, split_seed_of
 from posttrain.training.lost_reasoning import warn_lost_reasoning
 from posttrain.training.model_comparison import ModelComparison, Played, compare, with_verdicts
 from posttrain.training.playground import open_playground, service_counts
-from posttrain.training.rollout_figures import outcomes_by_task, repeated, rewards_by_task, votes_by_task
+from posttrain.training.rollout_figures import outcomes_by_task, repeated, rewards_by_task, task_of_each, votes_by_task
 from posttrain.training.search_setup import searching
 from posttrain.training.setup import (
     end_tokens,
@@ -121,7 +121,9 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
 
         every = [played(folder, place) for place, folder in enumerate(folders)]
         said.extend(service_counts(ground.services))
-    earned = [Played(rewards_by_task(rollouts), outcomes_by_task(rollouts)) for rollouts in every]
+    earned = [
+        Played(rewards_by_task(rollouts), outcomes_by_task(rollouts), task_of_each(rollouts)) for rollouts in every
+    ]
     wanted, too_few = _of_valid(_wanted(config), [one.rewards for one in earned])
     ks = {kind: [k for own, k in wanted if own == kind] for kind in ("pass", "maj")}
     figures = [

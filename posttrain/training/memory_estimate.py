@@ -30,7 +30,7 @@ TIGHT = 0.95
 """Share of a GPU's memory beyond which a run may not fit, because of fragmentation and libraries."""
 FEW_TOKENS = 1024  # tokens of a micro-batch below which a GPU waits for the host
 LORA_RANK = 16
-KL_LOGITS = 6  # float32 copies of a chunk's logits in the backward pass of the exact KL
+KL_LOGITS = 5  # float32 copies of the logits of a chunk in the backward pass of the exact KL
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ class UpdateSize:
 
 
 def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate | None:
-    """Estimate the peak of an update on a GPU, which the policy's engine shares.
+    """Estimate the peak of an update on a GPU, which the policy's engine shares. It is in the backward pass: buckets of
+    gradients, which several processes sum after it, are smaller than its activations and logits.
 
     None for a model of transformers, and for a trust region, whose second derivatives keep every operation of a pass.
     """

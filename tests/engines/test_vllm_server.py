@@ -41,7 +41,15 @@ from posttrain.engines.vllm.gpu_transfer import CardToCard
 from posttrain.engines.vllm.server_client import ServedRun, ServerClient, end_of, way
 from posttrain.engines.vllm.server_places import GivenServer, OwnServer
 from posttrain.engines.vllm.server_pool import check_transfer, open_servers
-from posttrain.engines.vllm.server_setup import LOGPROBS, MODULE, PACKAGES, ServerSetup, prepare, vllm_layout
+from posttrain.engines.vllm.server_setup import (
+    LOGPROBS,
+    MODULE,
+    PACKAGES,
+    ServerSetup,
+    cache_bytes,
+    prepare,
+    vllm_layout,
+)
 from posttrain.models.adapters.adapter_writer import adapters
 from posttrain.models.adapters.lora import LoRA, attach, begin
 from posttrain.models.checkpoint_folder import load_model
@@ -436,6 +444,13 @@ def test_engines_of_several_gpus_get_gpus_of_their_own(monkeypatch: pytest.Monke
         named.engine_gpus(0, 8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
     assert SETUP.environment("socket", (0, 2), False)["CUDA_VISIBLE_DEVICES"] == "3,7"
+
+
+def test_the_gpus_of_a_server_divide_the_cache_as_they_divide_heads(tokenizer: Tokenizer) -> None:
+    model = new_decoder(replace(tiny(tokenizer).config, heads=8, kv_heads=4), 0)
+    one, two, four, eight = (cache_bytes(model, 8, torch.bfloat16, 99.0, gpus) for gpus in (1, 2, 4, 8))
+    assert one == 2 * two == 4 * four == 4 * eight, "with more GPUs than heads each has one"
+    assert cache_bytes(model, 8, torch.bfloat16, two / 2**30, 2) == two < one, "the limit is that of a GPU"
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -242,7 +242,7 @@ class RunOptions(TypedDict, total=False):
     resume: bool
     """Continue the run in --out from its newest intact checkpoint, bit for bit."""
     overwrite: bool
-    """Delete the run in --out and start again."""
+    """Start again in --out. The run there is deleted after the first step of the new one."""
     accept_changes: bool
     """With --resume: accept changed tasks, model or reward, or a record with missing parts. run.json notes it."""
     save_every: int

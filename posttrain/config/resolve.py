@@ -75,6 +75,7 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
             "--reward-model, or --judge"
         )
     if isinstance(config, Evaluation):
+        _validate_figures(config)
         _validate_against(config)
         check_search(config, config.env, (config.temperature,), config.top_k)
     if isinstance(config, Prefer | RewardModelling | RL | Evaluation | Sample) and not config.model:
@@ -85,6 +86,17 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
         _validate_rl(config)
     if isinstance(config, Sample):
         _validate_sample(config)
+
+
+def _validate_figures(config: Evaluation) -> None:
+    """Refuse pass@k and maj@k of more replies than a task gets."""
+    for name in ("k", "maj"):
+        most = max(getattr(config, name) if name in config.given else (), default=0)
+        if most > config.samples:
+            raise UserError(
+                f"--{name} {most} needs {most} replies of each task, and there are {config.samples}: raise --samples, or "
+                f"give a smaller --{name}"
+            )
 
 
 def _validate_against(config: Evaluation) -> None:
@@ -225,7 +237,7 @@ def _validate_engines(config: RL) -> None:
                 "--engine-url and --replicas exclude each other: vLLM servers run already, or the run starts them"
             )
         started: dict[str, object] = {"--engine-devices": config.engine_devices}
-        started["--engine-tensor-parallel"] = config.engine_tensor_parallel > 1 and config.weight_sync != "nccl"
+        started["--engine-tensor-parallel"] = config.engine_tensor_parallel > 1
         if idle := [name for name, given in started.items() if given]:
             raise UserError(f"{idle[0]} has no effect on servers that run already (--engine-url): leave it out")
     if config.engine_devices and config.engine == "local" and not config.replicas:

@@ -158,7 +158,7 @@ class RunGroup(OptionGroup, group="record"):
     resume: bool = option(False, first_hour=True, on_resume="anew")
     """Continue the run in --out from its newest intact checkpoint, bit for bit."""
     overwrite: bool = option(False, first_hour=True, on_resume="anew")
-    """Delete the run in --out and start again."""
+    """Start again in --out. The run there is deleted after the first step of the new one."""
     accept_changes: bool = option(False, on_resume="anew")
     """With --resume: accept changed tasks, model or reward, or a record with missing parts. run.json notes it."""
     save_every: int = option(50, above=0, on_resume="free")

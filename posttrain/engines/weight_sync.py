@@ -24,8 +24,8 @@ from posttrain.models.row_shards import whole, whole_shape
 Named = Iterable[tuple[str, Tensor]]
 Offer = dict[str, Any]
 """Description of the offered weights: plain JSON data."""
-Call = Callable[[str, Any], None]
-"""Calls a method of an engine by name, with plain JSON data or None; returns when it has ended."""
+Call = Callable[[str, Any], Any]
+"""Calls a method of an engine by name, with plain JSON data or None; returns its answer."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from posttrain.core.batch import Batch, Outputs, Packed, Stats
 from posttrain.core.protocols import Learner, Model, Objective
 from posttrain.learners.data_parallel import DataParallelLearner
+from posttrain.learners.gradient_sums import sum_gradients
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization, TrainedModule
 from posttrain.learners.process_group import Processes
 from posttrain.learners.router_losses import Routing
@@ -184,14 +185,13 @@ class FSDPLearner(DataParallelLearner):
             others = [p for p in part.parameters.values() if p not in self._held]
             owners = {id(p): d for d in self._learning for p in d.parameters()}
             within = {owners[id(p)] for p in (*held.values(), *others) if id(p) in owners}
-            own = [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in others]
             # a gradient of adapters may be the zeros of a pass that no loss reaches
             moved = bool(within & self._reached) or any(p.grad is not None for p in others if id(p) not in owners)
-            flag = torch.tensor([float(moved)], dtype=self.model.head.dtype, device=self.device)
-            *summed, anywhere = self.world.sum(torch.cat([*own, flag])).split([*(p.numel() for p in others), 1])
+            anywhere = torch.tensor([float(moved)], dtype=self.model.head.dtype, device=self.device)
+            sum_gradients(self.world, others, anywhere)
             there = bool(anywhere.item())
-            for parameter, gradient in zip(others, summed, strict=True):
-                parameter.grad = gradient.view_as(parameter) if there else None
+            for parameter in others if not there else ():
+                parameter.grad = None
             for rows, parameter in held.items():
                 assert rows.data_ptr() == here(parameter).data_ptr(), "torch has moved the rows"
                 rows.grad = here(parameter.grad) if there and parameter.grad is not None else None

@@ -24,15 +24,17 @@ LEAST = 1 << 16
 
 
 def to_host(x: Tensor, place: Tensor | None = None) -> Tensor:
-    """Return a copy of a tensor in the host's memory, with its strides. `place`: an earlier copy, to be overwritten."""
+    """Return a copy of a tensor in the host's memory, without gaps between its numbers, and with the same order of
+    dimensions. `place`: an earlier copy, to be overwritten.
+    """
     if place is None:
-        place = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, pin_memory=x.is_cuda)
+        place = torch.empty_like(x, device="cpu", requires_grad=False, pin_memory=x.is_cuda)
     return place.copy_(x.detach(), non_blocking=x.is_cuda)
 
 
-def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of a tensor of the host on a device, with its strides."""
-    there = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+def to_device(x: Tensor, device: torch.device, stride: tuple[int, ...] | None = None) -> Tensor:
+    """Return a copy of a tensor of the host on a device. `stride`: its strides there; None: the same."""
+    there = torch.empty_strided(x.shape, stride or x.stride(), dtype=x.dtype, device=device)
     return there.copy_(x.detach(), non_blocking=device.type == "cuda")
 
 
@@ -113,21 +115,21 @@ def activations_on_host(models: Sequence[nn.Module]) -> Iterator[None]:
     """Context of a forward pass whose activations are on the host until the backward pass.
 
     Weights of `models`, which a backward pass reads too, remain where they are. A tensor that several operations keep is
-    copied once.
+    copied once, without the gaps of its strides.
     """
     weights = {StorageWeakRef(x.untyped_storage()).cdata for model in models for x in model.parameters()}
     copies: dict[Any, tuple[Tensor, StorageWeakRef]] = {}  # while a reference is held, no other storage has its key
 
-    def pack(x: Tensor) -> Tensor | tuple[Tensor, torch.device]:
+    def pack(x: Tensor) -> Tensor | tuple[Tensor, torch.device, tuple[int, ...]]:
         storage = StorageWeakRef(x.untyped_storage())
         if x.device.type == "cpu" or x.nbytes < LEAST or _overlaps(x) or storage.cdata in weights:
             return x
         key = storage.cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version
         if key not in copies:
             copies[key] = to_host(x), storage
-        return copies[key][0], x.device
+        return copies[key][0], x.device, x.stride()  # other strides could change the bits of a product
 
-    def unpack(packed: Tensor | tuple[Tensor, torch.device]) -> Tensor:
+    def unpack(packed: Tensor | tuple[Tensor, torch.device, tuple[int, ...]]) -> Tensor:
         return packed if isinstance(packed, Tensor) else to_device(*packed)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

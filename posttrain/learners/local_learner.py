@@ -23,6 +23,7 @@ from posttrain.core.protocols import TRAINING, Alone, Learner, Measured, Model, 
 from posttrain.core.token_probe import sink_of
 from posttrain.core.types import UserError
 from posttrain.learners.devices import input_on, moved
+from posttrain.learners.gradient_sums import sum_gradients
 from posttrain.learners.host_memory import HostModel, activations_on_host
 from posttrain.learners.muon import stacked_rows
 from posttrain.learners.natural_gradient import TrustRegion, search
@@ -193,7 +194,7 @@ class LocalLearner:
         with (
             torch.no_grad(),
             multiplying(self._product),
-            self._fetched([of] if of != "policy" else self._compared(want)),
+            self._fetched([of] if of != "policy" else self.compared(want)),
         ):
             with working_on(device := model.head.device):
                 found = [self._outputs(model, input_on(batch, device), want, of=of) for batch in batches]
@@ -214,7 +215,7 @@ class LocalLearner:
             accumulating(keeps=self._keeps),
             multiplying(self._product),
             repeated_bits(),
-            self._fetched(self._compared(objective.wants)),
+            self._fetched(self.compared(objective.wants)),
         ):
             if routing is None:
                 self._accumulate(batches, objective, stats)
@@ -232,7 +233,7 @@ class LocalLearner:
             self.optimizer.zero_grad()
             return stats
         if self.trust_region is not None:
-            with repeated_bits(), self._fetched(self._compared(objective.wants)):
+            with repeated_bits(), self._fetched(self.compared(objective.wants)):
                 self._natural_step(self.trust_region, batches, objective, stats)
         rate = self.optimization.rate(self.version + 1)
         for group in self.optimizer.param_groups:
@@ -407,7 +408,7 @@ class LocalLearner:
             batch.tap.watch(outputs)
         return outputs
 
-    def _compared(self, want: Collection[str]) -> list[str]:
+    def compared(self, want: Collection[str]) -> list[str]:
         """Return the names of the frozen models whose distributions outputs are computed from."""
         return [name for name in self.others if ({"kl"} if name == REFERENCE else DISTANCES) & {*want}]
 
@@ -525,12 +526,11 @@ class LocalLearner:
             return
         for part in self.parts:
             parameters = list(part.parameters.values())
-            own = [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in parameters]
-            moved = own[0].new_tensor([float(any(p.grad is not None for p in parameters))])
-            *summed, anywhere = self.world.sum(torch.cat([*own, moved])).split([*(p.numel() for p in parameters), 1])
-            there = bool(anywhere.item())
-            for parameter, gradient in zip(parameters, summed, strict=True):
-                parameter.grad = gradient.view_as(parameter) if there else None
+            anywhere = parameters[0].new_full((1,), float(any(p.grad is not None for p in parameters)))
+            sum_gradients(self.world, parameters, anywhere)
+            if not anywhere.item():
+                for parameter in parameters:
+                    parameter.grad = None
 
     def _clip(self) -> dict[str, float]:
         """Clip the gradients of each module. Return the norms before clipping, by module.

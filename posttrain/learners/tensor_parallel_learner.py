@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from posttrain.core.batch import Outputs, Packed
 from posttrain.core.protocols import Learner, Model
 from posttrain.learners.data_parallel import DataParallelLearner
+from posttrain.learners.gradient_sums import sum_gradients
 from posttrain.learners.local_learner import Optimization, TrainedModule
 from posttrain.learners.process_group import Processes
 from posttrain.learners.process_mesh import ProcessMesh
@@ -67,12 +67,8 @@ class TensorParallelLearner(DataParallelLearner):
         super()._share_gradients()
         for part in self.parts:
             partial = [p for p in part.parameters.values() if p in self._partial]
-            if not partial or all(p.grad is None for p in part.parameters.values()):
-                continue
-            own = [(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in partial]
-            summed = self.tensor.sum(torch.cat(own)).split([p.numel() for p in partial])
-            for parameter, gradient in zip(partial, summed, strict=True):
-                parameter.grad = gradient.view_as(parameter)
+            if partial and any(p.grad is not None for p in part.parameters.values()):
+                sum_gradients(self.tensor, partial)
 
     def _in_parts(self, parameter: nn.Parameter) -> bool:
         return part_of(parameter) is not None

@@ -46,6 +46,9 @@ MADE = (RUN, METRICS, TIMING, HEALTH, ANSWERS, CURVES, REPORT, ROLLOUTS, EVALS, 
         TENSORBOARD, TRACKING, WEIGHT_SYNC, PICTURES)  # fmt: skip
 """The names that a run creates in its folder."""
 
+ASIDE, MOVING = ".overwritten", ".overwritten.draft"
+"""Subfolder with the run that another one replaces, and its name while files are moved."""
+
 _STEP = re.compile(r"step-(\d{6,})")
 _INSIDE = {
     **dict.fromkeys((ROLLOUTS, EVALS, SECONDS), re.compile(r"step-\d{6,}\.(parquet|jsonl)(\.tmp)?")),
@@ -109,20 +112,75 @@ def delete_run(folder: Path) -> None:
 
     Raises UserError, before deleting anything, if there is a folder in place of a run's file.
     """
+    for path in _own(folder):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    _remove_empty(folder)
+
+
+def _own(folder: Path) -> list[Path]:
+    """Return what a run has made in a folder, without its subfolders that may contain other files: run.json first.
+
+    Raises UserError if there is a folder in place of a run's file.
+    """
     made = made_by_run(folder)
     folders = {path for path in made if path.is_dir() and not path.is_symlink()}
     whole = {path for path in folders if path.parent.name in (CHECKPOINTS, WEIGHT_SYNC)}
-    own = whole | {path for path in folders if path.name in _INSIDE}
-    if strange := sorted(folders - own):
+    if strange := sorted(path for path in folders - whole if path.name not in _INSIDE):
         raise UserError(f"{strange[0]} is a folder where a run has a file: move it away, or choose another --out")
-    for path in made:
-        if path not in folders:
-            path.unlink()
-        elif path in whole:
-            shutil.rmtree(path)
-        else:
+    return [path for path in made if path not in folders or path in whole]
+
+
+def _remove_empty(folder: Path) -> None:
+    for name in _INSIDE:
+        if (folder / name).is_dir() and not (folder / name).is_symlink():
             with suppress(OSError):  # not empty: it contains files of others
-                path.rmdir()
+                (folder / name).rmdir()
+
+
+# -- a run that another one replaces -----------------------------------------------------------------------------------
+
+
+def set_aside(folder: Path) -> None:
+    """Move a run's own files into a subfolder, until the run that replaces it has written its first step.
+
+    Raises UserError, before moving anything, if there is a folder in place of a run's file.
+    """
+    if _own(folder):
+        _move(folder, folder / MOVING)
+        (folder / MOVING).rename(folder / ASIDE)
+
+
+def delete_aside(folder: Path) -> None:
+    """Delete the run that was set aside, if there is one."""
+    shutil.rmtree(folder / ASIDE, ignore_errors=True)
+
+
+def put_back(folder: Path) -> bool:
+    """Put the run back that was set aside, in place of the one that was to replace it. Return whether there is one.
+
+    Wherever setting aside or putting back was interrupted, this completes it.
+    """
+    if (folder / ASIDE).is_dir():
+        delete_run(folder)
+        (folder / ASIDE).rename(folder / MOVING)
+    if not (folder / MOVING).is_dir():
+        return False
+    _move(folder / MOVING, folder)
+    (folder / MOVING).rmdir()
+    return True
+
+
+def _move(source: Path, target: Path) -> None:
+    """Move a run's own files from one folder to another of the same file system."""
+    target.mkdir(exist_ok=True)
+    for path in _own(source):
+        place = target / path.relative_to(source)
+        place.parent.mkdir(exist_ok=True)
+        path.rename(place)
+    _remove_empty(source)
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
 """The folder of a run, from the first check to the open record.
 
 Decides whether a run may begin or continue in a folder, from which checkpoint it continues, and what is deleted when it
-overwrites. `RunFolder.open` is the first to write or delete, so an error in options, data or model costs nothing.
+overwrites. `RunFolder.open` is the first to write, so an error in options, data or model costs nothing. An overwritten run
+is set aside there, and deleted when the new run has written its first step; if that never happens, it is put back: by
+`close`, or after a crash by the next command that begins or resumes a run in the folder.
 """
 
 from __future__ import annotations
@@ -29,8 +31,18 @@ from posttrain.runs import fingerprint, run_files
 from posttrain.runs.chat_choice import CHAT, Chatting
 from posttrain.runs.fingerprint import Print
 from posttrain.runs.lock import Lock
-from posttrain.runs.run_files import CHECKPOINTS, RUN, delete_run, holds_run, made_by_run, writing
-from posttrain.runs.run_reading import missing_steps, read_run
+from posttrain.runs.run_files import (
+    ASIDE,
+    CHECKPOINTS,
+    RUN,
+    delete_aside,
+    holds_run,
+    made_by_run,
+    put_back,
+    set_aside,
+    writing,
+)
+from posttrain.runs.run_reading import missing_steps, read_metrics, read_run
 from posttrain.runs.run_record import RunRecord, Unwritten
 from posttrain.runs.terminal.notices import tell, warn
 
@@ -68,6 +80,8 @@ class RunFolder(Generic[AnyTraining]):
         self._rows, self._env = rows, env
         self._noted: dict[str, Any] = {}  # entries of run.json about this resume
         self._lock: Lock | None = None
+        self._stepped = False  # whether the folder holds a step of this run
+        self._record: RunRecord | None = None
         self._dated = ExitStack()
         if self.world.rank == 0:
             self._look(self._again(config))
@@ -82,7 +96,8 @@ class RunFolder(Generic[AnyTraining]):
         """
         if not isinstance(self.world, Lasting) or not self.world.marked(self._begun_here):
             return config
-        saved = any((self.path / CHECKPOINTS).glob("step-*"))
+        # checkpoints may be those of an overwritten run, which was put back
+        saved = self.world.marked(self._stepped_here) and any((self.path / CHECKPOINTS).glob("step-*"))
         tell(f"started again {'from the newest checkpoint' if saved else 'from the beginning'}")
         given = {name: getattr(config, name) for name in config.given}
         return type(config)(**{**given, "resume": saved, "overwrite": not saved})
@@ -91,6 +106,11 @@ class RunFolder(Generic[AnyTraining]):
     def _begun_here(self) -> str:
         """Return the mark for later attempts, which is set once this one may write the folder."""
         return f"begun {self.path.absolute()}"
+
+    @property
+    def _stepped_here(self) -> str:
+        """Return the mark for later attempts, which is set once the folder holds a step of this run."""
+        return f"stepped {self.path.absolute()}"
 
     def _look(self, config: AnyTraining) -> None:
         """Examine the folder, and decide how to use it."""
@@ -107,6 +127,7 @@ class RunFolder(Generic[AnyTraining]):
         try:
             if self.path.is_dir():
                 self._lock = Lock(self.path)
+                self._settle()
             self.config = self._continued(config) if config.resume else self._begun(config)
         except BaseException:
             self.close()
@@ -130,11 +151,37 @@ class RunFolder(Generic[AnyTraining]):
         return day
 
     def close(self) -> None:
-        """Release the folder for other processes. May be called twice."""
+        """Release the folder for other processes, without a run that wrote no step if it was to replace another one.
+
+        May be called twice.
+        """
         PICTURES.end()
         self._dated.close()
         if self._lock is not None:
-            self._lock.release()
+            lock, self._lock = self._lock, None
+            try:
+                self._settle()
+            finally:
+                lock.release()
+
+    def _settle(self) -> None:
+        """End the replacement of a run: put it back, or delete it if the new one has written a step."""
+        with writing(self.path):
+            if (self.path / ASIDE).is_dir() and any(row["step"] for row in read_metrics(self.path)):
+                delete_aside(self.path)
+            elif put_back(self.path):
+                tell(f"{self.path} holds the earlier run again, as the one that was to replace it wrote no step")
+
+    def stepped(self) -> None:
+        """Note that the record holds a step of this run, and delete the run that it replaces."""
+        if self._stepped or self.world.rank:
+            return
+        self._stepped = True
+        if isinstance(self.world, Lasting):
+            self.world.mark(self._stepped_here)
+        if self._record is not None and (self.path / ASIDE).is_dir():
+            self._record.flush()
+            delete_aside(self.path)
 
     @cached_property
     def start(self) -> Path | None:
@@ -160,14 +207,16 @@ class RunFolder(Generic[AnyTraining]):
             self.world.mark(self._begun_here)
         with writing(self.path):
             if self.checkpoint is not None:
+                self.stepped()
                 step = checkpoints.step_of(self.checkpoint)
                 return RunRecord.resume(self.path, step, options, told, self._noted)
             if self._lock is None:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._lock = Lock(self.path)
             if self.config.overwrite:
-                delete_run(self.path)
-            return RunRecord.create(self.path, options, self.config.verb, told)
+                set_aside(self.path)
+            self._record = RunRecord.create(self.path, options, self.config.verb, told)
+            return self._record
 
     def _begun(self, config: AnyTraining) -> AnyTraining:
         if holds_run(self.path) and not config.overwrite:

@@ -6,7 +6,7 @@ of a micro-batch. Within 10% of measurements on an H200 (`tests/training/test_me
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -30,6 +30,7 @@ TIGHT = 0.95
 """Share of a GPU's memory beyond which a run may not fit, because of fragmentation and libraries."""
 FEW_TOKENS = 1024  # tokens of a micro-batch below which a GPU waits for the host
 LORA_RANK = 16
+KL_LOGITS = 5  # float32 copies of the logits of a chunk in the backward pass of the exact KL
 
 
 @dataclass(frozen=True)
@@ -76,38 +77,53 @@ class UpdateSize:
     context: int = 1  # processes that divide the tokens of a micro-batch
     offload: frozenset[str] = frozenset()  # what is on the host: optimizer, activations, reference
     elsewhere: frozenset[str] = frozenset()  # models that have a device of their own: reference, critic, teacher
+    wants: frozenset[str] = frozenset()  # outputs that the loss reads, see `Objective`
 
     @classmethod
-    def of(cls, config: Training, tokens: int, room: float, shares: int = 1) -> UpdateSize:
-        """Return the size of a run's updates."""
+    def of(
+        cls, config: Training, tokens: int, room: float, wants: frozenset[str] = frozenset(), shares: int = 1
+    ) -> UpdateSize:
+        """Return the size of a run's updates, whose loss reads `wants`."""
         how = config.recompute != "none", sampling_size(config)
         divided = shares, config.tensor_parallel, config.context_parallel
-        return cls(tokens, *how, room, *divided, frozenset(config.offload), frozenset(config.role_devices))
+        return cls(tokens, *how, room, *divided, frozenset(config.offload), frozenset(config.role_devices), wants)
 
 
 def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate | None:
-    """Estimate the peak of an update on a GPU, which the policy's engine shares. None for a model of transformers."""
+    """Estimate the peak of an update on a GPU, which the policy's engine shares. It is in the backward pass: buckets of
+    gradients, which several processes sum after it, are smaller than its activations and logits.
+
+    None for a model of transformers, and for a trust region, whose second derivatives keep every operation of a pass.
+    """
     shape = learner.model.config
-    if not isinstance(shape, DecoderConfig):
+    if not isinstance(shape, DecoderConfig) or learner.trust_region is not None:
         return None
     narrow = learner.precision == "bfloat16"
     critic = None if CRITIC in size.elsewhere else learner.critic
-    learned = _unique(m for m in (learner.model, critic) if m is not None)
-    held = _unique((learner.model, critic, *_others_here(learner, size)))
+    learned = _unique((learner.model, critic))
+    compared = learner.compared(size.wants)
+    here = {name: other for name, other in learner.others.items() if _role(name) not in size.elsewhere}
+    away = {name for name in separate(learner.model, here) if "reference" in size.offload and name not in compared}
+    held = _unique((learner.model, critic, *(other for name, other in here.items() if name not in away)))
+    read = _unique((learner.model, critic, *(other for name, other in here.items() if name in compared)))
     sharded = _sharded(learner) if size.shares > 1 else set()
     trained = _bytes_here((p for p in learned if p.requires_grad), sharded, size.shares)
+    tokens = size.tokens / size.context
     parts = {
         "weights": _bytes_here(held, sharded, size.shares),
         "gradients": trained,
         "moments": _bytes_at_once(learned, trained, size) * _moments_of_a_byte(learner),
-        "copies in bfloat16": sum(2.0 * p.numel() for p in learned if p.dtype == torch.float32 and p.ndim == 2)
+        "copies in bfloat16": sum(2.0 * p.numel() for p in read if p.dtype == torch.float32 and p.ndim == 2)
         * (narrow and size.shares == 1),
         "gathered": _gathered_bytes(learner, narrow) if size.shares > 1 else 0.0,
-        "activations": size.tokens
-        / size.context
+        "activations": tokens
         * shape.activation_bytes(narrow, size.recompute, size.tensor, "activations" in size.offload),
-        "logits": 8.0 * GPU_LOGITS,
+        "logits": 4.0 * GPU_LOGITS * (KL_LOGITS if "kl" in size.wants else 2),
+        "compared models": sum(
+            _compared_bytes(learner.others[name], tokens, narrow, name in here) for name in compared
+        ),
     }
+    parts["fetched models"] = _evaluated_bytes([learner.others[name] for name in away], parts, size)
     if size.sampling is not None:
         engine = _engine_bytes(learner.model, shape, size.sampling, narrow, size.room)
         if engine <= RESTING_SHARE * size.room:  # else it is freed before an update
@@ -117,15 +133,29 @@ def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate |
     return MemoryEstimate(parts)
 
 
-def _others_here(learner: LocalLearner, size: UpdateSize) -> Iterator[Model]:
-    """Yield the frozen models that are on the policy's device in an update.
+def _role(name: str) -> str:
+    """Return the role of a frozen model, see `--role-devices`."""
+    return REFERENCE if name == REFERENCE else TEACHERS
 
-    The reference's log-probabilities are computed before it. Teachers may be compared in it, and are counted.
+
+def _compared_bytes(other: Model, tokens: float, narrow: bool, here: bool) -> float:
+    """Return the bytes of the outputs of a model with which the loss compares the policy: hidden states in float32, and
+    a copy of the output head, also in the type of products, if the model is on another device.
     """
-    away = size.elsewhere | ({REFERENCE} if "reference" in size.offload else set())
-    for name, other in learner.others.items():
-        if (REFERENCE if name == REFERENCE else TEACHERS) not in away:
-            yield other
+    states, weight = 4.0 * tokens * other.head.weight.shape[1], other.head.weight
+    return (
+        states if here else states + weight.nbytes + 2.0 * weight.numel() * (narrow and weight.dtype == torch.float32)
+    )
+
+
+def _evaluated_bytes(fetched: Sequence[Model], parts: Mapping[str, float], size: UpdateSize) -> float:
+    """Return the bytes by which an evaluation of a model of the host exceeds an update.
+
+    The policy's gradients, copies and activations are not there in an evaluation, nor moments of the host.
+    """
+    gone = ["gradients", "copies in bfloat16", "activations", *(["moments"] if "optimizer" in size.offload else [])]
+    largest = max((sum(p.nbytes for p in _unique([other])) for other in fetched), default=0)
+    return max(0.0, largest - sum(parts[name] for name in gone))
 
 
 def _bytes_at_once(learned: Iterable[nn.Parameter], trained: float, size: UpdateSize) -> float:

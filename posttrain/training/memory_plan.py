@@ -76,7 +76,7 @@ def plan_memory(config: Training, room: float) -> MemoryPlan:
     """Estimate the peak of a run of these options on one GPU with `room` bytes.
 
     Raises UserError for what the estimate does not know: models that transformers backs, quantized weights, critics of
-    actions.
+    actions, trust regions.
     """
     check_bounds(config)
     _refuse(config)
@@ -84,7 +84,7 @@ def plan_memory(config: Training, room: float) -> MemoryPlan:
     learner = shapes_of(config, shape)
     shares = config.processes if config.shard else 1
     tokens = config.tokens_per_microbatch or tokens_of_activations(shape, room * ACTIVATION_SHARE)
-    size = UpdateSize.of(config, tokens, room, shares)
+    size = UpdateSize.of(config, tokens, room, _wants(config), shares)
     found = estimate_memory(learner, size)
     assert found is not None, "the shape is known"
     return MemoryPlan(found, room, tokens, tuple(advice(found, learner, size)))
@@ -116,6 +116,13 @@ def shape_of(model: str) -> DecoderConfig:
     return read_config(Path(found), read_json(found / "config.json"))
 
 
+def _wants(config: Training) -> frozenset[str]:
+    """Return the outputs that the loss of a run reads, as far as they take memory."""
+    if isinstance(config, Prefer):
+        return chosen(config).wants
+    return adjust(find(config.algorithm), config).wants if isinstance(config, RL) else frozenset()
+
+
 def shapes_of(config: Training, shape: DecoderConfig) -> LocalLearner:
     """Return the learner of a run, with models that have shapes and no numbers."""
     frozen = frozen_type(config)
@@ -137,9 +144,10 @@ def shapes_of(config: Training, shape: DecoderConfig) -> LocalLearner:
         algorithm = adjust(find(config.algorithm), config)
         if Need.REFERENCE in algorithm.needs and config.lora is None:  # adapters share the weights of theirs
             others[REFERENCE] = _held(_decoder(shape).requires_grad_(False), frozen)
-        if Need.ACTION_VALUE in algorithm.needs:
+        unknown = "the critic" if Need.ACTION_VALUE in algorithm.needs else "the second derivatives"
+        if Need.ACTION_VALUE in algorithm.needs or algorithm.trust_region is not None:
             raise UserError(
-                f"posttrain memory cannot estimate the critic of {algorithm.name} yet: give another --algorithm"
+                f"posttrain memory cannot estimate {unknown} of {algorithm.name} yet: give another --algorithm"
             )
         if algorithm.critic is not None:
             own = shape_of(config.critic_model) if config.critic_model else shape

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import fsum
 from typing import Any
@@ -31,26 +31,42 @@ class ModelComparison:
 
 @dataclass(frozen=True)
 class Played:
-    """The results of a model: for each task the valid rewards of its samples, and their outcomes (see `figures.summary`)."""
+    """The results of a model: for each task the valid rewards of its samples, and their outcomes (see `figures.summary`).
+
+    If the policy plays several sides, each side of a task has a key of its own; `tasks`: key -> task.
+    """
 
     rewards: dict[str, list[float]]
     outcomes: dict[str, list[float]]
+    tasks: dict[str, str]
 
 
 def compare(own: Played, other: Played, success: float | None) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
     """Return the differences of two models, first minus second, and on how many tasks the first earns more.
 
+    A task counts once, however many sides of it are played: results of its sides depend on each other. Its difference is
+    d_t = mean over sides s of (mean reward of the first as s - mean reward of the second as s), over the sides of which
+    both have valid rewards. It is won if d_t > 0. With W tasks won and L lost, the sign test has
+    p = min(1, 2 P(X <= min(W, L))), X ~ Binomial(W + L, 1/2).
+
     Raises UserError if no task has valid rewards of both.
     """
-    both = [task for task, rewards in own.rewards.items() if rewards and other.rewards.get(task)]
+    both = [key for key, rewards in own.rewards.items() if rewards and other.rewards.get(key)]
     if not both:
         raise UserError("no task has a valid reward for both checkpoints: look at the reasons in their rollouts")
-    found = differences(
-        [(own.rewards[task], other.rewards[task]) for task in both],
-        success,
-        outcomes=[(own.outcomes[task], other.outcomes[task]) for task in both],
-    )
-    gaps = [_mean(own.rewards[task]) - _mean(other.rewards[task]) for task in both]
+    sides: dict[str, list[str]] = {}
+    for key in both:
+        sides.setdefault(own.tasks[key], []).append(key)
+
+    def pairs(of: Callable[[Played], dict[str, list[float]]]) -> list[tuple[list[float], list[float]]]:
+        """Return the numbers of each task, of all of its sides."""
+        return [
+            ([x for key in keys for x in of(own)[key]], [x for key in keys for x in of(other)[key]])
+            for keys in sides.values()
+        ]
+
+    found = differences(pairs(lambda played: played.rewards), success, outcomes=pairs(lambda played: played.outcomes))
+    gaps = [_mean([_mean(own.rewards[key]) - _mean(other.rewards[key]) for key in keys]) for keys in sides.values()]
     won, lost = sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps)
     p = sign_test([1.0] * won + [-1.0] * lost)
     return found, {"won": won, "lost": lost, "tied": len(gaps) - won - lost, "p": p}

@@ -37,10 +37,19 @@ def votes_by_task(rollouts: Sequence[Rollout]) -> dict[str, list[str]]:
     return _by_task(rollouts, lambda valid: voted_answer(valid.text))
 
 
+def task_of_each(rollouts: Sequence[Rollout]) -> dict[str, str]:
+    """Return key of `rewards_by_task` -> task id, of which each side has a key."""
+    return {_key(rollout): rollout.task["id"] for rollout in rollouts}
+
+
+def _key(rollout: Rollout) -> str:
+    return f"{rollout.task['id']} as {rollout.side}" if rollout.side else rollout.task["id"]
+
+
 def _by_task(rollouts: Sequence[Rollout], read: Callable[[Rollout], Any]) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for r in rollouts:
-        own = found.setdefault(f"{r.task['id']} as {r.side}" if r.side else r.task["id"], [])
+        own = found.setdefault(_key(r), [])
         if not isinstance(r.reward, Invalid):
             own.append(read(r))
     return found

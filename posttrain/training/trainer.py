@@ -245,6 +245,7 @@ class Trainer:
             self.record.metrics(number, metrics)
             self.record.timing(number, timing)
             self._check_health(number, metrics)
+            self.opened.stepped()
         self.done, self.whole = number, (self.learner.version, self.source.state())
         self.display.step(number, metrics, timing)
         self._note_invalid(trained)

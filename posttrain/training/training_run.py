@@ -85,17 +85,18 @@ def run_training(
         trainer = Trainer(run, parts.learner, parts.source, parts.tokenizer, measure, parts.steps, watching)
         for part in parts.notifiers:
             part.say = trainer.display.note
-        sizes = [*parts.sizes, *_memory(run.config, parts.learner, device)]
+        sizes = [*parts.sizes, *_memory(run.config, parts, device)]
         ended = trainer.run(parts.objective, sizes, parts.formula)
         if parts.finish is not None and not world.rank:
             ended.notes = tuple(parts.finish(ended))
         return ended
 
 
-def _memory(config: Training, learner: Learner, device: torch.device) -> list[str]:
+def _memory(config: Training, parts: RunParts, device: torch.device) -> list[str]:
     """Describe the GPU memory that the run takes; [] on a CPU, if it is spread over several GPUs, or with --float8."""
+    learner = parts.learner
     if device.type != "cuda" or config.divisions or config.float8 or not isinstance(learner, LocalLearner):
         return []
     tokens = microbatch_tokens(config, learner.model)
     room = float(gpu_memory(device))
-    return memory_lines(learner, UpdateSize.of(config, tokens, room))
+    return memory_lines(learner, UpdateSize.of(config, tokens, room, parts.objective.wants))

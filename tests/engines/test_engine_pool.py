@@ -527,8 +527,10 @@ def test_weights_from_card_to_card_follow_the_documented_calls(
     @contextmanager
     def working_on(device: torch.device) -> Iterator[None]:
         on.append(device.type)
-        yield
-        on.pop()
+        try:
+            yield
+        finally:
+            on.pop()
 
     monkeypatch.setattr("posttrain.engines.vllm.gpu_transfer.working_on", working_on)
     own = type("Own", (Sender,), {"backend": backend, "on": on})
@@ -537,14 +539,19 @@ def test_weights_from_card_to_card_follow_the_documented_calls(
     first, second = tiny(tokenizer), tiny(tokenizer, seed=1)
     transport = CardToCard(backend, vllm_layout(first, torch.float32), 20.0)
     world = World(random.Random(0), 0)
+    world.gpus = 6
     pool = pool_of(world, 2, transport)
+    pool.seconds = 60.0  # time leaps here, and no engine is late
     monkeypatch.setattr(pool.probe, "deviation", lambda found, had_previous: (0.0, None))  # the fakes sample nothing
+    begun = [*["get_world_size"] * (backend == "nccl"), "init_weight_transfer_engine"]
     whole = ["start_weight_update", "update_weights", "finish_weight_update"]
     pool.load(first, 0)
     pool.load(second, 1)
     for made in world.engines:
-        assert [name for name, _ in made.called] == ["init_weight_transfer_engine", *whole, *whole]
-        told = made.called[2][1]
+        assert [name for name, _ in made.called] == [*begun, *whole, *whole]
+        joined = made.called[len(begun) - 1][1]["info"]
+        assert backend == "ipc" or joined[-2] == 1 + 6, "the learner, and the processes that the server says it has"
+        told = made.called[len(begun) + 1][1]
         assert "lm_head.weight" in told["names"] and told["dtype_names"] == ["float32"] * len(told["names"])
         assert ("ipc_handles_pickled" in told) == (backend == "ipc") and "ipc_handles" not in told
     assert len(Sender.made) == 2 and all(torch.equal(s.sent["lm_head.weight"], second.head.weight) for s in Sender.made)
@@ -560,7 +567,7 @@ def test_weights_from_card_to_card_follow_the_documented_calls(
     until(pool, lambda: pool.members[0].state is MemberState.STALE)
     pool.load(first, 2)
     assert [m.state for m in pool.members] == [MemberState.READY, MemberState.READY]
-    assert [name for name, _ in world.engines[2].called] == ["init_weight_transfer_engine", *whole]
+    assert [name for name, _ in world.engines[2].called] == [*begun, *whole]
     world.engines[2].closed = True
     until(pool, lambda: pool.members[0].state is MemberState.STALE)
     pool.restarts = 0  # so that the other one is not started again

@@ -16,7 +16,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,23 @@ from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.model_manifest import backbone_of
 from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.pool_member import MemberState, PoolMember
-from posttrain.engines.pool.replicas import Many
+from posttrain.engines.pool.replicas import Many, probe_of
 from posttrain.engines.request import Request
+from posttrain.engines.vllm.gpu_transfer import CardToCard
 from posttrain.engines.vllm.server_client import ServedRun, ServerClient, end_of, way
 from posttrain.engines.vllm.server_places import GivenServer, OwnServer
 from posttrain.engines.vllm.server_pool import check_transfer, open_servers
-from posttrain.engines.vllm.server_setup import LOGPROBS, MODULE, PACKAGES, ServerSetup, prepare, vllm_layout
+from posttrain.engines.vllm.server_setup import (
+    LOGPROBS,
+    MODULE,
+    PACKAGES,
+    ServerSetup,
+    cache_bytes,
+    prepare,
+    vllm_layout,
+)
+from posttrain.models.adapters.adapter_writer import adapters
+from posttrain.models.adapters.lora import LoRA, attach, begin
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.gpu_placement import GPUPlacement
 from posttrain.models.native.decoder import Decoder, new_decoder
@@ -187,14 +198,16 @@ def test_a_run_with_servers_of_which_one_is_killed_is_the_run_without(
 
 
 @contextmanager
-def running(model: Decoder, tokenizer: Tokenizer, folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A server that somebody has started with a checkpoint."""
+def running(
+    model: Decoder, tokenizer: Tokenizer, folder: Path, *words: str
+) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """A server that somebody has started with a checkpoint. `words`: further arguments."""
     save_model(model, folder, tokenizer)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    words = [sys.executable, "-m", MODULE, "--model", str(folder), "--port", str(port)]
-    process = subprocess.Popen([*words, "--max-model-len", str(model.config.context)], stdout=subprocess.DEVNULL)
+    started = [sys.executable, "-m", MODULE, "--model", str(folder), "--port", str(port), *words]
+    process = subprocess.Popen([*started, "--max-model-len", str(model.config.context)], stdout=subprocess.DEVNULL)
     engine: list[int] = []
     try:
         end = time.monotonic() + 900
@@ -236,6 +249,94 @@ def test_servers_that_run_already_get_checkpoints_and_are_dropped_with_their_req
             assert sampled(pool, asked) == calm
             assert pool.counts()["ready"] == 1 and any(f"the engine {one} is lost" in line for line in said)
         assert not list((tmp_path / "weights").iterdir())
+
+
+def adapted(tokenizer: Tokenizer, version: int) -> Decoder:
+    """A policy with adapters that have moved."""
+    model = tiny(tokenizer)
+    attach(model, LoRA(4, 8.0), lambda name: "gate" not in name)
+    begin(model, 0)
+    generator = torch.Generator().manual_seed(version)
+    with torch.no_grad():
+        for adapter in adapters(model):
+            adapter.b.add_(0.05 * torch.randn(adapter.b.shape, generator=generator))
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", [False, True], ids=["started", "given"])
+def test_adapters_alone_are_what_a_server_samples_with(
+    given: bool, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")  # of servers and of the run
+    asked = ragged(6)
+    with ExitStack() as stack:
+        many = Many(1, weight_sync="adapter")
+        if given:
+            url, _ = stack.enter_context(running(tiny(tokenizer), tokenizer, tmp_path / "base", "--enable-lora"))
+            many = Many(urls=(url,), weight_sync="adapter", folder=tmp_path / "weights")
+        pool = stack.enter_context(closing(opened(adapted(tokenizer, 0), tokenizer, many)))
+        for version in (0, 1):
+            model = adapted(tokenizer, version)
+            pool.load(model, version)
+            engine = LocalEngine(model, tokenizer, slots=8)
+            engine.load(model, version)
+            for mine, theirs in zip(sampled(pool, asked), sampled(engine, asked), strict=True):
+                assert mine[0] == theirs[0] and mine[1] == pytest.approx(theirs[1], abs=1e-5)
+        if given:  # a run that is lost leaves its adapter, which the next one unloads
+            again = stack.enter_context(closing(opened(adapted(tokenizer, 1), tokenizer, many)))
+            assert sampled(again, asked)
+            calls = json.load(urllib.request.urlopen(f"{url}/calls"))
+            assert [call for call in calls if "load " in call] == [
+                f"{what} posttrain-version-{number}" for what, number in
+                (("load", 0), ("unload", 0), ("load", 0), ("unload", 0), ("load", 1), ("unload", 1), ("load", 0))
+            ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_server_of_several_gpus_gets_weights_by_transfer_or_says_what_it_lacks(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    learner, later, asked = tiny(tokenizer), tiny(tokenizer, seed=1), ragged(6)
+    weight_layout = vllm_layout(learner, torch.float32)
+    run = ServedRun(tokenizer, learner.eos_ids, 64, 8, 1.0, True, weight_layout.described)
+
+    def pool_of(url: str) -> EnginePool:
+        place = GivenServer(url, run, CardToCard("nccl", weight_layout, 20.0))
+        sizes = learner.config.context, learner.config.vocab
+        return EnginePool([place], probe_of(learner, "float32"), *sizes, seconds=20.0, start_seconds=60.0, restarts=0)
+
+    with (
+        running(learner, tokenizer, tmp_path / "a", "--tensor-parallel-size", "3") as (url, _),
+        closing(pool_of(url)) as pool,
+    ):
+        for version, model in enumerate((later, learner)):
+            pool.load(model, version)
+            engine = LocalEngine(model, tokenizer, slots=8)
+            engine.load(model, version)
+            assert sampled(pool, asked) == sampled(engine, asked)
+    monkeypatch.setenv(fake_vllm.FAULT, "no size")
+    with (
+        running(learner, tokenizer, tmp_path / "b") as (url, _),
+        closing(pool_of(url)) as pool,
+        pytest.raises(UserError, match="/get_world_size: 404 .*; start it with VLLM_SERVER_DEV_MODE=1"),
+    ):
+        pool.load(later, 0)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_a_server_whose_key_is_another_is_refused_with_the_name_of_the_variable(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(tokenizer)
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    with running(model, tokenizer, tmp_path / "base") as (url, _):
+        monkeypatch.setenv("VLLM_API_KEY", "another")
+        with pytest.raises(UserError, match="/v1/models: 401 .*; set VLLM_API_KEY to the key of the server"):
+            opened(model, tokenizer, Many(urls=(url,), folder=tmp_path / "weights", restarts=0))
 
 
 def test_a_server_that_is_not_there_or_too_short_ends_the_run_in_one_line(
@@ -345,6 +446,13 @@ def test_engines_of_several_gpus_get_gpus_of_their_own(monkeypatch: pytest.Monke
     assert SETUP.environment("socket", (0, 2), False)["CUDA_VISIBLE_DEVICES"] == "3,7"
 
 
+def test_the_gpus_of_a_server_divide_the_cache_as_they_divide_heads(tokenizer: Tokenizer) -> None:
+    model = new_decoder(replace(tiny(tokenizer).config, heads=8, kv_heads=4), 0)
+    one, two, four, eight = (cache_bytes(model, 8, torch.bfloat16, 99.0, gpus) for gpus in (1, 2, 4, 8))
+    assert one == 2 * two == 4 * four == 4 * eight, "with more GPUs than heads each has one"
+    assert cache_bytes(model, 8, torch.bfloat16, two / 2**30, 2) == two < one, "the limit is that of a GPU"
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", ["native", "gemma3_text", "gpt2"])
 def test_a_tied_head_is_handed_over_twice_and_lies_where_the_embedding_does(
@@ -420,7 +528,7 @@ def test_weights_are_sent_from_gpu_to_gpu_while_nothing_is_sampled() -> None:
         del client.calls[:]
         for method in ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"):
             client.send("transfer", method, {})
-            assert client.answer() == ["transferred"]
+            assert client.answer() == ["transferred", None]
         client.send("load", {"version": 3, "checksum": 4})
         assert client.answer() == ["loaded", 3, 4]
         assert client.calls.index("/pause?mode=abort") < client.calls.index("/start_weight_update")

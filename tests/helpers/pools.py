@@ -20,6 +20,7 @@ class World:
     def __init__(self, rng: random.Random, mishaps: int) -> None:
         self.rng, self.mishaps, self.now = rng, mishaps, 0.0
         self.engines: list[Fake] = []
+        self.gpus = 1  # of each engine
         self.happened: list[str] = []
 
     def listen(self, wires: Sequence[Any], seconds: float) -> None:
@@ -116,7 +117,7 @@ class Fake:
             self.asleep, self.version = True, -1
         elif what == "transfer":
             self.called.append((more[0], more[1]))
-            self.outbox.append(["transferred"])
+            self.outbox.append(["transferred", self.world.gpus if more[0] == "get_world_size" else None])
         elif what == "cancel":
             self.requests = {t: r for t, r in self.requests.items() if r[0] != more[0]}
 

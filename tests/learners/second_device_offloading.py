@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import gc
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimizati
 from posttrain.models.critic import ValueModel
 from posttrain.models.native.decoder import new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.training import memory_estimate
+from posttrain.training.memory_estimate import UpdateSize, estimate_memory
 
 SECOND = second_device()
 SHAPE = DecoderConfig(41, 16, 1, 2, 1, 8, 24, 64, qk_norm=True)
@@ -152,6 +156,46 @@ def test_small_and_expanded_tensors_and_weights_stay() -> None:
     assert layer.weight.grad is not None and x.grad is not None
 
 
+class Kept(torch.autograd.Function):
+    """x -> x, which keeps x and notes with which strides it comes back."""
+
+    strides: list[tuple[int, ...]] = []  # noqa: RUF012  # of the test below
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        Kept.strides.append(x.stride())
+        return grads[0] * x
+
+
+@pytest.mark.parametrize(
+    "cut", [lambda x: x[:, 2:5], lambda x: x.t()[::3], lambda x: x.t(), lambda x: x[::2, ::2], lambda x: x[:, 0]]
+)
+def test_a_strided_activation_takes_its_own_bytes_of_the_host_and_returns_with_its_strides(
+    cut: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "LEAST", 1)
+    copies: list[Tensor] = []
+    to_host = host_memory.to_host
+    monkeypatch.setattr(host_memory, "to_host", lambda x: copies.append(to_host(x)) or copies[-1])
+    x = torch.arange(64.0).view(8, 8).to(SECOND).requires_grad_()
+    own = cut(x)
+    Kept.strides.clear()
+    with host_memory.activations_on_host([]):
+        out = Kept.apply(own)
+    out.sum().backward()
+    assert [copy.untyped_storage().nbytes() for copy in copies] == [4 * own.numel()]
+    assert Kept.strides == [own.stride()]
+    expected = torch.zeros(8, 8)
+    cut(expected).copy_(cut(torch.arange(64.0).view(8, 8)))
+    assert x.grad is not None and torch.equal(x.grad.cpu(), expected)
+
+
 def test_a_frozen_model_is_on_the_device_while_it_is_used(whole: dict[str, list[Tensor]]) -> None:
     ours, theirs = learner(["reference"]), learner()
     reference: Any = ours.others[REFERENCE]
@@ -165,6 +209,55 @@ def test_a_frozen_model_is_on_the_device_while_it_is_used(whole: dict[str, list[
     assert all(torch.equal(a.logp.cpu(), b.logp.cpu()) for a, b in zip(found, expected, strict=True))
     assert {p.device.type for p in reference.parameters()} == {"cpu"}
     assert same(updated(ours), whole["adamw"])
+
+
+@pytest.mark.parametrize("where", ["device", "host", "another device"])
+@pytest.mark.parametrize("wants", [("value",), ("value", "kl")], ids=["evaluated", "compared"])
+def test_the_memory_estimate_with_a_reference_is_within_a_tenth_of_the_peak(
+    where: str, wants: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, found = DecoderConfig(600, 96, 2, 2, 1, 48, 384, 64, qk_norm=True), batches(3)
+    gc.collect()
+    before = bytes_held()
+    offload = ["reference"] * (where == "host")
+    ours = learner(offload, shape=shape)
+    if where == "another device":
+        ours.others[REFERENCE] = new_decoder(shape, 1).requires_grad_(False)
+    ours.update(found, Loss(*wants))  # makes the moments
+    with peak() as most:
+        ours.evaluate(found, of=REFERENCE)
+        ours.update(found, Loss(*wants))
+    logits = max(batch.target.numel() for batch in found) * shape.vocab
+    monkeypatch.setattr(memory_estimate, "GPU_LOGITS", logits)  # all of a micro-batch are computed at once
+    tokens = max(batch.layout.tokens.numel() for batch in found)
+    elsewhere = frozenset([REFERENCE] if where == "another device" else [])
+    size = UpdateSize(
+        tokens, False, None, 1e12, offload=frozenset(offload), elsewhere=elsewhere, wants=frozenset(wants)
+    )
+    estimate, measured = estimate_memory(ours, size), most[0] - before
+    assert estimate is not None and abs(estimate.total - measured) < 0.1 * measured, (str(estimate.parts), measured)
+    if "kl" in wants:  # what only a comparison takes
+        alone = estimate_memory(ours, replace(size, wants=frozenset({"value"})))
+        assert alone is not None and (where == "device" or estimate.total - alone.total > 4 * 600 * 96)
+
+
+def test_a_large_teacher_of_the_host_is_counted_while_it_is_evaluated() -> None:
+    small, large = DecoderConfig(41, 16, 1, 2, 1, 8, 24, 64), DecoderConfig(41, 96, 3, 2, 1, 48, 384, 64)
+    gc.collect()
+    before, found = bytes_held(), batches(2)
+    others: Any = {"teacher": new_decoder(large, 1).to(SECOND).requires_grad_(False)}
+    model: Any = new_decoder(small, 0).to(SECOND)
+    ours = LocalLearner(model, Optimization(), others=others, offload=["reference"])
+    del others
+    ours.update(found, Loss())
+    with peak() as most:
+        ours.evaluate(found, of="teacher")
+        ours.update(found, Loss())
+    size = UpdateSize(30, False, None, 1e12, offload=frozenset(["reference"]))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(memory_estimate, "GPU_LOGITS", 30 * 41)
+        estimate, measured = estimate_memory(ours, size), most[0] - before
+    assert estimate is not None and abs(estimate.total - measured) < 0.1 * measured, (str(estimate.parts), measured)
 
 
 def test_buffers_and_shared_weights_of_a_frozen_model_are_there_in_a_pass() -> None:

@@ -17,7 +17,7 @@ from posttrain.core.types import UserError
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("what", ["offloading", "roles"])
+@pytest.mark.parametrize("what", ["offloading", "roles", "sums"])
 def test_on_a_second_device(what: str) -> None:
     """torch has to know the device before its first backward pass, and this process has made some."""
     file = TESTS / "learners" / f"second_device_{what}.py"

@@ -21,6 +21,7 @@ from recurrent import Recurrent, Sizes
 from safetensors.torch import load_file
 from sharded import QUICK, Both, equal, go_on, gradients, long, micro_batches, same_run
 from sums import PAIRS, SMALL, SUMS, nearness
+from tiny_models import make, make_seeing
 from torch import Tensor
 
 import posttrain
@@ -50,7 +51,7 @@ from posttrain.models.row_shards import is_sharded, whole
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_reading import read_metrics
 from posttrain.training.adjust import adjust
-from posttrain.training.open_learner import new_learner, policy, refuse_backed
+from posttrain.training.open_learner import new_learner, policy
 from posttrain.training.sources.sft_source import LikelihoodObjective
 
 pytestmark = pytest.mark.timeout(1200)  # a module's processes start in its first test
@@ -439,14 +440,21 @@ def refusals(folder: Path, option: str) -> dict[str, Callable[[], Any]]:
     if shards:
         return {**found, "pictures": lambda: Backed.prepare_shards(seeing)}  # type: ignore[arg-type]
 
-    def backed() -> None:
-        refuse_backed(SFT(**how), seeing)  # type: ignore[arg-type]
+    def of(model: Path, kind: type[RL] | type[SFT] = SFT, **options: Any) -> None:
+        new_learner(kind(**options, **how), load_model(model), Optimization(), Alone())
+
+    experts = make("qwen3_moe", folder / "experts")
+    found |= {
+        "`--router-balance`, `--router-z`": lambda: of(experts, router_balance=0.1),
+        "`--routing-replay`": lambda: of(experts, RL, routing_replay=True),
+        "a model that transformers computes": lambda: of(make("gpt2", folder / "gpt2")),
+        "pictures": lambda: of(make_seeing("qwen2_5_vl", folder / "seeing")),
+    }
 
     def taught() -> None:
         new_learner(SFT(**how), decoder(True), Optimization(), Alone(), others={"teacher": decoder(True)})
 
-    names = ("`--router-balance`, `--router-z`", "`--routing-replay`", "a model that transformers computes", "pictures")
-    found |= {**dict.fromkeys(names, backed), "teachers": taught}
+    found["teachers"] = taught
     if parts:
         scaled = decoder(True)
         attach(scaled, LoRA(2, 4.0, dora=True), lambda name: True)

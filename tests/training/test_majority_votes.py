@@ -30,7 +30,7 @@ def model(tmp_path: Path, tokenizer: Tokenizer) -> str:
 
 def test_an_evaluation_counts_the_votes_of_its_own_replies(model: str) -> None:
     how = {"samples": 6, "k": (1,), "max_tokens": 1, "success": 1.0, "env_workers": 0, "threads": 1}
-    found = posttrain.evaluate(TASKS, begins_low, model, maj=(1, 3, 6, 7), **how)
+    found = posttrain.evaluate(TASKS, begins_low, model, maj=(1, 3, 6), **how)
     by_hand = {}
     for k in (1, 3, 6):
         votes = []
@@ -44,7 +44,13 @@ def test_an_evaluation_counts_the_votes_of_its_own_replies(model: str) -> None:
     assert {name: found.figures[name]["mean"] for name in by_hand} == pytest.approx(by_hand, abs=1e-12)
     assert found.figures["maj@1"]["mean"] == pytest.approx(found.figures["accuracy"]["mean"])
     assert 0 < by_hand["maj@1"] < 1 and by_hand["maj@3"] != by_hand["maj@1"]
-    assert "maj@7" not in found.figures and any("maj@7 left out: more than the 6 samples" in n for n in found.notes)
+
+
+@pytest.mark.parametrize(("name", "told"), [("maj", "--maj 9 needs 9 replies"), ("k", "--k 9 needs 9 replies")])
+def test_more_votes_than_replies_are_refused_before_anything_is_sampled(name: str, told: str) -> None:
+    figures = {name: (1, 9)}
+    with pytest.raises(UserError, match=f"{told} of each task, and there are 8: raise --samples, or give a smaller"):
+        posttrain.evaluate(TASKS, begins_low, "no model", success=1.0, samples=8, **figures)  # type: ignore[arg-type]
 
 
 def test_a_figure_is_left_out_unless_each_model_has_a_task_with_enough_valid_rewards() -> None:

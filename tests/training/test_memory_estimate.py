@@ -13,12 +13,14 @@ from torch import nn
 
 from posttrain.config.resolve import filled
 from posttrain.config.training import SFT
+from posttrain.learners.gradient_sums import BUCKET
 from posttrain.learners.local_learner import LocalLearner
+from posttrain.learners.natural_gradient import TrustRegion
 from posttrain.models.native.decoder import Decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.linear import accumulating
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.training.memory_estimate import SamplingSize, UpdateSize, advice, estimate_memory
+from posttrain.training.memory_estimate import SamplingSize, UpdateSize, advice, estimate_memory, memory_lines
 from posttrain.training.memory_plan import shapes_of
 
 QWEN = DecoderConfig(
@@ -67,6 +69,18 @@ def test_what_is_on_the_host_or_elsewhere_takes_no_memory_of_the_gpu() -> None:
     assert changed == {"": set(), "optimizer": {"moments"}, "activations": {"activations"}}
     assert parts["optimizer"]["moments"] == 2 * largest < whole["moments"] / 5
     assert parts["activations"]["activations"] == whole["activations"] / QWEN_1B.layers * 2
+
+
+def test_what_processes_sum_at_once_is_less_than_what_the_backward_pass_had() -> None:
+    found = estimate_memory(learner_of(QWEN), UpdateSize(1, True, None, H200))
+    assert found is not None and found.parts["logits"] > 2 * BUCKET
+
+
+def test_a_trust_region_has_no_estimate() -> None:
+    learner = learner_of(QWEN)
+    learner.trust_region = TrustRegion()
+    assert estimate_memory(learner, UpdateSize(1, False, None, H200)) is None
+    assert memory_lines(learner, UpdateSize(1, False, None, H200)) == []
 
 
 @pytest.mark.parametrize("narrow", [True, False])

@@ -90,6 +90,34 @@ def test_models_that_are_elsewhere_are_not_counted(models: Path) -> None:
         weights(models, RL, env="e", algorithm="grpo", role_devices={"critic": "1"})
 
 
+def test_a_loss_that_compares_the_policy_with_a_model_of_the_host_has_it_on_the_gpu(models: Path) -> None:
+    def parts(algorithm: str, **options: Any) -> Any:
+        return plan_memory(config(RL, model="1b", env="e", algorithm=algorithm, **options), 80 * GIB).found.parts
+
+    exact = {"settings": {"kl.estimator": "exact"}}
+    alone, here = parts("dr-grpo"), parts("grpo", **exact)
+    there = parts("grpo", **exact, offload=("reference",))
+    assert there["weights"] == here["weights"] == pytest.approx(2 * alone["weights"])
+    assert there["copies in bfloat16"] == here["copies in bfloat16"] == pytest.approx(2 * alone["copies in bfloat16"])
+    away = parts("grpo", **exact, role_devices={"reference": "1"})
+    head = 151936 * 1536
+    assert away["weights"] == alone["weights"] and away["compared models"] - here["compared models"] == (4 + 2) * head
+    taught = plan_memory(
+        config(Distill, model="1b", teacher="7b", offload=("reference",), algorithm="distill-k1", lora=16), 80 * GIB
+    ).found
+    teacher = weights_of(QWEN_7B)
+    assert taught.total > teacher, "it is evaluated on the GPU"
+    assert taught.parts["fetched models"] > 0
+
+
+def weights_of(config: dict[str, Any]) -> float:
+    """Bytes in float32 of the matrices of a model."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    size = hidden // config["num_attention_heads"]
+    layer = hidden * size * 2 * (config["num_attention_heads"] + config["num_key_value_heads"]) + 3 * hidden * inner
+    return 4.0 * (config["num_hidden_layers"] * layer + 2 * config["vocab_size"] * hidden)
+
+
 def test_the_command_prints_parts_advice_and_whether_it_fits(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "-- rl --model 7b --precision bfloat16".split()
     assert main(["memory", *words]) == 1
@@ -109,6 +137,7 @@ def test_the_command_prints_parts_advice_and_whether_it_fits(models: Path, capsy
         ("-- rl --model other", 'model_type "gpt_neox" is not supported'),
         ("-- sft --model 7b --lora 8 --quantize nf4", "cannot estimate --quantize"),
         ("-- rl --model 7b --algorithm sac", "cannot estimate the critic of sac"),
+        ("-- rl --model 7b --algorithm trpo", "cannot estimate the second derivatives of trpo"),
         ("", "a training command follows two dashes: posttrain memory -- sft --model FOLDER ..."),
         ("-- eval --model 7b", "a training command follows two dashes"),
         ("--gpu-memory 0 -- sft --model 7b", "--gpu-memory"),

@@ -1,49 +1,56 @@
-"""Several comparisons of one model: over tasks that both have played, and with verdicts of the corrected p."""
+"""Models are compared by tasks, whose sides are no independent results."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+from math import comb
+
 import pytest
 
-from posttrain.core.types import UserError
-from posttrain.training.model_comparison import Played, compare, with_verdicts
+from posttrain.training.model_comparison import Played, compare
 
 
-def test_a_verdict_is_that_of_the_corrected_p() -> None:
-    """By hand: 0.004 x 3, then 0.03 x 2, then 1."""
-    wins = [
-        {"won": 9, "lost": 1, "tied": 2, "p": 0.03},
-        {"won": 0, "lost": 9, "tied": 0, "p": 0.004},
-        {"won": 5, "lost": 5, "tied": 0, "p": 1.0},
-    ]
-    found = with_verdicts(wins)
-    assert [one["p_holm"] for one in found] == pytest.approx([0.06, 0.012, 1.0])
-    assert [one["verdict"] for one in found] == ["undecided", "worse", "undecided"]
-    assert [{name: one[name] for name in wins[0]} for one in found] == wins
-    assert with_verdicts(wins[:1])[0]["verdict"] == "better", "alone it needs no correction"
+def played(rewards: Sequence[Sequence[float]]) -> Played:
+    """One sample of each side of each task."""
+    keys = {f"{task} as {side}": str(task) for task, own in enumerate(rewards) for side in range(len(own))}
+    flat = iter([reward for own in rewards for reward in own])
+    found = {key: [next(flat)] for key in keys}
+    return Played(found, found, keys)
 
 
-def test_differences_are_first_minus_second_over_the_tasks_that_both_have_played() -> None:
-    own = Played(
-        {"a": [1.0, 0.5], "b": [1.0], "c": [0.0], "d": [], "e": [0.5]},
-        {"a": [1.0, 1.0], "b": [1.0], "c": [0.0], "d": [], "e": [0.0]},
-    )
-    other = Played(
-        {"a": [0.0], "b": [0.0], "c": [1.0, 0.0], "d": [1.0], "e": []},
-        {"a": [0.0], "b": [1.0], "c": [0.0, 0.0], "d": [1.0], "e": []},
-    )
-    found, wins = compare(own, other, 1.0)
-    assert found["reward"]["mean"] == pytest.approx((0.75 + 1 - 0.5) / 3) and found["reward"]["tasks"] == 3
-    assert found["accuracy"]["mean"] == pytest.approx(1 / 3)
-    assert wins == {"won": 2, "lost": 1, "tied": 0, "p": 1.0}
-    assert compare(other, own, 1.0)[0]["accuracy"]["mean"] == pytest.approx(-1 / 3)
-    with pytest.raises(UserError, match="no task has a valid reward for both checkpoints"):
-        compare(Played({"a": [1.0]}, {"a": [1.0]}), Played({"a": []}, {"a": []}), 1.0)
+def exact(won: int, lost: int) -> float:
+    number = won + lost
+    return min(1.0, 2 * sum(comb(number, k) for k in range(min(won, lost) + 1)) / 2**number) if number else 1.0
 
 
-def test_the_same_rewards_in_another_order_are_a_tie() -> None:
-    """A sum in floating point depends on the order: 0.1 + 0.2 + 0.3 and 0.3 + 0.2 + 0.1 differ."""
-    sides = [Played({str(n): list(own) for n in range(8)}, {}) for own in ((0.1, 0.2, 0.3), (0.3, 0.2, 0.1))]
-    for own, other in (sides, sides[::-1]):
-        found, wins = compare(Played(own.rewards, own.rewards), Played(other.rewards, other.rewards), None)
-        assert wins == {"won": 0, "lost": 0, "tied": 8, "p": 1.0}
-        assert found["reward"]["mean"] == pytest.approx(0.0, abs=1e-12)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_sides_of_a_task_that_agree_are_one_result(count: int) -> None:
+    gaps = [1.0] * 6 + [-1.0] + [0.0]
+    found, wins = compare(played([[gap] * count for gap in gaps]), played([[0.0] * count for _ in gaps]), None)
+    assert wins == {"won": 6, "lost": 1, "tied": 1, "p": exact(6, 1)}
+    one, _ = compare(played([[gap] for gap in gaps]), played([[0.0] for _ in gaps]), None)
+    assert found == one and found["reward"]["tasks"] == 8
+
+
+def test_a_task_is_won_by_the_mean_over_its_sides() -> None:
+    own = [[1.0, -1.0], [1.0, 0.0], [0.5, -1.0], [2.0, -1.0]]
+    _, wins = compare(played(own), played([[0.0, 0.0]] * 4), None)
+    assert (wins["won"], wins["lost"], wins["tied"]) == (2, 1, 1)
+
+
+def test_sides_without_a_valid_reward_of_both_are_left_out() -> None:
+    own, other = played([[1.0, 5.0], [1.0, 1.0]]), played([[0.0, 9.0], [2.0, 2.0]])
+    other.rewards["0 as 1"].clear()
+    found, wins = compare(own, other, None)
+    assert (wins["won"], wins["lost"]) == (1, 1)
+    assert found["reward"]["mean"] == pytest.approx((1.0 - 0.0 + 1.0 - 2.0) / 2)
+
+
+def test_equal_models_are_seldom_told_apart_however_much_the_sides_of_a_task_depend_on_each_other() -> None:
+    draw, rejected = random.Random(0), 0
+    for _ in range(400):
+        own, other = ([[draw.gauss(0, 1)] * 2 for _ in range(20)] for _ in range(2))  # a task's sides are alike
+        rejected += compare(played(own), played(other), None)[1]["p"] <= 0.05
+    assert rejected <= 0.05 * 400 + 2 * (400 * 0.05 * 0.95) ** 0.5
+    assert exact(28, 12) < 0.05 < exact(14, 6), "as independent results the sides of 14 tasks of 20 would tell"

@@ -296,16 +296,17 @@ class EnginePool:
         member.link.wire.send(*message)
         return True
 
-    def _call(self, member: PoolMember, method: str, info: Any) -> None:
-        """Call a method of an engine, and wait until it returns. Raises Gone."""
+    def _call(self, member: PoolMember, method: str, info: Any) -> Any:
+        """Call a method of an engine, and return its answer. Raises Gone."""
         wire, end = member.link.wire, self._clock() + self.seconds
         wire.send("transfer", method, info)
         while not (messages := [message for message in wire.receive() if message[0] != "alive"]):
             if self._clock() > end:
                 raise Gone(f"it sent nothing for {self.seconds:g} s in {method}")
             self._listen([wire], POLL_SECONDS)
-        if messages != [["transferred"]]:
+        if [message[0] for message in messages] != ["transferred"]:
             raise Gone(f"it failed in {method}: {messages[0][-1]!s:.400}")
+        return messages[0][1]
 
     def _receive(self, member: PoolMember, passed: float) -> None:
         """Handle the messages that have arrived from an engine. `passed`: seconds since the last call. Raises Gone."""

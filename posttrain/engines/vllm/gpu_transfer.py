@@ -53,12 +53,10 @@ class Client:
 
 
 class CardToCard(Fetched):
-    """Transport from GPU to GPU; implements `weight_sync.Transport`. `seconds`: timeout of one weight sync; `gpus`: of
-    each server.
-    """
+    """Transport from GPU to GPU; implements `weight_sync.Transport`. `seconds`: timeout of one weight sync."""
 
-    def __init__(self, backend: Backend, weight_layout: WeightLayout, seconds: float, gpus: int = 1) -> None:
-        self.backend, self.weight_layout, self.seconds, self.gpus = backend, weight_layout, seconds, gpus
+    def __init__(self, backend: Backend, weight_layout: WeightLayout, seconds: float) -> None:
+        self.backend, self.weight_layout, self.seconds = backend, weight_layout, seconds
         self._weights: Any = None
         self._senders: dict[str, Any] = {}  # vLLM's trainer side, by the engine's name
 
@@ -117,7 +115,7 @@ class CardToCard(Fetched):
             )
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
-        info = NCCLTrainerInitInfo(*free_address(name), 1 + self.gpus, rank=0)
+        info = NCCLTrainerInitInfo(*free_address(name), 1 + world_size(call), rank=0)
         return NCCLTrainerWeightTransferEngine.trainer_init(info, client=Client(call), source=Source())
 
     def done(self) -> None:
@@ -126,6 +124,14 @@ class CardToCard(Fetched):
     def close(self) -> None:
         self.done()
         self._senders.clear()
+
+
+def world_size(call: Call) -> int:
+    """Return the number of a server's processes, each with a GPU of its own. Raises Gone for an answer that is none."""
+    told = call("get_world_size", None)  # with those of pipeline and data parallelism
+    if type(told) is not int or told < 1:
+        raise Gone(f"/get_world_size: it has {told!r} processes, which is no number of them")
+    return told
 
 
 def free_address(name: str) -> tuple[str, int]:

@@ -313,8 +313,10 @@ class ServerClient(Wire):
         if method == "start_weight_update":  # requests that vLLM still computes would read weights that are moved
             await self._call("POST", "/pause?mode=abort")
         names = {"init_weight_transfer_engine": "init_info", "update_weights": "update_info"}
+        if method == "get_world_size":
+            return ["transferred", (await self._json("GET", f"/{method}"))["world_size"]]
         await self._call("POST", f"/{method}", {names[method]: info} if method in names else {})
-        return ["transferred"]
+        return ["transferred", None]
 
     async def _sleep(self) -> None:
         """Free the server's GPU memory until the next weights."""

@@ -107,7 +107,7 @@ def open_servers(
         if replicas:
             opened.callback(ours.close)
         threads = max(1, torch.get_num_threads() // max(1, replicas))
-        cache = cache_bytes(model, slots, dtype, cache_gib)
+        cache = cache_bytes(model, slots, dtype, cache_gib, many.gpus)
         transfer = many.weight_sync if many.weight_sync in ("nccl", "ipc") else None
         setup = ServerSetup(str(read), dtype, model.config.context, slots, cache, threads, seed, rank, transfer)
         placement = GPUPlacement.here(many.learner_devices, many.devices, many.role_devices) if cuda else None
@@ -145,7 +145,7 @@ def _transports(many: Many, layout: WeightLayout, folder: Path, seconds: float) 
     """Return the transports of weights to our own servers, and to those that others have started."""
     shared = (many.folder or folder / "weights").absolute()
     if many.weight_sync in ("nccl", "ipc"):
-        direct = CardToCard(many.weight_sync, layout, seconds, many.gpus)
+        direct = CardToCard(many.weight_sync, layout, seconds)
         return direct, direct
     memory = SharedMemory(layout)
     if many.weight_sync == "adapter":

@@ -148,9 +148,12 @@ def checkpoint_tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
     return with_head(backbone_of(model))
 
 
-def cache_bytes(model: Model, slots: int, dtype: torch.dtype, most_gib: float) -> int:
-    """Return the bytes of keys and values for `slots` full contexts, in whole blocks, and for one block that vLLM keeps
-    free; at most `most_gib` GiB.
+def cache_bytes(model: Model, slots: int, dtype: torch.dtype, most_gib: float, gpus: int = 1) -> int:
+    """Return the bytes of keys and values of each of `gpus` GPUs for `slots` full contexts, in whole blocks, and for one
+    block that vLLM keeps free; at most `most_gib` GiB.
+
+    With tensor parallelism vLLM divides the heads of keys and values. If there are fewer than GPUs, each has one.
     """
-    token = backbone_of(model).kept_numbers * dtype.itemsize
+    heads = getattr(model.config, "kv_heads", 1)  # those of transformers may differ by layer: the whole is enough
+    token = -(-backbone_of(model).kept_numbers // min(gpus, heads)) * dtype.itemsize
     return min(token * BLOCK * (slots * -(-model.config.context // BLOCK) + 1), int(most_gib * 2**30))

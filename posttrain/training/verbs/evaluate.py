@@ -32,7 +32,7 @@ from posttrain.training.held_out_check import overlap, split_seed_of
 from posttrain.training.lost_reasoning import warn_lost_reasoning
 from posttrain.training.model_comparison import ModelComparison, Played, compare, with_verdicts
 from posttrain.training.playground import open_playground, service_counts
-from posttrain.training.rollout_figures import outcomes_by_task, repeated, rewards_by_task, votes_by_task
+from posttrain.training.rollout_figures import outcomes_by_task, repeated, rewards_by_task, task_of_each, votes_by_task
 from posttrain.training.search_setup import searching
 from posttrain.training.setup import (
     end_tokens,
@@ -121,9 +121,10 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
 
         every = [played(folder, place) for place, folder in enumerate(folders)]
         said.extend(service_counts(ground.services))
-    wanted, left_out = _of_samples(config)
-    earned = [Played(rewards_by_task(rollouts), outcomes_by_task(rollouts)) for rollouts in every]
-    wanted, too_few = _of_valid(wanted, [one.rewards for one in earned])
+    earned = [
+        Played(rewards_by_task(rollouts), outcomes_by_task(rollouts), task_of_each(rollouts)) for rollouts in every
+    ]
+    wanted, too_few = _of_valid(_wanted(config), [one.rewards for one in earned])
     ks = {kind: [k for own, k in wanted if own == kind] for kind in ("pass", "maj")}
     figures = [
         summary(list(one.rewards.values()), ks["pass"], success, outcomes=list(one.outcomes.values()))
@@ -133,7 +134,7 @@ def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | Non
     ]
     invalid = sum(isinstance(r.reward, Invalid) for r in every[0])
     of_invalid = [note for side in zip(folders, every, figures, strict=True) for note in _of_invalid(*side)]
-    notes = (*left_out, *dict.fromkeys(said), *too_few, *of_invalid)
+    notes = (*dict.fromkeys(said), *too_few, *of_invalid)
     compared = [compare(earned[0], other, success) for other in earned[1:]]
     wins = with_verdicts([won for _, won in compared])
     found = zip(config.against, figures[1:], [gaps for gaps, _ in compared], wins, every[1:], strict=True)
@@ -216,13 +217,10 @@ def _example(rollout: Rollout, place: int) -> dict[str, Any]:
     return {**told, "prompt": rollout.prompt, "reply": rollout.text}
 
 
-def _of_samples(config: Evaluation) -> tuple[list[tuple[str, int]], tuple[str, ...]]:
-    """Return ("pass" or "maj", k) of the figures that the samples suffice for, and a note on others that the user chose."""
-    most = config.samples
-    asked = [("pass", k, "k" in config.given) for k in config.k] + [("maj", k, True) for k in config.maj]
-    left_out = [f"{kind}@{k}" for kind, k, chosen in asked if k > most and chosen]
-    told = f"{', '.join(left_out)} left out: more than the {most} sample{'s'[: most - 1]} of each task (--samples)"
-    return [(kind, k) for kind, k, _ in asked if k <= most], (told,) if left_out else ()
+def _wanted(config: Evaluation) -> list[tuple[str, int]]:
+    """Return ("pass" or "maj", k) of the figures that the samples suffice for, as not all default values of --k do."""
+    asked = [("pass", k) for k in config.k] + [("maj", k) for k in config.maj]
+    return [(kind, k) for kind, k in asked if k <= config.samples]
 
 
 def _of_valid(

@@ -77,7 +77,7 @@ def tool(task: Task) -> Generator[Turn, str, dict[str, float]]:
 def best(error: float, cost: float, values: int = VALUES, readings: int = READINGS) -> tuple[float, float, float]:
     """Return reward, accuracy and checks of the best policy: what Bayes' rule and backward induction give.
 
-    What counts is how often each value was read. A value read k times in n has a probability proportional to
+    A state is how often each value was read. A value read k times in n has a probability proportional to
     (1 - error)^k (error / (values - 1))^(n - k).
     """
     other = error / (values - 1)
@@ -104,7 +104,7 @@ def best(error: float, cost: float, values: int = VALUES, readings: int = READIN
 
 
 def optimum(arm: str, settings: Settings) -> tuple[float, float, float]:
-    """Reward, accuracy and checks of the best policy of an arm. Checks of a tool that repeats its error tell nothing."""
+    """Reward, accuracy and checks of the best policy of an arm. Checks of a tool that repeats its error find none."""
     first = (1 - settings["error"],) * 2
     return {PAYS: best(settings["error"], settings["cost"]), NEVER: (1.0, 1.0, 0.0), REPEATS: (*first, 0.0)}[arm]
 
@@ -114,7 +114,7 @@ def optimum(arm: str, settings: Settings) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class Episode:
-    """What the policy did in an episode, read off the texts."""
+    """Actions of the policy in an episode, read off the texts."""
 
     readings: Sequence[str]
     conclusions: Sequence[str]  # one for each reading; "" where the reply is none

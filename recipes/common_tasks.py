@@ -15,7 +15,7 @@ from posttrain.core.types import Task
 from posttrain.envs.builtin import arithmetic, worked_sums
 
 FORGETS = 1 / 3  # sums: how often a demonstrator leaves out the last number
-DEMONSTRATORS = 3  # sums: of each task, so that the model learns how often they forget, not on which sums
+DEMONSTRATORS = 3  # sums: of each task, so that most sums are shown both ways; equal answers are merged
 SLIPS = 0.12  # worked sums: how often a demonstrator's line is wrong by one
 LONG_LINES = 0.3  # worked sums: how often a demonstrator adds three numbers in a line
 NUMBERS = 5  # worked sums: of each task
@@ -96,10 +96,11 @@ SUMS = CommonTask(
     "arithmetic",
     (
         "Sums of four digits (`3+5+2+7=17`), a decoder of 0.1 M parameters. The start imitates demonstrators who forget",
-        "the last number every third time; then each row practises on 8,800 sums with an exact check of the answer as its",
-        "only reward. Accuracy is measured at temperature 1 on 500 sums that neither stage has seen, 4 replies each. Seeds",
-        "change the sums, the start and all sampling. The interval is Student's 95% over seeds. Seconds are processor",
-        "seconds of training on one thread, evaluations on the way included.",
+        "the last number every third time (equal answers to a sum count once, so that of the imitated ones 40% forget it);",
+        "then each row practises on 8,800 sums with an exact check of the answer as its only reward. Accuracy is measured",
+        "at temperature 1 on 500 sums that neither stage has seen, 4 replies each. Seeds change the sums, the start and all",
+        "sampling. The interval is Student's 95% over seeds. Seconds are processor seconds of training on one thread,",
+        "evaluations on the way included.",
         "",
         "How the settings came about: the common ones were chosen for grpo on seed 0 and kept. The critic's learning rate,",
         "ppo-ptx's coefficient and vapo's lambda were chosen on seed 0 too; trpo's region on seeds 0 and 2; sac's settings",

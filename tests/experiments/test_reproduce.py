@@ -79,6 +79,8 @@ TINY: dict[str, dict[str, Any]] = {
     "cold-start": {**WORKED, "largest": 3, "imitation_epochs": 30.0, "slips": 0.0, "scribble": 0.0, "good": 8,
                    "sft_epochs": 1.0, "dpo_epochs": 1.0, "steps": 6, "drawn": 2, "first_steps": 1, "prompts": 4, "group": 8,
                    "minibatches": 1, "eval_every": 2, "max_tokens": 20},
+    "emergence": {"demonstrations": 64, "imitation_epochs": 1.0, "tasks": 16, "unseen": 32, "steps": 2, "prompts": 2,
+                  "group": 4},
     "kl-estimators": {"samples": 400_000, "distributions": 4, "gradient_samples": 100_000},
     "gspo-variance": {"tasks": 40, "imitation_epochs": 1.0, "steps": 1, "prompts": 8, "group": 4, "edges": [1, 8, 65]},
     "baseline-variance": {"tasks": 40, "imitation_epochs": 1.0, "batches": 4, "prompts": 2, "group": 4,
@@ -116,7 +118,7 @@ def test_registry_holds_every_experiment_with_a_claim_and_a_paper() -> None:
         "search-r1", "retrieved-token-masking", "arpo", "code-rl", "code-choice", "lora-rl",
         "moe-routing", "ppo-ablation", "group-size", "sampling-temperature",
         "memorise-or-generalise",
-        "curriculum", "cold-start",
+        "curriculum", "cold-start", "emergence",
     }  # fmt: skip
     for name, experiment in EXPERIMENTS.items():
         assert experiment.name == name and experiment.claim.endswith(".") and experiment.paper and experiment.settings

@@ -301,10 +301,10 @@ class ServerClient(Wire):
         if base is None:  # a server without our extension
             return offer["version"], offer["checksum"]
         for read, matrices in await self._remote("posttrain_adapter", folder=offer["adapter"]):
-            if read != offer["checksum"]:
-                return offer["version"], read
             if matrices != offer["matrices"]:
                 raise Gone(f"it has adapters in {matrices} of {offer['matrices']} matrices")
+            if read != offer["checksum"]:
+                return offer["version"], read
         return offer["version"], offer["checksum"]
 
     async def _transfer(self, method: str, info: Any) -> Message:

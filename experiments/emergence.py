@@ -181,10 +181,10 @@ def demonstrations(seed: int, settings: Settings) -> list[Task]:
     probability that depends on whether a value was read twice, and some of these stay with their first conclusion.
     """
     draw = random.Random(f"demonstrators {seed}")
-    rows = []
+    rows = list[Task]()
     for task in tasks_of(PAYS, settings["demonstrations"], seed, settings):
         careful, firm = draw.random() < settings["careful"], draw.random() < settings["firm"]
-        text, seen = "", []
+        text, seen = "", list[int]()
         for reading in task["readings"]:
             text, seen = f"{text}{reading}", [*seen, reading]
             value, times = Counter(seen).most_common(1)[0]

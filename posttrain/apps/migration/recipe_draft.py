@@ -130,11 +130,12 @@ class RecipeDraft:
 
     def origin(self, name: str) -> str:
         """Return an option there with its value, as a comment names it."""
+        called = self.run.names.get(name, name)
         if isinstance(self.run.options.get(name), Unresolved):
-            return f"{name}, not known here: {self.run.framework}'s default"
+            return f"{called}, not known here: {self.run.framework}'s default"
         if self.given(name):
-            return f"{name} = {'***' if _SECRET.search(name) else shown(self.run.options[name])}"
-        return f"{name}, not given: {self.run.framework}'s default"
+            return f"{called} = {'***' if _SECRET.search(name) else shown(self.run.options[name])}"
+        return f"{called}, not given: {self.run.framework}'s default"
 
     def put(self, option: str, value: Any, comment: str) -> None:
         self.lines[option] = (value, comment)
@@ -144,9 +145,9 @@ class RecipeDraft:
 
     def note(self, name: str, text: str) -> None:
         """Note an option that has no counterpart in posttrain, with what to do."""
-        names = self.without.setdefault(text, [])
-        if name not in names:
-            names.append(name)
+        names, called = self.without.setdefault(text, []), self.run.names.get(name, name)
+        if called not in names:
+            names.append(called)
 
     def same(self, option: str, name: str, why: str = "same meaning") -> None:
         """Take over an option's value: as given, or the default there where ours is another one."""

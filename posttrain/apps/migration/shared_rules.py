@@ -146,6 +146,18 @@ def split_of(draft: RecipeDraft, name: str) -> None:
         draft.put("split", value, f"{draft.origin(name)}")
 
 
+def held_out(draft: RecipeDraft, name: str, rows: int | None) -> None:
+    """Write the share of the rows that a split of them keeps from training: given as a share, or as a number of rows."""
+    size = draft.read(name)
+    if not isinstance(size, (int, float)) or isinstance(size, bool) or size <= 0:
+        return
+    share = size if size < 1 else size / rows if rows else None
+    if share is None or share >= 1:
+        draft.note(draft.origin(name), "held_out is a share of the rows here: import with --rows ROWS, or set it")
+    else:
+        draft.put("held_out", round(float(share), 6), f"{draft.origin(name)}: the same share, other rows of it")
+
+
 def tracked_by_wandb(draft: RecipeDraft, name: str) -> None:
     """Write that wandb follows the run, where it is installed here."""
     try:

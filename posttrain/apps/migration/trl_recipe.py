@@ -18,6 +18,7 @@ from posttrain.apps.migration.shared_rules import (
     devices_of,
     engine,
     frequency,
+    held_out,
     kept_checkpoints,
     moving_reference,
     split_of,
@@ -108,7 +109,7 @@ _OWN_ALGORITHMS = {"cispo": "cispo", "sapo": "sapo", "vespo": "vespo", "luspo": 
 def trl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> None:
     """Write the lines of a run of TRL."""
     trainer = draft.run.trainer
-    _data(draft)
+    _data(draft, rows)
     draft.same("model", "model_name_or_path")
     processes = devices_of(draft, devices, need=True)
     (_rollouts if trainer in ("grpo", "rloo") else given_responses)(draft, processes, rows)
@@ -157,7 +158,7 @@ def _adapters(draft: RecipeDraft) -> None:
         draft.note(f"{draft.origin('lora_dropout')}{told}", "nothing is dropped here while adapters learn")
 
 
-def _data(draft: RecipeDraft) -> None:
+def _data(draft: RecipeDraft, rows: int | None) -> None:
     name, configuration = draft.read("dataset_name"), draft.read("dataset_config")
     if isinstance(configuration, str) and isinstance(name, str):
         draft.put("tasks", f"{name}:{configuration}", "dataset_name and dataset_config")
@@ -168,8 +169,9 @@ def _data(draft: RecipeDraft) -> None:
     if VERBS_OF.get(draft.run.trainer) == "rl":
         draft.same("eval_tasks", "eval_dataset_name")
     elif draft.read("eval_dataset_name"):
-        draft.note("eval_dataset", "held_out keeps a share of tasks for evaluation")
+        draft.note(draft.origin("eval_dataset_name"), "held_out keeps a share of tasks for evaluation")
     draft.read("eval_dataset_config")
+    held_out(draft, "train_test_split", rows)
     draft.put("chat", False, "TRL trains on text as it is; rows of messages get the chat template all the same")
 
 

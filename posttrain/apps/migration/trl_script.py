@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import operator
-import re
 from typing import Any
 
 from posttrain.apps.migration.foreign_run import ForeignRun, Unresolved
@@ -27,8 +26,17 @@ _LORA = {
     "target_modules": "lora_target_modules",
     "modules_to_save": "lora_modules_to_save",
 }
+_NAMES = {
+    "model_name_or_path": "model",
+    "dataset_name": "train_dataset",
+    "dataset_config": "train_dataset's configuration",
+    "dataset_train_split": "train_dataset's split",
+    "eval_dataset_name": "eval_dataset",
+}
+"""Option of a command of TRL -> how a script gives it."""
 _LOADS = ("load_dataset", "load_from_disk", "from_pretrained")
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv}
+_LONGEST_CHAIN = 100  # methods that are called on rows one after another, and names that stand for them
 _LONGEST = 10_000  # characters or elements of a value that an operator makes
 
 
@@ -40,14 +48,42 @@ class ScriptValues(ast.NodeVisitor):
         self.calls: list[ast.Call] = []
         self.functions: set[str] = set()
         self.imported: dict[str, str] = {}  # name -> module
+        self.attributes: list[tuple[str, str, ast.expr, str]] = []  # object, attribute, value, the branch it is set in
+        self.environment: dict[str, ast.expr] = {}
+        self._branch = ""
 
     def visit_Assign(self, node: ast.Assign) -> None:
         self.generic_visit(node)
         for target in node.targets:
             names = target.elts if isinstance(target, ast.Tuple) else [target]
             for name in names:
-                if isinstance(name, ast.Name):
-                    self.values[name.id] = node.value
+                self._assign(name, node.value)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self.generic_visit(node)
+        if isinstance(node.target, ast.Attribute):
+            self._assign(node.target, ast.BinOp(node.target, node.op, node.value))
+
+    def visit_If(self, node: ast.If) -> None:
+        outer, test = self._branch, ast.unparse(node.test)[:100]
+        self._branch = outer if "__name__" in test else f"if {test}"
+        self.generic_visit(node)
+        self._branch = outer
+
+    def _assign(self, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Name):
+            inner, before = _innermost(value), self.values.get(target.id)
+            if inner is not None and isinstance(inner.value, ast.Name) and inner.value.id == target.id and before:
+                inner.value = before  # rows = rows.map(f): what is mapped is the name's value before
+            self.values[target.id] = value
+        elif isinstance(target, ast.Attribute):
+            self.attributes.append((ast.unparse(target.value), target.attr, value, self._branch))
+        elif isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
+            name, key = ast.unparse(target.value), target.slice
+            if name.endswith("environ"):
+                self.environment[str(key.value)] = value
+            elif isinstance(before := self.values.get(name), ast.Dict) or _is_dict(before):
+                self.values[name] = ast.Dict([None, key], [before, value])
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         self.generic_visit(node)
@@ -81,9 +117,8 @@ class ScriptValues(ast.NodeVisitor):
             return self.value(self.values[node.id], depth + 1)
         if isinstance(node, (ast.List, ast.Tuple)):
             return [self.value(part, depth + 1) for part in node.elts]
-        if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
-            keys = [key.value for key in node.keys if isinstance(key, ast.Constant)]
-            return {str(k): self.value(v, depth + 1) for k, v in zip(keys, node.values, strict=True)}
+        if isinstance(node, ast.Dict) or _is_dict(node):
+            return self._mapping(node, depth)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             inner = self.value(node.operand, depth + 1)
             return -inner if isinstance(inner, (int, float)) else Unresolved(ast.unparse(node))
@@ -94,6 +129,23 @@ class ScriptValues(ast.NodeVisitor):
         if isinstance(node, ast.Call) and name_of(node).endswith(("environ.get", "getenv")) and len(node.args) == 2:
             return self.value(node.args[1], depth + 1)
         return Unresolved(ast.unparse(node)[:200])
+
+    def _mapping(self, node: ast.expr, depth: int) -> Any:
+        """Return the value of {"name": value, **more} or of dict(more, name=value)."""
+        parts: list[tuple[Any, ast.expr]] = []
+        if isinstance(node, ast.Dict):
+            parts = [
+                (key and self.value(key, depth + 1), value) for key, value in zip(node.keys, node.values, strict=True)
+            ]
+        elif isinstance(node, ast.Call):
+            parts = [*((None, more) for more in node.args), *((word.arg, word.value) for word in node.keywords)]
+        found: dict[str, Any] = {}
+        for name, part in parts:
+            value = self.value(part, depth + 1)
+            if isinstance(name, Unresolved) or (name is None and not isinstance(value, dict)):
+                return Unresolved(ast.unparse(node)[:200])
+            found |= value if name is None else {str(name): value}
+        return found
 
     def _joined(self, node: ast.JoinedStr, depth: int) -> Any:
         parts = [self.value(p.value if isinstance(p, ast.FormattedValue) else p, depth + 1) for p in node.values]
@@ -110,20 +162,41 @@ class ScriptValues(ast.NodeVisitor):
             found = None
         return Unresolved(ast.unparse(node)[:200]) if found is None else found[:_LONGEST] if texts else found
 
-    def source(self, node: ast.expr | None, depth: int = 0) -> ast.Call | None:
-        """Return the call that loads a model or a dataset: through names, `["train"]`, and methods such as map."""
-        if depth > 20:
-            return None
-        if isinstance(node, ast.Name) and node.id in self.values:
-            return self.source(self.values[node.id], depth + 1)
-        if isinstance(node, ast.Subscript):
-            return self.source(node.value, depth + 1)
+    def source(self, node: ast.expr | None) -> tuple[ast.Call | None, list[ast.expr]]:
+        """Return the call that loads a model or a dataset, and what is done with it, last step first.
+
+        These are calls of methods, such as map, and subscripts, such as `["train"]`.
+        """
+        after: list[ast.expr] = []
+        for _ in range(_LONGEST_CHAIN):
+            if isinstance(node, ast.Name) and node.id in self.values:
+                node = self.values[node.id]
+            elif isinstance(node, ast.Call) and name_of(node).rpartition(".")[2] in _LOADS:
+                return node, after
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                after.append(node)
+                node = node.func.value
+            elif isinstance(node, ast.Subscript):
+                after.append(node)
+                node = node.value
+            else:
+                break
+        return None, after
+
+
+def _innermost(node: ast.expr) -> ast.Attribute | ast.Subscript | None:
+    """Return the innermost part of a chain of methods and subscripts; None for any other expression."""
+    found: ast.Attribute | ast.Subscript | None = None
+    while isinstance(node, (ast.Call, ast.Attribute, ast.Subscript)):
         if isinstance(node, ast.Call):
-            if name_of(node).rpartition(".")[2] in _LOADS:
-                return node
-            if isinstance(node.func, ast.Attribute):
-                return self.source(node.func.value, depth + 1)
-        return None
+            node = node.func
+        else:
+            found, node = node, node.value
+    return found
+
+
+def _is_dict(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Call) and name_of(node) == "dict"
 
 
 def name_of(node: ast.Call) -> str:
@@ -150,7 +223,8 @@ def read_script(text: str, name: str) -> ForeignRun:
     if not configs:
         _refuse(script, trainers, name)
     config = next((c for c in configs if c.replace("Config", "Trainer") in trainers), configs[-1])
-    run = ForeignRun("TRL", CONFIGS[config], _keywords(script, last[config]))
+    run = ForeignRun("TRL", CONFIGS[config], _keywords(script, last[config]), names=dict(_NAMES))
+    _of_configuration(script, last[config], run)
     if others := [c for c in configs if c != config]:
         run.notes.append(
             f"that you mean the run of {config}: {name} calls {' and '.join(others)} too, which need a script of their own"
@@ -162,6 +236,21 @@ def read_script(text: str, name: str) -> ForeignRun:
         run.options |= {"LoraConfig": True} | {_LORA.get(key, key): value for key, value in _keywords(script, lora).items()
                                                if key not in ("task_type", "bias")}  # fmt: skip
     return run
+
+
+def _of_configuration(script: ScriptValues, call: ast.Call, run: ForeignRun) -> None:
+    """Add what a configuration gets otherwise than by keywords: its place of output, and attributes that are set later."""
+    for place, argument in enumerate(call.args):
+        name = f"{name_of(call)}'s argument {place + 1}" if place else "output_dir"
+        run.options.setdefault(name, script.value(argument) if not place else Unresolved(ast.unparse(argument)[:200]))
+    names = {name for name, value in script.values.items() if value is call}
+    for owner, name, node, branch in script.attributes:
+        if owner in names or (owner.endswith(".args") and name in run.options):
+            value = script.value(node)
+            run.options[name] = Unresolved(f"{ast.unparse(node)[:200]} {branch}") if branch else value
+    for name in ("WANDB_PROJECT", "WANDB_NAME"):
+        if name in script.environment:
+            run.options[name] = script.value(script.environment[name])
 
 
 def _refuse(script: ScriptValues, trainers: list[str], name: str) -> None:
@@ -192,8 +281,10 @@ def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, name: str
     given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
     if call.args:
         given.setdefault("model", call.args[0])
+    if len(call.args) > 1 and run.trainer in ("grpo", "rloo"):
+        given.setdefault("reward_funcs", call.args[1])
     if "model" in given:
-        value, load = script.value(given["model"]), script.source(given["model"])
+        value, (load, _) = script.value(given["model"]), script.source(given["model"])
         if load is not None:
             named = {k.arg: k.value for k in load.keywords}
             value = script.value(load.args[0] if load.args else named.get("model_name"))
@@ -212,17 +303,22 @@ def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, name: str
 
 
 def _dataset(script: ScriptValues, node: ast.expr, run: ForeignRun, prefix: str) -> None:
-    load = script.source(node)
+    load, after = script.source(node)
     if load is None:
         run.options[f"{prefix}dataset_name"] = Unresolved(ast.unparse(node)[:200])
         return
     named = {k.arg: script.value(k.value) for k in load.keywords}
     path = script.value(load.args[0]) if load.args else named.get("path")
     configuration = script.value(load.args[1]) if len(load.args) > 1 else named.get("name")
-    split = named.get("split")
-    written = script.values.get(node.id, node) if isinstance(node, ast.Name) else node
-    if split is None and isinstance(written, ast.Subscript):
-        split = script.value(written.slice)
+    methods = {
+        step.func.attr: step for step in after if isinstance(step, ast.Call) and isinstance(step.func, ast.Attribute)
+    }
+    if "train_test_split" in methods:
+        _held_out(script, methods["train_test_split"], run)
+        if prefix:
+            return  # held_out keeps these rows
+    parts = [script.value(step.slice) for step in after if isinstance(step, ast.Subscript)]
+    split = named.get("split") or next((part for part in reversed(parts) if isinstance(part, str)), None)
     if isinstance(split, str) and "[" in split:
         run.notes.append(
             f"the number of rows: the script reads {split} alone; give limit, or write these rows to a file"
@@ -237,23 +333,30 @@ def _dataset(script: ScriptValues, node: ast.expr, run: ForeignRun, prefix: str)
         run.options["dataset_train_split"] = split
     elif isinstance(split, str):
         run.notes.append(f"the rows of eval_tasks, which names no split: write split {split} of {path} to a file")
-    text = ast.unparse(written)
-    if not prefix and re.search(r"\.(map|filter|select|shuffle|train_test_split)\(", text + _uses(script, node)):
+    if not prefix and methods.keys() & {
+        "map",
+        "filter",
+        "select",
+        "shuffle",
+        "take",
+        "remove_columns",
+        "rename_column",
+    }:
         run.notes.append(
             "the rows: the script changes them after loading (map, filter ...); write them to a file, or use fields"
         )
 
 
+def _held_out(script: ScriptValues, call: ast.Call, run: ForeignRun) -> None:
+    """Add the share or number of rows that train_test_split keeps from training."""
+    named = {k.arg: k.value for k in call.keywords}
+    size = call.args[0] if call.args else named.get("test_size")
+    run.options["train_test_split"] = 0.25 if size is None else script.value(size)
+
+
 def _files(given: Any, split: Any) -> Any:
     """Return the files of a split. `datasets` calls the only split of files "train"; a file here has none."""
     return given.get(split, given) if isinstance(given, dict) and isinstance(split, str) else given
-
-
-def _uses(script: ScriptValues, node: ast.expr) -> str:
-    """Return the methods that are called on a name."""
-    name = node.id if isinstance(node, ast.Name) else ""
-    called = [name_of(call) for call in script.calls if name and name_of(call).startswith(f"{name}.")]
-    return "".join(f".{call.rpartition('.')[2]}(" for call in called)
 
 
 def _rewards(script: ScriptValues, node: ast.expr, name: str, runs: bool, run: ForeignRun) -> Any:

@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from posttrain.apps.migration.foreign_run import ForeignRun, Unresolved, shown
+from posttrain.apps.migration.foreign_run import ForeignRun, Unresolved, shown, value_of
 from posttrain.config.verbs import VERBS
 from posttrain.core.coerce import convert
 from posttrain.core.extras import install, installed
@@ -115,11 +115,19 @@ class RecipeDraft:
     def number(self, name: str, otherwise: float | None = None) -> Any:
         """Return a number; the default for none. Raises UserError where something else is given."""
         value = self.read(name, otherwise)
+        value = value_of(value) if isinstance(value, str) else value  # as argparse converts it
         if value is None:
             return self.defaults.get(name, otherwise)
         if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST_NUMBER:
             return value
         raise UserError(f"{self.run.framework}'s {name} is a number, not {shown(value)!r:.60}")
+
+    def word(self, name: str) -> Any:
+        """Return a choice: text, or a truth value. Raises UserError where several are given."""
+        value = self.read(name)
+        if isinstance(value, (list, dict)):
+            raise UserError(f"{self.run.framework}'s {name} of {self.run.trainer} is one word, not {shown(value)}")
+        return value
 
     def count(self, name: str, otherwise: float | None = None) -> int:
         """Return a whole number above 0. Raises UserError where something else is given."""
@@ -196,6 +204,8 @@ class RecipeDraft:
         hint = self._kinds().get(option.partition(".")[0])
         if hint is None:
             raise UserError(f"posttrain {self.verb} has no such option")
+        if isinstance(value, str) and hint in (int, float, int | None, float | None):
+            value = value_of(value)
         if isinstance(value, int) and not isinstance(value, bool) and hint in (float, float | None):
             value = float(value)
         if isinstance(value, float) and value.is_integer() and hint in (int, int | None):

@@ -25,6 +25,8 @@ VERL = {
 OPENRLHF = ("train_ppo_ray", "train_sft", "train_dpo", "train_rm")
 _CONFIGURATIONS = (".yaml", ".yml")
 _PROCESSES = {"--num_processes", "--num-processes", "--nproc_per_node", "--nproc-per-node", "--num_gpus"}
+ENVIRONMENT = ("WANDB_PROJECT", "WANDB_NAME")
+"""Variables that say what options say."""
 _NODES = {"--nnodes", "--num_machines", "--num_nodes"}
 
 
@@ -56,12 +58,20 @@ def read(source: str, trainer: str | None = None) -> ForeignRun:
                 run.notes.append(
                     f"that you mean this command, the first of {more + 1} in {path.name}: give another a file of its own"
                 )
+            _of_environment(run, text)
             return run
         words += command
     raise UserError(
         f"{clip(source)} has no command of TRL (trl grpo), verl (python -m verl.trainer.main_ppo) or OpenRLHF "
         f"(python -m openrlhf.cli.train_ppo_ray){_found(words)}"
     )
+
+
+def _of_environment(run: ForeignRun, text: str) -> None:
+    """Add the variables that a shell script sets for its run."""
+    for name in ENVIRONMENT:
+        if found := re.search(rf"(?:^|[\s;]){name}=(\"[^\"\n]*\"|'[^'\n]*'|[^\s;\"']+)", text):
+            run.options.setdefault(name, value_of(found[1]))
 
 
 def _more(rest: Iterable[list[str]], path: Path) -> int:
@@ -93,9 +103,9 @@ def _of_command(words: list[str], path: Path) -> ForeignRun | None:
         if module[2] in TRL_TRAINERS and (
             ("trl" in module[0].split(".") and "scripts" in module[0]) or words[place - 1] == "trl"
         ):
-            return _of_trl_command(module[2], after, _launched(words[:place]), path)
+            return _launched_by(_of_trl_command(module[2], after, path), words[:place], path)
         if Path(word).suffix == ".py" and _is_trl_script(path.parent / word):
-            return _with_script(path.parent / word, after, _launched(words[:place]))
+            return _launched_by(_with_script(path.parent / word, after, path), words[:place], path)
         if words[place - 1 : place] == ["trl"] and re.fullmatch(r"[a-z][\w-]*", word):
             raise UserError(
                 f"trl {word} has no counterpart in posttrain; there are {', '.join(f'trl {name}' for name in TRL_TRAINERS)}"
@@ -119,20 +129,40 @@ def _launched(words: list[str]) -> int | None:
     return found["processes"] * (found.get("nodes", 1) if per_machine else 1)
 
 
+def _launched_by(run: ForeignRun, words: list[str], path: Path) -> ForeignRun:
+    """Return a run of TRL with the processes of what launches it: its options, or those of accelerate's configuration."""
+    run.devices = _launched(words) or run.devices
+    given = _of_arguments(words).get("config_file") or run.options.pop("accelerate_config", None)
+    if run.devices is None and isinstance(given, str):
+        try:
+            count = _mapping(user_files.text(path.parent / given, LARGEST), given).get("num_processes")
+            run.devices = count if isinstance(count, int) and 0 < count < 10**6 else None
+        except (OSError, UnicodeDecodeError):
+            run.notes.append(f"the number of devices: {given} names it, and is not beside {path.name}: --devices N")
+    return run
+
+
 def _of_hydra(trainer: str, words: list[str], devices: int | None) -> ForeignRun:
     """Return a run of verl: name=value, +name=value, ++name=value; ~name takes one away."""
     options: dict[str, Any] = {}
-    for word in words:
+    notes: list[str] = []
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         name, equals, value = word.partition("=")
         if name.startswith("~"):
             options.pop(name[1:], None)
+            notes.append(f"what {word} takes away: this recipe has the default of {name[1:]} there, if it has any")
+        elif name in ("--config-name", "-cn"):
+            file = (value if equals else following).removesuffix(".yaml")
+            notes.append(
+                f"{file}.yaml, which decides too: its options are not read; add those that differ to the command"
+            )
         elif equals and re.fullmatch(r"\+{0,2}[\w@][\w.@/-]*", name):
             read = value_of(value)
             options |= flat({name.lstrip("+"): read}) if isinstance(read, dict) else {name.lstrip("+"): read}
     gpus, nodes = options.get("trainer.n_gpus_per_node"), options.get("trainer.nnodes", 1)
     if isinstance(gpus, int) and isinstance(nodes, int):
         devices = gpus * nodes
-    return ForeignRun("verl", trainer, options, devices)
+    return ForeignRun("verl", trainer, options, devices, notes)
 
 
 def _of_arguments(words: list[str]) -> dict[str, Any]:
@@ -151,20 +181,24 @@ def _of_arguments(words: list[str]) -> dict[str, Any]:
     return options
 
 
-def _of_trl_command(trainer: str, words: list[str], devices: int | None, path: Path) -> ForeignRun:
+def _of_trl_command(trainer: str, words: list[str], path: Path) -> ForeignRun:
     """Return a run of `trl TRAINER`: its options, over those of its --config file, if that is there."""
+    run = ForeignRun("TRL", trainer)
+    _configured(run, words, path)
+    if isinstance(processes := run.options.pop("num_processes", None), int):
+        run.devices = processes
+    return run
+
+
+def _configured(run: ForeignRun, words: list[str], path: Path) -> None:
+    """Add the options of a command, over those of its --config file, over those that the run has."""
     options = _of_arguments(words)
-    if isinstance(processes := options.pop("num_processes", None), int):
-        devices = processes
-    file, notes, base = options.pop("config", None), [], {}
-    if isinstance(file, str):
-        place = path.parent / file
+    if isinstance(file := options.pop("config", None), str):
         try:
-            base = _mapping(user_files.text(place, LARGEST), file)
+            run.options |= _mapping(user_files.text(path.parent / file, LARGEST), file)
         except (OSError, UnicodeDecodeError) as error:
-            notes.append(f"the options of --config {file}, which cannot be read ({one_line(error)}): add them here")
-    given = {name: value for name, value in options.items() if value is not None}
-    return ForeignRun("TRL", trainer, {**base, **given}, devices, notes)
+            run.notes.append(f"the options of --config {file}, which cannot be read ({one_line(error)}): add them here")
+    run.options |= {name: value for name, value in options.items() if value is not None}
 
 
 def _is_trl_script(place: Path) -> bool:
@@ -174,7 +208,7 @@ def _is_trl_script(place: Path) -> bool:
         return False
 
 
-def _with_script(place: Path, words: list[str], devices: int | None) -> ForeignRun:
+def _with_script(place: Path, words: list[str], path: Path) -> ForeignRun:
     """Return the run of a script of one's own, with the options of its command over its own."""
     text = user_files.text(place, LARGEST)
     try:
@@ -183,8 +217,7 @@ def _with_script(place: Path, words: list[str], devices: int | None) -> ForeignR
         if (config := next((name for name in CONFIGS if re.search(rf"\b{name}\b", text)), None)) is None:
             raise
         run = ForeignRun("TRL", CONFIGS[config], {}, None, [f"{place.name} decides too: read it"])
-    run.options |= _of_arguments(words)
-    run.devices = devices
+    _configured(run, words, path)
     return run
 
 
@@ -198,6 +231,8 @@ def _mapping(text: str, name: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{clip(name)} is not a configuration of TRL: it has no options (name: value)")
     plain = (bool, int, float, str, list, dict, type(None))
+    if isinstance(environment := content.pop("env", None), dict):  # TRL sets these variables
+        content |= {name: value for name, value in environment.items() if name in ENVIRONMENT}
     return {str(key): value if isinstance(value, plain) else str(value) for key, value in content.items()}
 
 
@@ -223,4 +258,4 @@ def _of_configuration(options: dict[str, Any], trainer: str | None, name: str) -
         )
     notes = [] if trainer else [f"that this configuration is one of trl {found}: --trainer names another"]
     options = {key: value for key, value in options.items() if not isinstance(value, Unresolved)}
-    return ForeignRun("TRL", found, flat({k: v for k, v in options.items() if k != "env"}), None, notes)
+    return ForeignRun("TRL", found, flat(options), None, notes)

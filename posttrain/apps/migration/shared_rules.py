@@ -170,8 +170,8 @@ def devices_of(draft: RecipeDraft, devices: int | None, need: bool) -> int:
     """Return the processes of the run: as given, as the command names them, or one. They share its batch."""
     found = devices or draft.run.devices or 1
     if devices is None and draft.run.devices is None and need:
-        draft.head.append(
-            "The devices of the run are not in it: 1 is assumed. Their number is a factor of its batch: --devices N."
+        draft.run.notes.append(
+            "the number of devices, a factor of the batch: it is not known here, 1 is assumed: --devices N"
         )
     if found > 1:
         draft.put(

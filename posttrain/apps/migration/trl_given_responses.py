@@ -66,7 +66,7 @@ def given_responses(draft: RecipeDraft, processes: int, rows: int | None) -> Non
 
 
 def _sft(draft: RecipeDraft) -> None:
-    if (kind := draft.read("loss_type")) == "dft":
+    if (kind := draft.word("loss_type")) == "dft":
         draft.put("token_weight", "probability", f"{draft.origin('loss_type')}: dynamic fine-tuning")
     elif kind != "nll":
         raise UserError(f"SFT's loss_type {shown(kind)!r:.40} has no counterpart; supported: nll and dft")
@@ -121,7 +121,7 @@ def _preferences(draft: RecipeDraft) -> None:
 def _direct_preferences(draft: RecipeDraft, kinds: list[Any], weights: list[Any]) -> None:
     smoothing = draft.number("label_smoothing")
     links = [kind for kind in kinds if kind != "sft"]
-    if len(links) != 1 or links[0] not in _LINKS or len(weights) != len(kinds):
+    if len(links) != 1 or str(links[0]) not in _LINKS or len(weights) != len(kinds):
         raise UserError(
             f"DPO's loss_type {shown(kinds)!r:.60} has no counterpart; supported: {', '.join(_LINKS)}, alone or with sft"
         )
@@ -136,7 +136,7 @@ def _direct_preferences(draft: RecipeDraft, kinds: list[Any], weights: list[Any]
         draft.put("preference", float(weight[links[0]]), "loss_weights: of the comparisons")
     if "sft" in weight:
         draft.put("imitation", float(weight["sft"]), "loss_weights: of the likelihood of chosen responses")
-    divergence = draft.read("f_divergence_type")
+    divergence = draft.word("f_divergence_type")
     if divergence not in (None, "reverse_kl"):
         known = {"forward_kl": "forward-kl", "js_divergence": "jensen-shannon", "alpha_divergence": "alpha"}
         if divergence not in known:

@@ -306,7 +306,7 @@ def _named(name: str) -> tuple[str, str]:
 
 def _grpo(draft: RecipeDraft, updates: int) -> None:
     """Write the loss of GRPO in its variants."""
-    kind, level = draft.read("loss_type"), draft.read("importance_sampling_level")
+    kind, level = draft.word("loss_type"), draft.word("importance_sampling_level")
     low = draft.number("epsilon")
     high, dual = draft.number("epsilon_high", low) or low, draft.number("delta")
     if kind in _AGGREGATES:
@@ -332,7 +332,7 @@ def _grpo(draft: RecipeDraft, updates: int) -> None:
         draft.put("ratio", "sequence-mean", f"{draft.origin('importance_sampling_level')}: GSPO's ratio")
     elif kind in _AGGREGATES:
         draft.put("ratio", "token", f"{draft.origin('importance_sampling_level')}: same meaning")
-    scale = draft.read("scale_rewards")
+    scale = draft.word("scale_rewards")
     draft.put(
         "scale", {True: "group", False: "none"}.get(scale, scale), f"{draft.origin('scale_rewards')}: same meaning"
     )
@@ -379,7 +379,7 @@ def _penalties(draft: RecipeDraft, updates: int) -> None:
 def _correction(draft: RecipeDraft) -> None:
     kinds = {"sequence_mask": "sequence", "token_truncate": "truncate", "token_mask": "icepop",
              "sequence_truncate": "sequence-truncate"}  # fmt: skip
-    mode, cap = draft.read("vllm_importance_sampling_mode"), draft.number("vllm_importance_sampling_clip_max")
+    mode, cap = draft.word("vllm_importance_sampling_mode"), draft.number("vllm_importance_sampling_clip_max")
     if not draft.read("vllm_importance_sampling_correction"):
         return
     draft.put(

@@ -82,7 +82,7 @@ class ScriptValues(ast.NodeVisitor):
             name, key = ast.unparse(target.value), target.slice
             if name.endswith("environ"):
                 self.environment[str(key.value)] = value
-            elif isinstance(before := self.values.get(name), ast.Dict) or _is_dict(before):
+            elif (before := self.values.get(name)) is not None and (isinstance(before, ast.Dict) or _is_dict(before)):
                 self.values[name] = ast.Dict([None, key], [before, value])
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:

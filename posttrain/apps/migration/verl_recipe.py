@@ -223,7 +223,7 @@ def _batch(draft: RecipeDraft) -> tuple[int, int]:
 
 def _policy(draft: RecipeDraft, updates: int) -> None:
     """Write advantages, ratio, clip and denominator."""
-    estimator, mode = draft.read("algorithm.adv_estimator"), draft.read(f"{ACTOR}.policy_loss.loss_mode")
+    estimator, mode = draft.word("algorithm.adv_estimator"), draft.word(f"{ACTOR}.policy_loss.loss_mode")
     if estimator not in ALGORITHMS:
         raise UserError(
             f"verl's adv_estimator {shown(estimator)!r:.60} has no counterpart; supported: {', '.join(ALGORITHMS)}"
@@ -243,7 +243,7 @@ def _policy(draft: RecipeDraft, updates: int) -> None:
     )
     draft.put("algorithm", name, f"{told}; what differs is in the lines below")
     _advantage(draft, estimator)
-    aggregate, formula = AGGREGATES.get(draft.read(f"{ACTOR}.loss_agg_mode"), ("", ""))
+    aggregate, formula = AGGREGATES.get(draft.word(f"{ACTOR}.loss_agg_mode"), ("", ""))
     if not aggregate:
         raise UserError(
             f"verl's {draft.origin(f'{ACTOR}.loss_agg_mode')} has no counterpart; supported: {', '.join(AGGREGATES)}"

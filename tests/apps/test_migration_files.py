@@ -1,0 +1,85 @@
+"""Recipes from commands with further files: configurations of TRL, accelerate and Hydra, and the values in them."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from posttrain.apps.migration.migrate import recipe_for
+from posttrain.cli.main import main
+from posttrain.config.resolve import filled, validate
+from posttrain.config.verbs import VERBS
+
+PARSED = "from trl import TrlParser, DPOConfig, ModelConfig\nparser = TrlParser((DPOConfig, ModelConfig))\n"
+
+
+def imported(path: Path, trainer: str | None = None, rows: int | None = None) -> tuple[str, dict[str, Any]]:
+    """Return the recipe and its table, which a run accepts."""
+    draft = recipe_for(str(path), None, rows, trainer)
+    text = draft.toml(path.name, "recipe.toml")
+    table = tomllib.loads(text)[draft.verb]
+    validate(filled(VERBS[draft.verb].options, table))
+    return text, table
+
+
+def files(folder: Path, **contents: str) -> Path:
+    """Write files, whose names have "_" for "."; return that of the run."""
+    for name, content in contents.items():
+        (folder / name.replace("_", ".")).write_text(content, encoding="utf-8")
+    return folder / next(iter(contents)).replace("_", ".")
+
+
+LAUNCH = "accelerate launch --config_file=accelerate.yaml dpo.py --config dpo.yaml --learning_rate 2e-6"
+LAUNCH += " --use_peft --lora_r 16\n"
+
+
+def test_the_configuration_that_a_command_gives_to_a_script_is_read(tmp_path: Path) -> None:
+    dpo = "beta: 0.3\nlearning_rate: 1.0e-5\ndataset_name: u/pairs\nper_device_train_batch_size: 4\n"
+    run = files(tmp_path, run_sh=LAUNCH, dpo_py=PARSED, dpo_yaml=dpo, accelerate_yaml="num_processes: 2\n")
+    _, table = imported(run)
+    assert (table["beta"], table["lr"], table["tasks"], table["lora"]) == (0.3, 2e-6, "u/pairs", 16)
+    assert (table["rows"], table["processes"]) == (8, 2)
+
+
+def test_files_that_decide_and_are_not_there_are_told_in_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = files(tmp_path, run_sh=LAUNCH, dpo_py=PARSED)
+    assert main(["import", str(run), "--out", str(tmp_path / "a.toml")]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "the number of devices: accelerate.yaml names it, and is not beside run.sh: --devices N" in told
+    assert "the options of --config dpo.yaml, which cannot be read" in told
+    hydra = "python -m verl.trainer.main_ppo --config-path=conf --config-name={} trainer.nnodes=1 ~trainer.bar\n"
+    for name in ("my_grpo", "my_grpo.yaml"):
+        told = imported(files(tmp_path, verl_sh=hydra.format(name)))[0]
+        assert "# Check my_grpo.yaml, which decides too" in told and "# Check what ~trainer.bar takes away" in told
+
+
+def test_numbers_of_a_configuration_are_read_as_argparse_reads_them(tmp_path: Path) -> None:
+    """YAML reads 1e-3 without a point as text."""
+    text = 'beta: 1e-3\nmax_steps: "50"\nlearning_rate: 2e-6\nlabel_smoothing: "0.1"\nseed: "7"\n'
+    _, table = imported(files(tmp_path, a_yaml=text), "dpo")
+    lines = {"beta": 1e-3, "steps": 50, "lr": 2e-6, "smoothing": 0.1, "seed": 7}
+    assert {name: table[name] for name in lines} == lines
+
+
+@pytest.mark.parametrize(
+    ("content", "trainer"),
+    [
+        ("loss_type: [sigmoid, sft]", "grpo"),
+        ("loss_type: [[a], b]", "dpo"),
+        ("loss_type: [nll]", "sft"),
+        ("scale_rewards: [a]", "grpo"),
+        ("importance_sampling_level: [a]", "grpo"),
+        ("use_vllm: true\nvllm_importance_sampling_mode: [a]", "grpo"),
+        ("f_divergence_type: [a]", "dpo"),
+    ],
+)
+def test_a_list_in_place_of_a_word_is_refused_in_one_line(
+    content: str, trainer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["import", str(files(tmp_path, a_yaml=content)), "--trainer", trainer]) == 2
+    assert capsys.readouterr().err.startswith("posttrain: TRL's ") or trainer == "dpo"

@@ -21,7 +21,9 @@ def imported(path: Path, trainer: str | None = None, rows: int | None = None) ->
     draft = recipe_for(str(path), None, rows, trainer)
     text = draft.toml(path.name, "recipe.toml")
     table = tomllib.loads(text)[draft.verb]
-    validate(filled(VERBS[draft.verb].options, table))
+    validate(
+        filled(VERBS[draft.verb].options, {k: v for k, v in table.items() if k != "track"})
+    )  # perhaps not installed here
     return text, table
 
 
@@ -83,3 +85,76 @@ def test_a_list_in_place_of_a_word_is_refused_in_one_line(
 ) -> None:
     assert main(["import", str(files(tmp_path, a_yaml=content)), "--trainer", trainer]) == 2
     assert capsys.readouterr().err.startswith("posttrain: TRL's ") or trainer == "dpo"
+
+
+VLLM = "trl grpo --dataset_name d --reward_funcs accuracy_reward --use_vllm true"
+
+
+@pytest.mark.parametrize(
+    ("text", "rows", "lines", "told"),
+    [
+        (VLLM, None, {"correction": "sequence-truncate", "correction_cap": 3.0}, "larger weight out (weight 0)"),
+        (f"{VLLM} --vllm_importance_sampling_mode token_mask", None, {"correction": "icepop"}, "below 1 / cap"),
+        ("trl dpo --dataset_name d --lr_scheduler_type cosine_with_min_lr", None, {"schedule": "cosine"},
+         "it ends at 0 here, and at min_lr there"),
+        ("trl dpo --dataset_name d --lr_scheduler_type constant --warmup_steps 9", None, {"warmup": None}, "no warm-up"),
+        ("trl dpo --save_strategy epoch --eval_strategy epoch", 80, {"save_every": 10, "eval_every": 10}, "of a pass"),
+        ("trl dpo --save_strategy epoch", None, {"save_every": None}, "those of a pass (import with --rows ROWS)"),
+        ("trl dpo --save_strategy no --eval_strategy no --eval_steps 50 --save_steps 7", None,
+         {"save_every": 1_000_000, "eval_every": None}, "only at the end"),
+        ("trl dpo --eval_strategy steps --eval_steps 50", None, {"eval_every": 50}, ""),
+        ("trl dpo --report_to wandb --run_name one", None, {"track": ["wandb"], "out": "runs/one"}, "pip install"),
+        ("export WANDB_PROJECT='p q'\ntrl dpo --report_to wandb", None, {"track_project": "p q"}, ""),
+        ("WANDB_PROJECT=p trl dpo --dataset_name d", None, {"track_project": None}, "no effect without a tracker"),
+        ("trl grpo --scale_rewards none", None, {"scale": "none", "settings": None}, ""),
+    ],
+)  # fmt: skip
+def test_options_of_trl_that_have_no_exact_equal_are_converted_or_told(
+    text: str, rows: int | None, lines: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    recipe, table = imported(files(tmp_path, run_sh=text), rows=rows)
+    assert {name: table.get(name) for name in lines} == lines and told in recipe
+    assert "_strategy = no:" not in recipe.replace("save_strategy = no: only at the end", ""), "no noise"
+
+
+@pytest.mark.parametrize(
+    ("options", "lines", "told", "untold"),
+    [
+        (
+            "data.filter_overlong_prompts=True data.truncation=error",
+            {"too_long": "skip"},
+            "no effect: longer prompts",
+            "",
+        ),
+        ("data.truncation=error", {"too_long": "refuse"}, "", ""),
+        (
+            "trainer.logger=['console','wandb'] trainer.project_name=p",
+            {"track": ["wandb"], "track_project": "p"},
+            "",
+            "",
+        ),
+        (
+            "trainer.logger=console trainer.project_name=p",
+            {"track": None, "track_project": None},
+            "without a tracker",
+            "",
+        ),
+        ("algorithm.norm_adv_by_std_in_grpo=false", {"scale": "none"}, "do not divide by the group's std", ""),
+        (
+            "data.train_files=['a.parquet','b.parquet']",
+            {"tasks": "a.parquet"},
+            "the first of 2 alone",
+            "parquet]: same",
+        ),
+        ("reward_model.reward_manager=naive trainer.val_before_train=True", {}, "", "reward_manager"),
+        ("trainer.val_before_train=True", {}, "", "val_before_train"),
+        ("actor_rollout_ref.actor.fsdp_config.optimizer_offload=True", {"offload": ["optimizer"]}, "", ""),
+    ],
+)
+def test_options_of_verl_vanish_neither_nor_say_the_opposite(
+    options: str, lines: dict[str, Any], told: str, untold: str, tmp_path: Path
+) -> None:
+    text = f"python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {options}"
+    recipe, table = imported(files(tmp_path, run_sh=text))
+    assert {name: table.get(name) for name in lines} == lines and told in recipe
+    assert not untold or untold not in recipe

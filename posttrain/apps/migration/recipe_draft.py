@@ -12,7 +12,6 @@ from typing import Any, get_type_hints
 from posttrain.apps.migration.foreign_run import ForeignRun, Unresolved, shown, value_of
 from posttrain.config.verbs import VERBS
 from posttrain.core.coerce import convert
-from posttrain.core.extras import install, installed
 from posttrain.core.foreign_options import ELSEWHERE
 from posttrain.core.messages import clip, inline, safe
 from posttrain.core.option_aliases import answer, direct, entry
@@ -80,7 +79,7 @@ _OF_OTHERS = re.compile(r"(critic|reward|reward_model|eval|.*\.ref|.*\.val_kwarg
 _SECRET = re.compile(r"(wandb\.key|wandb_key|use_wandb|token|secret|password|api_key)$")
 """Names of options whose values no file may repeat."""
 
-_TRACKERS = ("wandb", "trackio", "mlflow", "swanlab")
+TRACKERS = ("wandb", "trackio", "mlflow", "swanlab")
 
 
 @dataclass
@@ -162,6 +161,9 @@ class RecipeDraft:
         value = self.read(name)
         if value is None:
             return
+        if option == "tasks" and isinstance(value, list) and len(value) > 1:
+            why = f"the first of {len(value)} alone is read here"
+            self.run.notes.append(f"tasks: {why}, {shown(value[0])}; put the files into a folder, or into one file")
         try:
             value = self.fitted(option, value)
         except UserError as error:
@@ -186,9 +188,7 @@ class RecipeDraft:
         if option in ("lora", "lora_alpha") and value == 0:
             raise UserError("0 means none")
         if option == "track":
-            value = [t for t in (value if isinstance(value, list) else [value]) if t in _TRACKERS]
-            if lacking := [t for t in value if not installed(t)]:
-                raise UserError(f"it is not installed: {install(lacking[0])}")
+            value = [t for t in (value if isinstance(value, list) else [value]) if t in TRACKERS]
         if option == "top_k" and value == -1:
             value = 0
         if option == "lora_targets" and isinstance(value, str):
@@ -196,8 +196,6 @@ class RecipeDraft:
         if isinstance(value, str) and option in ("model", "tasks", "eval_tasks", "out", "reward_model", "critic_model"):
             value = str(Path(value).expanduser()) if value.startswith("~") else value
         if isinstance(value, list) and option == "tasks":
-            if len(value) > 1:
-                self.note(option, f"one file of rows is read, not {len(value)}: put them into a folder, or one file")
             value = value[0] if value else ""
         if isinstance(value, str) and option in ("reward_model", "env_", "eval_tasks"):
             value = [value]

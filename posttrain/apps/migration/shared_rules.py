@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from posttrain.apps.migration.recipe_draft import NEVER, RecipeDraft
+from posttrain.apps.migration.recipe_draft import NEVER, TRACKERS, RecipeDraft
+from posttrain.core.extras import install
 from posttrain.core.types import UserError
 
 FIRST_RATE = "; the first has 1 / warmup of the rate here, and 0 there"
@@ -158,12 +159,59 @@ def held_out(draft: RecipeDraft, name: str, rows: int | None) -> None:
         draft.put("held_out", round(float(share), 6), f"{draft.origin(name)}: the same share, other rows of it")
 
 
+def strategies(draft: RecipeDraft, updates: int, per_pass: int | None) -> None:
+    """Write when TRL saves and evaluates: after so many updates, after each pass of `per_pass` steps, or never."""
+    for option, kind, otherwise in (("save_every", "save", "steps"), ("eval_every", "eval", "no")):
+        strategy, name = draft.word(f"{kind}_strategy"), f"{kind}_steps"
+        evaluates = kind == "eval" and (draft.given(name) or draft.read("do_eval"))
+        if strategy is None:
+            strategy = "steps" if evaluates else otherwise
+        if strategy == "steps":
+            if kind == "eval" and not draft.given(name):
+                told = "eval_steps, not given: TRL's logging_steps, which are not in it"
+                if draft.given("logging_steps"):
+                    frequency(draft, option, "logging_steps", updates)
+                else:
+                    draft.put(option, max(1, round(500 / updates)), f"{told}: its default, 500 updates")
+            else:
+                frequency(draft, option, name, updates)
+            continue
+        draft.treated.add(name)
+        if strategy == "epoch" and per_pass is not None:
+            draft.put(option, per_pass, f"{draft.origin(f'{kind}_strategy')}: the steps of a pass")
+        elif strategy == "epoch":
+            what = f"{option} is a number of steps here: those of a pass (import with --rows ROWS)"
+            draft.note(draft.origin(f"{kind}_strategy"), what)
+        elif kind == "save" and strategy in (False, "no"):
+            draft.put(option, NEVER, f"{draft.origin('save_strategy')}: only at the end")
+        elif strategy not in (False, "no"):
+            draft.note(draft.origin(f"{kind}_strategy"), f"{option} is a number of steps here")
+
+
+def trackers(draft: RecipeDraft, name: str, project: str) -> None:
+    """Write the trackers of a run and their project, which has an effect only with one of them."""
+    given = draft.read(name) if draft.given(name) else None
+    kept = [kind for kind in (given if isinstance(given, list) else [given]) if kind in TRACKERS]
+    if kept:
+        draft.put("track", kept, f"{draft.origin(name)}: where it runs, {install(str(kept[0]))}")
+    if isinstance(given, str) and given not in (*TRACKERS, "none", "console", "tensorboard"):
+        draft.note(draft.origin(name), f"trackers here: {', '.join(TRACKERS)}; TensorBoard's files are always written")
+    if not draft.given(project):
+        draft.read(project)
+    elif kept:
+        draft.same("track_project", project)
+    else:
+        draft.note(
+            draft.origin(project), f"no effect without a tracker, and {name} names none: --track, --track-project"
+        )
+        draft.treated.add(project)
+
+
 def tracked_by_wandb(draft: RecipeDraft, name: str) -> None:
-    """Write that wandb follows the run, where it is installed here."""
-    try:
-        draft.put("track", draft.fitted("track", "wandb"), f"{draft.origin(name)}: the secret is in WANDB_API_KEY")
-    except UserError as error:
-        draft.note(draft.origin(name), f"not taken over as track: {error}")
+    """Write that wandb follows the run."""
+    told = f"its key is in WANDB_API_KEY; where it runs, {install('wandb')}"
+    draft.put("track", ["wandb"], f"{draft.origin(name)}: {told}")
+    draft.treated.add(name)
 
 
 def devices_of(draft: RecipeDraft, devices: int | None, need: bool) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain.apps.migration.foreign_run import shown
 from posttrain.apps.migration.recipe_draft import RecipeDraft
-from posttrain.apps.migration.shared_rules import FIRST_RATE, frequency, moving_reference, warm_up
+from posttrain.apps.migration.shared_rules import FIRST_RATE, moving_reference, strategies, warm_up
 from posttrain.core.types import UserError
 
 _LINKS = {
@@ -30,6 +30,9 @@ _LINKS = {
 def warm_up_of(draft: RecipeDraft, updates: int, steps: int | None) -> None:
     """Write a warm-up of so many updates, or of a share of them."""
     first, share = draft.number("warmup_steps"), draft.number("warmup_ratio")
+    if (first or share) and draft.read("lr_scheduler_type") == "constant":
+        draft.note("warmup_steps", "no effect: the schedule constant of transformers has no warm-up")
+        return
     if 0 < first < 1:
         warm_up(draft, "warmup_steps", first, None if steps is None else steps * updates)
     elif first:
@@ -54,9 +57,7 @@ def given_responses(draft: RecipeDraft, processes: int, rows: int | None) -> Non
     else:
         draft.put("epochs", float(passes), f"{draft.origin('num_train_epochs')}: same meaning")
     warm_up_of(draft, 1, None if updates is None else int(updates))
-    frequency(draft, "save_every", "save_steps", 1)
-    if draft.given("eval_steps"):
-        frequency(draft, "eval_every", "eval_steps", 1)
+    strategies(draft, 1, None if rows is None else math.ceil(rows / size))
     trainer = draft.run.trainer
     if draft.read("max_length") is not None:
         how, told = ("skip", "left out") if trainer == "reward" else ("truncate", "cut")

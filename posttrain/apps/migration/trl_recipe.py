@@ -17,12 +17,13 @@ from posttrain.apps.migration.shared_rules import (
     clips,
     devices_of,
     engine,
-    frequency,
     held_out,
     kept_checkpoints,
     moving_reference,
     split_of,
     steps_of,
+    strategies,
+    trackers,
 )
 from posttrain.apps.migration.trl_given_responses import given_responses, warm_up_of
 from posttrain.core.types import UserError
@@ -103,6 +104,22 @@ _AGGREGATES = {
     "dapo": ("token-mean", "mean over all tokens, 1 / sum n_j"),
     "dr_grpo": ("constant", "1 / (B max_completion_length)"),
 }
+_CORRECTIONS = {
+    "token_truncate": ("truncate", "same meaning", ""),
+    "sequence_truncate": ("sequence-truncate", "same meaning", ""),
+    "sequence_mask": (
+        "sequence-truncate",
+        "the same weight, a product over the reply, up to the cap",
+        "TRL leaves a reply with a larger weight out (weight 0); here its weight is the cap",
+    ),
+    "token_mask": (
+        "icepop",
+        "the same weight of a token between the bounds",
+        "the same upper bound; here tokens below 1 / cap are left out too",
+    ),
+}
+"""Mode of TRL -> the correction here, how it differs, and how its cap does."""
+_NO_CAP = 1e6
 _OWN_ALGORITHMS = {"cispo": "cispo", "sapo": "sapo", "vespo": "vespo", "luspo": "luspo"}
 
 
@@ -114,7 +131,8 @@ def trl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> Non
     processes = devices_of(draft, devices, need=True)
     (_rollouts if trainer in ("grpo", "rloo") else given_responses)(draft, processes, rows)
     draft.same("lr", "learning_rate")
-    draft.same("schedule", "lr_scheduler_type")
+    floor = draft.read("lr_scheduler_type") == "cosine_with_min_lr"
+    draft.same("schedule", "lr_scheduler_type", "it ends at 0 here, and at min_lr there" if floor else "same meaning")
     for name in ("weight_decay", "max_grad_norm", "seed"):
         draft.same(name, name)
     first, second = draft.number("adam_beta1"), draft.number("adam_beta2")
@@ -128,6 +146,12 @@ def trl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> Non
     _adapters(draft)
     kept_checkpoints(draft, "save_total_limit")
     draft.same("out", "output_dir")
+    run_name = draft.read("run_name", draft.read("WANDB_NAME"))
+    if isinstance(run_name, str) and "out" not in draft.lines:
+        draft.put("out", f"runs/{run_name}", "run_name: trackers call a run after its folder")
+    elif run_name:
+        draft.note(f"run_name = {shown(run_name)}", "trackers call a run after its folder, out")
+    trackers(draft, "report_to", "WANDB_PROJECT")
 
 
 def _precision(draft: RecipeDraft) -> None:
@@ -181,9 +205,7 @@ def _rollouts(draft: RecipeDraft, processes: int, rows: int | None) -> None:
     updates = passes * minibatches
     steps = _steps(draft, prompts, together, updates, rows)
     warm_up_of(draft, updates, steps)
-    frequency(draft, "save_every", "save_steps", updates)
-    if draft.given("eval_steps"):
-        frequency(draft, "eval_every", "eval_steps", updates)
+    strategies(draft, updates, None if rows is None else max(1, round(rows / prompts)))
     draft.same("max_tokens", "max_completion_length")
     draft.same("temperature", "temperature")
     for name, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("repetition_penalty", 1)):
@@ -336,7 +358,8 @@ def _grpo(draft: RecipeDraft, updates: int) -> None:
     draft.put(
         "scale", {True: "group", False: "none"}.get(scale, scale), f"{draft.origin('scale_rewards')}: same meaning"
     )
-    draft.set("advantage.eps", 1e-4, "TRL divides by (std + 1e-4)")
+    if scale not in (False, "none"):
+        draft.set("advantage.eps", 1e-4, "TRL divides by (std + 1e-4)")
     _penalties(draft, updates)
 
 
@@ -377,16 +400,17 @@ def _penalties(draft: RecipeDraft, updates: int) -> None:
 
 
 def _correction(draft: RecipeDraft) -> None:
-    kinds = {"sequence_mask": "sequence", "token_truncate": "truncate", "token_mask": "icepop",
-             "sequence_truncate": "sequence-truncate"}  # fmt: skip
-    mode, cap = draft.word("vllm_importance_sampling_mode"), draft.number("vllm_importance_sampling_clip_max")
+    """Write the weight for vLLM's probabilities. TRL's bounds are (none, clip_max) unless clip_min is given."""
+    mode, name = draft.word("vllm_importance_sampling_mode"), "vllm_importance_sampling_clip_max"
     if not draft.read("vllm_importance_sampling_correction"):
         return
-    draft.put(
-        "correction", kinds.get(mode, "truncate"), f"{draft.origin('vllm_importance_sampling_mode')}: nearest kind"
-    )
-    if cap and cap > 1:
-        draft.put("correction_cap", cap, f"{draft.origin('vllm_importance_sampling_clip_max')}: same meaning")
+    kind, told, beyond = _CORRECTIONS.get(mode, ("truncate", "not known here: the nearest kind", ""))
+    draft.put("correction", kind, f"{draft.origin('vllm_importance_sampling_mode')}: {told}")
+    cap = None if draft.given(name) and draft.read(name) is None else draft.number(name)
+    if cap is None:
+        draft.put("correction_cap", _NO_CAP, f"{draft.origin(name)}: no bound")
+    elif cap > 1:
+        draft.put("correction_cap", float(cap), f"{draft.origin(name)}: {beyond or 'same meaning'}")
 
 
 def _rloo(draft: RecipeDraft, updates: int) -> None:

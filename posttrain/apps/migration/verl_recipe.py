@@ -20,6 +20,7 @@ from posttrain.apps.migration.shared_rules import (
     kept_checkpoints,
     optimizer,
     steps_of,
+    trackers,
 )
 from posttrain.apps.migration.verl_sft_recipe import DECAYED, verl_sft
 from posttrain.core.types import UserError
@@ -198,6 +199,7 @@ def verl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> No
     frequency(draft, "save_every", "trainer.save_freq", 1)
     frequency(draft, "eval_every", "trainer.test_freq", 1)
     kept_checkpoints(draft, "trainer.max_actor_ckpt_to_keep")
+    _housekeeping(draft)
     if draft.given("trainer.default_local_dir"):
         draft.same("out", "trainer.default_local_dir")
     elif isinstance(experiment := draft.read("trainer.experiment_name"), str):
@@ -291,7 +293,9 @@ def _advantage(draft: RecipeDraft, estimator: str) -> None:
     by_std = draft.read("algorithm.norm_adv_by_std_in_grpo")
     if estimator in ("grpo", "grpo_vectorized"):
         told = draft.origin("algorithm.norm_adv_by_std_in_grpo")
-        draft.put("scale", "group" if by_std else "none", f"{told}: divide by the group's standard deviation")
+        draft.put(
+            "scale", "group" if by_std else "none", f"{told}: {'' if by_std else 'do not '}divide by the group's std"
+        )
     elif estimator.startswith("rloo"):
         draft.put("baseline", "others", "adv_estimator rloo: the mean of the group's others")
         draft.put("scale", "none", "adv_estimator rloo: no standard deviation")
@@ -435,7 +439,30 @@ def _long_rows(draft: RecipeDraft) -> None:
     """Write how prompts are treated that are longer than data.max_prompt_length: here, than the context."""
     skips, how = draft.read("data.filter_overlong_prompts"), draft.read("data.truncation")
     draft.read("data.filter_overlong_prompts_workers")
-    if not skips:
-        draft.put(
-            "too_long", draft.fitted("too_long", how), f"{draft.origin('data.truncation')}: here at the model's context"
-        )
+    name, value = ("data.filter_overlong_prompts", False) if skips else ("data.truncation", how)
+    draft.put("too_long", draft.fitted("too_long", value), f"{draft.origin(name)}: here at the model's context")
+    if skips and draft.given("data.truncation"):
+        draft.note(draft.origin("data.truncation"), "no effect: longer prompts are left out (too_long)")
+
+
+def _housekeeping(draft: RecipeDraft) -> None:
+    """Write what changes no result: trackers, what is kept on the host; treat what is so here in any case."""
+    trackers(draft, "trainer.logger", "trainer.project_name")
+    places = {
+        "optimizer": [f"{ACTOR}.fsdp_config.optimizer_offload"],
+        "activations": [f"{MODEL}.enable_activation_offload"],
+        "reference": ["actor_rollout_ref.ref.fsdp_config.param_offload"],
+    }
+    chosen = [kind for kind, names in places.items() if any([draft.read(name) for name in names])]
+    if "reference" in chosen and not draft.lines.get("kl", (0.0,))[0]:
+        chosen.remove("reference")  # there is none
+    if chosen:
+        told = ", ".join(draft.origin(name) for kind in chosen for name in places[kind])
+        draft.put("offload", chosen, f"{told}: same meaning; memory only")
+    for name in ("reward_model.reward_manager", "reward.reward_manager.name", "reward_manager.name"):
+        if draft.given(name) and draft.run.options[name] == "naive":
+            draft.treated.add(name)  # one call for a reply, as here
+    if draft.given("trainer.val_before_train"):
+        if not draft.read("trainer.val_before_train"):
+            draft.note(draft.origin("trainer.val_before_train"), "step 0 is evaluated here")
+        draft.treated.add("trainer.val_before_train")

@@ -60,5 +60,7 @@ def import_recipe(
         )
     for note in draft.run.notes:
         print(f"check       {note}")
+    for line in draft.before_the_first_run():
+        print(f"first       {line}")
     print(f"run it      posttrain {draft.verb} --config {quote(str(Path(out)))}")
     return 0

@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 from posttrain.apps.migration.foreign_run import ForeignRun, Unresolved, shown, value_of
 from posttrain.config.verbs import VERBS
 from posttrain.core.coerce import convert
+from posttrain.core.extras import install
 from posttrain.core.foreign_options import ELSEWHERE
 from posttrain.core.messages import clip, inline, safe
 from posttrain.core.option_aliases import answer, direct, entry
@@ -245,13 +246,35 @@ class RecipeDraft:
             elif value not in (None, False, "") or answer(name):
                 self.note(self.origin(name), answer(name) or "no counterpart in posttrain")
 
+    def before_the_first_run(self) -> list[str]:
+        """Return what has to be put right before the recipe runs, whatever machine imports it."""
+        value = {name: content for name, (content, _) in self.lines.items()}
+        found: list[str] = []
+        for option, place in (("model", "MODEL"), ("tasks", "rows.jsonl")):
+            if value.get(option) == place:
+                found.append(f"name {option}")
+            elif re.fullmatch(r"(?!runs/)[\w-]+/[\w.-]+(?<!\.jsonl)(?<!\.json)(?<!\.parquet)", str(value.get(option))):
+                found.append(
+                    f"{option} {value[option]} is of the hub, unless such a folder is here: without a network, name one"
+                )
+        if value.get("engine") == "vllm" and "engine_url" not in value:
+            found.append("install vLLM, or remove engine and correction: the local engine samples")
+        if files := re.findall(r"(?:trl|verl):([\w/.-]+\.py)", str(value.get("env"))):
+            found.append(f"{', '.join(dict.fromkeys(files))} must be here, with the functions that env names")
+        if tracked := value.get("track"):
+            found.append(f"{install(tracked[0])}, or remove track")
+        return found
+
     def toml(self, source: str, file: str) -> str:
         """Return the text of the recipe, to be stored in `file`."""
         head = [
             f"From {source}: {self.run.framework}, {self.run.trainer}. Run it:",
             f"  posttrain {self.verb} --config {file}",
         ]
-        out = [_comment(line) for line in [*head, *self.head, *(f"Check {note}" for note in self.run.notes)]]
+        head += [*self.head, *(f"Check {note}" for note in self.run.notes)]
+        if first := self.before_the_first_run():
+            head.append(f"Before the first run: {'; '.join(first)}.")
+        out = [_comment(line) for line in head]
         out += ["", f"[{self.verb}]"]
         out += [_line(option, value, comment) for option, (value, comment) in self.lines.items()]
         if self.settings:

@@ -289,6 +289,9 @@ class TrainingOptions(
 
     eval_every: int
     """Steps between evaluations on the held-out tasks (0: only before and after training)."""
+    eval_tasks: Sequence[str]
+    """Rows to evaluate on, instead of a held-out share of --tasks. There may be several sets, with names: --eval-tasks
+    easy=a.jsonl hard=b.jsonl. In rl each has figures of its own too."""
     eval_suite: str | None
     """TOML file of several evaluations, as for posttrain eval --suite, to sample at every evaluation. The metrics are
     suite/PART/accuracy, suite/PART/reward ... and suite/mean."""
@@ -556,9 +559,6 @@ class RLOptions(
     success: float | None
     """Reward from which a reply counts as right, for accuracy and pass@k. Default: the environment's own SUCCESS.
     Algorithms that imitate right replies use it too."""
-    eval_tasks: Sequence[str]
-    """Rows to evaluate on, instead of a held-out share of --tasks. Several sets have figures of their own too, and may
-    have names: --eval-tasks easy=a.jsonl hard=b.jsonl."""
     eval_samples: int
     """Replies per held-out task in each evaluation."""
     eval_limit: int

@@ -74,12 +74,15 @@ def _attempt(words: Sequence[str], config: Training) -> int:
     children: list[subprocess.Popen[bytes]] = []
 
     def hear(number: int, frame: FrameType | None) -> None:
-        """Pass a signal on that only this process received. A terminal sends typed signals to the children itself."""
-        for child in children if number == signal.SIGTERM else ():
+        """Pass a signal on that perhaps only this process received. A terminal sends typed ones to the children too, which
+        count both as one request to stop.
+        """
+        for child in children:
             if child.poll() is None:
                 child.send_signal(number)
 
-    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM)}
+    ends = (signal.SIGHUP,) if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN else ()
+    before = {number: signal.signal(number, hear) for number in (signal.SIGINT, signal.SIGTERM, *ends)}
     try:
         for rank in range(count):
             environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}

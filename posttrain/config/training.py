@@ -197,6 +197,9 @@ class Training(RunGroup, SeedGroup, ProcessesGroup, HardwareGroup, HeldOutGroup,
 
     eval_every: int = option(0, least=0, group="evaluation", first_hour=True)
     """Steps between evaluations on the held-out tasks (0: only before and after training)."""
+    eval_tasks: tuple[str, ...] = option((), group="evaluation", value="ROWS")
+    """Rows to evaluate on, instead of a held-out share of --tasks. There may be several sets, with names:
+    --eval-tasks easy=a.jsonl hard=b.jsonl. In rl each has figures of its own too."""
     eval_suite: str | None = option(None, group="evaluation", value="FILE")
     """TOML file of several evaluations, as for posttrain eval --suite, to sample at every evaluation. The metrics are
     suite/PART/accuracy, suite/PART/reward ... and suite/mean."""
@@ -377,9 +380,6 @@ class RL(
     success: float | None = option(None, group="environment", value="REWARD")
     """Reward from which a reply counts as right, for accuracy and pass@k. Default: the environment's own SUCCESS.
     Algorithms that imitate right replies use it too."""
-    eval_tasks: tuple[str, ...] = option((), group="evaluation", value="ROWS")
-    """Rows to evaluate on, instead of a held-out share of --tasks. Several sets have figures of their own too, and may
-    have names: --eval-tasks easy=a.jsonl hard=b.jsonl."""
     eval_samples: int = option(1, above=0, group="evaluation")
     """Replies per held-out task in each evaluation."""
     eval_limit: int = option(500, above=0, group="evaluation")

@@ -15,6 +15,7 @@ from posttrain.core.batch import Stats, TrainingStep
 from posttrain.core.protocols import Learner, Objective, Source
 
 YOUNG = 50_000  # allocations before Python collects cycles; a step makes that many temporary objects
+TOGETHER = 0.5  # seconds in which signals are one request to stop
 
 Hook = Callable[["FinishedStep"], bool | None]
 """Function that is called after a step, and returns True to end training."""
@@ -27,7 +28,6 @@ class FinishedStep:
     step: TrainingStep
     stats: Stats  # statistics of source and updates
     seconds: dict[str, float]  # "rollout" (the source), "update"
-    last: bool  # whether training ends here, as planned or by interruption
     between: float = 0.0  # seconds between the previous step's update and this step: its record, evaluation, checkpoint
     fed: int = 0  # tokens in the updates' micro-batches
 
@@ -40,10 +40,9 @@ def train(
     *,
     first: int,
     steps: int,
-    interrupted: Callable[[], bool] = lambda: False,
     phase: Callable[[int, str], AbstractContextManager[None]] = lambda number, name: nullcontext(),
 ) -> int:
-    """Run steps `first` to `steps`, or fewer if interrupted; return the number of the last one done.
+    """Run steps `first` to `steps`, or fewer if a hook ends training; return the number of the last one done.
 
     `phase` returns a context manager for each phase of a step, "rollout" and "update".
     """
@@ -73,9 +72,8 @@ def train(
         source.learned(step, stats)
         between, updated = begin - updated, time.perf_counter()
         seconds = {"rollout": produced - begin, "update": updated - produced}
-        last = number == steps or interrupted()
-        ended = [hook(FinishedStep(step, stats, seconds, last, between, fed)) for hook in hooks]
-        if last or any(ended):
+        ended = [hook(FinishedStep(step, stats, seconds, between, fed)) for hook in hooks]
+        if any(ended):
             break
     gc.set_threshold(*before)
     gc.unfreeze()
@@ -86,19 +84,21 @@ def train(
 def interruptible(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
     """Context manager in which Ctrl-C, SIGTERM or the end of the terminal (SIGHUP) ends the run after the current step.
 
-    A second Ctrl-C or SIGTERM ends it at once. SIGHUP arrives twice, from the terminal and from its shell, and stays
+    A second Ctrl-C or SIGTERM ends it at once, unless it follows within `TOGETHER` seconds: a launcher (or timeout) passes
+    on what the terminal sent to the whole group. SIGHUP arrives twice, from the terminal and from its shell, and stays
     ignored if it was (nohup). Handlers only set a flag, since they interrupt anything, printing included; `say` is
     called from a thread.
     """
-    asked = False
+    asked = 0.0  # when the first signal arrived
     told: SimpleQueue[str | None] = SimpleQueue()
 
     def ask(signum: int, frame: object) -> None:
         nonlocal asked
-        if asked and signum != signal.SIGHUP:
+        now = time.monotonic()
+        if asked and signum != signal.SIGHUP and now - asked > TOGETHER:
             raise KeyboardInterrupt
         if not asked:
-            asked = True
+            asked = now
             told.put(
                 "interrupted: finishing this step, then saving (press again to stop at once; the last checkpoint stays)"
             )
@@ -117,7 +117,7 @@ def interruptible(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
     teller.start()
     before = {number: signal.signal(number, ask) for number in numbers}
     try:
-        yield lambda: asked
+        yield lambda: bool(asked)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

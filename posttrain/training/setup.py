@@ -182,7 +182,7 @@ def split_tasks(
     seed = split_seed(config)
     warn_near_names(config)
     if not config.held_out:  # separate rows to evaluate on are compared with these by their draws
-        draws = seed if getattr(config, "eval_tasks", ()) else None
+        draws = seed if config.eval_tasks else None
         return load_tasks(config, rows, env, need, draws, convert, left_out), None
     if (
         rows is None

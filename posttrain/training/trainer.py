@@ -209,10 +209,9 @@ class Trainer:
                 self.learner,
                 self.source,
                 objective,
-                [self._after],
+                [lambda trained: self._after(trained, interrupted)],
                 first=first,
                 steps=self.steps,
-                interrupted=lambda: self._stop(interrupted()),
                 **({"phase": self._profiler().phase} if self.config.profile and not self.world.rank else {}),
             )
 
@@ -225,8 +224,11 @@ class Trainer:
         self.stopping = self.stopping or any(self.world.gather(asked))
         return self.stopping
 
-    def _after(self, trained: FinishedStep) -> bool:
-        """Record a step; return whether the run ends here."""
+    def _after(self, trained: FinishedStep, interrupted: Callable[[], bool]) -> bool:
+        """Record a step; return whether the run ends here.
+
+        A request to stop that arrives during the step's record, evaluation or hooks ends the run with this step.
+        """
         number, config = trained.step.number, self.config
         stats = trained.stats
         if self.saving is not None and self.saving.done():
@@ -254,9 +256,10 @@ class Trainer:
             self._call_hooks(trained, metrics, (held_out or ()) if evaluated else None)
         if self.trackers is not None:
             self.trackers.look()
-        if trained.last or self.ill or number % config.save_every == 0:
+        last = number == self.steps or self._stop(interrupted())
+        if last or self.ill or number % config.save_every == 0:
             self._save()
-        return self.ill is not None
+        return last or self.ill is not None
 
     def _check_health(self, number: int, metrics: dict[str, float]) -> None:
         """Check the run's health; show and record the findings, or mark the run to end."""

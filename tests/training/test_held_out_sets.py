@@ -121,3 +121,22 @@ def test_several_files_of_verl_become_several_sets(place: Path) -> None:
     Path("run.sh").write_text(command + "\n")
     assert main(["import", "run.sh", "--out", "recipe.toml"]) == 0
     assert 'eval_tasks = ["gsm8k/test.parquet", "math/test.parquet"]' in Path("recipe.toml").read_text()
+
+
+@pytest.mark.parametrize("verb", ["sft", "prefer", "reward-model"])
+def test_given_rows_are_evaluated_on_whole_files_and_trained_on_all_of_theirs(
+    place: Path, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    for name, numbers in (("pairs", range(8)), ("easy", range(6, 9)), ("hard", range(9, 12))):
+        rows = [{"prompt": f"{i}+{i}=", "response": "4", "chosen": "4", "rejected": "1 2"} for i in numbers]
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = f"{verb} --tasks pairs.jsonl --model start --steps 2 --rows 4 --threads 1 --eval-every 1 --out"
+    assert main([*words.split(), "one", "--eval-tasks", "easy.jsonl"]) == 0
+    told = capsys.readouterr()
+    assert "8 tasks" in told.out + told.err and "3 held out" in told.out + told.err
+    assert "--eval-tasks: 2 of its 3 prompts are trained on too" in told.err
+    figure = "eval/loss" if verb == "sft" else "eval/accuracy"
+    assert [line["step"] for line in read_metrics(Path("one")) if figure in line] == [0, 1, 2]
+    assert main([*words.split(), "two", "--eval-tasks", "easy.jsonl", "hard.jsonl"]) == 0
+    assert "6 held out" in "".join(capsys.readouterr())
+    assert {"eval_tasks easy", "eval_tasks hard"} <= json.loads(Path("two/run.json").read_text())["inputs"].keys()

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -397,6 +397,31 @@ def test_an_interruption_of_one_process_ends_all_after_the_same_step_and_any_num
     assert [row["step"] for row in found] == list(range(1, STEPS + 1))
     for mine, theirs in zip(found, whole.metrics, strict=True):
         assert mine["reward"] == theirs["reward"] and mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("send", [os.kill, os.killpg])
+def test_ctrl_c_for_the_launcher_alone_or_for_its_whole_group_is_one_request_to_stop(
+    tmp_path: Path, send: Callable[[int, int], None]
+) -> None:
+    run = Command(tmp_path)
+    run.start()
+    run.saved(1)
+    send(run.process.pid, signal.SIGINT)
+    code, said = run.wait()
+    done = [row["step"] for row in read_metrics(run.out)][-1]
+    assert code == 130 and "interrupted" in said and done < STEPS and run.left() == [], said
+    assert (run.out / "checkpoints" / f"step-{done:06d}").exists()  # the step was finished and saved
+
+
+def test_a_request_to_stop_during_the_record_of_a_step_ends_the_run_with_this_step(tmp_path: Path) -> None:
+    def ask(step: int, metrics: object, rollouts: object) -> None:
+        if step == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    run = posttrain.sft(SUMS, out=str(tmp_path / "run"), steps=5, rows=4, **SMALL, threads=1, quiet=True, hook=[ask])
+    assert run.interrupted and [row["step"] for row in run.metrics][-1] == 2
+    assert (tmp_path / "run" / "checkpoints" / "step-000002").exists()
 
 
 def test_the_first_process_listens_at_the_socket_that_its_launcher_holds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -333,10 +333,10 @@ def test_an_interrupted_run_reports_nothing_of_a_model_that_it_did_not_reach(
 ) -> None:
     after = Trainer._after
 
-    def interrupting(self: Trainer, trained: Any) -> bool:
+    def interrupting(self: Trainer, trained: Any, interrupted: Any) -> bool:
         if trained.step.number == 1:
             signal.raise_signal(signal.SIGINT)
-        return after(self, trained)
+        return after(self, trained, interrupted)
 
     monkeypatch.setattr(Trainer, "_after", interrupting)
     run = posttrain.reward_model(pairs(20), start, out=str(tmp_path / "run"), held_out=0.3, **QUICK)

@@ -71,20 +71,17 @@ def test_every_step_is_produced_learned_from_and_told_of_in_order(monkeypatch: p
     assert fake.run(3, 4, seen.append) == 4
     one = [("produce", 3), ("objective", A), ("objective", B), ("learned", 3, (2.0, 2.0), (2.0, 1.0))]
     assert fake.done == [*one, ("produce", 4), *one[1:3], ("learned", 4, (2.0, 2.0), (2.0, 1.0))]
-    assert [(t.step.number, t.last, t.stats["reward"], t.stats["after"]) for t in seen] == [
-        (3, False, (3.0, 1.0), (1.0, 1.0)),
-        (4, True, (4.0, 1.0), (1.0, 1.0)),
+    assert [(t.step.number, t.stats["reward"], t.stats["after"]) for t in seen] == [
+        (3, (3.0, 1.0), (1.0, 1.0)),
+        (4, (4.0, 1.0), (1.0, 1.0)),
     ]
     assert seen[0].seconds == {"rollout": 11.0, "update": 201.0} and seen[0].fed == 7
     assert "loss" not in seen[0].step.stats  # what the source told stays as it was
     assert fake.run(5, 4) == 4
 
 
-def test_interruption_or_a_hook_ends_training_after_the_running_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake, seen = Fake(monkeypatch), list[FinishedStep]()
-    assert fake.run(1, 9, seen.append, interrupted=lambda: len(seen) == 2) == 3
-    assert [t.last for t in seen] == [False, False, True]
-    ended = list[int]()
+def test_a_hook_ends_training_after_the_running_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, ended = Fake(monkeypatch), list[int]()
     late = [lambda t: t.step.number == 2, lambda t: ended.append(t.step.number)]
     assert fake.run(1, 9, *late) == 2 and ended == [1, 2]  # all hooks hear of the last step
 
@@ -105,6 +102,8 @@ def test_signal_asks_once_and_the_second_one_ends_at_once_unless_it_is_the_termi
             if number == signal.SIGHUP:
                 os.kill(os.getpid(), number)
             else:
+                os.kill(os.getpid(), signal.SIGINT)  # passed on by a launcher, of what the terminal sent to all
+                time.sleep(1.2 * loop.TOGETHER)
                 with pytest.raises(KeyboardInterrupt):
                     os.kill(os.getpid(), number)
                     time.sleep(0.1)

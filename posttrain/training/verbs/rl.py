@@ -15,7 +15,6 @@ from typing import Any
 from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.policy import Algorithm, policy_objective
-from posttrain.config.held_out_sets import ONLY, held_out_sets
 from posttrain.config.mixture_options import parts_of
 from posttrain.config.training import RL, Distill
 from posttrain.core.batch import Stats
@@ -39,11 +38,9 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.run_files import WEIGHT_SYNC
 from posttrain.runs.run_folder import RunFolder
-from posttrain.runs.terminal.notices import warn
 from posttrain.training.adjust import adjust
-from posttrain.training.held_out_check import trained_on
 from posttrain.training.lost_reasoning import warn_lost_reasoning
-from posttrain.training.mixtures import mixed_tasks
+from posttrain.training.mixtures import mixed_tasks, separate_tasks
 from posttrain.training.open_learner import new_learner, policy, reference, replay_experts
 from posttrain.training.open_teachers import OpenTeachers, load_teachers
 from posttrain.training.playground import open_playground
@@ -53,14 +50,12 @@ from posttrain.training.setup import (
     amount,
     end_tokens,
     fitting,
-    load_tasks,
     microbatch_tokens,
     optimization,
     parameters,
     rate_note,
     reply_length_note,
     size_of,
-    split_seed,
     split_tasks,
     warn_unknown_tokens,
     watch_lengths,
@@ -239,17 +234,9 @@ def _tasks(
     if config.mixture:
         return mixed_tasks(config, rows, env)
     train_tasks, held_out = split_tasks(config, rows, env)
-    if sets := held_out_sets(config.eval_tasks):
-        read = {name: _held_out_set(config, rows, env) for name, rows in sets.items()}
-        if isinstance(train_tasks, Tasks) and not config.resume:
-            for line in trained_on(train_tasks, read, split_seed(config)):
-                warn(line)
-        return train_tasks, read[ONLY] if ONLY in read else MixedTasks(read)
+    if separate := separate_tasks(config, train_tasks, env):
+        return train_tasks, separate
     return train_tasks, held_out.first(config.eval_limit) if held_out else None
-
-
-def _held_out_set(config: RL, rows: str, env: Callable[..., Any] | None) -> Tasks:
-    return load_tasks(replace(config, tasks=rows, limit=None, split=None), None, env).first(config.eval_limit)
 
 
 def _learner(

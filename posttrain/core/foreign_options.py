@@ -11,6 +11,7 @@ ELSEWHERE = {
     "actor_learning_rate": "{lr}",
     "critic_learning_rate": "{critic_lr}",
     "num_generations": "{group}",
+    "generations": "{group}",
     "n_samples_per_prompt": "{group}",
     "rollout_n": "{group}",
     "group_size": "{group}",
@@ -28,7 +29,7 @@ ELSEWHERE = {
     "num_iterations": "{epochs}",
     "ppo_epochs": "{epochs}",
     "num_ppo_epochs": "{epochs}",
-    "num_train_epochs": "{epochs} (sft) or {steps} (rl)",
+    "num_train_epochs": "{epochs} (sft) or {steps} = epochs x rows / {prompts} (rl)",
     "max_steps": "{steps}",
     "total_steps": "{steps}",
     "beta": "{kl}",
@@ -144,7 +145,7 @@ ELSEWHERE = {
     "log_prob_micro_batch_size": "{tokens_per_microbatch} (in tokens)",
     "log_prob_micro_batch_size_per_gpu": "{tokens_per_microbatch} (in tokens)",
     "ppo_max_token_len_per_gpu": "{tokens_per_microbatch}",
-    "total_epochs": "{epochs} (sft) or {steps} (rl)",
+    "total_epochs": "{epochs} (sft) or {steps} = epochs x rows / {prompts} (rl)",
     "total_training_steps": "{steps}",
     "num_episodes": "{steps} (not passes)",
     "lr_warmup_steps": "{warmup}",
@@ -394,7 +395,7 @@ def _alike(names: str, answer: str) -> dict[str, str]:
 ANSWERS = {
     **_alike(
         "push_to_hub hub_model_id hub_token hub_strategy hub_private_repo",
-        "a run stays on this machine; a checkpoint is a Hugging Face folder, which hf upload OWNER/NAME FOLDER publishes",
+        "a run stays on this machine: publish a checkpoint with posttrain push RUN OWNER/NAME",
     ),
     **_alike(
         "logging_dir",

@@ -9,7 +9,7 @@ from posttrain.core.foreign_options import ANSWERS, ELSEWHERE
 from posttrain.core.messages import near
 
 OPTION = re.compile(r"\{([\w.]+)\}")
-_OF_VERBS = re.compile(r"(\{\w+\}) \((rl|sft)\) or (\{\w+\}) \((rl|sft)\)")
+_OF_VERBS = re.compile(r"(\{\w+\}) \((rl|sft)\) or (\{\w+\}(?: = [^()]+)?) \((rl|sft)\)")
 _OR = re.compile(r", or \{(\w+)\}$")
 
 

@@ -75,15 +75,21 @@ def source_file(function: Callable[..., Any]) -> str | None:
     return getattr(code, "co_filename", None)
 
 
-def split_name(spec: str) -> tuple[str, str]:
-    """Split "my.py:reward" into ("my.py", "reward"). Raises UserError for anything else."""
+def split_name(spec: str, prefix: str = "", usual: str = "reward") -> tuple[str, str]:
+    """Split "my.py:reward" into ("my.py", "reward"). Raises UserError for anything else.
+
+    `prefix`: what precedes the name in the user's option; `usual`: the name of a function in an example.
+    """
     target, _, name = spec.rpartition(":")
     if target and name:
         return target, name
     if spec.rstrip(":").endswith(".py"):
         file = spec.rstrip(":")
-        known = _defined(Path(file)) or ["reward"]
-        raise UserError(f"{spec} names no function: write {' or '.join(f'{file}:{name}' for name in known[:5])}")
+        if prefix and not os.path.isfile(file):
+            raise UserError(f"there is no file {file}: write {prefix}FILE.py:{usual}")
+        known = _defined(Path(file)) or [usual]
+        names = " or ".join(f"{prefix}{file}:{name}" for name in known[:5])
+        raise UserError(f"{prefix}{spec} names no function: write {names}")
     raise UserError(f"{spec!r} has no file or module: write my.py:{spec} or package.module:{spec}")
 
 

@@ -314,3 +314,37 @@ def test_check_scores_the_sample_replies_of_a_task_as_one_group_with_their_token
 
     found = check(ranks, [{"id": "t", "prompt": "p"}], ["a", "abc", "ab"])
     assert [case.result.reward for case in found.cases if case.result] == [0.0, 2.0, 1.0]
+
+
+FOR_VERL = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, strict=False, **kwargs):
+    return kwargs["fmt"] * 2 if kwargs["on"] else kwargs["name"]
+"""
+
+
+def test_settings_that_only_kwargs_takes_reach_a_verl_function_as_its_configuration_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("score.py").write_text(FOR_VERL)
+    for given, score in (("fmt=0.1,on=true", 0.2), ("on=false,name=a b", "a b")):
+        assert load_env(f"verl:score.py:compute_score,{given}")({"ground_truth": "1"}, "x") == score
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        ("trl:score.py:compute_score", "give it as verl:score.py:compute_score"),
+        ("trl:f.py", "trl:f.py names no function: write trl:f.py:f"),
+        ("verl:missing.py", "there is no file missing.py: write verl:FILE.py:compute_score"),
+    ],
+)
+def test_a_name_that_lacks_its_function_or_has_the_other_library_s_prefix_gets_the_whole_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("score.py").write_text(FOR_VERL)
+    Path("f.py").write_text("def f(completions, **kwargs):\n    return [1.0]\n")
+    with pytest.raises(UserError) as refused:
+        load_env(spec)
+    assert told in str(refused.value)

@@ -87,7 +87,7 @@ def _of_trl(term: str) -> dict[str, GroupReward]:
 def _trl_names(term: str) -> tuple[str, list[str]]:
     """Split "trl:rewards.py:accuracy,format" into the file and its functions; without a file they are TRL's own."""
     body = term.removeprefix(TRL)
-    target, names = split_name(body) if ":" in body or body.endswith(".py") else (TRL_MODULE, body)
+    target, names = split_name(body, TRL) if ":" in body or body.endswith(".py") else (TRL_MODULE, body)
     found = [name.strip() for name in names.split(",")]
     if (strange := next((name for name in found if not name.isidentifier()), None)) is not None:
         raise UserError(
@@ -101,16 +101,18 @@ def _trl_names(term: str) -> tuple[str, list[str]]:
 
 def _of_verl(term: str) -> Callable[..., Any]:
     """Return the function of "verl:score.py:compute_score,strict=true"."""
-    from posttrain.envs.play.verl_rewards import own_parameters, verl_reward
+    from posttrain.envs.play.verl_rewards import further_options, own_parameters, read_value, verl_reward
 
     bare, options = split_options(term)
-    target, name = split_name(bare.removeprefix(VERL))
+    target, name = split_name(bare.removeprefix(VERL), VERL, "compute_score")
     module = import_target(target)
     own = sorted(n for n, value in vars(module).items() if callable(value) and not n.startswith("_"))
     function = named_in(module, name, target, own)
     settings: dict[str, Any] = {}
     if options and callable(function):
-        settings = read_options(function, bare, options, own_parameters(function), module)
+        further = further_options(function, options)
+        settings = read_options(function, bare, options, {**own_parameters(function), **further}, module)
+        settings |= {option: read_value(settings[option]) for option in further}
     return verl_reward(function, bare, **settings)
 
 

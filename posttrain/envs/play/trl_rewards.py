@@ -104,6 +104,10 @@ def _parameters(function: Callable[..., Any], label: str) -> Mapping[str, inspec
             f"{label} needs {takes}, which TRL's trainer passes and posttrain does not: give the parameter a default, "
             f"{takes}=None"
         )
+    if {"solution_str", "solution_strs"} & taken.keys():
+        raise UserError(
+            f"{label} takes ({', '.join(taken)}), as functions for verl do: give it as verl:{label.removeprefix('trl:')}"
+        )
     if not ({"completions", "completion_ids"} & taken.keys() or _takes_all(taken)):
         raise UserError(
             f"{label} takes ({', '.join(taken)}), not TRL's completions: name a reward of (task, reply) without trl:"

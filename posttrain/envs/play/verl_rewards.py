@@ -10,7 +10,8 @@ group.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from posttrain.core.types import Invalid, InvalidKind, Reply, Task, UserError
@@ -27,6 +28,23 @@ def own_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]
     known = {*ONE, *SEVERAL}
     named = inspect.signature(function).parameters
     return {n: p for n, p in named.items() if n not in known and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+
+
+def further_options(function: Callable[..., Any], names: Iterable[str]) -> dict[str, inspect.Parameter]:
+    """Return parameters of these names that only the function's `**kwargs` takes; {} if it has none."""
+    named = inspect.signature(function).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in named.values()):
+        return {}
+    own = inspect.Parameter.KEYWORD_ONLY
+    return {name: inspect.Parameter(name, own) for name in names if name not in named and name not in {*ONE, *SEVERAL}}
+
+
+def read_value(text: str) -> Any:
+    """Return the value of an option without a declared type, as verl's configuration reads it: 0.1, true, or text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def verl_reward(function: Callable[..., Any], label: str = "", **settings: Any) -> Callable[..., Any]:

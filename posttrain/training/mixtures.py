@@ -37,7 +37,7 @@ def separate_tasks(
         found = load_tasks(replace(config, tasks=file, limit=None, split=None), None, env, **reading)
         limit = getattr(config, "eval_limit", None)
         if limit is None and isinstance(found, Stream):
-            raise UserError(f"--eval-tasks {file} has rows without end: give a file that ends")
+            raise UserError(f"--eval-tasks {file} has rows without end: give a finite file")
         return found.first(len(found) if limit is None else limit)
 
     sets = {name: read(file) for name, file in held_out_sets(config.eval_tasks).items()}

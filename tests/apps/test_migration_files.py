@@ -52,12 +52,15 @@ def test_files_that_decide_and_are_not_there_are_told_in_the_terminal(
     run = files(tmp_path, run_sh=LAUNCH, dpo_py=PARSED)
     assert main(["import", str(run), "--out", str(tmp_path / "a.toml")]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert "the number of devices: accelerate.yaml names it, and is not beside run.sh: --devices N" in told
+    assert "the number of devices in accelerate.yaml, which is not beside run.sh: --devices N" in told
     assert "the options of --config dpo.yaml, which cannot be read" in told
     hydra = "python -m verl.trainer.main_ppo --config-path=conf --config-name={} trainer.nnodes=1 ~trainer.bar\n"
     for name in ("my_grpo", "my_grpo.yaml"):
         told = imported(files(tmp_path, verl_sh=hydra.format(name)))[0]
-        assert "# Check my_grpo.yaml, which decides too" in told and "# Check what ~trainer.bar takes away" in told
+        assert (
+            "# Check my_grpo.yaml, which decides too" in told
+            and "# Check ~trainer.bar, which deletes an option" in told
+        )
 
 
 def test_numbers_of_a_configuration_are_read_as_argparse_reads_them(tmp_path: Path) -> None:
@@ -143,7 +146,7 @@ def test_options_of_trl_that_have_no_exact_equal_are_converted_or_told(
         (
             "data.train_files=['a.parquet','b.parquet']",
             {"tasks": "a.parquet"},
-            "the first of 2 alone",
+            "only the first of 2 files",
             "parquet]: same",
         ),
         ("reward_model.reward_manager=naive trainer.val_before_train=True", {}, "", "reward_manager"),
@@ -165,7 +168,7 @@ def test_what_has_to_be_put_right_before_the_first_run_is_one_list(
 ) -> None:
     text = "trl grpo --model_name_or_path Qwen/Qwen3-0.6B --reward_funcs rewards.py --use_vllm true --report_to wandb"
     run = files(tmp_path, run_sh=text)
-    told = ("model Qwen/Qwen3-0.6B is of the hub", "name tasks", "install vLLM, or remove engine", "or remove track")
+    told = ("model Qwen/Qwen3-0.6B is on the hub", "name tasks", "install vLLM, or remove engine", "or remove track")
     recipe = imported(run)[0]
     assert "# Before the first run: " in recipe and all(words in recipe for words in told)
     assert main(["import", str(run), "--out", str(tmp_path / "a.toml")]) == 0

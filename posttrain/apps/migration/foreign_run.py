@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+ENVIRONMENT = ("WANDB_PROJECT", "WANDB_NAME")
+"""Environment variables that are read like options."""
 LARGEST = 1 << 18  # bytes of a file that is read: a command has some thousands
 
 _INTEGER = re.compile(r"[+-]?\d{1,18}")

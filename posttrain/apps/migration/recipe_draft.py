@@ -163,7 +163,7 @@ class RecipeDraft:
         if value is None:
             return
         if option == "tasks" and isinstance(value, list) and len(value) > 1:
-            why = f"the first of {len(value)} alone is read here"
+            why = f"only the first of {len(value)} files is read"
             self.run.notes.append(f"tasks: {why}, {shown(value[0])}; put the files into a folder, or into one file")
         try:
             value = self.fitted(option, value)
@@ -255,7 +255,7 @@ class RecipeDraft:
                 found.append(f"name {option}")
             elif re.fullmatch(r"(?!runs/)[\w-]+/[\w.-]+(?<!\.jsonl)(?<!\.json)(?<!\.parquet)", str(value.get(option))):
                 found.append(
-                    f"{option} {value[option]} is of the hub, unless such a folder is here: without a network, name one"
+                    f"{option} {value[option]} is on the hub unless a folder has this name: without a network, give a folder"
                 )
         if value.get("engine") == "vllm" and "engine_url" not in value:
             found.append("install vLLM, or remove engine and correction: the local engine samples")

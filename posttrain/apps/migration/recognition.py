@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from posttrain.apps.migration.foreign_run import LARGEST, ForeignRun, Unresolved, flat, value_of
+from posttrain.apps.migration.foreign_run import ENVIRONMENT, LARGEST, ForeignRun, Unresolved, flat, value_of
 from posttrain.apps.migration.shell_script import commands
 from posttrain.apps.migration.trl_script import CONFIGS, read_script
 from posttrain.core import user_files
@@ -25,8 +25,6 @@ VERL = {
 OPENRLHF = ("train_ppo_ray", "train_sft", "train_dpo", "train_rm")
 _CONFIGURATIONS = (".yaml", ".yml")
 _PROCESSES = {"--num_processes", "--num-processes", "--nproc_per_node", "--nproc-per-node", "--num_gpus"}
-ENVIRONMENT = ("WANDB_PROJECT", "WANDB_NAME")
-"""Variables that say what options say."""
 _NODES = {"--nnodes", "--num_machines", "--num_nodes"}
 
 
@@ -138,7 +136,7 @@ def _launched_by(run: ForeignRun, words: list[str], path: Path) -> ForeignRun:
             count = _mapping(user_files.text(path.parent / given, LARGEST), given).get("num_processes")
             run.devices = count if isinstance(count, int) and 0 < count < 10**6 else None
         except (OSError, UnicodeDecodeError):
-            run.notes.append(f"the number of devices: {given} names it, and is not beside {path.name}: --devices N")
+            run.notes.append(f"the number of devices in {given}, which is not beside {path.name}: --devices N")
     return run
 
 
@@ -150,7 +148,7 @@ def _of_hydra(trainer: str, words: list[str], devices: int | None) -> ForeignRun
         name, equals, value = word.partition("=")
         if name.startswith("~"):
             options.pop(name[1:], None)
-            notes.append(f"what {word} takes away: this recipe has the default of {name[1:]} there, if it has any")
+            notes.append(f"{word}, which deletes an option: the recipe uses the default of {name[1:]}")
         elif name in ("--config-name", "-cn"):
             file = (value if equals else following).removesuffix(".yaml")
             notes.append(

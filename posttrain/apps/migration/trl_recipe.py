@@ -148,9 +148,9 @@ def trl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> Non
     draft.same("out", "output_dir")
     run_name = draft.read("run_name", draft.read("WANDB_NAME"))
     if isinstance(run_name, str) and "out" not in draft.lines:
-        draft.put("out", f"runs/{run_name}", "run_name: trackers call a run after its folder")
+        draft.put("out", f"runs/{run_name}", "run_name: trackers name a run after its folder")
     elif run_name:
-        draft.note(f"run_name = {shown(run_name)}", "trackers call a run after its folder, out")
+        draft.note(f"run_name = {shown(run_name)}", "trackers name a run after its folder, out")
     trackers(draft, "report_to", "WANDB_PROJECT")
 
 

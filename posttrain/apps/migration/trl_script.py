@@ -6,7 +6,7 @@ import ast
 import operator
 from typing import Any
 
-from posttrain.apps.migration.foreign_run import ForeignRun, Unresolved
+from posttrain.apps.migration.foreign_run import ENVIRONMENT, ForeignRun, Unresolved
 from posttrain.core.types import UserError
 
 CONFIGS = {
@@ -248,7 +248,7 @@ def _of_configuration(script: ScriptValues, call: ast.Call, run: ForeignRun) -> 
         if owner in names or (owner.endswith(".args") and name in run.options):
             value = script.value(node)
             run.options[name] = Unresolved(f"{ast.unparse(node)[:200]} {branch}") if branch else value
-    for name in ("WANDB_PROJECT", "WANDB_NAME"):
+    for name in ENVIRONMENT:
         if name in script.environment:
             run.options[name] = script.value(script.environment[name])
 

@@ -38,7 +38,7 @@ SFT_DEFAULTS: Mapping[str, Any] = {
     "trainer.save_freq": -1,
     "trainer.test_freq": -1,
 }
-"""Of both trainers of demonstrations."""
+"""Defaults of both SFT trainers."""
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "main_ppo": {
         "data.train_files": "~/data/rlhf/gsm8k/train.parquet",

@@ -69,9 +69,8 @@ class EnginePool:
         self._prefix_owner: dict[
             int, PoolMember
         ] = {}  # by id: the engine that caches the prefix for the episode's next request
-        self._kept = PrefixCache(
-            0
-        )  # of tokens alone: an engine that takes over an episode computes it in the same parts
+        # without keys and values; an engine that takes over an episode needs its first prompt to compute the same bits
+        self._kept = PrefixCache(0)
         self._finished: list[Completion] = []
         self._weights_offered = self._started = self._resting = False
         self._counted = {"restarts": 0, "resubmitted": 0, "duplicate_answers": 0}

@@ -56,6 +56,15 @@ def test_tools_share_their_values_and_a_reading_is_wrong_as_often_as_the_setting
     assert set(missed) == set(range(1, 10)) and max(missed.values()) < 1.5 * min(missed.values())
 
 
+def test_every_seed_has_episodes_and_demonstrators_of_its_own_and_unseen_ones_are_others() -> None:
+    readings = [
+        [t["readings"] for t in emergence.tasks_of(PAYS, 300, s, SETTINGS, h)] for s in (0, 1) for h in (False, True)
+    ]
+    assert all(one != other for place, one in enumerate(readings) for other in readings[:place])
+    one = {**SETTINGS, "demonstrations": 1}  # of which only a careful demonstrator checks
+    assert {"?" in emergence.demonstrations(seed, one)[0]["response"] for seed in range(40)} == {True, False}
+
+
 def test_the_best_policy_earns_what_it_promises_and_no_other_rule_earns_more() -> None:
     """Rules that stop once a value was read a number of times, played against the tool."""
     tasks = emergence.tasks_of(PAYS, 20_000, 1, SETTINGS)

@@ -47,6 +47,13 @@ def test_sides_without_a_valid_reward_of_both_are_left_out() -> None:
     assert found["reward"]["mean"] == pytest.approx((1.0 - 0.0 + 1.0 - 2.0) / 2)
 
 
+def test_a_mean_is_over_the_valid_samples_of_each_model() -> None:
+    own, other = {"0": [0.9], "1": [0.9]}, {"0": [0.5, 0.5], "1": [0.5, 0.5, 0.5]}
+    tasks = {key: key for key in own}
+    _, wins = compare(Played(own, own, tasks), Played(other, other, tasks), None)
+    assert (wins["won"], wins["lost"]) == (2, 0)
+
+
 def test_equal_models_are_seldom_told_apart_however_much_the_sides_of_a_task_depend_on_each_other() -> None:
     draw, rejected = random.Random(0), 0
     for _ in range(400):

@@ -1,4 +1,4 @@
-"""Draws the rooms of the package on their floors: python tools/house.py writes docs/assets/house.svg.
+"""Draws the rooms of the package on their floors: python tools/house.py writes docs/assets/house.svg, and counts code.
 
 The floors are those that tests/tools/test_imports.py enforces: a room imports from its own floor or a lower one.
 """
@@ -6,10 +6,20 @@ The floors are those that tests/tools/test_imports.py enforces: a room imports f
 from __future__ import annotations
 
 import ast
+import tokenize
 from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+NO_CODE = {
+    tokenize.ENCODING,
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 PLACE = ROOT / "docs" / "assets" / "house.svg"
 CAPTIONS = {
     "core": "types, batches, protocols, seeds: what every room uses",
@@ -72,5 +82,21 @@ def drawn() -> str:
     return "\n".join(parts)
 
 
+def code_lines(file: Path) -> int:
+    """Return the number of lines with code: neither blank, nor comments, nor strings that stand alone, as docstrings do."""
+    tree = ast.parse(file.read_bytes())
+    alone = [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    strings = {line for node in alone if isinstance(node.value.value, str) for line in _lines(node)}
+    with open(file, "rb") as content:
+        tokens = [token for token in tokenize.tokenize(content.readline) if token.type not in NO_CODE]
+    return len({line for token in tokens for line in range(token.start[0], token.end[0] + 1)} - strings)
+
+
+def _lines(node: ast.stmt) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
 if __name__ == "__main__":
+    files = sorted((ROOT / "posttrain").rglob("*.py"))
+    print(f"{sum(map(code_lines, files)):,} code lines in {len(files)} files")
     PLACE.write_text(drawn(), encoding="utf-8")

@@ -83,7 +83,7 @@ def drawn() -> str:
 
 
 def code_lines(file: Path) -> int:
-    """Return the number of lines with code: neither blank, nor comments, nor strings that stand alone, as docstrings do."""
+    """Return the number of lines with code: not blank lines, comments, docstrings and other unused strings."""
     tree = ast.parse(file.read_bytes())
     alone = [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
     strings = {line for node in alone if isinstance(node.value.value, str) for line in _lines(node)}

@@ -6,6 +6,7 @@ taken within a round.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from flops import BACKWARD, config_of, forward
@@ -228,13 +229,13 @@ def backed(machine: Machine, plan: Plan) -> list[Table]:
 
 
 def dpo(machine: Machine, plan: Plan) -> list[Table]:
-    """Steps of DPO, the reference's say found beforehand on both sides."""
+    """Steps of DPO, the reference's log-probabilities computed beforehand on both sides."""
     return [_of_pairs("dpo", "DPO", {"gsm8k": Goal(4), "short": Goal(3)}, machine, plan)]
 
 
 def reward(machine: Machine, plan: Plan) -> list[Table]:
     """Steps of a reward model."""
-    return [_of_pairs("reward", "Reward model", {}, machine, plan)]
+    return [_of_pairs("reward", "Reward model", {"gsm8k": Goal(3), "short": Goal(3)}, machine, plan)]
 
 
 def _of_pairs(part: str, title: str, goals: dict[str, Goal], machine: Machine, plan: Plan) -> Table:
@@ -273,21 +274,22 @@ def _of_pairs(part: str, title: str, goals: dict[str, Goal], machine: Machine, p
             goal = goals.get(kind)
             judged = reached = needed = ""
             if goal:
-                share = _work_of_a_pair(machine.model(model), kind) / _peak(machine, model)
+                share = _work_of_a_pair(part, machine.model(model), kind) / _peak(machine, model)
                 judged = goal.judge(ratio.median)
                 reached, needed = f"{mine.median * share:.0%}", f"{goal.bound * peer.median * share:.0%}"
             table.add(rival.name, kind, mine, peer, ratio, judged, reached, needed, way)
     return table
 
 
-def _work_of_a_pair(folder: str, kind: str) -> float:
-    """Useful FLOP of an update, on average over the pairs."""
+def _work_of_a_pair(part: str, folder: str, kind: str) -> float:
+    """Useful FLOP of an update, on average over the pairs. A reward model has one score in place of the vocabulary."""
     some = pairs(kind)
     prompts, chosen, rejected = (
         list(map(len, tokens_of(folder, [row[name] for row in some]))) for name in ("prompt", "chosen", "rejected")
     )
     groups = [(p, [c + 1, r + 1]) for p, c, r in zip(prompts, chosen, rejected, strict=True)]
-    return BACKWARD * forward(config_of(folder), groups) / len(some)
+    config = config_of(folder)
+    return BACKWARD * forward(replace(config, vocab=1) if part == "reward" else config, groups) / len(some)
 
 
 def _peak(machine: Machine, model: str) -> float:

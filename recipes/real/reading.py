@@ -14,6 +14,7 @@ every seed, are measured on the same questions of held-out articles, greedy:
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,7 @@ RATE: dict[str, Any] = {"lr": 5e-5, "warmup": 3, "schedule": "linear"}
 AFTER_SFT = 1e-5  # learning rate of GRPO there
 HALF = "SFT on half"
 ARMS = ("start", "SFT", "GRPO", HALF, f"{HALF}, then GRPO", f"{HALF}, then GRPO at 5e-5")
+COLUMNS = {"exact_match": "exact match", "f1": "F1", "words": "words of a reply", "minutes": "minutes"}
 
 
 @dataclass
@@ -64,7 +66,7 @@ class Reading:
         words = sum(len(r.text.split()) for r in rollouts) / len(rollouts)
         return {**mean, "words": words, "replies": [said(r) for r in rollouts[:6]]}
 
-    def run(self) -> None:
+    def run(self, arms: Sequence[str]) -> None:
         start, half = self.study.model, len(self.learned) // 2
         first, rest = self.learned[:half], self.learned[half:]
         begun = str(self.study.folder(HALF, self.seed))
@@ -76,19 +78,25 @@ class Reading:
             f"{HALF}, then GRPO": lambda arm: self.grpo(arm, begun, rest, lr=AFTER_SFT),
             f"{HALF}, then GRPO at 5e-5": lambda arm: self.grpo(arm, begun, rest),
         }
-        for arm, trained in work.items():
-            self.study.once(arm, self.seed, lambda arm=arm, trained=trained: self.measured(trained(arm)))
+        for arm in arms:
+            self.study.once(arm, self.seed, lambda arm=arm: self.measured(work[arm](arm)))
 
 
 def main() -> None:
-    given = options(__doc__ or "", "reading").parse_args()
-    steps, prompts, asked = (2, 2, 8) if given.small else (40, 8, 200)
+    parser = options(__doc__ or "", "reading")
+    parser.add_argument("--steps", type=int, default=40, help="of GRPO, with 8 questions each that no other step has")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="only these; no page is written")
+    given = parser.parse_args()
+    steps, prompts, asked = (2, 2, 8) if given.small else (given.steps, 8, 200)
     study = Study(given, {"steps": steps, "prompts": prompts, "questions": asked, "after SFT": AFTER_SFT, **RATE})
     learned, held_out = questions(given)
     unseen = sorted(held_out, key=lambda row: number(row["id"]))[:asked]
     for seed in study.seeds:
-        Reading(study, seed, shuffled(learned, seed, "reading")[: steps * prompts], unseen, prompts).run()
-    study.finish(page(study, len(unseen), steps * prompts))
+        Reading(study, seed, shuffled(learned, seed, "reading")[: steps * prompts], unseen, prompts).run(given.arms)
+    if given.arms == list(ARMS):
+        study.finish(page(study, len(unseen), steps * prompts))
+    else:
+        print("\n".join([*study.head("reading"), *study.table(given.arms, COLUMNS)]))
 
 
 def questions(given: Any) -> tuple[list[Row], list[Row]]:
@@ -137,13 +145,12 @@ def said(rollout: Any) -> dict[str, Any]:
 
 def page(study: Study, count: int, trained: int) -> list[str]:
     """The part of the page that the recipe writes."""
-    columns = {"exact_match": "exact match", "f1": "F1", "words": "words of a reply", "minutes": "minutes"}
     lines = [
         *study.head("reading"),
         f"{count} questions of held-out articles, greedy. Mean over seeds with its 95% interval (Student), then every seed.",
         f"SFT and GRPO saw {trained} questions, each once; after SFT on half, GRPO saw the other half.",
         "",
-        *study.table(ARMS, columns),
+        *study.table(ARMS, COLUMNS),
         "",
         f"GRPO above SFT, seed by seed, exact match: {study.gain('GRPO', 'SFT', 'exact_match')}; "
         f"GRPO after SFT on half above that SFT: {study.gain(f'{HALF}, then GRPO', HALF, 'exact_match')}.",

@@ -13,21 +13,22 @@ import json
 import math
 import os
 import queue
+import ssl
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
-import httpcore2
+import aiohttp
 
 from posttrain.core.messages import clip, inline, one_line
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import UserError
-from posttrain.system.http_connection import Connection, encryption, proxy_for
 
 FIRST_WAIT = 0.5  # seconds before the first retry; doubles each time
 PATIENCE_SECONDS = 2.0  # of waiting before a message, while an endpoint is tested
@@ -35,13 +36,8 @@ TELL_SECONDS = 60.0  # between messages about waiting
 LONGEST_WAIT = 120.0  # longest wait in seconds that an endpoint may ask for: a longer one fails the call
 MOST_BYTES = 64 << 20  # size limit of an answer: the log-probabilities of a long prompt take a few MiB
 CLOSE_SECONDS = 5.0
-PASSING = (
-    httpcore2.NetworkError,
-    httpcore2.TimeoutException,
-    httpcore2.RemoteProtocolError,
-    httpcore2.ProxyError,
-)
-"""Connection failures after which a retry may succeed."""
+CONNECT_SECONDS = 10.0  # for a connection, with its TLS handshake
+IDLE_SECONDS = 5.0  # after which an idle connection is not reused: servers close such connections
 
 T = TypeVar("T")
 
@@ -91,15 +87,15 @@ class Endpoint:
         self.address = address.rstrip("/")
         self.seconds, self.retries = seconds, retries
         self.counts = dict.fromkeys(("requests", "retries", "failures"), 0.0)
-        proved = [(b"Authorization", f"Bearer {key}".encode())] if key else []
-        self._headers = [(b"Content-Type", b"application/json"), (b"User-Agent", b"posttrain"), *proved]
+        proved = {"Authorization": f"Bearer {key}"} if key else {}
+        self._headers = {"Content-Type": "application/json", "User-Agent": "posttrain", **proved}
         self._calls, self._interval = calls, 60.0 / per_minute if per_minute else 0.0
-        self._encryption, self._proxy = encryption(), proxy_for(self.address)
+        self._proxy = proxy_for(self.address)
         self._error_text = -math.inf  # time of the last message about waiting
         self._next = 0.0  # earliest time of the next call, by the monotonic clock
         self._done: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="endpoint", daemon=True)
+        self._encryption = ssl.create_default_context()  # reads many files
+        self._thread = threading.Thread(target=asyncio.run, args=(self._serve(),), name="endpoint", daemon=True)
         self._ready = threading.Event()
         self._thread.start()
         self._ready.wait()
@@ -206,33 +202,22 @@ class Endpoint:
 
     # -- on the event loop ---------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        try:
-            self._loop.run_until_complete(self._serve())
-        finally:
-            self._loop.close()
-
     async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self._stop, self._slots = asyncio.Event(), asyncio.Semaphore(self._calls)
-        self._idle: list[Connection] = []
-        self._ready.set()
-        await self._stop.wait()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        for connection in self._idle:
-            await connection.close()
-
-    @asynccontextmanager
-    async def _connection(self) -> AsyncIterator[Connection]:
-        """Yield an idle connection. A pool of many connections would check each of them for every call."""
-        connection = self._idle.pop() if self._idle else Connection(self._encryption, self._proxy)
-        try:
-            yield connection
-        finally:
-            self._idle.append(connection)
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS, ssl=self._encryption),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers=self._headers,
+            skip_auto_headers=["Accept-Encoding"],  # a few kilobytes may become gigabytes
+            timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS),
+        ) as self._session:
+            self._ready.set()
+            await self._stop.wait()
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
 
     async def _work(self, id: int, work: Coroutine[Any, Any, Any]) -> None:
         try:
@@ -252,19 +237,42 @@ class Endpoint:
     async def _once(
         self, address: str, body: bytes | None, read: Callable[[Any], T | EndpointFailure]
     ) -> T | EndpointFailure:
+        method, content = "GET" if body is None else "POST", bytearray()
+        asking = self._session.request(method, address, data=body, proxy=self._proxy, allow_redirects=False)
         try:
-            async with asyncio.timeout(self.seconds), self._connection() as connection:
-                answer = await connection.ask(address, self._headers, body, MOST_BYTES)
+            async with asyncio.timeout(self.seconds), asking as response:
+                async for part in response.content.iter_any():
+                    content += part
+                    if len(content) > MOST_BYTES:
+                        return EndpointFailure(f"an answer of more than {MOST_BYTES >> 20} MiB", rubbish=True)
+        except aiohttp.ServerTimeoutError:
+            return EndpointFailure(f"no connection within {CONNECT_SECONDS:g} s", again=True)
         except TimeoutError:
             return self._late()
-        except PASSING as error:
-            return EndpointFailure(_named(error), again=True)
-        except (httpcore2.UnsupportedProtocol, httpcore2.LocalProtocolError, ValueError) as error:
+        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
             return EndpointFailure(_named(error))
-        if answer is None:
-            return EndpointFailure(f"an answer of more than {MOST_BYTES >> 20} MiB", rubbish=True)
-        message = _message(*answer)
+        except aiohttp.ClientError as error:
+            return EndpointFailure(_named(error), again=True)
+        message = _message(response.status, response.headers, bytes(content))
         return message if isinstance(message, EndpointFailure) else read(message)
+
+
+def proxy_for(address: str) -> str | None:
+    """Return the proxy that HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY define for an address; None for none.
+
+    Raises UserError for a proxy that does not speak HTTP, and for an invalid address.
+    """
+    try:
+        parts, proxies = urlsplit(address), getproxies()
+    except ValueError as error:
+        raise UserError(f"{address} is no address: {one_line(error)}") from error
+    found = proxies.get(parts.scheme) or proxies.get("all")
+    if not found or proxy_bypass(parts.netloc.rpartition("@")[2]):
+        return None
+    proxy = found if "://" in found else f"http://{found}"
+    if not proxy.startswith(("http://", "https://")):
+        raise UserError(f"the environment names the proxy {proxy}: give one of http:// or https://, or set NO_PROXY")
+    return proxy
 
 
 def _message(status: int, headers: Mapping[str, str], content: bytes) -> Any:

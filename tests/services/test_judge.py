@@ -197,7 +197,7 @@ def test_retry_after_may_be_a_date_or_nonsense() -> None:
     ("said", "reason", "calls"),
     [
         (Said(status=500), "HTTP 500", 4),
-        (Said(close=True), "RemoteProtocolError", 4),
+        (Said(close=True), "ServerDisconnectedError", 4),
         (Said(status=401, raw=b'{"error": {"message": "bad key"}}'), "HTTP 401, it refuses the key (bad key)", 1),
         (Said(status=404, raw=b'{"detail": "no such model"}'), "HTTP 404 (no such model)", 1),
         (Said(status=302, headers={"Location": "http://x"}), "moved to http://x", 1),
@@ -522,7 +522,7 @@ def test_an_endpoint_that_is_down_is_told_and_one_that_is_up_has_no_problem(judg
     with serving() as server:
         assert judge_of(server).problem() is None
     problem = judge_of(server).problem()
-    assert problem is not None and "ConnectError" in problem and "check that the server runs" in problem
+    assert problem is not None and "ClientConnectorError" in problem and "check that the server runs" in problem
 
 
 def test_a_judge_that_is_closed_leaves_no_thread_and_no_call(judge_of: Callable[..., Judge]) -> None:

@@ -67,7 +67,7 @@ def test_it_is_said_once_what_is_waited_for(capsys: pytest.CaptureFixture[str]) 
     service = retriever("http://127.0.0.1:9", retries=3)
     assert all(isinstance(answer, Invalid) for answer in answers(service, ["a", "b"]))
     told = capsys.readouterr().err
-    assert told.startswith("waiting for http://127.0.0.1:9: ConnectError") and told.count("\n") == 1
+    assert told.startswith("waiting for http://127.0.0.1:9: ClientConnectorError") and told.count("\n") == 1
     service.close()
 
 
@@ -174,7 +174,7 @@ def test_what_may_help_is_tried_again(first: Said, calls: int, monkeypatch: pyte
         (Said(status=503, raw=b"busy"), "HTTP 503", 3),
         (Said(status=422, raw=b'{"detail": "topk: no"}'), r"HTTP 422 (topk: no)", 1),
         (Said(status=404, raw=b"{}"), "HTTP 404", 1),
-        (Said(close=True), "RemoteProtocolError", 3),
+        (Said(close=True), "ServerDisconnectedError", 3),
         (Said(after=1.0, raw=b"{}"), "no answer within 0.2 s", 3),
         (HTML, "a page of HTML instead of an answer", 2),
         (Said(raw=b""), "nothing instead of an answer", 2),
@@ -204,7 +204,7 @@ def test_a_server_that_is_down_is_invalid() -> None:
         address = server.address.removesuffix("/v1")
     service = RemoteRetriever(address, "retriever", retries=2)
     [answer] = answers(service, ["x"])
-    assert isinstance(answer, Invalid) and "ConnectError" in answer.reason
+    assert isinstance(answer, Invalid) and "ClientConnectorError" in answer.reason
     assert service.counts()["retries"] == 2 and "check that the server runs" in (service.problem() or "")
     service.close()
 
@@ -341,7 +341,7 @@ def test_a_retriever_is_missed_and_named(place: Path, capsys: pytest.CaptureFixt
     assert "this run has none: give --retriever FOLDER" in capsys.readouterr().err
     assert main(["eval", *words, "my.py:search", "--model", "start", "--retriever", "http://127.0.0.1:9"]) == 2
     told = capsys.readouterr().err
-    assert "--retriever http://127.0.0.1:9 does not answer: ConnectError" in told and told.count("\n") == 1
+    assert "--retriever http://127.0.0.1:9 does not answer: ClientConnectorError" in told and told.count("\n") == 1
     assert main(["check", *words, "my.py:search"]) == 0
     told = capsys.readouterr().out
     assert "passages were made up as its answers; --retriever FOLDER asks it" in told

@@ -60,11 +60,11 @@ HOMES = {
     "vllm": ("engines/vllm/gpu_transfer.py",),
     "ray": ("engines/pool/ray_engines.py",),
     "rapidfuzz": ("training/sources/diversity.py", "verify/", "apps/audit/shared_phrases.py"),
-    "httpcore2": ("system/http_connection.py", "system/endpoint.py"),
     "aiohttp": (
         "engines/serving/",
         "engines/vllm/server_client.py",
         "services/retrieval/search_server.py",
+        "system/endpoint.py",
         "system/http_server.py",
         "apps/view/web_server.py",
         "runs/tracking/prometheus.py",

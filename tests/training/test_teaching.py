@@ -332,7 +332,7 @@ def test_evaluation_reports_the_exact_divergence_whatever_the_row(place: Path) -
         ),
         (
             ["--teacher", "http://localhost:9/v1", "--algorithm", "distill-k1"],
-            "not answer: ConnectError.*check that the server runs",
+            "not answer: ClientConnectorError.*check that the server runs",
         ),
     ],
 )
@@ -505,7 +505,7 @@ def test_teacher_gets_the_key_of_the_environment(server: Server, monkeypatch: py
 def test_teacher_that_is_not_there_is_told(server: Server) -> None:
     server.http.shutdown()
     server.http.server_close()
-    with pytest.raises(UserError, match="ConnectError.*check that the server runs, and its address and model"):
+    with pytest.raises(UserError, match="ClientConnectorError.*check that the server runs, and its address and model"):
         RemoteTeacher(server.address)
 
 

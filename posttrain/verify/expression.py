@@ -5,16 +5,22 @@ Expressions are trees: a number as its text, "x", or (operator, left, right).
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from fractions import Fraction
+from itertools import accumulate
 
 LONGEST = 200  # most characters of an expression
-DEEPEST = 20  # most levels of brackets and signs
+DEEPEST = 20  # most levels of brackets, and most signs in a row
 
 Tree = str | tuple[str, "Tree", "Tree"]
 
-_TOKEN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+|[-+*/()x])")
+_OPERATORS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+_WRITTEN = re.compile(r"[-+*/()x0-9.\s]*")
+_NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+")
+_SIGNS = re.compile(rf"(?:-\s*){{{DEEPEST + 1}}}")
+_LEADING_ZEROS = re.compile(r"(?<![0-9.])0+(?=[0-9])")
 _THOUSANDS = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])")
 _SPELLINGS = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "X": "x"})
 
@@ -60,55 +66,32 @@ def value_of(tree: Tree) -> Fraction:
 
 
 def parse(text: str) -> Tree | None:
-    """Parse an expression, None if the text is not one. Recursive descent, on at most `LONGEST` characters."""
+    """Parse an expression of at most `LONGEST` characters, None if the text is not one. Python's parser reads it."""
     text = text.strip()
-    if not text or len(text) > LONGEST:
+    if len(text) > LONGEST:
         return None
     text = _THOUSANDS.sub(lambda found: found[0].replace(",", ""), text.translate(_SPELLINGS))
-    tokens, end = [], 0
-    while end < len(text):
-        match = _TOKEN.match(text, end)
-        if match is None:
-            return None
-        tokens.append(match[1])
-        end = match.end()
-    try:
-        tree, rest = _sum(tokens, 0, 0)
-    except (IndexError, SyntaxError):
+    levels = accumulate((character == "(") - (character == ")") for character in text)
+    if not _WRITTEN.fullmatch(text) or _SIGNS.search(text) or max(levels, default=0) > DEEPEST:
         return None
-    return tree if rest == len(tokens) else None
+    text = _LEADING_ZEROS.sub("", " ".join(text.split()))
+    try:
+        return _tree(ast.parse(text, mode="eval").body, text)
+    except SyntaxError:
+        return None
 
 
-def _sum(tokens: list[str], at: int, depth: int) -> tuple[Tree, int]:
-    tree, at = _product(tokens, at, depth)
-    while at < len(tokens) and tokens[at] in "+-":
-        right, after = _product(tokens, at + 1, depth)
-        tree, at = (tokens[at], tree, right), after
-    return tree, at
-
-
-def _product(tokens: list[str], at: int, depth: int) -> tuple[Tree, int]:
-    tree, at = _factor(tokens, at, depth)
-    while at < len(tokens) and tokens[at] in "*/":
-        right, after = _factor(tokens, at + 1, depth)
-        tree, at = (tokens[at], tree, right), after
-    return tree, at
-
-
-def _factor(tokens: list[str], at: int, depth: int) -> tuple[Tree, int]:
-    token = tokens[at]
-    if depth > DEEPEST:
-        raise SyntaxError("too deep")
-    if token == "-":
-        tree, at = _factor(tokens, at + 1, depth + 1)
-        return ("-", "0", tree), at
-    if token == "(":
-        tree, at = _sum(tokens, at + 1, depth + 1)
-        if tokens[at] != ")":
-            raise SyntaxError("a bracket is not closed")
-        return tree, at + 1
-    if token in "+*/)":
-        raise SyntaxError(f"{token} where a number should be")
-    if "." in token:
-        token = token.rstrip("0").removesuffix(".")
-    return ("0" + token if token.startswith(".") else token or "0"), at + 1
+def _tree(node: ast.expr, text: str) -> Tree:
+    """Return the tree of Python's. Raises SyntaxError for anything else than numbers, x and the four operations."""
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)], _tree(node.left, text), _tree(node.right, text)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return "-", "0", _tree(node.operand, text)
+    written = text[node.col_offset : node.end_col_offset]
+    if written == "x":
+        return "x"
+    if not isinstance(node, ast.Constant) or not _NUMBER.fullmatch(written):
+        raise SyntaxError(f"{written} is neither a number nor x")
+    if "." in written:
+        written = written.rstrip("0").removesuffix(".")
+    return "0" + written if written.startswith(".") else written or "0"

@@ -110,13 +110,7 @@ def _arguments(files: Mapping[str, int], filter: int, limits: ProgramLimits) -> 
 
 def _watched(arguments: Sequence[str], stdin: int, passed: Sequence[int], limits: ProgramLimits) -> Finished:
     def limit() -> None:
-        for kind, most in {
-            resource.RLIMIT_CPU: limits.cpu,
-            resource.RLIMIT_AS: limits.memory,
-            resource.RLIMIT_FSIZE: limits.file,
-            resource.RLIMIT_NOFILE: limits.descriptors,
-            resource.RLIMIT_CORE: 0,
-        }.items():
+        for kind, most in limits.of_the_system().items():
             resource.setrlimit(kind, (most, most))
 
     other: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}

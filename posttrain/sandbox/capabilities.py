@@ -101,15 +101,12 @@ def settled(ground: Ground) -> None:
 
 def _become_first() -> None:
     syscalls.unshare(syscalls.NEW_PID)
-    waits, watched = os.pipe()
     first = os.fork()
     if first:
         os.closerange(3, 1 << 20)
         _, status = os.waitpid(first, 0)
         os._exit(0 if status == 0 else 1)
-    os.close(watched)
     syscalls.prctl(syscalls.DEATH_SIGNAL, signal.SIGKILL)
-    del waits
 
 
 def _rules(ground: Ground) -> list[tuple[int, int]]:

@@ -186,15 +186,8 @@ class Container:
     ) -> Container:
         """Start a container of an image, which is pulled if this machine does not have it. Raises ContainerError."""
         name = f"posttrain-{secrets.token_hex(8)}"
-        arguments = [engine.program, *_run_arguments(name, limits, environment or {}), image, "sh", "-c", _FIRST]
-        process = await asyncio.create_subprocess_exec(
-            *arguments,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            preexec_fn=_full_limits,
-            cwd=_CWD,
-        )
+        arguments = [*_run_arguments(name, limits, environment or {}), image, "sh", "-c", _FIRST]
+        process = await _begun(engine, arguments, asyncio.subprocess.PIPE)
         container = Container(engine, name, process)
         try:
             async with asyncio.timeout(START_SECONDS):
@@ -281,17 +274,21 @@ def _run_arguments(name: str, limits: ContainerLimits, environment: Mapping[str,
     return found
 
 
-async def _called(engine: ContainerEngine, arguments: Sequence[str], seconds: float, most: int = 1 << 20) -> Finished:
-    """Run the engine's program. Of long output the beginning and the end are kept, `most` bytes in all."""
-    process = await asyncio.create_subprocess_exec(
+async def _begun(engine: ContainerEngine, arguments: Sequence[str], stdin: int) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
         engine.program,
         *arguments,
-        stdin=asyncio.subprocess.DEVNULL,
+        stdin=stdin,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
         preexec_fn=_full_limits,
         cwd=_CWD,
     )
+
+
+async def _called(engine: ContainerEngine, arguments: Sequence[str], seconds: float, most: int = 1 << 20) -> Finished:
+    """Run the engine's program. Of long output the beginning and the end are kept, `most` bytes in all."""
+    process = await _begun(engine, arguments, asyncio.subprocess.DEVNULL)
     output, over = bytearray(), None
     try:
         async with asyncio.timeout(seconds):

@@ -29,7 +29,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from posttrain.sandbox import filesystem, syscalls
@@ -69,7 +69,7 @@ def main(control: int, root: str, allowed: list[str]) -> None:
     gc.collect()
     gc.freeze()  # a garbage collection in a child would touch, and so copy, all of this memory
     gc.disable()
-    send(control, {"protections": ground.protections.as_dict()})
+    send(control, {"protections": asdict(ground.protections)})
     server = ForkServer(ground, control)
     try:
         while server.turn():

@@ -38,6 +38,7 @@ from posttrain.sandbox.plain_values import NAMED, decode, encode
 LONGEST_REQUEST = 64 << 20
 LONGEST_TEXT = 2000  # characters of an exception's message
 FILE = "<program>"
+OPERATIONS: dict[str, Callable[[Any], Any]] = {"next": next, "len": len, "str": str, "repr": repr}
 
 
 def serve(descriptor: int, folder: str) -> NoReturn:
@@ -72,7 +73,11 @@ class Guest:
 
     def answer(self, request: dict[str, Any]) -> None:
         try:
-            answer = getattr(self, f"_do_{request['do']}")(request)
+            asked = request["do"]
+            if asked in OPERATIONS:
+                answer = {"value": self._form(OPERATIONS[asked](self._value(request["of"])))}
+            else:
+                answer = getattr(self, f"_do_{asked}")(request)
         except BaseException as error:
             answer = {"raised": described(error)}
         for stream in (sys.stdout, sys.stderr):
@@ -138,20 +143,8 @@ class Guest:
         self._value(request["of"])[self._value(request["key"])] = self._value(request["to"])
         return {"value": None}
 
-    def _do_next(self, request: dict[str, Any]) -> dict[str, Any]:
-        return {"value": self._form(next(self._value(request["of"])))}
-
     def _do_iter(self, request: dict[str, Any]) -> dict[str, Any]:
         return {"value": self._reference(iter(self._value(request["of"])))}
-
-    def _do_len(self, request: dict[str, Any]) -> dict[str, Any]:
-        return {"value": len(self._value(request["of"]))}
-
-    def _do_str(self, request: dict[str, Any]) -> dict[str, Any]:
-        return {"value": str(self._value(request["of"]))}
-
-    def _do_repr(self, request: dict[str, Any]) -> dict[str, Any]:
-        return {"value": repr(self._value(request["of"]))}
 
     # -- forms ---------------------------------------------------------------------------------------------------------
 

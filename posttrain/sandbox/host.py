@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import TracebackType
 
 from posttrain.core.types import UserError
 from posttrain.sandbox import syscalls
@@ -28,11 +27,8 @@ START_SECONDS = 60.0  # for the warm interpreter, on a busy machine with a slow 
 END_SECONDS = 10.0  # for the warm interpreter to end
 TELL = "POSTTRAIN_SANDBOX"  # the environment variable that changes the protections
 UNPROTECTED, DENIED = "unprotected", "without-namespaces"  # its values; the second is as if they were denied
-KEPT = (
-    "LD_LIBRARY_PATH",
-    "TMPDIR",
-    "POSTTRAIN_CHILD",
-)  # environment variables that the warm interpreter gets too
+KEPT = ("LD_LIBRARY_PATH", "TMPDIR", "POSTTRAIN_CHILD")
+"""Environment variables that the warm interpreter gets too."""
 
 _SET = {
     "PYTHONHASHSEED": "0",  # equal programs have equal results
@@ -94,7 +90,7 @@ class Sandbox:
     def __enter__(self) -> Sandbox:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _begin(self) -> Protections:
@@ -118,7 +114,8 @@ class Sandbox:
         except BaseException:
             self._end()
             raise
-        return Protections.from_dict(greeting["protections"])
+        active = greeting["protections"]
+        return Protections(**{**active, "namespaces": tuple(active["namespaces"])})
 
     def _greeting(self) -> bytes:
         self._control.settimeout(START_SECONDS)

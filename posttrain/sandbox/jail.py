@@ -162,11 +162,7 @@ def _is_cut(pipe: int) -> bool:
 
 def _limit(limits: ProgramLimits, protections: Protections) -> None:
     wanted = {
-        resource.RLIMIT_CPU: limits.cpu,
-        resource.RLIMIT_AS: limits.memory,
-        resource.RLIMIT_FSIZE: limits.file,
-        resource.RLIMIT_NOFILE: limits.descriptors,
-        resource.RLIMIT_CORE: 0,
+        **limits.of_the_system(),
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
         resource.RLIMIT_SIGPENDING: 256,

@@ -6,7 +6,6 @@ calls covers features that older versions lack: it denies truncation by path, so
 
 from __future__ import annotations
 
-import ctypes
 import os
 import stat
 import struct
@@ -62,12 +61,8 @@ def restrict(version: int, rules: Sequence[tuple[int, int]]) -> None:
     files, network, scopes = handled(version)
     size = 8 if version < 4 else 16 if version < 6 else 24
     head = struct.pack("QQQ", files, network, scopes)[:size]
-    ruleset = syscalls.call("landlock_create_ruleset", _buffer(head), size, 0)
+    ruleset = syscalls.call("landlock_create_ruleset", head, size, 0)
     for place, rights in rules:
-        syscalls.call("landlock_add_rule", ruleset, _BENEATH, _buffer(struct.pack("=Qi", rights & files, place)), 0)
+        syscalls.call("landlock_add_rule", ruleset, _BENEATH, struct.pack("=Qi", rights & files, place), 0)
     syscalls.call("landlock_restrict_self", ruleset, _QUIET if version >= 7 else 0)
     os.close(ruleset)
-
-
-def _buffer(content: bytes) -> ctypes.Array[ctypes.c_char]:
-    return ctypes.create_string_buffer(content, len(content))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+import resource
+from dataclasses import dataclass
 
 from posttrain.sandbox import syscalls
 
@@ -25,8 +24,15 @@ class ProgramLimits:
     files: int = 1000  # number of files in its folder
     output: int = 1 << 20  # bytes that it may print
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    def of_the_system(self) -> dict[int, int]:
+        """Return kind of limit -> value, of those for `resource.setrlimit`, without that of processes."""
+        return {
+            resource.RLIMIT_CPU: self.cpu,
+            resource.RLIMIT_AS: self.memory,
+            resource.RLIMIT_FSIZE: self.file,
+            resource.RLIMIT_NOFILE: self.descriptors,
+            resource.RLIMIT_CORE: 0,
+        }
 
 
 @dataclass(frozen=True)
@@ -71,10 +77,3 @@ class Protections:
         if self.other_user or self.root:
             parts.append("another user" if self.other_user else "root without its rights")
         return ", ".join(parts)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_dict(plain: Mapping[str, Any]) -> Protections:
-        return Protections(**{**plain, "namespaces": tuple(plain["namespaces"])})

@@ -12,7 +12,7 @@ import select
 import socket
 import time
 from contextlib import suppress
-from types import TracebackType
+from dataclasses import asdict
 from typing import Any
 
 from posttrain.sandbox.json_messages import HEAD, framed, length
@@ -51,7 +51,7 @@ class Program:
         self._talk.setblocking(False)
         try:
             descriptors = [end.fileno() for end in theirs] + ([written] if output else [])
-            socket.send_fds(control, [json.dumps(limits.as_dict()).encode()], descriptors)
+            socket.send_fds(control, [json.dumps(asdict(limits)).encode()], descriptors)
         except OSError as error:
             self.close()
             raise SandboxError(f"the sandbox is gone: {error}") from None
@@ -123,7 +123,7 @@ class Program:
     def __enter__(self) -> Program:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     # -- exchange ------------------------------------------------------------------------------------------------------

@@ -43,14 +43,8 @@ UNKNOWN = ("clone3", "openat2")  # fail as on a kernel without them
 IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIONCLEX FIOCLEX
 FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)  # copies, flags and locks of descriptors; size of a pipe
 PRCTLS = (15, 16, 0x53564D41)  # set the name of a thread, or of a memory area
-SOCKET_OPTIONS = (
-    3,
-    4,
-    7,
-    8,
-    38,
-    39,
-)  # type, error, sizes, protocol, domain; not the identity of the peer (SO_PEERPIDFD)
+SOCKET_OPTIONS = (3, 4, 7, 8, 38, 39)
+"""Type, error, sizes, protocol, domain; not the identity of the peer (SO_PEERPIDFD)."""
 LOCAL, STREAM, STREAM_FLAGS = 1, 1, 0o2004000  # AF_UNIX, SOCK_STREAM, SOCK_CLOEXEC | SOCK_NONBLOCK
 NEW_NAMESPACES = sum(syscalls.NAMESPACES.values()) | 0x02000000  # and the flag for a cgroup namespace
 NO_CLONE = NEW_NAMESPACES | 0x8000 | 0x2000 | 0x1000  # CLONE_PARENT, CLONE_PTRACE, CLONE_PIDFD

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 from posttrain.sandbox.limits import ProgramLimits
 from posttrain.sandbox.program import Ended, Program
@@ -18,10 +17,8 @@ SHOWN = 2000  # most characters of a call's output; longer output is shortened i
 class InterpreterSession:
     """The interpreter of one episode. It starts with the first call, and with the next after one that ended it."""
 
-    def __init__(self, seconds: float = SECONDS, limits: ProgramLimits = LIMITS, shown: int = SHOWN) -> None:
+    def __init__(self, seconds: float = SECONDS) -> None:
         self._seconds = min(seconds, SHARE * float(os.environ.get(STEP, "inf")))
-        self._limits = replace(limits, output=max(limits.output, 4 * shown))
-        self._shown = shown
         self._program: Program | None = None
 
     def run(self, code: str) -> str:
@@ -31,7 +28,7 @@ class InterpreterSession:
         Raises SandboxError.
         """
         if self._program is None:
-            self._program = shared().start(self._limits, output=True)
+            self._program = shared().start(LIMITS, output=True)
         program, after = self._program, ""
         try:
             answer = program.asked({"do": "cell", "code": code, "name": "__main__"}, self._seconds)
@@ -42,7 +39,7 @@ class InterpreterSession:
             self.close()
         printed = program.printed.decode("utf-8", "replace")
         program.printed.clear()
-        return (cut(printed, self._shown) + cut(after, self._shown)).encode("utf-8", "replace").decode()
+        return (cut(printed, SHOWN) + cut(after, SHOWN)).encode("utf-8", "replace").decode()
 
     def close(self) -> None:
         """End the interpreter. May be called twice."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import struct
 import sys
 from functools import cache
 
@@ -130,10 +131,4 @@ def prctl(option: int, value: int) -> None:
 
 def drop_capabilities() -> None:
     """Drop all capabilities, permanently where no new privileges can be gained."""
-    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_3, 0)
-    sets = (ctypes.c_uint32 * 6)()
-    call("capset", _bytes(header), _bytes(sets))
-
-
-def _bytes(array: ctypes.Array[ctypes.c_uint32]) -> ctypes.Array[ctypes.c_char]:
-    return ctypes.create_string_buffer(bytes(array), ctypes.sizeof(array))
+    call("capset", struct.pack("=II", _CAPABILITIES_3, 0), bytes(24))

@@ -58,10 +58,10 @@ class BoundedProcess:
                 self._start()
             kind, answer = self._asked((function, args, gib, len(descriptors)), descriptors, seconds)
         except (EOFError, OSError):  # the system has killed the process
-            self._kill()
+            self.close()
             raise UserError(self._large.format(gib=gib)) from None
         except BaseException:  # such as an interrupt: the call would go on in the child
-            self._kill()
+            self.close()
             raise
         finally:
             self._turn.release()
@@ -71,10 +71,15 @@ class BoundedProcess:
 
     def close(self) -> None:
         """Kill the process, whatever it is doing. The next call starts another one."""
-        self._kill()
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            self._socket.close()
+            self._connection.close()
+            self._own.cleanup()
 
     def _start(self) -> None:
-        self._kill()
+        self.close()
         self._socket, theirs = pair()
         with theirs:
             self._own = TempFolder("process")
@@ -93,14 +98,6 @@ class BoundedProcess:
             raise UserError(self._late.format(seconds=seconds))
         kind, answer = self._connection.recv()
         return kind, answer
-
-    def _kill(self) -> None:
-        child, self._child = self._child, None
-        if child is not None:
-            child.kill()
-            self._socket.close()
-            self._connection.close()
-            self._own.cleanup()
 
 
 def serve(descriptor: int) -> None:

@@ -39,7 +39,7 @@ MEETING = "POSTTRAIN_MEETING_SOCKET"  # the file descriptor of the socket at whi
 
 _BOOT = "import sys; sys.path[:] = sys.argv[4:]; from posttrain.system.child_processes import main; main()"
 _DONE = b"."  # from the keeper: no descendant is left
-_SUBREAPER, _DEATH_SIGNAL = 36, 1  # of prctl
+SUBREAPER, DEATH_SIGNAL = 36, 1  # options of prctl
 _LINUX = sys.platform == "linux"
 
 
@@ -201,7 +201,7 @@ def keep(life: int) -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    _prctl(_SUBREAPER, 1)
+    prctl(SUBREAPER, 1)
     keeper = os.getpid()
     worker = os.fork()
     if worker:
@@ -211,7 +211,7 @@ def keep(life: int) -> None:
             os._exit(70)  # only reached after an error of our own
     os.close(life)
     os.setsid()  # its own process group, which it may kill without the keeper
-    _prctl(_DEATH_SIGNAL, signal.SIGKILL)
+    prctl(DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != keeper:
         os._exit(70)
     for number in (signal.SIGTERM, signal.SIGHUP):  # Ctrl-C is handled by the parent
@@ -318,11 +318,8 @@ def _close_all_but(kept: Iterable[int]) -> None:
     for descriptor in sorted(kept):
         os.closerange(first, descriptor)
         first = descriptor + 1
-    os.closerange(first, max(first, os.sysconf("SC_OPEN_MAX") if not _LINUX else _highest() + 1))
-
-
-def _highest() -> int:
-    return max(map(int, os.listdir("/proc/self/fd")))
+    highest = max(map(int, os.listdir("/proc/self/fd"))) if _LINUX else os.sysconf("SC_OPEN_MAX")
+    os.closerange(first, max(first, highest + 1))
 
 
 def _end_like(status: int) -> NoReturn:
@@ -338,7 +335,8 @@ def _end_like(status: int) -> NoReturn:
     os._exit(code if code >= 0 else 128 - code)
 
 
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> None:
+    """Set an option of this process, on Linux."""
     if _LINUX:
         import ctypes
 

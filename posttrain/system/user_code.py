@@ -11,7 +11,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -75,6 +75,25 @@ def source_file(function: Callable[..., Any]) -> str | None:
     return getattr(code, "co_filename", None)
 
 
+def is_of_kind(function: Callable[..., Any], kind: Callable[[object], bool]) -> bool:
+    """Return whether a function or an object's `__call__`, without its decorators, is of a kind, such as
+    `inspect.iscoroutinefunction`.
+    """
+    inner = unwrapped(function)
+    return kind(inner) or kind(type(inner).__call__)
+
+
+def required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    """Return the names of the parameters that need a value."""
+    further = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [name for name, p in parameters.items() if p.default is p.empty and p.kind not in further]
+
+
+def takes_any_name(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """Return whether one of the parameters is `**kwargs`."""
+    return any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
 def split_name(spec: str, prefix: str = "", usual: str = "reward") -> tuple[str, str]:
     """Split "my.py:reward" into ("my.py", "reward"). Raises UserError for anything else.
 
@@ -111,13 +130,11 @@ def _import_module(target: str) -> ModuleType:
     _put_on_path(Path.cwd())
     try:
         return importlib.import_module(target)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{target}.".startswith(f"{error.name}."):
-            raise UserError(f"there is no module {target!r} in this folder or among the installed packages") from error
-        raise UserError(f"{target} does not import: {describe_error(error, None)}") from error
     except UserError as error:  # its message has the fix
         raise UserError(f"{target}: {error}") from error
     except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{target}.".startswith(f"{error.name}."):
+            raise UserError(f"there is no module {target!r} in this folder or among the installed packages") from error
         raise UserError(f"{target} does not import: {describe_error(error, None)}") from error
 
 
@@ -139,14 +156,12 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except KeyboardInterrupt:
-        del sys.modules[name]
-        raise
-    except UserError as error:
-        del sys.modules[name]
-        raise UserError(f"{path.name}: {error}") from error
     except BaseException as error:  # a script may call exit(), or raise an object that is not an Exception
         del sys.modules[name]
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        if isinstance(error, UserError):
+            raise UserError(f"{path.name}: {error}") from error
         raise UserError(f"{path.name} does not import: {describe_error(error, str(path))}") from error
     return module
 

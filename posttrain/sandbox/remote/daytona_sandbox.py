@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.sandbox.containers import ContainerLimits
-from posttrain.sandbox.remote.remote_sandbox import RemoteSandbox, has_variable
+from posttrain.sandbox.remote.remote_sandbox import RemoteSandbox
 
 
 class DaytonaSandbox(RemoteSandbox):
@@ -17,15 +17,13 @@ class DaytonaSandbox(RemoteSandbox):
 
     SERVICE, LIBRARY = "Daytona", "daytona"
     KEY = "set DAYTONA_API_KEY to a key of https://app.daytona.io/dashboard/keys"
+    VARIABLES = ("DAYTONA_API_KEY", "DAYTONA_JWT_TOKEN")
     REFUSALS = ("DaytonaAuthenticationError", "DaytonaForbiddenError")
 
     def __init__(self, client: Any, sandbox: Any) -> None:
         """Use `start`. `client`: a daytona.AsyncDaytona; `sandbox`: one that it created."""
-        self._client, self._sandbox = client, sandbox
-
-    @staticmethod
-    def has_key() -> bool:
-        return has_variable("DAYTONA_API_KEY", "DAYTONA_JWT_TOKEN")
+        super().__init__(sandbox)
+        self._client = client
 
     @classmethod
     async def _create(

@@ -11,10 +11,9 @@ import math
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from posttrain.sandbox.containers import ContainerLimits, folder_digest, locked_image
-from posttrain.sandbox.remote.remote_sandbox import RemoteSandbox, has_variable
+from posttrain.sandbox.remote.remote_sandbox import RemoteSandbox
 
 
 class E2BSandbox(RemoteSandbox):
@@ -22,15 +21,8 @@ class E2BSandbox(RemoteSandbox):
 
     SERVICE, LIBRARY = "E2B", "e2b"
     KEY = "set E2B_API_KEY to a key of https://e2b.dev/dashboard"
+    VARIABLES = ("E2B_API_KEY",)
     REFUSALS = ("AuthenticationException",)
-
-    def __init__(self, sandbox: Any) -> None:
-        """Use `start`. `sandbox`: an e2b.AsyncSandbox."""
-        self._sandbox = sandbox
-
-    @staticmethod
-    def has_key() -> bool:
-        return has_variable("E2B_API_KEY")
 
     @classmethod
     async def _create(

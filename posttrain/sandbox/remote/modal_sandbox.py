@@ -6,10 +6,9 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from posttrain.sandbox.containers import ContainerLimits
-from posttrain.sandbox.remote.remote_sandbox import RemoteSandbox, has_variable
+from posttrain.sandbox.remote.remote_sandbox import RemoteSandbox
 
 APP = "posttrain"  # of the account: Modal starts every sandbox in an app
 NOT_ENDED = -1  # what `wait` returns after the limit of a command
@@ -20,16 +19,13 @@ class ModalSandbox(RemoteSandbox):
 
     SERVICE, LIBRARY = "Modal", "modal"
     KEY = "run `modal setup`, or set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET"
+    VARIABLES = ("MODAL_TOKEN_ID", "MODAL_OAUTH_REFRESH_TOKEN")
     REFUSALS = ("AuthError", "PermissionDeniedError")
 
-    def __init__(self, sandbox: Any) -> None:
-        """Use `start`. `sandbox`: a modal.Sandbox."""
-        self._sandbox = sandbox
-
-    @staticmethod
-    def has_key() -> bool:
+    @classmethod
+    def has_key(cls) -> bool:
         config = os.path.expanduser(os.environ.get("MODAL_CONFIG_PATH") or "~/.modal.toml")
-        return has_variable("MODAL_TOKEN_ID", "MODAL_OAUTH_REFRESH_TOKEN") or os.path.exists(config)
+        return super().has_key() or os.path.exists(config)
 
     @classmethod
     async def _create(

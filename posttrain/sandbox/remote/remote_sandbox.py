@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from posttrain.core.extras import install, installed
 from posttrain.core.messages import clip, inline
@@ -52,14 +52,19 @@ class RemoteSandbox(ABC):
     SERVICE: ClassVar[str]
     LIBRARY: ClassVar[str]  # of the client, and the extra that installs it
     KEY: ClassVar[str]  # what a user sets, in words
+    VARIABLES: ClassVar[tuple[str, ...]]  # environment variables, one of which holds it
     REFUSALS: ClassVar[tuple[str, ...]]  # the client's exceptions of an account that may not do this
+
+    def __init__(self, sandbox: Any) -> None:
+        """Use `start`. `sandbox`: one that the client created."""
+        self._sandbox = sandbox
 
     # -- what a service's client does
 
-    @staticmethod
-    @abstractmethod
-    def has_key() -> bool:
+    @classmethod
+    def has_key(cls) -> bool:
         """Return whether this machine has a key of the service. Asks nobody."""
+        return any(os.environ.get(name) for name in cls.VARIABLES)
 
     @classmethod
     @abstractmethod
@@ -188,8 +193,3 @@ def _of_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = ""
     return entry
-
-
-def has_variable(*names: str) -> bool:
-    """Return whether one of these environment variables is set."""
-    return any(os.environ.get(name) for name in names)

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from posttrain.core.types import Invalid
+from posttrain.system.child_processes import DEATH_SIGNAL, SUBREAPER, prctl
 
 SERVERS = 2  # servers of each calling process; further callers wait for a free one
 MEMORY = 2**30  # bytes of address space, for a server and for a child
@@ -43,7 +44,6 @@ _BOOT = (
     "import sys; descriptor, sys.path[:] = int(sys.argv[1]), sys.argv[2:]; "
     "from posttrain.verify.limited_process import serve; serve(descriptor)"
 )
-_SUBREAPER, _PARENT_DEATH = 36, 1  # options of Linux's prctl
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,12 @@ def limited(function: str, *args: Any, seconds: float) -> Any | CheckFailed | In
     if "result" in answer:
         return answer["result"]
     return CheckFailed(f"{function}: {answer['failed']}") if "failed" in answer else Invalid(answer["invalid"])
+
+
+def limited_verdict(function: str, *args: Any, seconds: float) -> float | Invalid:
+    """1.0 if the function, called as by `limited`, returns true; 0.0 if it returns false or fails."""
+    found = limited(function, *args, seconds=seconds)
+    return found if isinstance(found, Invalid) else float(not isinstance(found, CheckFailed) and bool(found))
 
 
 class CheckServer:
@@ -188,18 +194,11 @@ def _confine() -> None:
         most = MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard)
         resource.setrlimit(resource.RLIMIT_AS, (most, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _prctl(_SUBREAPER, 1)
+    prctl(SUBREAPER, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the caller
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 2)  # from here on, as some parsers print messages
-
-
-def _prctl(option: int, value: int) -> None:
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def _answer(name: str, args: Sequence[Any], seconds: float, caller: int) -> dict[str, Any]:
@@ -277,7 +276,7 @@ def _run(function: Callable[..., Any], args: Sequence[Any], seconds: float, desc
     """Run one call in the child, and write [whether the call returned, its result or exception]."""
     try:
         os.setsid()
-        _prctl(_PARENT_DEATH, signal.SIGKILL)
+        prctl(DEATH_SIGNAL, signal.SIGKILL)
         with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
             score.write("1000")  # the first process to be killed when memory runs out
         signal.setitimer(signal.ITIMER_PROF, seconds)

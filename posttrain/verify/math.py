@@ -21,7 +21,7 @@ from fractions import Fraction
 
 from posttrain.core.types import Invalid
 from posttrain.verify.answer import final_answer, last_boxed
-from posttrain.verify.limited_process import CheckFailed, limited
+from posttrain.verify.limited_process import CheckFailed, limited, limited_verdict
 from posttrain.verify.numeric import equal_numbers, read_number, written_tolerance
 from posttrain.verify.spelling import balanced, clean, depth, in_base, tight, words
 
@@ -65,10 +65,7 @@ def verify(reply: str, gold: str, *, timeout: float = 2.0, ratios: bool = True) 
         return 0.0
     if verdict is not None:
         return verdict
-    equal = limited("posttrain.verify.algebra:equal", answer, gold, seconds=timeout)
-    if isinstance(equal, Invalid):
-        return equal
-    return 0.0 if isinstance(equal, CheckFailed) else float(equal)
+    return limited_verdict("posttrain.verify.algebra:equal", answer, gold, seconds=timeout)
 
 
 def _check(gold: str, timeout: float) -> Invalid | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from posttrain.core.types import Invalid
-from posttrain.verify.limited_process import CheckFailed, limited
+from posttrain.verify.limited_process import limited_verdict
 
 LONGEST = 2**20  # most characters searched in a reply
 
@@ -26,13 +26,11 @@ def matches(
         re.compile(pattern, flags)
     except (re.error, RecursionError, OverflowError) as error:
         return Invalid(f"pattern {pattern[:80]!r} cannot be read: {error}")
-    found = limited("posttrain.verify.pattern:search", pattern, reply[:LONGEST], int(flags), whole, seconds=timeout)
-    if isinstance(found, Invalid):
-        return found
-    return 0.0 if isinstance(found, CheckFailed) else float(found is wanted)
+    asked = pattern, reply[:LONGEST], int(flags), whole, wanted
+    return limited_verdict("posttrain.verify.pattern:search", *asked, seconds=timeout)
 
 
-def search(pattern: str, text: str, flags: int, whole: bool) -> bool:
-    """Search, in a process with limits."""
+def search(pattern: str, text: str, flags: int, whole: bool, wanted: bool) -> bool:
+    """Search, in a process with limits; return whether the result is the wanted one."""
     compiled = re.compile(pattern, flags)
-    return (compiled.fullmatch(text) if whole else compiled.search(text)) is not None
+    return ((compiled.fullmatch(text) if whole else compiled.search(text)) is not None) is wanted

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from posttrain.core.types import Invalid
 
@@ -35,10 +35,7 @@ def exact_match(answer: str | None, golds: str | Sequence[str]) -> float | Inval
     >>> exact_match("the Eiffel Tower!", ["Eiffel tower", "La tour Eiffel"])
     1.0
     """
-    known = _golds(golds)
-    if isinstance(known, Invalid) or answer is None:
-        return known if isinstance(known, Invalid) else 0.0
-    return float(normalised(answer) in known)
+    return _compared(answer, golds, lambda said, known: said in known)
 
 
 def f1(answer: str | None, golds: str | Sequence[str]) -> float | Invalid:
@@ -47,11 +44,7 @@ def f1(answer: str | None, golds: str | Sequence[str]) -> float | Invalid:
     >>> f1("in the city of Paris", "Paris")
     0.4
     """
-    known = _golds(golds)
-    if isinstance(known, Invalid) or answer is None:
-        return known if isinstance(known, Invalid) else 0.0
-    said = normalised(answer).split()
-    return max(_f1(said, gold.split()) for gold in known)
+    return _compared(answer, golds, lambda said, known: max(_f1(said.split(), gold.split()) for gold in known))
 
 
 def contains_answer(answer: str | None, golds: str | Sequence[str], *, words: bool = False) -> float | Invalid:
@@ -64,24 +57,26 @@ def contains_answer(answer: str | None, golds: str | Sequence[str], *, words: bo
     >>> contains_answer("It was Marie Curie.", "Marie Curie")
     1.0
     """
-    known = _golds(golds)
-    if isinstance(known, Invalid) or answer is None:
-        return known if isinstance(known, Invalid) else 0.0
-    said = normalised(answer)
-    if known == [""]:
-        return float(not said)
-    if words:
-        return float(any(f" {gold} " in f" {said} " for gold in known))
-    return float(any(gold in said for gold in known))
+
+    def contained(said: str, known: list[str]) -> bool:
+        if known == [""]:
+            return not said
+        return any(f" {gold} " in f" {said} " if words else gold in said for gold in known)
+
+    return _compared(answer, golds, contained)
 
 
-def _golds(golds: str | Sequence[str]) -> list[str] | Invalid:
+def _compared(
+    answer: str | None, golds: str | Sequence[str], score: Callable[[str, list[str]], float]
+) -> float | Invalid:
+    """Return the score of (answer, golds), both normalised; 0.0 without an answer."""
     every = [golds] if isinstance(golds, str) else list(golds)
     if not every:
         return Invalid("there is no gold answer")
     if not all(isinstance(gold, str) for gold in every):
         return Invalid("gold answers must be text")
-    return [found for gold in every if (found := normalised(gold))] or [""]
+    known = [found for gold in every if (found := normalised(gold))] or [""]
+    return 0.0 if answer is None else float(score(normalised(answer), known))
 
 
 def _f1(said: list[str], gold: list[str]) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 
 from posttrain.core.types import Invalid, UserError
 from posttrain.verify.fenced import code_in
-from posttrain.verify.limited_process import CheckFailed, limited
+from posttrain.verify.limited_process import CheckFailed, limited, limited_verdict
 
 LONGEST = 200_000  # most characters of code; longer code is wrong
 SECONDS = 2.0  # of processor time per call
@@ -72,12 +72,7 @@ def tree_similarity(reply: str, reference: str) -> float | Invalid:
 
 
 def _asked(function: str, code: str, *more: Any) -> float | Invalid:
-    if len(code) > LONGEST:
-        return 0.0
-    found = limited(function, code, *more, seconds=SECONDS)
-    if isinstance(found, Invalid):
-        return found
-    return 0.0 if isinstance(found, CheckFailed) else float(found)
+    return 0.0 if len(code) > LONGEST else limited_verdict(function, code, *more, seconds=SECONDS)
 
 
 # -- in a process with limits ------------------------------------------------------------------------------------------

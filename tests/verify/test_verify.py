@@ -22,7 +22,7 @@ import pytest
 from places import DATA, ROOT, TESTS
 
 from posttrain.core.types import Invalid
-from posttrain.verify import algebra, math
+from posttrain.verify import algebra, limited_process, math
 from posttrain.verify.answer import last_boxed
 from posttrain.verify.format import between, tags
 from posttrain.verify.limited_process import CheckFailed
@@ -266,7 +266,8 @@ def test_a_check_that_fails_is_the_gold_answer_s_fault_only_if_that_fails_alone(
             return CheckFailed("too long") if gold == "z+1" else Invalid("no process") if gold == "z+2" else True
         return CheckFailed("too long") if args[0] == "z" else Invalid("no process")
 
-    monkeypatch.setattr(math, "limited", call)
+    for module in (math, limited_process):
+        monkeypatch.setattr(module, "limited", call)
     monkeypatch.setattr(math, "_unreadable", {})
     assert verify(r"\boxed{z}", "z+3") == 0.0
     assert isinstance(verify(r"\boxed{y}", "z+3"), Invalid)  # there was no process: that is nobody's fault

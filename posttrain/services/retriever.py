@@ -23,7 +23,7 @@ from posttrain.core.messages import clip, short
 from posttrain.core.protocols import Service
 from posttrain.core.types import Invalid, InvalidKind, UserError
 from posttrain.envs.play.service_client import made_up_passages
-from posttrain.envs.play.worker_protocol import Frames, framed
+from posttrain.envs.play.worker_protocol import FrameSocket, framed
 from posttrain.services.retrieval.index_folder import Manifest
 from posttrain.services.retrieval.search_protocol import (
     LONGEST_QUERY,
@@ -33,7 +33,6 @@ from posttrain.services.retrieval.search_protocol import (
     read_answer,
     written_request,
 )
-from posttrain.services.retrieval.search_worker import SearchSetup
 from posttrain.system.child_processes import Child, pair
 from posttrain.system.endpoint import Endpoint, EndpointFailure
 
@@ -153,8 +152,8 @@ class LocalRetriever:
         self._socket, theirs = pair()
         with theirs:
             self._child = Child("posttrain.services.retrieval.search_worker:main", [theirs.fileno()])
-        self._frames, self._unsent = Frames(MOST_ANSWER), bytearray(framed(pickle.dumps(SearchSetup(self.folder))))
-        self._socket.setblocking(False)
+        self._line = FrameSocket(self._socket, MOST_ANSWER)
+        self._line.unsent += framed(pickle.dumps(self.folder))
         self._asked: deque[tuple[int, str, int]] = deque()
         self._pending: set[int] = set()
         self._answers: list[tuple[int, Any]] = []
@@ -185,11 +184,10 @@ class LocalRetriever:
     def poll(self) -> list[tuple[int, Any]]:
         """Return answers. Raises UserError if the process has ended: a new one would fail at the same request."""
         if self._asked:
-            self._unsent += framed(pickle.dumps(list(self._asked)))
+            self._line.unsent += framed(pickle.dumps(list(self._asked)))
             self._asked.clear()
         if self._pending:
-            self._write()
-            for message in self._read():
+            for message in self._exchanged():
                 self._take(message)
         answers, self._answers = self._answers, []
         return answers
@@ -212,8 +210,7 @@ class LocalRetriever:
     def _wait_until_open(self) -> None:
         end = time.monotonic() + OPEN_SECONDS
         while True:
-            self._write()
-            for message in self._read():
+            for message in self._exchanged():
                 if isinstance(failed := message.get("failed"), str):
                     raise UserError(failed)
                 if message.get("ready") != self.identity:
@@ -221,34 +218,19 @@ class LocalRetriever:
                 return
             if time.monotonic() > end:
                 raise UserError(f"the index in {self.folder} did not open within {OPEN_SECONDS:g} s")
-            select.select([self._socket], [self._socket] if self._unsent else [], [], 0.1)
+            select.select([self._socket], [self._socket] if self._line.unsent else [], [], 0.1)
 
-    def _write(self) -> None:
-        """Send as much as the process accepts now."""
+    def _exchanged(self) -> list[dict[str, Any]]:
+        """Send as much as the process accepts now, and return messages that have arrived."""
         try:
-            while self._unsent:
-                del self._unsent[: self._socket.send(self._unsent)]
-        except BlockingIOError:
-            pass
-        except OSError:
+            self._line.write()
+            messages = list(map(json.loads, self._line.read()))
+        except (EOFError, OSError):
             raise self._gone() from None
-
-    def _read(self) -> list[dict[str, Any]]:
-        """Return the messages that have arrived."""
-        messages: list[Any] = []
-        try:
-            while more := self._socket.recv(1 << 18):
-                messages += map(json.loads, self._frames.add(more))
-        except BlockingIOError:
-            more = b"."  # the process is still connected
-        except OSError:
-            more = b""
         except (ValueError, RecursionError):
             raise self._garbled() from None
         if not all(isinstance(message, dict) for message in messages):
             raise self._garbled()
-        if not more and not messages:  # messages sent before its end are returned first
-            raise self._gone()
         return messages
 
     def _take(self, message: dict[str, Any]) -> None:

@@ -231,12 +231,13 @@ def _texts(content: dict[str, Any]) -> bool:
 def _chat(content: dict[str, Any]) -> bool:
     messages = content["messages"]
     return (
-        isinstance(messages, list)
-        and bool(messages)
-        and all(isinstance(m, dict) and {"role", "content"} <= m.keys() and _texts(m) for m in messages)
-        and messages[-1]["role"] == "assistant"
-        and isinstance(content.get("cut", False), bool)
+        _are_messages(messages) and messages[-1]["role"] == "assistant" and isinstance(content.get("cut", False), bool)
     )
+
+
+def _are_messages(given: Any) -> bool:
+    some = isinstance(given, list) and bool(given)
+    return some and all(isinstance(m, dict) and {"role", "content"} <= m.keys() and _texts(m) for m in given)
 
 
 def _steps(content: dict[str, Any]) -> bool:
@@ -247,11 +248,7 @@ def _steps(content: dict[str, Any]) -> bool:
     if not isinstance(content.get("begun", ""), str):
         return False
     if before == {"messages"}:
-        return (
-            isinstance(content["messages"], list)
-            and bool(content["messages"])
-            and all(isinstance(m, dict) and {"role", "content"} <= m.keys() and _texts(m) for m in content["messages"])
-        )
+        return _are_messages(content["messages"])
     return before == {"prompt"} and isinstance(content["prompt"], str)
 
 

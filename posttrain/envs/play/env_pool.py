@@ -26,10 +26,9 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Any
 
 from posttrain.core.types import Invalid, InvalidKind, Reply, Task, Turn, UserError
@@ -41,7 +40,7 @@ from posttrain.envs.play.worker_protocol import (
     LONGEST_ANSWER,
     NOTE_BYTES,
     CallRecord,
-    Frames,
+    FrameSocket,
     Garbled,
     Greeting,
     WorkerCommand,
@@ -61,12 +60,9 @@ IMPORT_SECONDS = 60.0  # for a worker to start and import the environment, which
 LONGEST_STEP = 86_400.0  # greatest limit in seconds: the system cannot wait much longer at once
 IMPORT_TRIES = 3  # for a worker that replaces a lost one
 CLOSE_SECONDS = 1.0  # for idle workers to exit by themselves
-READ_BYTES = 1 << 18  # bytes of one read
 GRACE_SECONDS = 1.0  # for an async worker to enforce a limit itself
-KILLED = (
-    signal.SIGKILL,
-    signal.SIGTERM,
-)  # signals that end a process from outside: from a user, a scheduler, the system out of memory
+KILLED = (signal.SIGKILL, signal.SIGTERM)
+"""Signals that end a process from outside: from a user, a scheduler, the system out of memory."""
 KILLED_MOST = 2  # most replays after such a signal: an episode that kills its own process does so each time
 MOST_BESIDE = 1024  # most scores in progress in an async worker
 
@@ -129,7 +125,8 @@ class _Worker:
         self.sent: dict[int, _Order] = {}  # episode number -> order in progress, in order
         self.since = time.monotonic()  # time at which it began the first of `sent`
         self.socket, theirs = pair()
-        self.socket.setblocking(False)
+        self.line = FrameSocket(self.socket, LONGEST_ANSWER)
+        self.line.unsent += framed(pickle.dumps(setup))
         note = os.memfd_create("posttrain")
         try:
             os.ftruncate(note, NOTE_BYTES)
@@ -142,31 +139,14 @@ class _Worker:
                 )
         finally:
             os.close(note)
-        self.frames = Frames(LONGEST_ANSWER)
-        self.unsent = bytearray(framed(pickle.dumps(setup)))
 
     def write(self) -> bool:
-        """Write as much as the socket takes; return whether that was all. Raises OSError if the worker is gone."""
-        while self.unsent:
-            try:
-                del self.unsent[: self.socket.send(self.unsent)]
-            except BlockingIOError:
-                return False
+        """Write as `FrameSocket` does. The limit of its work begins when it has taken something."""
+        unsent = len(self.line.unsent)
+        whole = self.line.write()
+        if len(self.line.unsent) < unsent:
             self.since = time.monotonic()
-        return True
-
-    def read(self) -> Iterable[bytes]:
-        """Return the messages that have arrived.
-
-        Raises EOFError or OSError if the worker is gone, Garbled for invalid data.
-        """
-        try:
-            more = self.socket.recv(READ_BYTES)
-        except BlockingIOError:
-            return ()
-        if not more:
-            raise EOFError
-        return self.frames.add(more)
+        return whole
 
     @property
     def blamed(self) -> _Order:
@@ -373,7 +353,7 @@ class EnvPool:
     def __enter__(self) -> EnvPool:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _ask(self, episode: _Episode) -> None:
@@ -497,7 +477,7 @@ class EnvPool:
                     self._receive(worker)  # it has no orders: it is gone, or sends unrequested data
                     continue
                 self._hand(worker)
-            if worker.unsent:
+            if worker.line.unsent:
                 self._write(worker)
 
     def _hand(self, worker: _Worker) -> None:
@@ -523,7 +503,7 @@ class EnvPool:
             order.since = now
             worker.sent[episode.number] = order
         worker.queue.clear()
-        worker.unsent += write_commands(commands)
+        worker.line.unsent += write_commands(commands)
         worker.since = time.monotonic()
 
     def _share(self, worker: _Worker) -> int:
@@ -555,7 +535,7 @@ class EnvPool:
 
     def _receive(self, worker: _Worker) -> None:
         try:
-            for content in worker.read():
+            for content in worker.line.read():
                 if worker.ready:
                     self._take(worker, read_answer(content))
                 else:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import socket
 import struct
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping
@@ -43,6 +44,7 @@ from posttrain.envs.play.env_outputs import (
 LONGEST_PICTURES = 2 * MOST_BYTES  # most characters of a turn's pictures, in base 64
 LONGEST_ANSWER = 8 * LONGEST_TEXT + LONGEST_PICTURES + (1 << 20)
 """Maximum number of bytes of an answer: characters in JSON, pictures, and the rest."""
+READ_BYTES = 1 << 18  # bytes of one read
 _LENGTH = struct.Struct(">Q")
 _WRITER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
@@ -134,6 +136,39 @@ class Frames:
             content = bytes(self._bytes[_LENGTH.size : end])
             del self._bytes[:end]
             yield content
+
+
+class FrameSocket:
+    """The end of a socket for frames. No method blocks."""
+
+    def __init__(self, end: socket.socket, most: int) -> None:
+        """Use the socket from now on. `most`: bytes of a frame that is read."""
+        end.setblocking(False)
+        self.end, self.unsent, self._frames = end, bytearray(), Frames(most)
+
+    def write(self) -> bool:
+        """Write as much of `unsent` as the socket takes; return whether that was all. Raises OSError if the other side
+        is gone.
+        """
+        while self.unsent:
+            try:
+                del self.unsent[: self.end.send(self.unsent)]
+            except BlockingIOError:
+                return False
+        return True
+
+    def read(self) -> Iterable[bytes]:
+        """Return the messages that have arrived.
+
+        Raises EOFError or OSError if the other side is gone, Garbled for invalid data.
+        """
+        try:
+            more = self.end.recv(READ_BYTES)
+        except BlockingIOError:
+            return ()
+        if not more:
+            raise EOFError
+        return self._frames.add(more)
 
 
 # -- the worker's side -------------------------------------------------------------------------------------------------

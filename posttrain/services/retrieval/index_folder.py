@@ -23,7 +23,7 @@ from typing import Any, Self
 from posttrain.core import user_files
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
-from posttrain.runs.run_files import sync
+from posttrain.runs.run_files import replace, sync
 
 FORM = 1  # version of the files: an index with another version must be rebuilt
 MANIFEST, LOCK = "index.json", "lock"
@@ -155,12 +155,13 @@ def _new_draft(place: Path) -> tuple[Path, int]:
 
 def finish(draft: Path, manifest: Mapping[str, Any]) -> None:
     """Write the manifest, after the files are on disk."""
-    files = {path.name: list(_sized(path)) for path in sorted(draft.iterdir()) if path.name != LOCK}
+    files = {}
+    for path in sorted(draft.iterdir()):
+        if path.name != LOCK:
+            sync(path)
+            files[path.name] = [path.stat().st_size, _checksum(path)]
     whole = asdict(Manifest(**manifest, files=files))
-    with (draft / MANIFEST).open("wb") as file:
-        file.write((json.dumps(whole, indent=1) + "\n").encode())
-        file.flush()
-        os.fsync(file.fileno())
+    replace(draft / MANIFEST, (json.dumps(whole, indent=1) + "\n").encode())
 
 
 def may_be_at(place: Path, overwrite: bool) -> None:
@@ -173,16 +174,6 @@ def may_be_at(place: Path, overwrite: bool) -> None:
         raise UserError(f"{place} holds {strange[0]} beside an index: move it away, or choose another --out")
     if not overwrite:
         raise UserError(f"{place} already has an index: replace it with --overwrite, or choose another --out")
-
-
-def _sized(path: Path) -> tuple[int, int]:
-    """Sync a file to disk, and return its size and the checksum of its content."""
-    size, checksum = 0, 0
-    with user_files.opened(path) as file:
-        while block := file.read(1 << 20):
-            size, checksum = size + len(block), zlib.crc32(block, checksum)
-        os.fsync(file.fileno())
-    return size, checksum
 
 
 def _move(draft: Path, place: Path, overwrite: bool) -> None:
@@ -295,11 +286,8 @@ def is_fresh(source: Mapping[str, Any]) -> bool:
 
 
 def _digest(path: Path) -> str:
-    content = hashlib.blake2b(digest_size=16)
     with user_files.opened(path) as file:
-        while block := file.read(1 << 20):
-            content.update(block)
-    return content.hexdigest()
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def sampled(path: Path) -> str:

@@ -52,19 +52,32 @@ class SearchHandlers:
         self._batcher = Batcher(index.search)
 
     def application(self) -> web.Application:
-        app = web.Application(middlewares=[_answer_errors, self._front], client_max_size=self._most_bytes)
+        app = web.Application(middlewares=[self._answer_errors], client_max_size=self._most_bytes)
         app.router.add_post(f"/{PATH}", self.retrieve)
         app.router.add_get("/health", self.health)
         app.cleanup_ctx.append(self._searching)
         return app
 
     @web.middleware
-    async def _front(
+    async def _answer_errors(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if (wrong := refused(request.method, request.headers.items(), self._host, self._token)) is not None:
-            raise SearchRefused(*wrong)
-        return await handler(request)
+        """Return errors as JSON."""
+        try:
+            if (wrong := refused(request.method, request.headers.items(), self._host, self._token)) is not None:
+                raise SearchRefused(*wrong)
+            return await handler(request)
+        except SearchRefused as error:
+            status, said = error.status, str(error)
+        except web.HTTPException as error:  # of aiohttp: unknown path, wrong method, body too large
+            status, said = error.status, _plain(error, request)
+        except UserError as error:  # a damaged file, or an encoder that fails
+            print(f"posttrain: {error}", file=sys.stderr, flush=True)
+            status, said = 500, one_line(error)
+        except Exception:
+            traceback.print_exc(file=sys.stderr)
+            status, said = 500, "internal server error; the server printed it"
+        return await _answered(request, status, json.dumps({"detail": said}).encode())
 
     async def retrieve(self, request: web.Request) -> web.StreamResponse:
         if "Content-Encoding" in request.headers:
@@ -97,31 +110,10 @@ class SearchHandlers:
             await task
 
 
-@web.middleware
-async def _answer_errors(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """Return errors as JSON."""
-    try:
-        return await handler(request)
-    except SearchRefused as refused:
-        status, said = refused.status, str(refused)
-    except web.HTTPException as error:  # of aiohttp: unknown path, wrong method, body too large
-        status, said = error.status, _plain(error, request)
-    except UserError as error:  # a damaged file, or an encoder that fails
-        print(f"posttrain: {error}", file=sys.stderr, flush=True)
-        status, said = 500, one_line(error)
-    except Exception:
-        traceback.print_exc(file=sys.stderr)
-        status, said = 500, "internal server error; the server printed it"
-    return await _answered(request, status, json.dumps({"detail": said}).encode())
-
-
 def _plain(error: web.HTTPException, request: web.Request) -> str:
-    known = {404: f"there is POST /{PATH} and GET /health", 405: f"there is POST /{PATH} and GET /health"}
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return f"the body has more than {request.client_max_size >> 20} MiB"
-    return known.get(error.status, error.reason)
+    return f"there is POST /{PATH} and GET /health" if error.status in (404, 405) else error.reason
 
 
 async def _answered(request: web.Request, status: int, body: bytes) -> web.StreamResponse:

@@ -1,6 +1,6 @@
 """The process that searches for all workers of a run. Its client is `posttrain.services.retriever`.
 
-    run -> process    a `SearchSetup`, pickled; then lists of [number, query, k]
+    run -> process    the folder of the index, pickled; then lists of [number, query, k]
     process -> run    {"ready": identity} or {"failed": a line}; then for each question
                       {"number": n, "found": [[id, contents, score], ...]} or {"number": n, "failed": a line}
 
@@ -12,17 +12,11 @@ from __future__ import annotations
 import json
 import pickle
 import socket
-from dataclasses import dataclass
 from typing import Any
 
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 from posttrain.envs.play.worker_protocol import Frames, framed
-
-
-@dataclass(frozen=True)
-class SearchSetup:
-    folder: str  # folder of the index
 
 
 def main(descriptor: int) -> None:
@@ -44,11 +38,11 @@ def main(descriptor: int) -> None:
             try:
                 from posttrain.services.retrieval.passage_index import open_index
 
-                index = open_index(asked.folder)
+                index = open_index(asked)
             except UserError as error:
                 return send({"failed": str(error)})
             except Exception as error:  # an error of the user's code, imported with an encoder
-                return send({"failed": f"the index in {asked.folder} cannot be opened: {one_line(error)}"})
+                return send({"failed": f"the index in {asked} cannot be opened: {one_line(error)}"})
             send({"ready": index.manifest.fingerprint})
 
 

@@ -17,7 +17,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from posttrain.core.types import Reply, Task, Turn, UserError, Verdict
-from posttrain.envs.bridges.bridge import BridgeError, Chance, GameStep, Manner, need, number_of, played, task_seed
+from posttrain.envs.bridges.bridge import (
+    BridgeError,
+    Chance,
+    GameStep,
+    Manner,
+    made,
+    need,
+    number_of,
+    played,
+    task_seed,
+)
 from posttrain.envs.builtin.generated import write
 
 need("textarena", "textarena")
@@ -38,9 +48,8 @@ class TextArena(Manner):
     make: Mapping[str, Any] = field(default_factory=dict)  # arguments of textarena.make
     players: int = 1
     seat: int = 0  # the policy's seat
-    opponent: Callable[[str], str] | None = (
-        None  # plays the other seats: text of the game -> move; None: the policy plays them
-    )
+    opponent: Callable[[str], str] | None = None
+    """Plays the other seats: text of the game -> move; None: the policy plays them."""
 
     def __call__(self, task: Task) -> Generator[Turn, Reply, Verdict]:
         how: TextArena = self.told_by(task)
@@ -49,10 +58,7 @@ class TextArena(Manner):
 
 def environment(game: str, **settings: Any) -> TextArena:
     """Return the game of this id as an environment. `settings`: fields of `TextArena`."""
-    try:
-        return TextArena(game=game, **settings)
-    except TypeError as error:
-        raise UserError(f"environment({game!r}): {error}") from error
+    return made(TextArena, repr(game), game=game, **settings)
 
 
 play = TextArena()

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from posttrain.core.messages import near_or_all
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Reply, Sides, Task, Turn, UserError, Verdict
 
+Made = TypeVar("Made")
 WHICH = ("env", "game", "url")
 LONGEST = 8000  # default for the most characters shown of an observation or a tool's answer
 _COLOURED = re.compile("\x1b\\[[0-9;]*m(.*?)\x1b\\[0m", re.DOTALL)  # text that a terminal shows in colour
@@ -70,11 +71,7 @@ class Manner:
     longest: int = LONGEST  # most characters shown of an observation
 
     def __post_init__(self) -> None:
-        for name, choices in (("invalid", ("answer", "end")), ("failure", ("invalid", "end"))):
-            if getattr(self, name) not in choices:
-                raise UserError(
-                    f"{name} is {getattr(self, name)!r}{near_or_all(str(getattr(self, name)), list(choices))}"
-                )
+        check_choices(self, invalid=("answer", "end"), failure=("invalid", "end"))
         if self.turns < 1 or self.longest < 1:
             raise UserError("an episode needs turns and longest of 1 or more")
 
@@ -106,6 +103,25 @@ class Manner:
         if self.failure == "invalid":
             raise problem
         return GameStep("", self.invalid_reward, True)
+
+
+def check_choices(settings: object, **known: tuple[str, ...]) -> None:
+    """Raise UserError if a setting is none of its known values."""
+    for name, choices in known.items():
+        value = getattr(settings, name)
+        if value not in choices:
+            raise UserError(f"{name} is {value!r}{near_or_all(str(value), list(choices))}")
+
+
+def made(kind: Callable[..., Made], given: str, **settings: Any) -> Made:
+    """Return an environment with these settings. Raises UserError for one that it does not have.
+
+    `given`: the argument of the function `environment` that the user called.
+    """
+    try:
+        return kind(**settings)
+    except TypeError as error:
+        raise UserError(f"environment({given}): {error}") from error
 
 
 def played(manner: Manner, game: BridgedGame) -> Generator[Turn, Reply, Verdict]:

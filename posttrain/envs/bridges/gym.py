@@ -10,7 +10,6 @@ The task's "seed" is that of the first reset, "options" its options. All setting
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,12 +21,13 @@ from posttrain.envs.bridges.bridge import (
     Manner,
     NotAnAction,
     as_text,
+    made,
     need,
     number_of,
     played,
     task_seed,
 )
-from posttrain.envs.builtin.generated import write
+from posttrain.envs.builtin.generated import read_json, write
 
 need("gymnasium", "gymnasium")
 
@@ -50,10 +50,7 @@ class Gymnasium(Manner):
 
 def environment(env: str | Callable[..., Any], **settings: Any) -> Gymnasium:
     """Return Gymnasium's environment with this id, or made by this function. `settings`: fields of `Gymnasium`."""
-    try:
-        return Gymnasium(env=env, **settings)
-    except TypeError as error:
-        raise UserError(f"environment({env!r}): {error}") from error
+    return made(Gymnasium, repr(env), env=env, **settings)
 
 
 play = Gymnasium()
@@ -193,12 +190,7 @@ def tasks(count: int, seed: int, env: str, *, make: str = "", held_out: bool = F
 
     `make`: arguments of gymnasium.make, as JSON.
     """
-    try:
-        arguments = json.loads(make or "{}")
-    except ValueError as error:
-        raise UserError(f"--make is not JSON: {error}") from error
-    if not isinstance(arguments, dict):
-        raise UserError('--make must be a JSON object of arguments, such as {"is_slippery": false}')
+    arguments = read_json(make, "--make", 'arguments, such as {"is_slippery": false}')
     first = 2 * seed * count + held_out
     more = {"make": arguments} if arguments else {}
     return [{"id": f"{env} {first + 2 * n}", "env": env, "seed": first + 2 * n, **more} for n in range(count)]

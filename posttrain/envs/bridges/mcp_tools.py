@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-from posttrain.core.messages import clip, inline, near_or_all, short
+from posttrain.core.messages import clip, inline, short
 from posttrain.core.types import Reply, Task, Turn, UserError
-from posttrain.envs.bridges.bridge import LONGEST, BridgeError, need, shown
+from posttrain.envs.bridges.bridge import LONGEST, BridgeError, check_choices, made, need, shown
 from posttrain.envs.play.load_env import opening
 
 need("mcp", "mcp")
@@ -241,14 +241,11 @@ class Agent:
     reward: Callable[[Task, str], Any]  # scores the first reply without a call; may be async
     calls: int = 8  # most calls that are answered; the next reply is the last
     malformed: Literal["answer", "end"] = "answer"  # an invalid call gets an error text, or ends the episode with 0
-    failure: Literal["invalid", "answer", "end"] = (
-        "invalid"  # if the server fails: an invalid reward, "error" as the answer, or the end with 0
-    )
+    failure: Literal["invalid", "answer", "end"] = "invalid"
+    """If the server fails: an invalid reward, "error" as the answer, or the end with 0."""
 
     def __post_init__(self) -> None:
-        for name, choices in (("malformed", ["answer", "end"]), ("failure", ["invalid", "answer", "end"])):
-            if getattr(self, name) not in choices:
-                raise UserError(f"{name} is {getattr(self, name)!r}{near_or_all(str(getattr(self, name)), choices)}")
+        check_choices(self, malformed=("answer", "end"), failure=("invalid", "answer", "end"))
 
     async def __call__(self, task: Task) -> AsyncGenerator[Any, Any]:
         turn = _with_tools(opening(task), await self.server.tools())
@@ -284,10 +281,7 @@ class Agent:
 
 def environment(server: Server, reward: Callable[[Task, str], Any], **settings: Any) -> Agent:
     """Return the environment of a server's tools. `settings`: fields of `Agent`."""
-    try:
-        return Agent(server, reward, **settings)
-    except TypeError as error:
-        raise UserError(f"environment(...): {error}") from error
+    return made(Agent, "...", server=server, reward=reward, **settings)
 
 
 def read_call(reply: str) -> tuple[str, dict[str, Any]]:

@@ -29,6 +29,7 @@ from posttrain.envs.bridges.bridge import (
     Manner,
     NotAnAction,
     begun,
+    made,
     need,
     number_of,
     ran_out,
@@ -82,10 +83,7 @@ def environment(url: str, **settings: Any) -> OpenEnv:
     """Return the environment of this server. `settings`: fields of `OpenEnv`."""
     if not isinstance(url, str) or not url.startswith(("http://", "https://", "ws://", "wss://")):
         raise UserError(f"the address of an OpenEnv server must be such as http://127.0.0.1:8000, not {short(url)}")
-    try:
-        return OpenEnv(url=url, **settings)
-    except TypeError as error:
-        raise UserError(f"environment({url!r}): {error}") from error
+    return made(OpenEnv, repr(url), url=url, **settings)
 
 
 play = OpenEnv()

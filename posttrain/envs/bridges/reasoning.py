@@ -27,7 +27,7 @@ from posttrain.core.messages import near
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Invalid, Task, UserError
 from posttrain.envs.bridges.bridge import need
-from posttrain.envs.builtin.generated import write
+from posttrain.envs.builtin.generated import read_json, write
 from posttrain.verify.format import between
 from posttrain.verify.limited_process import CheckFailed, limited
 
@@ -149,13 +149,7 @@ def _settings(dataset: str, config: str) -> dict[str, Any]:
 
     if dataset not in DATASETS or dataset == "composite":
         raise UserError(f"reasoning-gym has no data set {dataset!r} with questions of its own{near(dataset, DATASETS)}")
-    try:
-        settings = json.loads(config or "{}")
-    except ValueError as error:
-        raise UserError(f"--config is not JSON: {error}") from error
-    if not isinstance(settings, dict):
-        raise UserError('--config must be a JSON object of settings, such as {"max_animals": 5}')
-    return settings
+    return read_json(config, "--config", 'settings, such as {"max_animals": 5}')
 
 
 def _made(dataset: str, settings: dict[str, Any], count: int, seed: int) -> list[dict[str, Any]]:

@@ -15,7 +15,6 @@ import re
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 from posttrain.core.types import Invalid, Reply, Task, Turn, Verdict
 from posttrain.envs.builtin.code import SUCCESS, row_to_task
@@ -125,8 +124,4 @@ def _asked(first: Turn, text: str) -> Turn:
     if first.messages is None:
         return replace(first, text=f"{first.text}{text}")
     *before, last = first.messages
-    return replace(first, messages=[*before, {**last, "content": f"{_content(last)}\n{text}"}])
-
-
-def _content(message: Any) -> str:
-    return str(message["content"])
+    return replace(first, messages=[*before, {**last, "content": f"{last['content']}\n{text}"}])

@@ -44,6 +44,17 @@ def distinct(draws: Iterator[Task], count: int, held_out: bool) -> list[Task]:
     return list(found.values())
 
 
+def read_json(text: str, option: str, what: str) -> dict[str, Any]:
+    """Return the JSON object in the text of an option, {} for none. `what`: what it holds, with an example."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise UserError(f"{option} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{option} must be a JSON object of {what}")
+    return found
+
+
 def write(tasks: Callable[..., Sequence[Task]], words: Sequence[str] | None = None) -> None:
     """Run the command line of a module of tasks: arguments of `tasks` are options, and rows of JSON go to standard
     output.

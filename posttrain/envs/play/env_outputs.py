@@ -10,7 +10,7 @@ import math
 import numbers
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Any
 
 from posttrain.core.messages import short
@@ -50,6 +50,10 @@ LONGEST_REASON = 1000  # most characters kept of a reason
 EXPECTED = f"expected a finite number of at most {MOST_REWARD:g}, a dict of them, Graded, Sides, or Invalid(reason)"
 
 
+class UnreadableOutput(Exception):
+    """A value that is no turn or reward; the message describes it."""
+
+
 @value_type
 class Done:
     """The end of an episode: its reward, the reward's named parts, and further rewards of spans of its replies."""
@@ -82,24 +86,25 @@ def read_verdict(value: Any) -> Done:
     if isinstance(value, Invalid):
         reason: Any = value.reason
         return Done(Invalid(cleaned(reason if isinstance(reason, str) else short(reason)), InvalidKind(value.kind)))
-    if isinstance(value, Sides):
-        return _read_sides(value.verdicts)
-    if not isinstance(value, Graded):
-        return _read_reward(value)
-    done = _read_reward(value.reward)
-    spans = _read_spans(value.spans)
-    return Done(spans) if isinstance(spans, Invalid) else Done(done.reward, done.rewards, spans)
+    try:
+        if isinstance(value, Sides):
+            return _read_sides(value.verdicts)
+        if not isinstance(value, Graded):
+            return _read_reward(value)
+        return replace(_read_reward(value.reward), spans=_read_spans(value.spans))
+    except UnreadableOutput as fault:
+        return Done(unreadable(str(fault)))
 
 
 def _read_sides(given: Any) -> Done:
     if not isinstance(given, Mapping) or not 0 < len(given) <= MOST_SIDES:
-        return Done(unreadable(f"returned Sides of {short(given)}; expected a dict of 1 to {MOST_SIDES} verdicts"))
+        raise UnreadableOutput(f"returned Sides of {short(given)}; expected a dict of 1 to {MOST_SIDES} verdicts")
     sides: dict[str, Done] = {}
     for side, verdict in given.items():
         if problem := problem_of_side(side):
-            return Done(unreadable(f"returned Sides with {problem}"))
+            raise UnreadableOutput(f"returned Sides with {problem}")
         if isinstance(verdict, Sides):
-            return Done(unreadable("returned Sides within Sides"))
+            raise UnreadableOutput("returned Sides within Sides")
         sides[side] = read_verdict(verdict)
     return Done(0.0, sides=sides)
 
@@ -115,40 +120,36 @@ def problem_of_side(side: Any) -> str | None:
 
 def _read_reward(value: Any) -> Done:
     if not isinstance(value, Mapping):
-        return Done(read_number(value, "returned"))
+        return Done(_number(value, "returned"))
     if not 0 < len(value) <= MOST_PARTS:
         what = "an empty dict" if not len(value) else f"a dict of {len(value)} parts"
-        return Done(unreadable(f"returned {what}; {EXPECTED}"))
+        raise UnreadableOutput(f"returned {what}; {EXPECTED}")
     parts: dict[str, float] = {}
     for name, part in value.items():
-        number = read_number(part, f"part {name!r} is")
-        if isinstance(number, Invalid):
-            return Done(number)
+        number = _number(part, f"part {name!r} is")
         line = cleaned(name)[:LONGEST_NAME]
         if line in parts:
-            return Done(unreadable(f"returned two parts whose names are {line!r} on one line; {EXPECTED}"))
+            raise UnreadableOutput(f"returned two parts whose names are {line!r} on one line; {EXPECTED}")
         parts[line] = number
     if "reward" in parts:
         return Done(parts.pop("reward"), parts)
     total = math.fsum(parts.values())  # exact: the order of the parts does not matter
     if abs(total) > MOST_REWARD:
-        return Done(unreadable(f"the parts add up to {total:g}; {EXPECTED}"))
+        raise UnreadableOutput(f"the parts add up to {total:g}; {EXPECTED}")
     return Done(total, parts)
 
 
-def _read_spans(value: Any) -> tuple[SpanReward, ...] | Invalid:
+def _read_spans(value: Any) -> tuple[SpanReward, ...]:
     expected = "expected SpanReward(end, reward, reply) with whole numbers for the first and the last"
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) > MOST_SPANS:
-        return unreadable(f"returned Graded with spans {short(value)}; expected a list of at most {MOST_SPANS}")
+        raise UnreadableOutput(f"returned Graded with spans {short(value)}; expected a list of at most {MOST_SPANS}")
     spans = []
     for span in value:
         if not isinstance(span, SpanReward):
-            return unreadable(f"returned Graded with a span {short(span)}; {expected}")
+            raise UnreadableOutput(f"returned Graded with a span {short(span)}; {expected}")
         if not all(isinstance(x, int) and not isinstance(x, bool) for x in (span.end, span.reply)):
-            return unreadable(f"returned Graded with a span {short(span)}; {expected}")
-        reward = read_number(span.reward, "returned Graded with a span whose reward is")
-        if isinstance(reward, Invalid):
-            return reward
+            raise UnreadableOutput(f"returned Graded with a span {short(span)}; {expected}")
+        reward = _number(span.reward, "returned Graded with a span whose reward is")
         spans.append(SpanReward(int(span.end), reward, int(span.reply)))
     return tuple(spans)
 
@@ -205,45 +206,42 @@ def plain_data(value: Any, size: list[int], depth: int) -> Any:
 
 def read_turn(value: Any) -> Turn | Invalid:
     """Read a yielded value as a turn of plain data, whose text can be tokenised."""
+    try:
+        return _read_turn(value)
+    except UnreadableOutput as fault:
+        return unreadable(str(fault))
+
+
+def _read_turn(value: Any) -> Turn:
     if isinstance(value, str):
         value = Turn(text=value)
     if not isinstance(value, Turn):
-        return unreadable(f"yielded {short(value)}; expected a Turn or a string")
+        raise UnreadableOutput(f"yielded {short(value)}; expected a Turn or a string")
     if (value.text is None) + (value.messages is None) + (value.tokens is None) != 2:
-        return unreadable("yielded a Turn that needs one of text, messages and tokens")
+        raise UnreadableOutput("yielded a Turn that needs one of text, messages and tokens")
     if value.text is not None and not isinstance(value.text, str):
-        return unreadable(f"yielded a Turn whose text is {short(value.text)}; expected a string")
+        raise UnreadableOutput(f"yielded a Turn whose text is {short(value.text)}; expected a string")
     messages = _read_messages(value.messages)
-    if isinstance(messages, Invalid):
-        return messages
     tokens = _read_tokens(value.tokens)
-    if isinstance(tokens, Invalid):
-        return tokens
-    if value.text is not None and (problem := _problem([value.text])):
-        return problem
+    if value.text is not None:
+        _check_texts([value.text])
     tools = _read_tools(value.tools)
-    if isinstance(tools, Invalid):
-        return tools
     if tools is not None and messages is None:
-        return unreadable("yielded a Turn with tools and text; tools need messages, as a chat template shows them")
+        raise UnreadableOutput("yielded a Turn with tools and text; tools need messages, as a chat template shows them")
     stop = _read_stop(value.stop)
-    if isinstance(stop, Invalid):
-        return stop
     most = value.max_tokens
     if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
-        return unreadable(f"yielded a Turn whose max_tokens is {short(most)}; expected a positive integer")
+        raise UnreadableOutput(f"yielded a Turn whose max_tokens is {short(most)}; expected a positive integer")
     temperature = value.temperature
     if temperature is not None and not is_temperature(temperature):
-        return unreadable(f"yielded a Turn whose temperature is {short(temperature)}; expected {TEMPERATURES}")
+        raise UnreadableOutput(f"yielded a Turn whose temperature is {short(temperature)}; expected {TEMPERATURES}")
     flags = {name: getattr(value, name) for name in ("tool", "fresh", "learn", "whole")}
     for name, flag in flags.items():
         if not isinstance(flag, bool):
-            return unreadable(f"yielded a Turn whose {name} is {short(flag)}; expected True or False")
-    reward = read_number(value.reward, "yielded a Turn whose reward is")
-    if isinstance(reward, Invalid):
-        return reward
+            raise UnreadableOutput(f"yielded a Turn whose {name} is {short(flag)}; expected True or False")
+    reward = _number(value.reward, "yielded a Turn whose reward is")
     if strange := problem_of_side(value.side):
-        return unreadable(f"yielded a Turn of {strange}")
+        raise UnreadableOutput(f"yielded a Turn of {strange}")
     text = None if value.text is None else str.__str__(value.text)
     flags["whole"] = flags["whole"] or tokens is not None
     how = stop, reward, None if most is None else int(most)
@@ -251,22 +249,22 @@ def read_turn(value: Any) -> Turn | Invalid:
     return Turn(text, messages, tokens, *how, **flags, tools=tools, side=value.side, temperature=temperature)
 
 
-def _read_tokens(value: Any) -> list[int] | Invalid | None:
+def _read_tokens(value: Any) -> list[int] | None:
     if value is None:
         return None
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(type(id) is int for id in value):
-        return unreadable(f"yielded a Turn whose tokens are {short(value)}; expected a list of token ids")
+        raise UnreadableOutput(f"yielded a Turn whose tokens are {short(value)}; expected a list of token ids")
     if len(value) > LONGEST_TEXT or not all(0 <= id < MOST_TOKEN for id in value):
-        return unreadable(f"yielded a Turn with {len(value):,} tokens, or with ids that no vocabulary has")
+        raise UnreadableOutput(f"yielded a Turn with {len(value):,} tokens, or with ids that no vocabulary has")
     return list(value)
 
 
-def _read_messages(given: Any) -> list[dict[str, Any]] | Invalid | None:
+def _read_messages(given: Any) -> list[dict[str, Any]] | None:
     """Return chat messages as plain JSON data."""
     if given is None:
         return None
     if not (isinstance(given, (list, tuple)) and all(isinstance(m, Mapping) for m in given)):
-        return unreadable(
+        raise UnreadableOutput(
             f'yielded a Turn whose messages are {short(given)}; expected a list of {{"role": ..., "content": ...}}'
         )
     size = [0]
@@ -278,45 +276,45 @@ def _read_messages(given: Any) -> list[dict[str, Any]] | Invalid | None:
                 message = {**message, "content": parts(content)}
             plain = plain_data(message, size, 0)
         except PictureError as problem:
-            return unreadable(f"yielded a Turn in which {problem}")
+            raise UnreadableOutput(f"yielded a Turn in which {problem}") from None
         except ValueError as problem:
-            return unreadable(f"yielded a Turn with a message {problem}")
+            raise UnreadableOutput(f"yielded a Turn with a message {problem}") from None
         if not isinstance(plain.get("role"), str) or "content" not in plain:
-            return unreadable('yielded a Turn with a message that lacks "role" or "content"')
+            raise UnreadableOutput('yielded a Turn with a message that lacks "role" or "content"')
         if plain["role"] not in ROLES:
-            return unreadable(
+            raise UnreadableOutput(
                 f"yielded a Turn with a message whose role is {short(plain['role'])}; it is one of {', '.join(ROLES)}"
             )
         if not isinstance(plain["content"], str | list | None):
-            return unreadable(
+            raise UnreadableOutput(
                 f"yielded a Turn with a message whose content is {short(plain['content'])}; expected text"
             )
         try:
             called = plain.get("tool_calls") and [plain_data(call, [0], 0) for call in read_calls(plain["tool_calls"])]
             messages.append({**plain, "tool_calls": called} if called else plain)
         except ValueError:
-            return unreadable(
+            raise UnreadableOutput(
                 f"yielded a Turn with a message whose tool_calls are {short(plain['tool_calls'])}; expected a list of "
                 f"{CALLS}"
-            )
+            ) from None
     return messages
 
 
-def _read_tools(given: Any) -> list[dict[str, Any]] | Invalid | None:
+def _read_tools(given: Any) -> list[dict[str, Any]] | None:
     """Return the JSON schemas of tools, which may be given as functions."""
     if given is None:
         return None
     if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
-        return unreadable(f"yielded a Turn whose tools are {short(given)}; expected a list of functions")
+        raise UnreadableOutput(f"yielded a Turn whose tools are {short(given)}; expected a list of functions")
     found = []
     for tool in given:
         try:
             found.append(read_schema(tool))
         except UserError as problem:
-            return unreadable(f"yielded a Turn with a tool that cannot be shown: {problem}")
+            raise UnreadableOutput(f"yielded a Turn with a tool that cannot be shown: {problem}") from None
     names = [tool["function"]["name"] for tool in found]
     if len(set(names)) < len(names):
-        return unreadable(f"yielded a Turn with two tools of one name: {', '.join(sorted(names))}")
+        raise UnreadableOutput(f"yielded a Turn with two tools of one name: {', '.join(sorted(names))}")
     return found
 
 
@@ -340,26 +338,26 @@ def read_schema(tool: Any) -> dict[str, Any]:
     return plain
 
 
-def _read_stop(value: Any) -> tuple[str, ...] | Invalid:
+def _read_stop(value: Any) -> tuple[str, ...]:
     if type(value) is tuple and not value:
         return value
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(stop, str) for stop in value):
-        return unreadable(f"yielded a Turn whose stop is {short(value)}; expected a tuple of strings")
+        raise UnreadableOutput(f"yielded a Turn whose stop is {short(value)}; expected a tuple of strings")
     if len(value) > MOST_STOPS or not all(0 < len(stop) <= LONGEST_STOP for stop in value):
         most = f"at most {MOST_STOPS} strings of 1 to {LONGEST_STOP} characters"
-        return unreadable(f"yielded a Turn whose stop is {short(value)}; expected {most}")
-    return _problem(list(value)) or tuple(map(str.__str__, value))
+        raise UnreadableOutput(f"yielded a Turn whose stop is {short(value)}; expected {most}")
+    _check_texts(value)
+    return tuple(map(str.__str__, value))
 
 
-def _problem(texts: Sequence[str]) -> Invalid | None:
-    """Return why these texts cannot be tokenised; None if they can."""
+def _check_texts(texts: Sequence[str]) -> None:
+    """Raise UnreadableOutput if these texts cannot be tokenised."""
     size = sum(map(len, texts))
     if size > LONGEST_TEXT:
-        return unreadable(f"yielded {size:,} characters; a turn may have at most {LONGEST_TEXT:,}")
+        raise UnreadableOutput(f"yielded {size:,} characters; a turn may have at most {LONGEST_TEXT:,}")
     for text in texts:
         if problem := problem_of_text(text):
-            return unreadable(f"yielded {problem}")
-    return None
+            raise UnreadableOutput(f"yielded {problem}")
 
 
 def problem_of_text(text: str) -> str | None:
@@ -377,16 +375,23 @@ def read_number(value: Any, said: str) -> float | Invalid:
 
     `said`: the beginning of the reason if invalid.
     """
+    try:
+        return _number(value, said)
+    except UnreadableOutput as fault:
+        return unreadable(str(fault))
+
+
+def _number(value: Any, said: str) -> float:
     if value is None:
-        return unreadable(f"{said} None (is a return missing?); {EXPECTED}")
+        raise UnreadableOutput(f"{said} None (is a return missing?); {EXPECTED}")
     if type(value) not in (float, int, bool) and not _is_real(value):
-        return unreadable(f"{said} {short(value)}; {EXPECTED}")
+        raise UnreadableOutput(f"{said} {short(value)}; {EXPECTED}")
     try:
         number = float(value)
     except Exception:  # integers beyond float, and any error of the user's type
-        return unreadable(f"{said} {short(value)}; {EXPECTED}")
+        raise UnreadableOutput(f"{said} {short(value)}; {EXPECTED}") from None
     if not abs(number) <= MOST_REWARD:  # also refuses NaN
-        return unreadable(f"{said} {number:g}; {EXPECTED}")
+        raise UnreadableOutput(f"{said} {number:g}; {EXPECTED}")
     return number
 
 

@@ -53,9 +53,8 @@ class Episode:
     sampling: Sampling | None = None  # instead of the player's
     begun: Completion | None = None  # the part of its reply that was sampled in earlier steps
     limits: EpisodeLimits | None = None  # instead of the player's
-    greedy: bool = (
-        False  # whether it is sampled at temperature 0: its reward is its group's baseline, and it is not trained
-    )
+    greedy: bool = False
+    """Whether it is sampled at temperature 0: its reward is its group's baseline, and it is not trained."""
 
 
 def is_tool(turn: Turn) -> bool:

@@ -27,9 +27,9 @@ from posttrain.system.user_code import (
     describe_error,
     import_target,
     importable,
+    is_of_kind,
     named_in,
     split_name,
-    unwrapped,
 )
 
 BUILTIN = {
@@ -209,18 +209,12 @@ def _home(spec: str | Callable[..., Any]) -> ModuleType | None:
 
 def is_generator_env(function: Callable[..., Any]) -> bool:
     """Return True for an environment (a generator function, or an object whose call is one), False for a reward."""
-    return _is(function, inspect.isgeneratorfunction) or _is(function, inspect.isasyncgenfunction)
+    return is_of_kind(function, inspect.isgeneratorfunction) or is_of_kind(function, inspect.isasyncgenfunction)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
     """Return True for an environment or a reward written with `async def`, many of which run side by side."""
-    return _is(function, inspect.isasyncgenfunction) or _is(function, inspect.iscoroutinefunction)
-
-
-def _is(function: Callable[..., Any], kind: Callable[[object], bool]) -> bool:
-    """Return whether a function or an object's `__call__`, without its decorators, is of a kind."""
-    inner = unwrapped(function)
-    return kind(inner) or kind(type(inner).__call__)
+    return is_of_kind(function, inspect.isasyncgenfunction) or is_of_kind(function, inspect.iscoroutinefunction)
 
 
 def opening(task: Task) -> Turn:

@@ -12,7 +12,6 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 from posttrain.core.messages import near
@@ -138,7 +137,7 @@ class Services:
     def __enter__(self) -> Services:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _recalled(self, question: str, service: str) -> tuple[bool, Any]:

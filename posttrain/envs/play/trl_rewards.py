@@ -20,7 +20,7 @@ from posttrain.core.messages import short
 from posttrain.core.types import Invalid, InvalidKind, Reply, Task, UserError
 from posttrain.envs.play.call_recording import NOTING
 from posttrain.envs.play.group_rewards import GroupReward, group_sum, refusing
-from posttrain.system.user_code import describe_error, source_file, unwrapped
+from posttrain.system.user_code import describe_error, is_of_kind, required, source_file, takes_any_name
 
 UNKNOWN = ("trainer_state", "environments")
 """Parameters of TRL that do not exist here."""
@@ -64,7 +64,7 @@ def trl_part(function: Callable[..., Any], label: str) -> GroupReward:
             raise error
         return [Invalid(describe_error(error, source_file(function)), InvalidKind.RAISED)] * count
 
-    if _waits(function):
+    if is_of_kind(function, inspect.iscoroutinefunction):
 
         async def part(tasks: Sequence[Task], replies: Sequence[Reply]) -> Any:
             arguments = given(tasks, replies)
@@ -87,11 +87,6 @@ def trl_part(function: Callable[..., Any], label: str) -> GroupReward:
     return part
 
 
-def _waits(function: Callable[..., Any]) -> bool:
-    inner = unwrapped(function)
-    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
-
-
 def _parameters(function: Callable[..., Any], label: str) -> Mapping[str, inspect.Parameter]:
     """Return the parameters by name. Raises UserError if this is no reward function of TRL."""
     if isinstance(function, str) or not callable(function) or inspect.isclass(function):
@@ -108,15 +103,11 @@ def _parameters(function: Callable[..., Any], label: str) -> Mapping[str, inspec
         raise UserError(
             f"{label} takes ({', '.join(taken)}), as functions for verl do: give it as verl:{label.removeprefix('trl:')}"
         )
-    if not ({"completions", "completion_ids"} & taken.keys() or _takes_all(taken)):
+    if not ({"completions", "completion_ids"} & taken.keys() or takes_any_name(taken)):
         raise UserError(
             f"{label} takes ({', '.join(taken)}), not TRL's completions: name a reward of (task, reply) without trl:"
         )
     return taken
-
-
-def _takes_all(taken: Mapping[str, inspect.Parameter]) -> bool:
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
 
 
 def _arguments(
@@ -147,7 +138,7 @@ def _arguments(
     for column in tasks[0]:
         if column not in OURS:
             given[column] = [task.get(column) for task in tasks]
-    if not _takes_all(taken):
+    if not takes_any_name(taken):
         given = {name: value for name, value in given.items() if name in taken}
     if missing := _missing(taken, {*given, "completion_ids"}):
         return Invalid(_lacks(missing, tasks[0]))
@@ -161,8 +152,7 @@ def _problem_of_row(taken: Mapping[str, inspect.Parameter], label: str, task: Ta
 
 
 def _missing(taken: Mapping[str, inspect.Parameter], given: set[str]) -> str | None:
-    needed = [n for n, p in taken.items() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    return next((name for name in needed if name not in given), None)
+    return next((name for name in required(taken) if name not in given), None)
 
 
 def _lacks(missing: str, task: Task) -> str:

@@ -18,6 +18,7 @@ from posttrain.core.types import Invalid, InvalidKind, Reply, Task, UserError
 from posttrain.envs.play.call_recording import NOTING
 from posttrain.envs.play.env_outputs import read_number
 from posttrain.envs.play.group_rewards import listed
+from posttrain.system.user_code import required, takes_any_name
 
 ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
 SEVERAL = tuple(f"{name}s" for name in ONE)
@@ -33,7 +34,7 @@ def own_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]
 def further_options(function: Callable[..., Any], names: Iterable[str]) -> dict[str, inspect.Parameter]:
     """Return parameters of these names that only the function's `**kwargs` takes; {} if it has none."""
     named = inspect.signature(function).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in named.values()):
+    if not takes_any_name(named):
         return {}
     own = inspect.Parameter.KEYWORD_ONLY
     return {name: inspect.Parameter(name, own) for name in names if name not in named and name not in {*ONE, *SEVERAL}}
@@ -58,14 +59,14 @@ def verl_reward(function: Callable[..., Any], label: str = "", **settings: Any) 
             f"{label} is not a function: verl's is def compute_score(data_source, solution_str, ground_truth)"
         )
     taken = inspect.signature(function).parameters
-    needs = [n for n, p in taken.items() if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    needs = required(taken)
     known = SEVERAL if SEVERAL[1] in taken else ONE
     if strange := next((n for n in needs if n not in known and n not in settings), None):
         raise UserError(
             f"{label} needs {strange}, which verl does not pass to compute_score({', '.join(ONE)}): give a setting of your "
             f"own as {label},{strange}=VALUE"
         )
-    if known[1] not in taken and not any(p.kind is p.VAR_KEYWORD for p in taken.values()):
+    if known[1] not in taken and not takes_any_name(taken):
         raise UserError(f"{label} takes ({', '.join(taken)}), not verl's solution_str")
 
     def arguments(task: Task) -> dict[str, Any]:
@@ -104,8 +105,7 @@ def verl_reward(function: Callable[..., Any], label: str = "", **settings: Any) 
 
 
 def _taken(taken: Mapping[str, inspect.Parameter], given: Mapping[str, Any]) -> dict[str, Any]:
-    everything = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
-    return {name: value for name, value in given.items() if everything or name in taken}
+    return {name: value for name, value in given.items() if takes_any_name(taken) or name in taken}
 
 
 def _truth(task: Task) -> Any:

@@ -33,7 +33,9 @@ def bare(patch: pytest.MonkeyPatch) -> None:
     process of the environment for each processor. One runs it here as on a machine with one processor; what several do
     is the subject of tests that ask for them.
     """
-    kept = {name: getattr(gc, name) for name in ("freeze", "unfreeze", "get_threshold", "set_threshold")}
+    kept = {
+        name: getattr(gc, name) for name in ("freeze", "unfreeze", "get_freeze_count", "get_threshold", "set_threshold")
+    }
     patch.setattr(loop, "gc", SimpleNamespace(collect=lambda: 0, **kept))
     patch.setattr(trainer, "curves", lambda folder: None)
     patch.setattr(env_pool, "default_workers", lambda: 1)

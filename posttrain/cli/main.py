@@ -35,6 +35,7 @@ from posttrain.core import user_files
 from posttrain.core.doing import doing, watch
 from posttrain.core.messages import inline, near, safe
 from posttrain.core.types import UserError
+from posttrain.system import garbage
 
 if TYPE_CHECKING:
     from posttrain.runs.terminal.live_region import Passing
@@ -231,6 +232,7 @@ def _presentable(said: str) -> str:
 
 def entry() -> None:
     """Run the command as a process. Closed or full streams, and those of a narrow encoding, never end a run."""
+    garbage.search_seldom()
     out = _prepare_streams()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # training installs its own handlers
         if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):

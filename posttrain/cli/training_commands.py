@@ -20,6 +20,7 @@ from posttrain.config.verbs import VERBS, Verb
 from posttrain.core.doing import watch
 from posttrain.core.extras import install, lacking
 from posttrain.core.types import UserError
+from posttrain.system import garbage
 
 if TYPE_CHECKING:
     from posttrain.training.trainer import Run
@@ -106,6 +107,7 @@ def trained(config: AnyTraining) -> int:
         return launch(config)
     from posttrain.training.training_run import run_training
 
+    garbage.leave_libraries()
     run = run_training(config)
     if os.environ.get("RANK", "0") == "0":  # of several processes, only the first prints
         _print_end(config.verb, run)

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from posttrain.core.messages import safe
+from posttrain.system import garbage
 
 LAST_WORDS_SECONDS = 1.0  # at our end, for passing on the children's last output
 END_SECONDS = 10.0  # for a keeper to kill its descendants
@@ -191,8 +192,11 @@ def main() -> None:
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
     keep(int(life))
+    garbage.search_seldom()
     module, _, function = target.partition(":")
-    getattr(import_module(module), function)(*descriptors)
+    loaded = import_module(module)
+    garbage.leave_libraries()
+    getattr(loaded, function)(*descriptors)
 
 
 def keep(life: int) -> None:

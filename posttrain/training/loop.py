@@ -13,8 +13,8 @@ from queue import SimpleQueue
 
 from posttrain.core.batch import Stats, TrainingStep
 from posttrain.core.protocols import Learner, Objective, Source
+from posttrain.system.garbage import YOUNG
 
-YOUNG = 50_000  # allocations before Python collects cycles; a step makes that many temporary objects
 TOGETHER = 0.5  # seconds in which signals are one request to stop
 
 Hook = Callable[["FinishedStep"], bool | None]
@@ -47,7 +47,9 @@ def train(
     `phase` returns a context manager for each phase of a step, "rollout" and "update".
     """
     gc.collect()
-    gc.freeze()  # models and libraries stay: otherwise full collections would traverse them every few steps
+    left = gc.get_freeze_count() > 0  # a command has exempted the libraries, until the process ends
+    if not left:
+        gc.freeze()  # models and libraries stay: otherwise full collections would traverse them every few steps
     before = gc.get_threshold()
     gc.set_threshold(YOUNG, *before[1:])
     number, updated = first - 1, time.perf_counter()
@@ -76,7 +78,8 @@ def train(
         if any(ended):
             break
     gc.set_threshold(*before)
-    gc.unfreeze()
+    if not left:
+        gc.unfreeze()
     return number
 
 

@@ -66,6 +66,18 @@ def test_cycles_are_looked_for_seldom_while_a_training_runs_and_as_before_behind
     assert within[0][0] == loop.YOUNG and gc.get_threshold() == before
 
 
+def test_what_a_command_has_left_out_of_the_search_stays_out_after_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, within = Fake(monkeypatch), list[bool]()
+    fake.run(1, 1, lambda _: within.append(gc.get_freeze_count() > 0))
+    assert within == [True] and gc.get_freeze_count() == 0
+    gc.freeze()
+    try:
+        fake.run(1, 1)
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+
+
 def test_every_step_is_produced_learned_from_and_told_of_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     fake, seen = Fake(monkeypatch), list[FinishedStep]()
     assert fake.run(3, 4, seen.append) == 4

@@ -24,6 +24,7 @@ from experiments import (
     coder,
     enumerated,
     find,
+    group_size,
     harness,
     kl_estimators,
     lora_rl,
@@ -157,6 +158,7 @@ def test_experiment_ends_in_a_table_a_plot_and_a_verdict(
     some = "verify:within,least=1,most=7,unit=characters"  # of what was hardly taught no sum is right
     monkeypatch.setattr(memorise_or_generalise, "ENV", some)
     monkeypatch.setattr(coder, "LONGEST", 8)  # its programs are none, and as soon over
+    monkeypatch.setattr(group_size, "peak_memory", lambda *given: 200.0 if given[-1]["algorithm"] == "ppo" else 100.0)
     monkeypatch.setattr(arithmetic, "tasks", lambda count, *given, **how: tasks(count // 10, *given, **how))
     finding = run(name, tmp_path)
     assert finding.rows and all(len(row) == len(finding.columns) for row in finding.rows)

@@ -46,7 +46,8 @@ def installed(folder: Path) -> None:
     package.mkdir(parents=True)
     for number in range(len(above)):
         folder.joinpath(*above[: number + 1], "__init__.py").touch()
-    (package / f"{name}.py").write_text("from fake_vllm import main\nmain()\n")
+    start = "from posttrain.system.garbage import search_seldom\nsearch_seldom()\nfrom fake_vllm import main\nmain()\n"
+    (package / f"{name}.py").write_text(start)
     transfer = folder / "vllm" / "distributed" / "weight_transfer"
     transfer.mkdir(parents=True)
     for place in (transfer.parent, transfer):

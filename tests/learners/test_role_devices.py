@@ -17,11 +17,10 @@ from posttrain.core.types import UserError
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("what", ["offloading", "roles", "sums"])
-def test_on_a_second_device(what: str) -> None:
+def test_on_a_second_device() -> None:
     """torch has to know the device before its first backward pass, and this process has made some."""
-    file = TESTS / "learners" / f"second_device_{what}.py"
-    words = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:xdist", "-p", "no:cacheprovider", str(file)]
+    files = [str(TESTS / "learners" / f"second_device_{what}.py") for what in ("offloading", "roles", "sums")]
+    words = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:xdist", "-p", "no:cacheprovider", *files]
     done = subprocess.run(words, capture_output=True, text=True, cwd=TESTS.parent, timeout=600)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 

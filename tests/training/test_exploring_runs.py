@@ -51,7 +51,8 @@ def start(tmp_path: Path, tokenizer: Tokenizer) -> str:
 def test_exploring_run_goes_on_to_the_bit(start: str, how: str, tmp_path: Path) -> None:
     given = {"model": start, **QUICK, **HOW[how]}
     whole = posttrain.rl(TASKS, digits, out=str(tmp_path / "whole"), **{**given, "replicas": 0})
-    posttrain.rl(TASKS, digits, out=str(tmp_path / "parts"), hook=(str(tmp_path / "stop.py") + ":stop",), **given)
+    begun = {**given, "replicas": 0}  # the second half alone is sampled by replicas
+    posttrain.rl(TASKS, digits, out=str(tmp_path / "parts"), hook=(str(tmp_path / "stop.py") + ":stop",), **begun)
     parts = posttrain.rl(TASKS, digits, out=str(tmp_path / "parts"), resume=True, **given)
     assert parts.metrics == whole.metrics
     trained = [step for step in whole.metrics if "sampler/gap" in step]

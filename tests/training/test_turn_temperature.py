@@ -269,9 +269,10 @@ def test_runs_agree_with_their_sampler_and_go_on_to_the_bit(start: str, how: str
         **{"temperature": 1.5, "temperature_column": "heat", "save_every": 2, "quiet": True, **HOW[how]},
     }
     env = quick.pop("env", str(tmp_path / "heated.py") + ":heated")
-    whole = posttrain.rl(tasks, env, steps=4, out=str(tmp_path / "whole"), **{**quick, "replicas": 0})
+    alone = {**quick, "replicas": 0}  # the second half alone is sampled by replicas
+    whole = posttrain.rl(tasks, env, steps=4, out=str(tmp_path / "whole"), **alone)
     stop = (str(tmp_path / "heated.py") + ":stop",)
-    posttrain.rl(tasks, env, steps=4, out=str(tmp_path / "parts"), hook=stop, **quick)
+    posttrain.rl(tasks, env, steps=4, out=str(tmp_path / "parts"), hook=stop, **alone)
     parts = posttrain.rl(tasks, env, steps=4, out=str(tmp_path / "parts"), resume=True, **quick)
     assert parts.metrics == whole.metrics
     if not {"async_steps", "tokens_per_step"} & quick.keys():  # there, other weights sampled

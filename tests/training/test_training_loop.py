@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from posttrain.core.batch import Stats, TrainingStep
+from posttrain.system.garbage import YOUNG
 from posttrain.training import loop
 from posttrain.training.loop import FinishedStep, interruptible, train
 
@@ -63,7 +64,7 @@ def test_cycles_are_looked_for_seldom_while_a_training_runs_and_as_before_behind
 ) -> None:
     before, within = gc.get_threshold(), []
     Fake(monkeypatch).run(1, 1, lambda _: within.append(gc.get_threshold()))
-    assert within[0][0] == loop.YOUNG and gc.get_threshold() == before
+    assert within[0][0] == YOUNG and gc.get_threshold() == before
 
 
 def test_what_a_command_has_left_out_of_the_search_stays_out_after_a_training(monkeypatch: pytest.MonkeyPatch) -> None:

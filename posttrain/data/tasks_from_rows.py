@@ -205,12 +205,10 @@ def own_id(task: Task) -> str | None:
         raise UserError(f"the id must be text or a whole number, and is {short(id)}")
     try:
         return _text(id if isinstance(id, str) else str(id), "the id")
+    except UserError:
+        raise
     except ValueError as error:  # a number of thousands of digits
-        raise (
-            error
-            if isinstance(error, UserError)
-            else UserError("the id is a number with too many digits: write it as text")
-        ) from error
+        raise UserError("the id is a number with too many digits: write it as text") from error
 
 
 def key_of(task: Task, copies: Set[str] = frozenset()) -> int:
@@ -243,9 +241,7 @@ def question(task: Task) -> str | None:
 def _converted(row: Row, convert: Convert) -> Task | None:
     try:
         task = convert(row)
-    except UserError:
-        raise
-    except KeyboardInterrupt:
+    except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:  # the user's function may fail in any way; the row helps to find the error
         problem = f"{type(error).__name__}: {one_line(error)}"

@@ -113,12 +113,7 @@ class Conversion:
         columns of text and numbers, whose required columns are all nonblank text.
         """
         columns = self._columns(rows)
-        if (
-            columns is None
-            or self.convert is not None
-            or self.patterns
-            or {"messages", "stop", ROW_VARIABLES} & columns.keys()
-        ):
+        if columns is None or self.convert is not None or self.patterns or _SLOW & columns.keys():
             return None
         if self.reshapes and {"conversations", "instruction", "reward_model"} & columns.keys():
             return None

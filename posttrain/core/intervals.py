@@ -215,11 +215,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 def binomial_tail(successes: int, n: int) -> float:
     """Return P(X <= successes) for X binomial of n and 1/2, computed in integers."""
-    ways = total = 1
-    for k in range(successes):
-        ways = ways * (n - k) // (k + 1)
-        total += ways
-    return total / 2**n
+    return sum(math.comb(n, k) for k in range(successes + 1)) / 2**n
 
 
 def tango_interval(won: int, lost: int, n: int, level: float = LEVEL) -> Interval:

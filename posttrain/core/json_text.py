@@ -50,6 +50,14 @@ def number(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
+def parsed(text: str | None) -> Any:
+    """Return the data of JSON text; None where there is no text, or it cannot be read."""
+    try:
+        return None if text is None else json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
 def json_text(value: Any) -> str:
     """Return one-line JSON."""
     return _COMPACT.encode(plain(value))

@@ -113,12 +113,7 @@ class Conversion:
         columns of text and numbers, whose required columns are all nonblank text.
         """
         columns = self._columns(rows)
-        if (
-            columns is None
-            or self.convert is not None
-            or self.patterns
-            or {"messages", "stop", ROW_VARIABLES} & columns.keys()
-        ):
+        if columns is None or self.convert is not None or self.patterns or _SLOW & columns.keys():
             return None
         if self.reshapes and {"conversations", "instruction", "reward_model"} & columns.keys():
             return None
@@ -205,12 +200,10 @@ def own_id(task: Task) -> str | None:
         raise UserError(f"the id must be text or a whole number, and is {short(id)}")
     try:
         return _text(id if isinstance(id, str) else str(id), "the id")
+    except UserError:
+        raise
     except ValueError as error:  # a number of thousands of digits
-        raise (
-            error
-            if isinstance(error, UserError)
-            else UserError("the id is a number with too many digits: write it as text")
-        ) from error
+        raise UserError("the id is a number with too many digits: write it as text") from error
 
 
 def key_of(task: Task, copies: Set[str] = frozenset()) -> int:
@@ -243,9 +236,7 @@ def question(task: Task) -> str | None:
 def _converted(row: Row, convert: Convert) -> Task | None:
     try:
         task = convert(row)
-    except UserError:
-        raise
-    except KeyboardInterrupt:
+    except (UserError, KeyboardInterrupt):
         raise
     except BaseException as error:  # the user's function may fail in any way; the row helps to find the error
         problem = f"{type(error).__name__}: {one_line(error)}"

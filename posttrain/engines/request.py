@@ -6,7 +6,7 @@ text, with the run's own tokenizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from posttrain.core.types import Completion, Media, Sampling, StopReason, UserError, value_type
 from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -70,6 +70,19 @@ def reached_stop(tokenizer: Tokenizer, tail: Sequence[int], stop: Iterable[str])
     """
     text = tokenizer.decode(tail)
     return any(s in text for s in stop)
+
+
+def tokens_to_stop(
+    tokenizer: Tokenizer, before: Sequence[int], tokens: Sequence[int], stop: Collection[str]
+) -> int | None:
+    """Return the number of these tokens, which continue a reply, up to the first one that completes a stop string; None
+    if none does. `before`: the reply's earlier tokens.
+    """
+    window, reply = stop_window(stop), [*before, *tokens]
+    for end in range(len(before) + 1, len(reply) + 1):
+        if reached_stop(tokenizer, reply[max(0, end - window) : end], stop):
+            return end - len(before)
+    return None
 
 
 def complete(

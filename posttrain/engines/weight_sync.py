@@ -20,6 +20,7 @@ from torch import Tensor
 
 from posttrain.core import user_files
 from posttrain.models.row_shards import whole, whole_shape
+from posttrain.models.tensor_files import size_of
 
 Named = Iterable[tuple[str, Tensor]]
 Offer = dict[str, Any]
@@ -38,7 +39,7 @@ class Stored:
 
     def bytes_in(self, memory: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the bytes of the tensor: a view, uint8 [n]."""
-        return memory[self.offset : self.offset + size_of(self.shape, dtype)]
+        return memory[self.offset : self.offset + size_of(dtype, self.shape)]
 
     def tensor_in(self, memory: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the tensor: a view of its shape."""
@@ -49,11 +50,6 @@ class Stored:
         copy.
         """
         return zlib.crc32(self.bytes_in(memory, dtype).numpy().data, zlib.crc32(self.name.encode(), before))
-
-
-def size_of(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Return the size of a tensor in bytes."""
-    return torch.Size(shape).numel() * dtype.itemsize
 
 
 class WeightLayout:
@@ -76,7 +72,7 @@ class WeightLayout:
             places[name] = places[same[0]] if same is not None and shared else self.bytes
             shape = whole_shape(tensor)
             self.stored.append(Stored(name, tuple(shape), places[name]))
-            self.bytes += 0 if shared else -(-size_of(shape, dtype) // 64) * 64
+            self.bytes += 0 if shared else -(-size_of(dtype, shape) // 64) * 64
 
     @property
     def described(self) -> dict[str, Any]:
@@ -161,18 +157,12 @@ class SharedMemory(Fetched):
             self.descriptor = -1
 
 
-def stored_in(layout: Any) -> tuple[torch.dtype, tuple[Stored, ...]]:
-    """Parse a layout: the inverse of `WeightLayout.described`."""
-    return getattr(torch, layout["dtype"]), tuple(
-        Stored(s["name"], tuple(s["shape"]), s["offset"]) for s in layout["stored"]
-    )
-
-
 class Received:
-    """Received weights, with the model's names of the tensors."""
+    """Received weights, with the model's names of the tensors. `layout`: see `WeightLayout.described`."""
 
     def __init__(self, layout: Any, memory: Tensor) -> None:
-        self.memory, self.dtype, self.stored = memory, *stored_in(layout)
+        self.memory, self.dtype = memory, getattr(torch, layout["dtype"])
+        self.stored = [Stored(s["name"], tuple(s["shape"]), s["offset"]) for s in layout["stored"]]
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         for stored in self.stored:

@@ -45,6 +45,7 @@ from posttrain.models.weight_files import (
     check_dtype,
     check_finite,
     reward_model_error,
+    tensors_error,
     weight_files,
 )
 
@@ -109,8 +110,6 @@ def load_backbone(folder: str | Path, device: str | torch.device = "cpu") -> tup
     """
     folder = checkpoint_folder(folder)
     if is_adapter(folder):
-        pass
-
         return merged_backbone(folder, device)
     model, read = load_headless(folder, device)
     score = None if INNER in read else read.get(SCORE)
@@ -284,11 +283,7 @@ def _check_shapes(folder: Path, found: Mapping[str, tuple[int, ...]], model: Dec
         raise reward_model_error(folder, SCORE)
     for names, problem in (([name for name in expected if name not in found], "lacks"), (left, "holds unknown")):
         if names:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise UserError(
-                f"{folder} {problem} tensors {', '.join(f'{n:.80}' for n in names[:3])}{more}: config.json does not "
-                "describe it"
-            )
+            raise tensors_error(folder, problem, names)
     for name, shape in expected.items():
         if found[name] != shape:
             raise UserError(f"{folder}: {name} has shape {list(found[name])}, config.json says {list(shape)}")
@@ -323,8 +318,6 @@ def load_adapted(
 
 def merged_backbone(folder: Path, device: str | torch.device) -> tuple[Backbone, Tensor | None]:
     """Load a folder of adapters as `load_backbone` loads a model, with the adapters merged into the weights."""
-    from posttrain.models.checkpoint_folder import load_backbone
-
     model, score = load_backbone(checked_base(folder), device)
     found = read_adapter(model, folder, (SCORE, INNER))
     merge(model)

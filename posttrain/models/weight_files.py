@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -81,6 +81,13 @@ def reward_model_error(folder: Path, sign: str) -> UserError:
         f"{folder} is a reward model ({sign}), and a language model is required here: give its base, or pass "
         "this as --reward-model"
     )
+
+
+def tensors_error(folder: Path, problem: str, names: Sequence[str]) -> UserError:
+    """Return the error for tensors that a folder "lacks" or "holds unknown", as `problem` has it."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    shortened = ", ".join(f"{name:.80}" for name in names[:3])
+    return UserError(f"{folder} {problem} tensors {shortened}{more}: config.json does not describe it")
 
 
 def write_weights(

@@ -257,7 +257,7 @@ def test_sides_that_play_each_other_are_judged_by_what_is_held_out() -> None:
 
 
 def test_a_condition_calls_parts_by_their_names_and_an_error_lists_the_columns(run: OpenRun) -> None:
-    part = run.store.parts[0]
+    part = run.store.rows.parts[0]
     question = ViewQuestion.of({"held": "0", "where": f"{part} > 0.4 and text not like '%{part} >%'"}, run.store)
     rows = question.page(0, 10_000)["rows"]
     every = [row for step in range(1, 5) for row in read_rollouts(run.folder, step)]

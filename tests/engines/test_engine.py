@@ -376,7 +376,7 @@ def test_stop_string_behind_bytes_that_are_no_character_still_ends_the_reply(dat
     assert tokenizer.decode(script[-1:]) == "\n" and not tokenizer.decode(script).endswith("A\n")
     drawn = iter(script)
     monkeypatch.setattr(
-        "posttrain.engines.local.local_engine.sample", lambda *_: (torch.tensor([next(drawn)]), torch.tensor([0.0]))
+        "posttrain.engines.local.running_batch.sample", lambda *_: (torch.tensor([next(drawn)]), torch.tensor([0.0]))
     )
     build.use(False)  # the draws are scripted
     engine = LocalEngine(model, tokenizer)
@@ -418,7 +418,7 @@ def test_what_requests_ask_of_sampling_is_forgotten_when_they_end() -> None:
 
     def noted() -> tuple[object, ...]:
         slots = None if rows.filtered_slots is None else rows.filtered_slots.tolist()
-        return rows.any_tempered, rows.any_greedy, rows.any_top_p, rows.any_top_k, slots
+        return *rows.needs[:4], slots
 
     assert noted() == (True, True, True, True, [1, 2]) and rows.filtered.tolist() == [False, True, True, False, False]
     rows.keep(4, [4], [2])  # slot 2 ends, slot 4 takes its place

@@ -36,9 +36,9 @@ from posttrain.engines.model_manifest import backbone_of
 from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.pool_member import MemberState, PoolMember
 from posttrain.engines.pool.replicas import Many, probe_of
-from posttrain.engines.request import Request
+from posttrain.engines.request import Request, tokens_to_stop
 from posttrain.engines.vllm.gpu_transfer import CardToCard
-from posttrain.engines.vllm.server_client import ServedRun, ServerClient, end_of, way
+from posttrain.engines.vllm.server_client import ServedRun, ServerClient, way
 from posttrain.engines.vllm.server_places import GivenServer, OwnServer
 from posttrain.engines.vllm.server_pool import check_transfer, open_servers
 from posttrain.engines.vllm.server_setup import (
@@ -415,7 +415,7 @@ def test_a_reply_ends_at_the_first_token_that_completes_a_stop_string(tokenizer:
 
     def end(stop: tuple[str, ...], prompt: str = "0", begun: int = 0) -> int | None:
         request = Request(0, tuple(tokenizer.encode(prompt)), Sampling(stop=stop, begun=begun))
-        return end_of(request, tokens, tokenizer)
+        return tokens_to_stop(tokenizer, request.begun, tokens, stop)
 
     assert end(("ab",)) == 4 and end(("345", "b")) == 4 and end(("b3",)) == 5 and end(("c",)) is None
     assert end(("012",)) is None and end(("012",), begun=1) == 2  # begun by an earlier request

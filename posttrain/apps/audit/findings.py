@@ -63,9 +63,6 @@ class Leap:
     before: float
     after: float
 
-    def as_dict(self) -> dict[str, float]:
-        return {"step": self.step, "before": self.before, "after": self.after}
-
 
 def length_found(length: Trend, within: Estimate, limits: FindingLimits) -> list[AuditFinding]:
     """Find replies that became longer, or shorter, in the direction that the reward favours within a prompt."""

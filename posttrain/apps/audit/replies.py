@@ -96,7 +96,7 @@ def read_replies(run: Folder, most_steps: int = STEPS) -> Replies:
         prompt=_numbered([_task_of(row["group"]) for _, row in valid]),
         cell=_numbered([f"{step} {row['group']}" for step, row in valid]),
         text=["\n".join(texts) for texts in said],
-        length=np.array([_length(row) for _, row in valid], dtype=np.float64),
+        length=np.array([row["sampled"] for _, row in valid], dtype=np.float64),
         reward=np.array([row["reward"] for _, row in valid], dtype=np.float64),
         parts={name: np.array([_part(row, name) for _, row in valid], dtype=np.float64) for name in names},
         stop=[StopReason(row["stop"]) for _, row in valid],
@@ -128,11 +128,6 @@ def _replies(row: Row) -> list[str]:
 def _task_of(group: str) -> str:
     """Return the task's id from a group's name, which is the id and the visit: "17#0"."""
     return group.rpartition("#")[0] or group
-
-
-def _length(row: Row) -> int:
-    sampled: int = row["sampled"]
-    return sampled
 
 
 def _part(row: Row, name: str) -> float:

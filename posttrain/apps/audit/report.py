@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from math import isfinite, nan
 from typing import Any
 
@@ -53,13 +53,13 @@ class Audit:
         """Return the results as JSON data."""
         return {
             "read": self.read,
-            "findings": [{"name": f.name, "message": f.message} for f in self.findings],
+            "findings": [asdict(f) for f in self.findings],
             "trends": {name: t.as_dict() for name, t in self.trends.items()},
             "correlations": {
                 name: {"pearson": p.as_dict(), "spearman": s.as_dict()} for name, (p, s) in self.correlations.items()
             },
             "templates": [s.as_dict() for s in self.templates],
-            "leap": self.leap and self.leap.as_dict(),
+            "leap": self.leap and asdict(self.leap),
             "steps": [{name: v if isfinite(v) else None for name, v in row.items()} for row in self.steps],
             "notes": self.notes,
         }

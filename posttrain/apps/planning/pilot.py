@@ -65,14 +65,16 @@ def read_pilot(
     known = [step for step in rollout_steps(folder) if step in steps][-MOST_READ:]
     if len(known) < LEAST:
         raise UserError(f"{folder} lacks the rollouts of the steps in its {TIMING}: put a copy of them back")
-    groups, tokens, played = _groups(folder, known)
+    groups = _groups(folder, known)
     speed = _speed(
         folder, rows, config, weight_sync, sum(len(e.stages) for g in groups for e in g.episodes) / len(known)
     )
     used = [row for row in rows if row["step"] in known]
-    learning = sum(row["seconds/update"] + row["seconds/credit"] for row in used) / sum(tokens)
+    learning = sum(row["seconds/update"] + row["seconds/credit"] for row in used) / sum(g.tokens for g in groups)
     between = _mean(rows, "seconds/between")
-    factor = played / len(known) / config["prompts"]  # dynamic sampling samples more groups than a step learns from
+    factor = (
+        len(groups) / len(known) / config["prompts"]
+    )  # dynamic sampling samples more groups than a step learns from
     job = Job(
         max(1, round(size[0] * factor)),
         _draw(groups, size[1], config["group"], config.get("seed", 0)),
@@ -164,8 +166,8 @@ def rising(measured: Iterable[tuple[float, float, float]]) -> tuple[tuple[float,
     return tuple((requests / weight, seconds / weight) for requests, seconds, weight in pooled)
 
 
-def _groups(folder: str, steps: Sequence[int]) -> tuple[tuple[Group, ...], list[int], int]:
-    """Return the groups of these steps, the tokens of each, and the number of groups."""
+def _groups(folder: str, steps: Sequence[int]) -> tuple[Group, ...]:
+    """Return the groups of these steps."""
     groups: list[Group] = []
     for step in steps:
         members: dict[str, list[Row]] = defaultdict(list)
@@ -175,7 +177,7 @@ def _groups(folder: str, steps: Sequence[int]) -> tuple[tuple[Group, ...], list[
         groups += [group for group in found if group.episodes]
     if not groups:
         raise UserError(f"nothing was sampled in the last steps of {folder}: there is nothing to simulate")
-    return tuple(groups), [group.tokens for group in groups], len(groups)
+    return tuple(groups)
 
 
 def _group(rows: Sequence[Row]) -> Group:

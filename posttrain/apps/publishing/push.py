@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,18 +82,11 @@ def _check_name(target: HubName) -> None:
 
 
 def carry_out(push: Push, private: bool = False, replace: bool = False) -> str:
-    """Upload; returns the address of the repository. Raises UserError."""
-    with _told(push.target):
-        return upload.upload(push.target, push.files, push.published.identity, push.message, private, replace)
-
-
-@contextmanager
-def _told(target: HubName) -> Iterator[None]:
-    """Turn Ctrl-C into a UserError: nothing was uploaded, and the same command continues."""
+    """Upload; returns the address of the repository. Raises UserError, for Ctrl-C too: nothing was uploaded then."""
     try:
-        yield
+        return upload.upload(push.target, push.files, push.published.identity, push.message, private, replace)
     except KeyboardInterrupt:
-        raise UserError(f"interrupted: {target} is unchanged; repeat the command to continue") from None
+        raise UserError(f"interrupted: {push.target} is unchanged; repeat the command to continue") from None
 
 
 def write(push: Push, out: Path) -> None:

@@ -81,7 +81,7 @@ class Answers:
             "problem": run.problem,
             "searchable": store.searchable,
             "unsearched": store.unsearched,
-            "parts": store.parts,
+            "parts": store.rows.parts,
             "success": store.success,
             "bounds": bounds(run.objective),
             "sampler": divides_by_sampler(run.about),

@@ -9,14 +9,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 from pyarrow import parquet
 
 from posttrain.core import user_files
@@ -174,6 +175,12 @@ def rows(file: File, indices: Sequence[int] | None = None, names: Sequence[str] 
     if {"spans", "tokens"} <= set(names):
         _check_spans(file.path, table)
     return _before(table).select([name for name in table.column_names if name in names]) if "before" in names else table
+
+
+def positions(spans: Iterable[Mapping[str, Any]]) -> NDArray[np.int64]:
+    """Return the positions of the tokens of some spans, in order."""
+    runs = [np.arange(s["start"], s["start"] + s["length"]) for s in spans]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *runs])
 
 
 def _before(table: pa.Table) -> pa.Table:

@@ -5,7 +5,6 @@ Each runs on columns in memory, and is shown to the user as an equivalent SELECT
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from posttrain.apps.view.column_table import Floats, Mask, Places, RolloutColumn
 from posttrain.apps.view.rollout_files import RolloutPart
 from posttrain.apps.view.rollout_store import Store
 from posttrain.apps.view.sql_text import by_name, listed_part, named, named_part, quoted
-from posttrain.core.json_text import json_text
+from posttrain.core.json_text import json_text, parsed
 from posttrain.core.types import OUTCOME, Fate, StopReason, UserError
 
 PAGE = 100  # rows of a page
@@ -432,10 +431,7 @@ def _column(rows: RolloutColumns, name: str, value: str) -> Mask:
     """Return the rows whose task has this value, as text or as JSON, in one of its own columns."""
 
     def fits(text: str) -> bool:
-        try:
-            columns = json.loads(text)
-        except (ValueError, RecursionError):
-            return False
+        columns = parsed(text)
         found = columns.get(name) if isinstance(columns, dict) else None
         return found is not None and value == (found if isinstance(found, str) else json_text(found))
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pyarrow import parquet
 
 from posttrain.apps.view import silent_defects
-from posttrain.apps.view.rollout_files import RolloutPart, rows
+from posttrain.apps.view.rollout_files import RolloutPart, positions, rows
 from posttrain.apps.view.rollout_store import Store
 from posttrain.apps.view.token_texts import TokenPieces
 from posttrain.apps.view.training_reasons import equation, why
@@ -49,7 +49,7 @@ def one(
     siblings = held.rows(held.members(int(held.gid[place])), _SIBLING) if place is not None else []
     rewards = [s["used"] if s["used"] is not None else s["reward"] for s in siblings]
     seconds = _seconds(store.folder, part, index)
-    scored = _places(row["spans"] or [], "learned")
+    scored = positions(s for s in row["spans"] or () if s["learned"])
     leaks = silent_defects.contains_answer(
         row["prompt"], shown["columns"] if isinstance(shown["columns"], dict) else None
     )
@@ -165,7 +165,8 @@ def _shown(row: dict[str, Any], pieces: TokenPieces, begin: int, window: int) ->
     begin = min(begin, len(tokens))
     end = min(len(tokens), begin + window)
     spans = row["spans"] or []
-    scored, sampled = _places(spans, "learned"), _places(spans, "sampled")
+    scored = positions(s for s in spans if s["learned"])
+    sampled = positions(s for s in spans if s["kind"] == SpanKind.SAMPLED)
     numbers = {name: _cut(row[name], scored, begin, end) for name in NUMBERS if row.get(name) is not None}
     if row["engine"] is not None and len(row["engine"]):
         numbers["engine"] = _cut(row["engine"], sampled, begin, end)
@@ -188,13 +189,6 @@ def _shown(row: dict[str, Any], pieces: TokenPieces, begin: int, window: int) ->
         "pictures": row["pictures"] or [],
         "characters": len(row["text"] or ""),
     }
-
-
-def _places(spans: Sequence[dict[str, Any]], which: str) -> NDArray[np.int64]:
-    """Return the positions of the scored or of the sampled tokens, in order."""
-    chosen = [s for s in spans if (s["learned"] if which == "learned" else s["kind"] == SpanKind.SAMPLED)]
-    runs = [np.arange(s["start"], s["start"] + s["length"]) for s in chosen]
-    return np.concatenate(runs) if runs else np.zeros(0, dtype=np.int64)
 
 
 def _cut(values: NDArray[Any], places: NDArray[np.int64], begin: int, end: int) -> str | None:

@@ -75,11 +75,6 @@ class Store:
         self._conditions: Conditions | None = None
         self._writing = threading.Lock()
 
-    @property
-    def parts(self) -> list[str]:
-        """Names of the parts of the reward."""
-        return self.rows.parts
-
     def meant(self, rows: RolloutColumns, condition: str) -> Places:
         """Return the rows for which an SQL condition holds. Raises UserError if it is not a valid condition."""
         return self._asking().places(rows, condition)

@@ -6,7 +6,6 @@ Each is reported only where the record proves it; nothing is reported where othe
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from posttrain.apps.view.rollout_files import File
 from posttrain.apps.view.rollout_store import Store
 from posttrain.config.verbs import learning
+from posttrain.core.json_text import parsed
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import UserError
 from posttrain.runs.record.rollout_reading import read_file
@@ -222,8 +222,5 @@ def _tasks(path: str, stamp: tuple[int, int]) -> frozenset[tuple[str, str | None
 
 
 def _columns(text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
+    found = parsed(text)
     return found if isinstance(found, dict) else {}

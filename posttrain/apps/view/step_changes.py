@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,8 @@ from numpy.typing import NDArray
 
 from posttrain.apps.view import silent_defects
 from posttrain.apps.view.open_run import OpenRun
-from posttrain.apps.view.rollout_files import RolloutPart, rows
+from posttrain.apps.view.rollout_files import RolloutPart, positions, rows
+from posttrain.core.json_text import parsed
 from posttrain.core.types import UserError
 
 MOST = 40  # most tokens listed on each side
@@ -54,8 +54,6 @@ def changes(run: OpenRun, part: RolloutPart, by: str) -> dict[str, Any]:
         for name, (says, *_) in MEASURES.items()
     ]  # fmt: skip
     about = {"step": part.step, "held_out": part.held_out, "steps": steps, "measures": measures}
-    if not found:
-        return {**about, "by": None}
     usable = [name for name in found if len(found[name][0])]
     if not usable:
         return {**about, "by": None}
@@ -87,9 +85,7 @@ def _values(table: dict[str, list[Any]], name: str) -> tuple[NDArray[Any], NDArr
     for number, column in enumerate(table[first]):
         if column is None:
             continue
-        spans = table["spans"][number] or ()
-        runs = [np.arange(s["start"], s["start"] + s["length"]) for s in spans if s["learned"]]
-        at = np.concatenate([np.zeros(0, dtype=np.int64), *runs])
+        at = positions(s for s in table["spans"][number] or () if s["learned"])
         own = np.asarray(column, dtype=np.float64)
         if not less:
             pass
@@ -153,30 +149,20 @@ def _one(
         "value": float(values[i]),
         "advantage": table["advantage"][number],
         "member": table["member"][number],
-        "label": _label(table["label"][number]),
+        "label": parsed(table["label"][number]),
         "before": "".join(pieces[:-1])[-60:],
         "piece": pieces[-1],
     }
     _, first, less = MEASURES[name]
     if less:
-        scored = [
-            n for s in table["spans"][number] if s["learned"] for n in range(s["start"], s["start"] + s["length"])
-        ]
+        scored = positions(s for s in table["spans"][number] if s["learned"]).tolist()
         own["logp"] = float(table[first][number][scored.index(at)])
     return own
 
 
-def _label(text: str | None) -> Any:
-    """Return the label of a response as data; None if it cannot be read."""
-    try:
-        return None if text is None else json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
 def _chosen_or_rejected(table: dict[str, list[Any]], number: int) -> str | None:
     """Return "chosen" or "rejected" for a response with exactly one comparison; None for others."""
-    label = _label(table["label"][number])
+    label = parsed(table["label"][number])
     comparisons = label.get("comparisons") if isinstance(label, dict) else None
     own = [c for c in comparisons or () if table["member"][number] in c[:2]]
     return None if len(own) != 1 else "chosen" if own[0][0] == table["member"][number] else "rejected"

@@ -22,9 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from posttrain.core.types import Completion, Media, positions_of
+from posttrain.core.types import Completion, Media
 from posttrain.engines.local.sampler import UniformTokens
-from posttrain.engines.local.uncached_engine import RunningReply, UncachedEngine
+from posttrain.engines.local.uncached_engine import RunningReply, UncachedEngine, position_rows
 from posttrain.engines.request import Request
 from posttrain.models.hf.backed import Backed
 from posttrain.models.hf.experts import UNKNOWN, Routed, calling, watching
@@ -261,12 +261,7 @@ def _key(running: RunningReply) -> tuple[Any, ...]:
 
 def _places(prompts: Sequence[Sequence[int]], seen: Sequence[Sequence[Media]], longest: int) -> Tensor:
     """Return positions [B, longest], or [3, B, longest] if a picture has a height and a width; 0 at padding."""
-    rows = [
-        torch.arange(len(prompt)) if (found := positions_of(len(prompt), media)) is None else torch.from_numpy(found)
-        for prompt, media in zip(prompts, seen, strict=True)
-    ]
-    if any(row.ndim == 2 for row in rows):
-        rows = [row.expand(3, -1) for row in rows]
+    rows = position_rows(map(len, prompts), seen)
     return torch.stack([torch.nn.functional.pad(row, (longest - row.shape[-1], 0)) for row in rows], -2)
 
 

@@ -190,17 +190,8 @@ class CompiledStep:
             groups=count,
             draws=1,
             prompt=prompt.data_ptr(),
-            token=rows.token.data_ptr(),
-            length=rows.length.data_ptr(),
-            count=rows.count.data_ptr(),
-            budget=rows.budget.data_ptr(),
-            seed=rows.seed.data_ptr(),
-            temperature=rows.temperature.data_ptr(),
-            filtered=rows.filtered.data_ptr(),
-            ended=rows.ended.data_ptr(),
-            tokens=rows.tokens.data_ptr(),
-            logp=rows.logp.data_ptr(),
             sampled_stride=rows.tokens.shape[1],
+            **{name: getattr(rows, name).data_ptr() for name in ("token", "length", *SAMPLED)},
         )
         self._library.run(packed.model, step)
         if rows.filtered_slots is None:
@@ -338,11 +329,6 @@ class PackedCache(KVCache):
         super().__init__(replace(config, head_size=_round_up(config.head_size, library.lanes)), dtype, device)
         self.unit = library.lanes
         self._requests: tuple[Tensor, Tensor, Tensor] | None = None
-
-    @property
-    def positions(self) -> int:
-        """Maximum of positions of a request."""
-        return min(self.config.context, self.own.shape[4] + self.shared.shape[4])
 
     def requests(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return (slots grouped by prompt, the prompt of each slot, the lengths of the prompts), all int32."""

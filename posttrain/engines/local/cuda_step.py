@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from posttrain.engines.local.running_batch import RunningBatch
-from posttrain.engines.local.sampler import Exploration, UniformTokens, sample, uniform
+from posttrain.engines.local.running_batch import RunningBatch, SamplingParts
+from posttrain.engines.local.sampler import UniformTokens
 from posttrain.engines.local.step_cache import StepCache, row_bucket, token_bucket
 from posttrain.engines.local.step_weights import LayerWeights, StepWeights
 from posttrain.models.free_memory import gpu_memory
@@ -66,11 +66,7 @@ class Shape(NamedTuple):
     prompts: int  # G
     widest: int  # W
     prompt: int  # P
-    tempered: bool
-    greedy: bool
-    top_p: bool
-    top_k: bool
-    explores: bool
+    needs: SamplingParts
 
 
 class _Seen(NamedTuple):
@@ -90,7 +86,8 @@ class _Seen(NamedTuple):
 class CudaStep:
     """Decoding steps of one model. Copies of the weights, and graphs, are kept until `free`.
 
-    `capture`: whether steps are captured in graphs, which is possible only on CUDA; None: on CUDA.
+    `uniform_tokens`: returns the tokens among which epsilon-greedy sampling draws, always the same tensors. `capture`:
+    whether steps are captured in graphs, which is possible only on CUDA; None: on CUDA.
     """
 
     def __init__(
@@ -105,7 +102,6 @@ class CudaStep:
         self.device = model.head.device
         self._weights: StepWeights | None = None
         self._changed = False
-        self._among: UniformTokens | None = None
         self._rotary: Tensor | None = None  # float32 [positions, 2, 1, size]
         capture = self.device.type == "cuda" if capture is None else capture
         self.graphs = Graphs(self.device) if capture else None
@@ -128,8 +124,8 @@ class CudaStep:
 
     def __call__(self, cache: StepCache, rows: RunningBatch, count: int, steps: int) -> None:
         """Decode up to `steps` tokens of the first `count` requests; ended requests do not change."""
-        if rows.any_explores and self._among is None:  # before a capture, which allows no copies from the host
-            self._among = self._uniform()
+        if rows.needs.explores:  # computed before a capture, which allows no copies from the host
+            self._uniform()
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             weights = self._current()
             cache.seat()
@@ -152,11 +148,7 @@ class CudaStep:
             min(row_bucket(len(cache.row)), cache.shared.shape[2]),
             row_bucket(cache.widest),
             min(token_bucket(cache.prompt_tokens), cache.shared.shape[4]),
-            rows.any_tempered,
-            rows.any_greedy,
-            rows.any_top_p,
-            rows.any_top_k,
-            rows.any_explores,
+            rows.needs._replace(stop=False),  # stop strings are searched for outside of the step
         )
 
     def _current(self) -> StepWeights:
@@ -190,21 +182,7 @@ class CudaStep:
             x, more = self._layer(number, layer, x, more, seen, shape, cache)
         _, hidden = self._entered(x, more, weights.norm)
         logits = wide_product(hidden, weights.head.t())
-        chosen = slice(0, shape.rows)
-        temperature = rows.temperature[chosen]
-        explored = None
-        if shape.explores:
-            assert self._among is not None
-            explored = Exploration.drawn(rows.epsilon[chosen], rows.seed[chosen], rows.count[chosen], self._among)
-        token, logp = sample(
-            logits,
-            uniform(rows.seed[chosen], rows.count[chosen]),
-            temperature if shape.tempered else None,
-            rows.top_p[chosen] if shape.top_p else None,
-            rows.top_k[chosen] if shape.top_k else None,
-            temperature == 0 if shape.greedy else None,
-            explored,
-        )
+        token, logp = rows.sampled(logits, slice(0, shape.rows), self._uniform)
         rows.go_on(shape.rows, token, logp, (token[:, None] == self._eos).any(-1))
 
     def _see(self, shape: Shape, cache: StepCache, rows: RunningBatch) -> _Seen:

@@ -61,6 +61,11 @@ class KVCache:
         self.prompt: list[Prompt] = []  # [B], prompt of each slot
         self._groups: _Groups | None = None
 
+    @property
+    def positions(self) -> int:
+        """Maximum of positions of a request."""
+        return min(self.config.context, self.own.shape[4] + self.shared.shape[4])
+
     def reserve(self, slots: int, own: int, prompts: int, prompt: int) -> None:
         """Make room for `slots` requests with `own` tokens, and `prompts` more prompts of at most `prompt` tokens."""
         self.own = self._grown(self.own, slots, own)

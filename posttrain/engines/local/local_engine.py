@@ -33,7 +33,7 @@ from posttrain.engines.local.kv_cache import KVCache, Prompt, PromptPrefix
 from posttrain.engines.local.prefix_cache import KEPT_BYTES, CachedPrefixes, PrefixCache
 from posttrain.engines.local.prompt_layout import PromptBlocks
 from posttrain.engines.local.running_batch import RunningBatch
-from posttrain.engines.local.sampler import Exploration, UniformTokens, sample, uniform
+from posttrain.engines.local.sampler import UniformTokens
 from posttrain.engines.local.step_cache import StepCache, token_bucket
 from posttrain.engines.request import Request, complete, reached_stop, stop_window
 from posttrain.engines.throughput import Throughput
@@ -329,7 +329,7 @@ class LocalEngine:
         if self._cuda is not None:
             assert isinstance(self._cache, StepCache)
             # stop strings have to be searched for on the host after every token
-            steps = 1 if rows.any_stop else min(LOOK_STEPS, rows.left(count))
+            steps = 1 if rows.needs.stop else min(LOOK_STEPS, rows.left(count))
             self.computed += steps * count
             self._cuda(self._cache, rows, count, steps)
             return steps
@@ -349,22 +349,8 @@ class LocalEngine:
 
     def _choose(self, logits: Tensor, rows: slice | Tensor) -> None:
         """Sample the next token of these slots from logits [rows, V] and note which requests are finished."""
-        state = self._rows
-        draw = uniform(state.seed[rows], state.count[rows])
-        token, logp = sample(
-            logits,
-            draw,
-            state.temperature[rows] if state.any_tempered else None,
-            state.top_p[rows] if state.any_top_p else None,
-            state.top_k[rows] if state.any_top_k else None,
-            state.temperature[rows] == 0 if state.any_greedy else None,
-            self._explored(rows) if state.any_explores else None,
-        )
-        state.record(rows, token, logp, torch.isin(token, self.eos))
-
-    def _explored(self, rows: slice | Tensor) -> Exploration:
-        state = self._rows
-        return Exploration.drawn(state.epsilon[rows], state.seed[rows], state.count[rows], self.uniform_tokens)
+        token, logp = self._rows.sampled(logits, rows, lambda: self.uniform_tokens)
+        self._rows.record(rows, token, logp, torch.isin(token, self.eos))
 
     @cached_property
     def uniform_tokens(self) -> UniformTokens:
@@ -401,7 +387,7 @@ class LocalEngine:
 
     def _reached_stop(self, count: int) -> set[int]:
         """Return the slots of requests whose text has just reached a stop string."""
-        if not self._rows.any_stop:
+        if not self._rows.needs.stop:
             return set()
         slots = [s for s in range(count) if self.running[s].sampling.stop]
         window = stop_window(s for slot in slots for s in self.running[slot].sampling.stop)

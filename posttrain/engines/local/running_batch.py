@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from posttrain.core.types import Sampling
+from posttrain.engines.local.sampler import Exploration, UniformTokens, sample, uniform
 from posttrain.engines.request import Request
 
 
-class _Asked(NamedTuple):
-    """The parts of sampling that a request needs."""
+class SamplingParts(NamedTuple):
+    """The parts of sampling that a request needs, or any of several requests."""
 
-    tempered: bool
-    greedy: bool
-    top_p: bool
-    top_k: bool
-    explores: bool
-    stop: bool
+    tempered: bool = False
+    greedy: bool = False
+    top_p: bool = False
+    top_k: bool = False
+    explores: bool = False
+    stop: bool = False
 
     @classmethod
-    def of(cls, sampling: Sampling) -> _Asked:
+    def of(cls, sampling: Sampling) -> SamplingParts:
         tempered, greedy = sampling.temperature != 1, sampling.temperature == 0
         filters = sampling.top_p < 1, sampling.top_k > 0, sampling.epsilon > 0
         return cls(tempered, greedy, *filters, bool(sampling.stop))
@@ -65,7 +67,7 @@ class RunningBatch:
         self.tokens = torch.zeros(0, 0, dtype=torch.int64, device=device)  # [slots, sampled tokens]
         self.logp = torch.zeros(0, 0, dtype=torch.float32, device=device)
         self.longest = 0  # maximum of own tokens, given or sampled, tracked on the host without synchronisation
-        self._asked: list[_Asked] = []  # [size]
+        self._asked: list[SamplingParts] = []  # [size]
         self._note()
 
     @property
@@ -95,7 +97,7 @@ class RunningBatch:
 
     def append(self, requests: list[Request], context: int) -> None:
         sampling = [r.sampling for r in requests]
-        asked = [_Asked.of(s) for s in sampling]
+        asked = [SamplingParts.of(s) for s in sampling]
         budget = [r.budget(context) for r in requests]
         total = self.size + len(requests)
         self.reserve(total, max(budget))
@@ -121,6 +123,24 @@ class RunningBatch:
         self.longest = max(self.longest, *(max(1, len(r.own)) for r in requests))
         self._asked += asked
         self._note()
+
+    def sampled(
+        self, logits: Tensor, rows: slice | Tensor, among: Callable[[], UniformTokens]
+    ) -> tuple[Tensor, Tensor]:
+        """Sample the next token of some slots from logits [n, V]. Return tokens and log-probabilities, [n] each.
+
+        `among`: returns the tokens among which epsilon-greedy sampling draws.
+        """
+        needs, seed, count, temperature = self.needs, self.seed[rows], self.count[rows], self.temperature[rows]
+        return sample(
+            logits,
+            uniform(seed, count),
+            temperature if needs.tempered else None,
+            self.top_p[rows] if needs.top_p else None,
+            self.top_k[rows] if needs.top_k else None,
+            temperature == 0 if needs.greedy else None,
+            Exploration.drawn(self.epsilon[rows], seed, count, among()) if needs.explores else None,
+        )
 
     def record(self, rows: slice | Tensor, token: Tensor, logp: Tensor, eos: Tensor) -> None:
         """Store the next token of some slots: a slice, or int64 [n]."""
@@ -174,15 +194,9 @@ class RunningBatch:
 
     def _note(self) -> None:
         """Determine the parts of sampling that the running requests need; other parts are skipped."""
-        asked = set(self._asked)
-        self.any_tempered = any(a.tempered for a in asked)
-        self.any_greedy = any(a.greedy for a in asked)
-        self.any_top_p = any(a.top_p for a in asked)
-        self.any_top_k = any(a.top_k for a in asked)
-        self.any_explores = any(a.explores for a in asked)
-        self.any_stop = any(a.stop for a in asked)
+        self.needs = SamplingParts(*map(any, zip(*{SamplingParts(), *self._asked}, strict=True)))
         self.filtered_slots: Tensor | None = None
         """int64 [n], requests with top-p, top-k or epsilon; None: there are none."""
-        if self.any_top_p or self.any_top_k or self.any_explores:
+        if self.needs.filtered:
             slots = [slot for slot, a in enumerate(self._asked) if a.filtered]
             self.filtered_slots = torch.tensor(slots, device=self.device)

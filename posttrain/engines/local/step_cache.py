@@ -45,11 +45,6 @@ class StepCache(KVCache):
     def bytes(self) -> int:
         return self.own.nbytes + self.shared.nbytes
 
-    @property
-    def positions(self) -> int:
-        """Maximum of positions of a request."""
-        return min(self.config.context, self.own.shape[4] + self.shared.shape[4])
-
     def seat(self) -> None:
         """Update `seats` if the assignment has changed. An unused slot has row -1, and sees one token of row 0."""
         slots = self.own.shape[2]

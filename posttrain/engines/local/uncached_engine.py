@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -130,13 +130,9 @@ class UncachedEngine:
         start = (end - torch.tensor(length)).tolist()
         seen = [r.request.media for r in self._running]
         media = [replace(m, start=m.start + at) for own, at in zip(seen, start, strict=True) for m in own]
-        places = [positions_of(n, own) for own, n in zip(seen, length, strict=True)]
-        rows = [torch.arange(n) if p is None else torch.from_numpy(p) for p, n in zip(places, length, strict=True)]
-        if any(row.ndim == 2 for row in rows):
-            rows = [row.expand(3, -1) for row in rows]
         layout = Layout(
             torch.tensor([t for s in sequences for t in s], device=device),
-            torch.cat(rows, -1).to(device),
+            torch.cat(position_rows(length, seen), -1).to(device),
             tuple(start),
             tuple(length),
             (-1,) * len(length),
@@ -194,6 +190,13 @@ class UncachedEngine:
     def _autocast(self) -> AbstractContextManager[Any]:
         device = self.model.head.device.type
         return torch.autocast(device, torch.bfloat16, enabled=self.precision == "bfloat16")
+
+
+def position_rows(lengths: Iterable[int], seen: Iterable[Sequence[Media]]) -> list[Tensor]:
+    """Return the positions of several texts, [n] each; [3, n] if a picture of any has a height and a width."""
+    places = [(n, positions_of(n, media)) for n, media in zip(lengths, seen, strict=True)]
+    rows = [torch.arange(n) if place is None else torch.from_numpy(place) for n, place in places]
+    return [row.expand(3, -1) for row in rows] if any(row.ndim == 2 for row in rows) else rows
 
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.core.protocols import Engine, ReadingEngine
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Completion, Invalid, Sampling, StopReason, UserError
-from posttrain.engines.request import Request, complete, reached_stop, stop_window
+from posttrain.engines.request import Request, complete, reached_stop, stop_window, tokens_to_stop
 from posttrain.engines.search.tree_search import (
     SEARCHES,
     Asking,
@@ -250,9 +250,8 @@ class SearchEngine:
         search, before, sampled = part.search, part.node.tokens, len(part.tokens)
         count, ended = sampled, completion.stop is StopReason.EOS
         if (own := search.sampling.stop) and not ended:
-            count = self._tokens_to_stop(before, part.tokens, own)
-            ended = count <= sampled
-            count = min(count, sampled)
+            stopped = tokens_to_stop(self.tokenizer, before, part.tokens, own)
+            ended, count = stopped is not None, stopped or sampled
         found = ended or completion.stop is StopReason.STOP
         assert search.asked is not None, "steps are sampled where they were proposed"
         if not found and self.plan.pattern is not None and not search.asked.whole:
@@ -266,15 +265,6 @@ class SearchEngine:
         full = length >= search.sampling.max_tokens or len(search.prompt) + length >= self.context
         cut = not ended and (full or not found)
         return SearchStep(tuple(part.tokens[:count]), tuple(part.logp[:count]), ended, cut, sampled, completion.id)
-
-    def _tokens_to_stop(self, before: Sequence[int], tokens: Sequence[int], stop: tuple[str, ...]) -> int:
-        """Return how many of these tokens the reply takes until it reaches a stop string; more than there are: none."""
-        window, reply = stop_window(stop), [*before, *tokens]
-        for count in range(1, len(tokens) + 1):
-            end = len(before) + count
-            if reached_stop(self.tokenizer, reply[max(0, end - window) : end], stop):
-                return count
-        return len(tokens) + 1
 
     def _tokens_of(self, tokens: Sequence[int], end: int) -> int:
         """Return the number of tokens that the first `end` characters of their text take."""

@@ -117,11 +117,8 @@ def read_completion(body: Mapping[str, Any]) -> PolicyRequest:
     given = body.get("prompt")
     several = isinstance(given, list) and given and not isinstance(given[0], int)
     prompts = tuple(_read_prompt(fields, one) for one in (given if several else [given]))  # type: ignore[union-attr]
-    logprobs = fields.whole("logprobs", 0)
-    if logprobs is not None and logprobs > 1:
-        raise fields.wrong("logprobs", "0 or 1: only the log-probability of the sampled token is given")
-    most = fields.whole("max_tokens", 1) or COMPLETION_TOKENS
-    return read_sampling(fields, prompts, most, logprobs=logprobs is not None)
+    logprobs, most = _read_logprobs(fields), fields.whole("max_tokens", 1) or COMPLETION_TOKENS
+    return read_sampling(fields, prompts, most, logprobs=logprobs)
 
 
 def read_generate(body: Mapping[str, Any]) -> PolicyRequest:
@@ -136,12 +133,16 @@ def read_generate(body: Mapping[str, Any]) -> PolicyRequest:
         raise request.wrong("output_mode", '"tokens"')
     fields = RequestFields(params, "sampling_params.")
     _refuse(fields, SAMPLED)
+    logprobs, most = _read_logprobs(fields), fields.whole("max_tokens", 1)
+    return read_sampling(fields, (prompt,), most, logprobs=logprobs, request=request)
+
+
+def _read_logprobs(fields: RequestFields) -> bool:
+    """Return whether a request asks for log-probabilities, by a number of tokens at each place."""
     logprobs = fields.whole("logprobs", 0)
     if logprobs is not None and logprobs > 1:
         raise fields.wrong("logprobs", "0 or 1: only the log-probability of the sampled token is given")
-    return read_sampling(
-        fields, (prompt,), fields.whole("max_tokens", 1), logprobs=logprobs is not None, request=request
-    )
+    return logprobs is not None
 
 
 def _read_message(place: int, message: Any) -> dict[str, Any]:
@@ -192,9 +193,7 @@ def _read_part(part: Any, wrong: Callable[[str], RequestRefused]) -> str:
 
 def _read_tools(fields: RequestFields) -> tuple[dict[str, Any], ...]:
     """Read the schemas of tools."""
-    given, choice = fields.body.get("tools") or [], fields.body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise fields.wrong("tool_choice", '"auto" or "none": a tool call cannot be forced')
+    given, shown = fields.body.get("tools") or [], fields.shows_tools()
     if not isinstance(given, list):
         raise fields.wrong("tools", "a list")
     found = []
@@ -207,7 +206,7 @@ def _read_tools(fields: RequestFields) -> tuple[dict[str, Any], ...]:
         if not isinstance(function.get("parameters") or {}, dict):
             raise RequestRefused(f"the parameters of {function['name']:.100} are not a JSON schema", parameter="tools")
         found.append({"type": "function", "function": function})
-    return tuple(found) if choice != "none" else ()
+    return tuple(found) if shown else ()
 
 
 def _read_prompt(fields: RequestFields, prompt: Any) -> Prompt:

@@ -207,15 +207,12 @@ def _read_thoughts(item: RequestFields) -> str:
 
 def _read_tools(fields: RequestFields) -> tuple[tuple[dict[str, Any], ...], bool]:
     """Return the tools, and whether the policy sees them (tool_choice is not "none")."""
-    choice = fields.body.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise fields.wrong("tool_choice", '"auto" or "none": a tool call cannot be forced')
-    tools = []
+    tools, shown = [], fields.shows_tools()
     for tool in fields.objects("tools"):
         if tool.body.get("type") != "function":
             raise tool.refused(f"has the type {short(tool.body.get('type'))}: only functions are supported")
         tools.append(function_tool(tool, "parameters"))
-    return tuple(tools), choice != "none"
+    return tuple(tools), shown
 
 
 # -- responses ---------------------------------------------------------------------------------------------------------

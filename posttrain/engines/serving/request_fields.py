@@ -134,6 +134,13 @@ class RequestFields:
             raise self.wrong(name, "a JSON object")
         return found
 
+    def shows_tools(self) -> bool:
+        """Return whether the policy sees the tools of a request of OpenAI's: its tool_choice is not "none"."""
+        choice = self.body.get("tool_choice")
+        if choice not in (None, "auto", "none"):
+            raise self.wrong("tool_choice", '"auto" or "none": a tool call cannot be forced')
+        return choice != "none"
+
     def refuse_unknown(self, known: Collection[str], ignored: Collection[str], neutral: Neutral) -> None:
         """Refuse fields that are in none of these collections."""
         for name in self.body:

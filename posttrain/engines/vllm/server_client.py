@@ -24,7 +24,7 @@ import aiohttp
 
 from posttrain.core.messages import one_line
 from posttrain.engines.pool.pool_protocol import Gone, Message, Wire, decode_sampling, encode_completion
-from posttrain.engines.request import Request, complete, reached_stop, stop_window
+from posttrain.engines.request import Request, complete, tokens_to_stop
 from posttrain.engines.vllm.server_setup import LOGPROBS
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
@@ -244,7 +244,7 @@ class ServerClient(Wire):
         if choice["finish_reason"] not in ("stop", "length"):
             raise ValueError(f"a reply ended with {choice['finish_reason']!r}")
         how, eos_ids = request.sampling, self.run.eos_ids
-        count = end_of(request, tokens, self.run.tokenizer) if how.stop else None
+        count = tokens_to_stop(self.run.tokenizer, request.begun, tokens, how.stop) if how.stop else None
         # vLLM's tokenizer may see a stop string in bytes that ours does not read as text
         stopped = count is not None or (choice["finish_reason"] == "stop" and tokens[-1] not in eos_ids)
         done = complete(
@@ -356,13 +356,3 @@ def way(path: str, status: int, told: str) -> str:
     if status == 404 and "Not Found" in told:  # the call itself, not a model or an adapter
         return f"; start it with {NEEDED.get(path, 'VLLM_SERVER_DEV_MODE=1')}"
     return ""
-
-
-def end_of(request: Request, tokens: Sequence[int], tokenizer: Tokenizer) -> int | None:
-    """Return the number of tokens up to the first one that completes a stop string; None if none does."""
-    stop = request.sampling.stop
-    reply, begun, window = [*request.begun, *tokens], len(request.begun), stop_window(stop)
-    for end in range(begun + 1, len(reply) + 1):
-        if reached_stop(tokenizer, reply[max(0, end - window) : end], stop):
-            return end - begun
-    return None

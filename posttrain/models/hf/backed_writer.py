@@ -26,6 +26,11 @@ def save_backed(model: Backed, folder: Path) -> None:
     state = _state(model) if any(map(is_sharded, model.parameters())) else None
     with quiet():
         model.inner.save_pretrained(folder, state_dict=state)
+    write_generation(model, folder)
+
+
+def write_generation(model: Backed, folder: Path) -> None:
+    """Write generation_config.json with the ids that end a reply."""
     ends = model.eos_ids if len(model.eos_ids) != 1 else model.eos_ids[0]
     write_json(folder / "generation_config.json", {**model.generation, **({"eos_token_id": ends} if ends else {})})
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from posttrain.models.hf.backed_writer import stored_tensors
+from posttrain.models.hf.backed_writer import stored_tensors, write_generation
 from posttrain.models.json_files import write_json
 from posttrain.models.weight_files import SCORE, write_weights
 
@@ -100,5 +100,4 @@ def save_headless(model: Backed, folder: Path, also: Mapping[str, Tensor], told:
     write_weights({name: tuple(t.shape) for name, t in tensors.items()}, tensors.items(), folder, dtype)
     source = {k: v for k, v in json.loads(model.inner.config.to_json_string()).items() if not k.startswith(OURS)}
     write_json(folder / "config.json", {**source, "dtype": str(dtype).removeprefix("torch."), **told})
-    ends = model.eos_ids if len(model.eos_ids) != 1 else model.eos_ids[0]
-    write_json(folder / "generation_config.json", {**model.generation, **({"eos_token_id": ends} if ends else {})})
+    write_generation(model, folder)

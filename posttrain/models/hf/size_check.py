@@ -5,7 +5,7 @@ The size of the model is measured on torch's "meta" device, that of the stored t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,32 +45,24 @@ def check_room(folder: Path, inner: Any, dtype: torch.dtype) -> Shapes:
             f"{folder / 'config.json'} announces {count:,} parameters, {in_gib(needed)} of weights, and {in_gib(room)} of "
             "memory are free: correct the sizes or use a larger machine"
         )
-    _each(folder, lambda file, name, stored: _check(file, name, stored, shapes))
+    for file, name, stored in _stored(folder):
+        if name in shapes or name.endswith(".weight"):  # masks and positions may be integers
+            check_dtype(file, name, stored.get_dtype())
     return shapes
-
-
-def _check(file: Path, name: str, stored: Any, shapes: Shapes) -> None:
-    if name in shapes or name.endswith(".weight"):  # masks and positions may be integers
-        check_dtype(file, name, stored.get_dtype())
 
 
 def other_shape(folder: Path, shapes: Shapes) -> str | None:
     """Return a message about a stored tensor whose shape contradicts config.json; None if all agree."""
-    found = []
-
-    def compare(file: Path, name: str, stored: Any) -> None:
+    for _, name, stored in _stored(folder):
         shape = tuple(stored.get_shape())
         for own, announced in shapes.items():
             if announced != shape and f".{own}".endswith(f".{name}"):  # the stored name may lack a prefix
-                found.append(f"{name} has shape {list(shape)}, config.json says {list(announced)}")
-
-    _each(folder, compare)
-    return found[0] if found else None
+                return f"{name} has shape {list(shape)}, config.json says {list(announced)}"
+    return None
 
 
-def _each(folder: Path, look: Callable[[Path, str, Any], None]) -> None:
-    """Call look(file, name of the tensor, its slice) for each tensor of a folder."""
+def _stored(folder: Path) -> Iterator[tuple[Path, str, Any]]:
+    """Yield (file, name of the tensor, its slice) of each tensor of a folder."""
     for file in weight_files(folder):
         with open_tensors(file) as stored:
-            for name in sorted(stored.keys()):
-                look(file, name, stored.get_slice(name))
+            yield from ((file, name, stored.get_slice(name)) for name in sorted(stored.keys()))

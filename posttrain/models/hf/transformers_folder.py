@@ -41,7 +41,7 @@ from posttrain.models.image_processor import ImageProcessor, placeholder_ids
 from posttrain.models.json_files import read_json, shown
 from posttrain.models.native.decoder_config import read_eos_ids
 from posttrain.models.native.head import Head
-from posttrain.models.weight_files import HEADS, SCORE, reward_model_error
+from posttrain.models.weight_files import HEADS, SCORE, reward_model_error, tensors_error
 
 ACTIVATIONS = 0.5  # share of the memory left beside the weights that activations of a backward pass may take
 TOLERANCE = 1e-4  # allowed difference of log-probabilities in nats, in float32 and float64
@@ -234,10 +234,7 @@ def _check_tensors(folder: Path, inner: Any, told: Mapping[str, Any], headless: 
     problems = {"missing_keys": "lacks", "unexpected_keys": "holds unknown", "mismatched_keys": "has other shapes of"}
     for key, what in problems.items():
         if names := sorted(found[key]):
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise UserError(
-                f"{folder} {what} tensors {', '.join(f'{n:.80}' for n in names[:3])}{more}: config.json does not describe it"
-            )
+            raise tensors_error(folder, what, names)
 
 
 # -- choice of the mode, and check of its results ----------------------------------------------------------------------

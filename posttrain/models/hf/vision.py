@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,7 @@ class Vision(nn.Module):
             parts = [x.split(counts) for x in (pooled, *deep)]
             own = zip(alike, zip(*parts, strict=True), strict=True)
             found |= {digest: _Kind(features, out) for digest, features in own}
-        return PictureFeatures(found)
+        return found
 
     @contextmanager
     def shown(self, features: PictureFeatures, digests: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -82,7 +82,7 @@ class Vision(nn.Module):
         if not digests:
             yield {}
             return
-        kinds = [features.of[digest] for digest in digests]
+        kinds = [features[digest] for digest in digests]
         pooled, *deep = (torch.cat(parts) for parts in zip(*(kind.features for kind in kinds), strict=True))
         like = kinds[0].like.pooler_output
         deeper = [
@@ -98,18 +98,15 @@ class Vision(nn.Module):
             del self.base.get_image_features
 
 
-class _Kind:
-    """Features of one picture, [n, D] each: the main ones, then those for deeper layers. `like`: the model's output."""
+class _Kind(NamedTuple):
+    """Features of one picture."""
 
-    def __init__(self, features: Sequence[Tensor], like: Any) -> None:
-        self.features, self.like = features, like
+    features: Sequence[Tensor]  # [n, D] each: the main ones, then those for deeper layers
+    like: Any  # the model's output
 
 
-class PictureFeatures:
-    """Features of pictures, by the pictures' hashes."""
-
-    def __init__(self, of: Mapping[str, _Kind]) -> None:
-        self.of = of
+PictureFeatures = Mapping[str, _Kind]
+"""Features of pictures, by the pictures' hashes."""
 
 
 def _flat(features: Any) -> Tensor:

@@ -52,16 +52,6 @@ class QuantizedLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1]) if x.ndim != 2 else super().forward(x)
 
-    def shared(self) -> QuantizedLinear:
-        """Return a layer with the same packed weight, without an adapter."""
-        other = QuantizedLinear.__new__(QuantizedLinear)
-        nn.Module.__init__(other)
-        other.kind, other.shape, other.dtype, other.of_rows = self.kind, self.shape, self.dtype, self.of_rows
-        other.bias, other.adapter = self.bias, None
-        other.register_buffer("packed", self.packed)  # type: ignore[arg-type]
-        other.register_buffer("scale", self.scale)  # type: ignore[arg-type]
-        return other
-
     def restored(self) -> Linear:
         """Return a plain layer with the unpacked weight and the adapter merged."""
         with torch.device("meta"):

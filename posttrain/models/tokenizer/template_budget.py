@@ -256,17 +256,13 @@ class Pricing(NodeTransformer):
         node.body.insert(0, _round(size, node.lineno))
         return node
 
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
+    def visit_Macro(self, node: nodes.Macro | nodes.CallBlock) -> nodes.Node:
         size = self.size(node.body)
         self.generic_visit(node)
         node.body.insert(0, _round(size, node.lineno))
         return node
 
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
-        size = self.size(node.body)
-        self.generic_visit(node)
-        node.body.insert(0, _round(size, node.lineno))
-        return node
+    visit_CallBlock = visit_Macro
 
 
 def _paid(node: Any, name: str) -> nodes.Filter:

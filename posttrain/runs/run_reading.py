@@ -35,6 +35,11 @@ def read_run(folder: Folder) -> Row:
     return run
 
 
+def run_above(folder: Path) -> Path | None:
+    """Return the run that a folder is, or is a checkpoint of; None without one."""
+    return next((path for path in (folder, *list(folder.parents)[:2]) if (path / RUN).is_file()), None)
+
+
 def divides_by_sampler(run: Row) -> bool:
     """Return whether the run's ratio divides by the sampler's probabilities instead of those before the step's first
     update.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +116,7 @@ def open_playground(
         pool = (
             _pool_of_parts(parts, opened) if parts else opened.enter_context(EnvPool(played_env(config, env), *limits))
         )
-        players = tuple(
-            _rehearsed_model(config, model, pool, tasks, services, warn if not place else None)
-            for place, model in enumerate(models)
-        )  # only the first model warns of errors of tasks
+        players = tuple(_rehearsed_models(config, models, pool, tasks, services))
         if not players:
             rehearse(pool, tasks, services=services)
         if isinstance(config, Sample):  # its requests set their own sampling
@@ -139,17 +136,47 @@ def open_playground(
         )
 
 
+def _rehearsed_models(
+    config: RL | Evaluation | Sample,
+    folders: Sequence[Path],
+    pool: EnvPool | MixedPool,
+    tasks: AnyTasks,
+    services: Services,
+) -> Iterator[Known]:
+    """Rehearse a few tasks with each model; yield the models without their weights.
+
+    Among several, one without a chat template is shown prompts as the first that has one, so that their replies can be
+    compared. Raises UserError, which names the model where there are several.
+    """
+    every = [outline(folder, config.chat_template, config.chat_template_kwargs) for folder in folders]
+    donor = next((place for place, model in enumerate(every) if model.tokenizer.chat_template is not None), 0)
+    template = every[donor].tokenizer.chat_template if every else None
+    for place, (folder, known) in enumerate(zip(folders, every, strict=True)):
+        tell = None if place else warn  # only the first model warns of errors of tasks
+        lent = known.tokenizer.chat_template is None and template is not None
+        source = donor if lent else place
+        if lent and template is not None:
+            known = known._replace(tokenizer=known.tokenizer.templated(template, f"the template of {folders[donor]}"))
+        try:
+            chat = chatting(config, folders[source], every[source].tokenizer, every[source].ends)
+            found = _rehearsed_model(config, known, chat, pool, tasks, services, tell)
+        except UserError as error:
+            raise UserError(f"{folder}: {error}" if len(folders) > 1 else str(error)) from None
+        used = chat.on or not pool.single_turn or any(task.get("messages") for task in tasks.examples())
+        line = f"without a chat template of its own: prompts are shown in that of {folders[donor]}"
+        yield replace(found, lines=[*found.lines, line]) if lent and used else found
+
+
 def _rehearsed_model(
     config: RL | Evaluation | Sample,
-    folder: Path,
+    known: Outline,
+    chat: Chatting,
     pool: EnvPool | MixedPool,
     tasks: AnyTasks,
     services: Services,
     tell: Callable[[str], None] | None,
 ) -> Known:
     """Rehearse a few tasks; return the model without its weights. `tell`: prints warnings."""
-    known = outline(folder, config.chat_template, config.chat_template_kwargs)
-    chat = chatting(config, folder, known.tokenizer, known.ends)
     for part in tasks.each() if isinstance(tasks, MixedTasks) else (tasks,):
         shown = rehearse(pool, chat.of(part), tell or (lambda text: None), services, viewer_of(known))
     chat.check(config.chat, shown)

@@ -3,9 +3,9 @@ extra_info=None)`.
 
 A function returns a number, or a dict with "score"; further numbers in it become parts of the reward, and other values
 notes. A number "acc" or "is_correct" says whether the reply is right: it is the part "outcome" too, with which the success
-threshold is compared instead of the score. `ground_truth` is the row's `reward_model["ground_truth"]`, or a column of that name. The plural form of verl's
-`BatchRewardManager`, `compute_score(data_sources, solution_strs, ground_truths, extra_infos)`, gets the replies of a
-group.
+threshold is compared instead of the score. `ground_truth` is the row's `reward_model["ground_truth"]`, or a column of that
+name. The plural form of verl's `BatchRewardManager`, `compute_score(data_sources, solution_strs, ground_truths,
+extra_infos)`, gets the replies of a group.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ def _scored(value: Any) -> Any:
     if "score" not in value:
         return Invalid(f'returned a dict without "score"; it has {", ".join(map(str, value))}', InvalidKind.UNREADABLE)
     numbers = {str(name): part for name, part in value.items() if _is_part(name, part)}
-    said = {OUTCOME: numbers[name] for name in reversed(RIGHT) if name in numbers}
-    return {"reward": value["score"], **said, **numbers}
+    right = next((numbers[name] for name in RIGHT if name in numbers), None)
+    return {"reward": value["score"], **({} if right is None else {OUTCOME: right}), **numbers}
 
 
 def _noted(value: Any) -> Any:

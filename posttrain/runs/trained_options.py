@@ -40,8 +40,8 @@ def as_trained(config: Evaluation, rows_given: bool) -> tuple[Evaluation, list[s
     Raises UserError if there are no tasks that the run held out, and none are given.
     """
     run = run_above(Path(config.model)) if config.model else None
-    recorded = read_run(run) if run is not None else {"verb": ""}
-    if recorded["verb"] not in sampling():
+    recorded = read_run(run) if run is not None else None
+    if recorded is None or recorded["verb"] not in sampling():
         return config, []
     given = {name: getattr(config, name) for name in config.given}
     found = evaluation_options(recorded["config"], given | ({"tasks": ""} if rows_given else {}), str(run))

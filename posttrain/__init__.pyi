@@ -1049,7 +1049,7 @@ def distill(
     ...
 
 def evaluate(
-    tasks: Rows,
+    tasks: Rows | None = None,
     env: str | Callable[..., Any] | None = None,
     model: str | PathLike[str] | None = None,
     **options: Unpack[EvaluationOptions],

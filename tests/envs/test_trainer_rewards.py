@@ -271,7 +271,7 @@ def test_a_function_for_verl_says_which_replies_are_right_whatever_their_score(t
     assert success_of(spec, None) == 1 and success_of(spec, 0.5) == 0.5
     assert success_of(load_env(spec), None) == 1 and success_of(f"{file}:plain", None) is None
     assert success_of(f"{spec}*0.5", None) is None, "of a sum nobody says it"
-    with pytest.raises(UserError, match="--success 2: the reward says itself which replies are right"):
+    with pytest.raises(UserError, match="--success 2: the reward reports itself which replies are right"):
         success_of(spec, 2.0)
 
 

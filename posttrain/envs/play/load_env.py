@@ -158,7 +158,7 @@ def load_converter(spec: str | Callable[..., Any]) -> Callable[[Task], Task] | N
 
 def success_of(spec: str | Callable[..., Any], given: float | None) -> float | None:
     """Return the reward from which on a reply succeeds: as given, or `SUCCESS` of the environment's module, or 1 for a
-    function for verl that says which replies are right; None: none of these.
+    function for verl that reports which replies are right; None: none of these.
     """
     terms = terms_of(spec) if isinstance(spec, str) and is_sum(spec) else []
     alone = len(terms) == 1 and terms[0].weight is None and not terms[0].spec.startswith(PREFIX)
@@ -166,7 +166,7 @@ def success_of(spec: str | Callable[..., Any], given: float | None) -> float | N
     says_right = getattr(function, "says_right", None) is True
     if says_right and given is not None and given > 1:
         raise UserError(
-            f"--success {given:g}: the reward says itself which replies are right (acc): leave --success out"
+            f"--success {given:g}: the reward reports itself which replies are right (acc): leave --success out"
         )
     if given is not None:
         return given

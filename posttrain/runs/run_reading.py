@@ -37,7 +37,7 @@ def read_run(folder: Folder) -> Row:
 
 def run_above(folder: Path) -> Path | None:
     """Return the run that a folder is, or is a checkpoint of; None without one."""
-    return next((path for path in (folder, *list(folder.parents)[:2]) if (path / RUN).is_file()), None)
+    return next((path for path in (folder, *list(folder.parents)[:2]) if os.path.isfile(path / RUN)), None)
 
 
 def divides_by_sampler(run: Row) -> bool:

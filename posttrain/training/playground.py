@@ -145,26 +145,25 @@ def _rehearsed_models(
 ) -> Iterator[Known]:
     """Rehearse a few tasks with each model; yield the models without their weights.
 
-    Among several, one without a chat template is shown prompts as the first that has one, so that their replies can be
-    compared. Raises UserError, which names the model where there are several.
+    Among several, one without a chat template is shown messages in that of the first that has one; its plain prompts stay
+    bare text unless --chat is given. Raises UserError, which names the model where there are several.
     """
     every = [outline(folder, config.chat_template, config.chat_template_kwargs) for folder in folders]
-    donor = next((place for place, model in enumerate(every) if model.tokenizer.chat_template is not None), 0)
-    template = every[donor].tokenizer.chat_template if every else None
+    found = ((folder, model.tokenizer.chat_template) for folder, model in zip(folders, every, strict=True))
+    owner, template = next(((folder, text) for folder, text in found if text is not None), (None, None))
     for place, (folder, known) in enumerate(zip(folders, every, strict=True)):
         tell = None if place else warn  # only the first model warns of errors of tasks
-        lent = known.tokenizer.chat_template is None and template is not None
-        source = donor if lent else place
+        own, lent = known.tokenizer, known.tokenizer.chat_template is None and template is not None
         if lent and template is not None:
-            known = known._replace(tokenizer=known.tokenizer.templated(template, f"the template of {folders[donor]}"))
+            known = known._replace(tokenizer=own.templated(template, f"the template of {owner}"))
         try:
-            chat = chatting(config, folders[source], every[source].tokenizer, every[source].ends)
-            found = _rehearsed_model(config, known, chat, pool, tasks, services, tell)
+            chat = chatting(config, folder, known.tokenizer if config.chat else own, known.ends)
+            model = _rehearsed_model(config, known, chat, pool, tasks, services, tell)
         except UserError as error:
             raise UserError(f"{folder}: {error}" if len(folders) > 1 else str(error)) from None
         used = chat.on or not pool.single_turn or any(task.get("messages") for task in tasks.examples())
-        line = f"without a chat template of its own: prompts are shown in that of {folders[donor]}"
-        yield replace(found, lines=[*found.lines, line]) if lent and used else found
+        line = f"without a chat template of its own: messages are shown in that of {owner}"
+        yield replace(model, lines=[*model.lines, line]) if lent and used else model
 
 
 def _rehearsed_model(

@@ -157,7 +157,7 @@ def test_a_model_without_a_chat_template_is_compared_in_that_of_the_other(place:
             rows, lambda task, reply: 1.0, model, against=against, samples=1, max_tokens=2, **QUICKLY
         )
         assert [
-            note for note in found.notes if note.startswith("plain: without a chat template of its own: prompts are")
+            note for note in found.notes if note.startswith("plain: without a chat template of its own: messages are")
         ]
         assert {r.prompt for r in found.rollouts} == {r.prompt for r in found.against[0].rollouts}
     with pytest.raises(

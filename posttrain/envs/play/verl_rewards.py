@@ -2,9 +2,9 @@
 extra_info=None)`.
 
 A function returns a number, or a dict with "score"; further numbers in it become parts of the reward, and other values
-notes. A number "acc" or "is_correct" reports whether the reply is right: it is the part "outcome" too, with which the success
-threshold is compared instead of the score. `ground_truth` is the row's `reward_model["ground_truth"]`, or a column of that
-name. The plural form of verl's `BatchRewardManager`, `compute_score(data_sources, solution_strs, ground_truths,
+notes. A number "acc" or "is_correct" reports whether the reply is right: it is the part "outcome" too, with which the
+success threshold is compared instead of the score. `ground_truth` is the row's `reward_model["ground_truth"]`, or a column
+of that name. The plural form of verl's `BatchRewardManager`, `compute_score(data_sources, solution_strs, ground_truths,
 extra_infos)`, gets the replies of a group.
 """
 

@@ -70,7 +70,7 @@ def _function(name: str, verb: Verb, called: str) -> Callable[..., Any]:
         given = {name: value for name, value in given.items() if value is not None}
         if given.get("mixture"):
             given.setdefault(verb.given[0], "")  # its parts name the rows
-        if verb.given[0] not in given:
+        if verb.given[0] not in given and not verb.without_rows:
             raise TypeError(f"{called}() needs {verb.given[0]}")
         hooks = _hooks(given) if verb.learns else ()
         config, rows, env = _read(verb, {OPTION_OF.get(k, k) if k in verb.given else k: v for k, v in given.items()})
@@ -82,7 +82,7 @@ def _function(name: str, verb: Verb, called: str) -> Callable[..., Any]:
 
     first, *others = (Parameter(n, Parameter.POSITIONAL_OR_KEYWORD, default=None) for n in verb.given)
     options = Parameter("options", Parameter.VAR_KEYWORD)
-    own = Signature([first.replace(default=Parameter.empty), *others, options])
+    own = Signature([first if verb.without_rows else first.replace(default=Parameter.empty), *others, options])
     function.__signature__ = own  # type: ignore[attr-defined]
     function.__name__ = function.__qualname__ = called
     function.__doc__ = "\n\n".join(
@@ -101,8 +101,8 @@ def _read(verb: Verb, given: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     """The configuration of these options, with names for the objects among them; the rows and the environment as objects."""
     from posttrain.config.resolve import filled
 
-    named, rows = _named(given["tasks"])
-    options, env = {**given, "tasks": named}, None
+    named, rows = _named(given["tasks"]) if "tasks" in given else ("", None)
+    options, env = {**given, **({"tasks": named} if "tasks" in given else {})}, None
     for option in {"env", "with_"} & {OPTION_OF.get(name, name) for name in verb.given} & given.keys():
         if not isinstance(given[option], str):
             env = given[option]

@@ -319,6 +319,9 @@ class PassesOptions(MixtureOptions, TrainingOptions, total=False):
     """Optimizer updates, instead of --epochs. Required for rows without end."""
     rows: int
     """Batch size: prompts per optimizer update, each with all its responses."""
+    max_length: int | None
+    """Maximum number of tokens in a row, of prompt and response together; of several responses, the longest counts.
+    --too-long decides what happens to longer rows. Default: the model's context."""
 
 class RetrieverOptions(TypedDict, total=False):
     """Options of several verbs."""
@@ -1046,7 +1049,7 @@ def distill(
     ...
 
 def evaluate(
-    tasks: Rows,
+    tasks: Rows | None = None,
     env: str | Callable[..., Any] | None = None,
     model: str | PathLike[str] | None = None,
     **options: Unpack[EvaluationOptions],

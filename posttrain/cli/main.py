@@ -30,7 +30,7 @@ from cyclopts.exceptions import (
 
 from posttrain import __version__
 from posttrain.cli.command_table import COMMANDS, FIRST, command_of, is_heading
-from posttrain.config.verbs import VERBS, load, training
+from posttrain.config.verbs import VERBS, load, sampling, training
 from posttrain.core import user_files
 from posttrain.core.doing import doing, watch
 from posttrain.core.messages import inline, near, safe
@@ -293,8 +293,9 @@ def _recipe(arguments: list[str]) -> list[str]:
                 path, rest = (rest[0], rest[1:]) if rest else ("", [])
             if not path:
                 raise UserError("--config needs a file: --config recipe.toml")
-            _take_defaults(Path(path), arguments[0])
-            return arguments[:place] + rest
+            words = arguments[:place] + rest
+            _take_defaults(Path(path), arguments[0], words)
+            return words
     return arguments
 
 
@@ -365,7 +366,7 @@ def _is_template(name: str) -> bool:
     return name.replace("_", "-") in TEMPLATES
 
 
-def _take_defaults(file: Path, verb: str) -> None:
+def _take_defaults(file: Path, verb: str, words: list[str]) -> None:
     from cyclopts.config import Dict
 
     if command_of([verb]) is None and not is_heading([verb]):
@@ -373,15 +374,42 @@ def _take_defaults(file: Path, verb: str) -> None:
     if verb not in VERBS:
         raise UserError(f"--config works only with {', '.join(VERBS)}: posttrain rl --config recipe.toml")
     content = _read_recipe(file)
-    if verb not in content:
+    trained = [name for name in sampling() if name in content] if verb == "eval" else []
+    if verb not in content and len(trained) != 1:
         raise UserError(f"{file} has no table [{verb}]; it has {', '.join(f'[{t:.60}]' for t in content) or 'none'}")
-    options = dict(content[verb])
+    options = dict(content[verb]) if verb in content else _as_trained(file, trained[0], content[trained[0]], words)
     if settings := options.pop("settings", None):
         options["set"] = [f"{place}={value}" for place, value in settings.items()]
     for name in ("kinds", "mixture"):
         if isinstance(tables := options.get(name), dict):
             options[name] = {kind: _as_words(own) for kind, own in tables.items()}
     app.config = (Dict({verb: options}, source=str(file)),)
+
+
+def _as_trained(file: Path, verb: str, table: dict[str, Any], words: list[str]) -> dict[str, Any]:
+    """Return options of eval for what the table of `verb` trains: its run, or the model that it starts from before it has
+    run.
+    """
+    from posttrain.runs.run_reading import run_above
+    from posttrain.runs.terminal.notices import tell
+    from posttrain.runs.trained_options import evaluation_options
+
+    options = {name.replace("-", "_"): value for name, value in table.items()}
+    given = {
+        word[2:].partition("=")[0].partition(".")[0].removeprefix("no-").replace("-", "_"): word.partition("=")[2]
+        or after
+        for word, after in zip(words, [*words[1:], ""], strict=True)
+        if word.startswith("--")
+    }
+    where = f"[{verb}] of {file}"
+    out = options.get("out", VERBS[verb].options.out)
+    if "model" not in given and run_above(Path(out)) is not None:
+        tell(f"the model is the run of {where}: {out}")
+        return {"model": out}
+    found = evaluation_options(options, given, where)
+    model = {} if "model" in given else {"model": options.get("model", "")}
+    tell(f"as in {where}, where no option says otherwise: {', '.join([*model, *found])}")
+    return {**model, **found}
 
 
 def _as_words(own: Any) -> Any:

@@ -95,7 +95,8 @@ def _function(function: Any, verb: Verb, result: str) -> str:
     first, *others = verb.given
     several = isinstance(getattr(verb.options, "model", None), tuple)
     types = {**PARAMETERS, "model": f"{PATH} | Sequence[str]" if several else PATH}
-    given = [f"{first}: {types[first]}", *(f"{other}: {types[other]} | None = None" for other in others)]
+    optional = " | None = None" if verb.without_rows else ""
+    given = [f"{first}: {types[first]}{optional}", *(f"{other}: {types[other]} | None = None" for other in others)]
     options = f"**options: Unpack[{_titled(verb.options)}]"
     about = textwrap.indent(f'"""{function.__doc__}"""', "    ")
     return f"def {function.__name__}({', '.join([*given, options])}) -> {result}:\n{about}\n    ...\n"

@@ -338,6 +338,23 @@ def as_dict(config: Any) -> dict[str, Any]:
     return plain
 
 
+def chosen_options(config: Any) -> list[str]:
+    """The options that differ from their defaults, each with its value as text."""
+    default, chosen = as_dict(type(config)()), as_dict(config)
+    named: list[str] = []
+    for name, value in chosen.items():
+        if isinstance(value, dict):
+            before = "" if name == "settings" else f"{name}."
+            named += [f"{before}{place} {setting}" for place, setting in value.items()]
+        elif value is True and not default[name]:
+            named.append(name)
+        elif isinstance(value, list | tuple) and value and value != default[name]:
+            named.append(" ".join([name, *map(str, value)]))
+        elif value != default[name] and value not in (None, "", []):
+            named.append(f"{name} {value}")
+    return named
+
+
 def filled(kind: type[AnyConfig], options: Mapping[str, Any], where: str = "") -> AnyConfig:
     """The configuration of these options: fields of it and, for rl, flags of its algorithm's settings, values of
     their type. Raises UserError, in one line that begins with `where`, for one that does not exist or does not

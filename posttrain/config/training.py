@@ -219,6 +219,9 @@ class Passes(MixtureGroup, Training, group="optimisation"):
     rows: int = option(32, above=0, first_hour=True)
     """Batch size: prompts per optimizer update, each with all its responses."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
+    max_length: int | None = option(None, above=1, group="data", first_hour=True)
+    """Maximum number of tokens in a row, of prompt and response together; of several responses, the longest counts.
+    --too-long decides what happens to longer rows. Default: the model's context."""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ class Verb(NamedTuple):
     example: str  # what follows its name on the command line
     reads: str = ""  # the rows that the Python function takes, in words
     given: tuple[str, ...] = ("tasks",)  # options that the Python function takes by position
+    without_rows: bool = False  # the first of these may be left out: the model's run names its own
     learns: Literal["", "demonstrations", "rollouts", "preferences", "scores"] = ""  # "": it does not train
     use: str = ""  # what to do with a finished run, with {path}
     python: str = ""  # the name of the Python function, where it is not the verb's own
@@ -111,6 +112,7 @@ VERBS: dict[str, Verb] = {
         example="--tasks test.jsonl --env my.py:reward --model runs/rl --against runs/sft",
         reads="Every figure has a 95% interval.",
         given=("tasks", "env", "model"),
+        without_rows=True,
         python="evaluate",
     ),
     "check": Verb(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,11 @@ def read_run(folder: Folder) -> Row:
     return run
 
 
+def run_above(folder: Path) -> Path | None:
+    """Return the run that a folder is, or is a checkpoint of; None without one."""
+    return next((path for path in (folder, *list(folder.parents)[:2]) if os.path.isfile(path / RUN)), None)
+
+
 def divides_by_sampler(run: Row) -> bool:
     """Return whether the run's ratio divides by the sampler's probabilities instead of those before the step's first
     update.
@@ -43,7 +48,7 @@ def divides_by_sampler(run: Row) -> bool:
     return isinstance(said, list) and any(str(line).strip().startswith("old: the policy that sampled") for line in said)
 
 
-def split_of(config: Row) -> tuple[float, int]:
+def split_of(config: Mapping[str, Any]) -> tuple[float, int]:
     """Return (share, seed) of a run's held-out tasks, from run.json."""
     seed = config.get("split_seed")
     return float(config.get("held_out") or 0.0), int(config.get("seed") or 0) if seed is None else int(seed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +116,7 @@ def open_playground(
         pool = (
             _pool_of_parts(parts, opened) if parts else opened.enter_context(EnvPool(played_env(config, env), *limits))
         )
-        players = tuple(
-            _rehearsed_model(config, model, pool, tasks, services, warn if not place else None)
-            for place, model in enumerate(models)
-        )  # only the first model warns of errors of tasks
+        players = tuple(_rehearsed_models(config, models, pool, tasks, services))
         if not players:
             rehearse(pool, tasks, services=services)
         if isinstance(config, Sample):  # its requests set their own sampling
@@ -139,17 +136,46 @@ def open_playground(
         )
 
 
+def _rehearsed_models(
+    config: RL | Evaluation | Sample,
+    folders: Sequence[Path],
+    pool: EnvPool | MixedPool,
+    tasks: AnyTasks,
+    services: Services,
+) -> Iterator[Known]:
+    """Rehearse a few tasks with each model; yield the models without their weights.
+
+    Among several, one without a chat template is shown messages in that of the first that has one; its plain prompts stay
+    bare text unless --chat is given. Raises UserError, which names the model where there are several.
+    """
+    every = [outline(folder, config.chat_template, config.chat_template_kwargs) for folder in folders]
+    found = ((folder, model.tokenizer.chat_template) for folder, model in zip(folders, every, strict=True))
+    owner, template = next(((folder, text) for folder, text in found if text is not None), (None, None))
+    for place, (folder, known) in enumerate(zip(folders, every, strict=True)):
+        tell = None if place else warn  # only the first model warns of errors of tasks
+        own, lent = known.tokenizer, known.tokenizer.chat_template is None and template is not None
+        if lent and template is not None:
+            known = known._replace(tokenizer=own.templated(template, f"the template of {owner}"))
+        try:
+            chat = chatting(config, folder, known.tokenizer if config.chat else own, known.ends)
+            model = _rehearsed_model(config, known, chat, pool, tasks, services, tell)
+        except UserError as error:
+            raise UserError(f"{folder}: {error}" if len(folders) > 1 else str(error)) from None
+        used = chat.on or not pool.single_turn or any(task.get("messages") for task in tasks.examples())
+        line = f"without a chat template of its own: messages are shown in that of {owner}"
+        yield replace(model, lines=[*model.lines, line]) if lent and used else model
+
+
 def _rehearsed_model(
     config: RL | Evaluation | Sample,
-    folder: Path,
+    known: Outline,
+    chat: Chatting,
     pool: EnvPool | MixedPool,
     tasks: AnyTasks,
     services: Services,
     tell: Callable[[str], None] | None,
 ) -> Known:
     """Rehearse a few tasks; return the model without its weights. `tell`: prints warnings."""
-    known = outline(folder, config.chat_template, config.chat_template_kwargs)
-    chat = chatting(config, folder, known.tokenizer, known.ends)
     for part in tasks.each() if isinstance(tasks, MixedTasks) else (tasks,):
         shown = rehearse(pool, chat.of(part), tell or (lambda text: None), services, viewer_of(known))
     chat.check(config.chat, shown)

@@ -361,8 +361,13 @@ def end_tokens(model: Model, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def watch_lengths(config: Training, context: int) -> TooLong:
-    """Return the handler of rows longer than `context` tokens; it prints warnings until a display takes over."""
-    return TooLong(config.too_long, context, (lambda text: None) if config.quiet else tell)
+    """Return the handler of rows longer than --max-length, or else `context` tokens; it prints warnings until a display
+    takes over.
+    """
+    say, longest = (lambda text: None) if config.quiet else tell, getattr(config, "max_length", None)
+    if longest is None or longest >= context:
+        return TooLong(config.too_long, context, say)
+    return TooLong(config.too_long, longest, say, "--max-length is")
 
 
 def optimization(config: Training, updates: int) -> Optimization:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.config.resolve import as_dict, profiled_steps
+from posttrain.config.resolve import chosen_options, profiled_steps
 from posttrain.config.training import Training
 from posttrain.core.batch import Stats
 from posttrain.core.pictures import FOLDER, PICTURES
@@ -115,7 +115,13 @@ class Trainer:
             PICTURES.keep(self.folder / FOLDER)
         try:
             # the most important lines come last; sources of formulas are shown by `posttrain algorithms NAME`
-            self._begin([*(line.partition("   [")[0] for line in formula), *_options(self.config), *sizes])
+            self._begin(
+                [
+                    *(line.partition("   [")[0] for line in formula),
+                    f"options: {', '.join(chosen_options(self.config))}",
+                    *sizes,
+                ]
+            )
             with interruptible(self.display.note) as interrupted:
                 self._train(objective, interrupted)
                 self._wait_for_checkpoint()
@@ -374,20 +380,3 @@ def _timing(trained: FinishedStep) -> dict[str, float]:
         )
     timing |= {"seconds/between": trained.between, "update/tokens": trained.fed}
     return {**timing, **trained.step.counts, **trained.step.work}
-
-
-def _options(config: Training) -> list[str]:
-    """Return the chosen options in one line. run.json has all options."""
-    default, chosen = as_dict(type(config)()), as_dict(config)
-    named: list[str] = []
-    for name, value in chosen.items():
-        if isinstance(value, dict):
-            before = "" if name == "settings" else f"{name}."
-            named += [f"{before}{place} {setting}" for place, setting in value.items()]
-        elif value is True and not default[name]:
-            named.append(name)
-        elif isinstance(value, list | tuple) and value and value != default[name]:
-            named.append(" ".join([name, *map(str, value)]))
-        elif value != default[name] and value not in (None, "", []):
-            named.append(f"{name} {value}")
-    return [f"options: {', '.join(named)}"]

@@ -27,6 +27,7 @@ from posttrain.training.distributed_setup import open_world
 from posttrain.training.hooks import Hooks
 from posttrain.training.memory_estimate import UpdateSize, memory_lines
 from posttrain.training.setup import microbatch_tokens, prepare
+from posttrain.training.sources.length_filter import TooLong
 from posttrain.training.suite_check import with_suite
 from posttrain.training.text_loss import with_forgetting
 from posttrain.training.trainer import Run, Trainer
@@ -87,8 +88,9 @@ def run_training(
             part.say = trainer.display.note
         sizes = [*parts.sizes, *_memory(run.config, parts, device)]
         ended = trainer.run(parts.objective, sizes, parts.formula)
-        if parts.finish is not None and not world.rank:
-            ended.notes = tuple(parts.finish(ended))
+        if not world.rank:
+            totals = [line for part in parts.notifiers if isinstance(part, TooLong) for line in part.total()]
+            ended.notes = (*(parts.finish(ended) if parts.finish is not None else ()), *totals)
         return ended
 
 

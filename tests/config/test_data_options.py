@@ -176,6 +176,27 @@ def _held_out_long() -> int:
     return sum(len(task["prompt"]) > 40 for task in held_out)
 
 
+@pytest.mark.parametrize("verb", ["sft", "prefer", "reward-model"])
+@pytest.mark.parametrize("policy", ["skip", "truncate", "refuse"])
+def test_rows_of_a_pretrained_model_are_limited_to_fewer_tokens_than_its_context(
+    place: Path, capfd: pytest.CaptureFixture[str], verb: str, policy: str
+) -> None:
+    texts = ["1" * (2 + 4 * (n % 3 == 1)) for n in range(12)]  # 4 tokens with the end, or 8
+    rows = [{"prompt": f"{n % 10}", "response": text, "chosen": text, "rejected": "2"} for n, text in enumerate(texts)]
+    write_jsonl(
+        place / "rows.jsonl", [row if verb != "sft" else {k: row[k] for k in ("prompt", "response")} for row in rows]
+    )
+    words = [verb, "--model", "start", "--tasks", "rows.jsonl", "--steps", "6", "--rows", "2", "--threads", "1"]
+    words += ["--max-length", "6", "--too-long", policy, "--no-chat", "--out", "limited"]
+    if policy == "refuse":
+        assert main(words) == 2 and "has 8 tokens; --max-length is 6" in capfd.readouterr().err
+        return
+    assert main(words) == 0
+    what = "left out" if policy == "skip" else "cut"
+    assert f"too long    rows 4 {what}; --max-length is 6 tokens" in capfd.readouterr().out
+    assert sum(metrics["too_long"] for metrics in read_metrics(place / "limited")[1:]) == 4
+
+
 def test_long_prompts_are_left_out_of_training_and_of_evaluation(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -258,10 +258,30 @@ def test_reward_of_success_and_files_are_found_behind_a_prefix(trl: str, verl: s
     assert one and both and one["digest"] != both["digest"] and both["bytes"] == len(TRL) + len(VERL)
 
 
+def test_a_function_for_verl_says_which_replies_are_right_whatever_their_score(tmp_path: Path) -> None:
+    (tmp_path / "right.py").write_text(
+        "def inner(text):\n    return {'score': 0.6 if text == '7' else 2.0, 'is_correct': text == '7'}\n"
+        "def compute_score(solution_str, **kwargs):\n    return inner(solution_str)\n"
+        "def plain(solution_str, **kwargs):\n    return 1.0\n"
+    )
+    file = f"verl:{tmp_path / 'right.py'}"
+    spec = f"{file}:compute_score"
+    [found] = scored(spec, [["7", "8"]], **ROW)
+    assert [(d.reward, d.rewards["outcome"]) for d in found] == [(0.6, 1.0), (2.0, 0.0)]
+    assert success_of(spec, None) == 1 and success_of(spec, 0.5) == 0.5
+    assert success_of(load_env(spec), None) == 1 and success_of(f"{file}:plain", None) is None
+    assert success_of(f"{spec}*0.5", None) is None, "of a sum nobody says it"
+    with pytest.raises(UserError, match="--success 2: the reward reports itself which replies are right"):
+        success_of(spec, 2.0)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_score_of_verl_is_the_reward_with_its_other_numbers_beside_it(verl: str, workers: int) -> None:
     [found] = scored(f"{verl}:compute_score", [[" 7", "8"]], workers, **ROW)
-    assert [(d.reward, d.rewards) for d in found] == [(1.0, {"acc": 1.0}), (0.0, {"acc": 0.0})]
+    assert [(d.reward, d.rewards) for d in found] == [
+        (1.0, {"outcome": 1.0, "acc": 1.0}),
+        (0.0, {"outcome": 0.0, "acc": 0.0}),
+    ]
     assert found[0].notes == {"split": "x", "source": "openai/gsm8k"}
     assert [d.reward for d in scored(f"{verl}:plain,scale=3", [["7", "8"]], workers, **ROW)[0]] == [3.0, 0.0]
     assert scored(f"{verl}:plain", [["9"]], workers, **ROW, **{"ground_truth": "9"})[0][0].reward == 1.0

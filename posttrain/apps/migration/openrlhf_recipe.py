@@ -370,8 +370,10 @@ def _given_responses(draft: RecipeDraft, rows: int | None) -> None:
     warm_up(draft, "lr_warmup_ratio", draft.number("lr_warmup_ratio"), updates)
     draft.read("lr_warmup_ratio")
     draft.same("lr", "adam.lr")
-    draft.put("too_long", "truncate", f"{draft.origin('data.max_len')}: here the model's own context is the limit")
-    draft.read("data.max_len")
+    draft.same("max_length", "data.max_len")
+    draft.put(
+        "too_long", "truncate", "longer rows are cut; they end with the end-of-sequence token there, without it here"
+    )
     frequency(draft, "save_every", "ckpt.save_steps", 1)
     frequency(draft, "eval_every", "eval.steps", 1)
     if draft.run.trainer == "train_sft":

@@ -61,8 +61,11 @@ def given_responses(draft: RecipeDraft, processes: int, rows: int | None) -> Non
     trainer = draft.run.trainer
     if draft.read("max_length") is not None:
         how, told = ("skip", "left out") if trainer == "reward" else ("truncate", "cut")
-        limit = "here beyond the model's own context" + "; their update is smaller then" * (how == "skip")
-        draft.put("too_long", how, f"{draft.origin('max_length')}: longer rows are {told}, {limit}")
+        draft.same("max_length", "max_length")
+        smaller = "; their update is smaller then, here" * (how == "skip")
+        draft.put("too_long", how, f"{draft.origin('max_length')}: longer rows are {told}{smaller}")
+    if draft.read("truncation_mode") == "keep_end":
+        draft.note("truncation_mode = keep_end", "the end of a long row is cut here, not its beginning")
     {"sft": _sft, "reward": _reward_model}.get(trainer, _preferences)(draft)
 
 

@@ -60,9 +60,8 @@ def verl_sft(draft: RecipeDraft, rows: int | None) -> None:
     if draft.read("model.enable_gradient_checkpointing"):
         draft.put("recompute", "layers", f"{draft.origin('model.enable_gradient_checkpointing')}: memory only")
     draft.put("precision", draft.fitted("precision", draft.read("engine.dtype", "bfloat16")), "verl's type of products")
-    draft.put(
-        "too_long", draft.fitted("too_long", draft.read("data.truncation")), "data.truncation, at the model's context"
-    )
+    draft.same("max_length", "data.max_length")
+    draft.put("too_long", draft.fitted("too_long", draft.read("data.truncation")), draft.origin("data.truncation"))
     adapters(draft, "model.lora_rank", "model.lora_alpha", "model.target_modules")
     draft.same("seed", "trainer.seed")
     frequency(draft, "save_every", "trainer.save_freq", 1)

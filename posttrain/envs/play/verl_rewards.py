@@ -2,9 +2,10 @@
 extra_info=None)`.
 
 A function returns a number, or a dict with "score"; further numbers in it become parts of the reward, and other values
-notes. `ground_truth` is the row's `reward_model["ground_truth"]`, or a column of that name. The plural form of verl's
-`BatchRewardManager`, `compute_score(data_sources, solution_strs, ground_truths, extra_infos)`, gets the replies of a
-group.
+notes. A number "acc" or "is_correct" reports whether the reply is right: it is the part "outcome" too, with which the
+success threshold is compared instead of the score. `ground_truth` is the row's `reward_model["ground_truth"]`, or a column
+of that name. The plural form of verl's `BatchRewardManager`, `compute_score(data_sources, solution_strs, ground_truths,
+extra_infos)`, gets the replies of a group.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
-from posttrain.core.types import Invalid, InvalidKind, Reply, Task, UserError
+from posttrain.core.types import OUTCOME, Invalid, InvalidKind, Reply, Task, UserError
 from posttrain.envs.play.call_recording import NOTING
 from posttrain.envs.play.env_outputs import read_number
 from posttrain.envs.play.group_rewards import listed
@@ -22,6 +24,8 @@ from posttrain.system.user_code import required, takes_any_name
 
 ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
 SEVERAL = tuple(f"{name}s" for name in ONE)
+RIGHT = ("acc", "is_correct")
+"""Keys of a function's dict, with 1 for a right reply and 0 for others."""
 
 
 def own_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -100,12 +104,34 @@ def verl_reward(function: Callable[..., Any], label: str = "", **settings: Any) 
 
         reward = of_one
     reward.stands_for = function  # type: ignore[attr-defined]
+    reward.says_right = _says_right(function)  # type: ignore[attr-defined]
     reward.problem_of_row = lambda task: _problem_of_row(taken, needs, label, task)  # type: ignore[attr-defined]
     return reward
 
 
 def _taken(taken: Mapping[str, inspect.Parameter], given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if takes_any_name(taken) or name in taken}
+
+
+def _says_right(function: Callable[..., Any]) -> bool:
+    """Return whether the code of a function, or of functions of its module that it names, has a key of `RIGHT`.
+
+    The success threshold must be known before the first reply.
+    """
+    waiting, seen = [inspect.unwrap(function)], set[Any]()
+    while waiting:
+        inner = waiting.pop()
+        code = inner if isinstance(inner, CodeType) else getattr(inner, "__code__", None)
+        if code is None or code in seen:
+            continue
+        seen.add(code)
+        keys = {text for const in code.co_consts for text in (const if isinstance(const, tuple) else (const,))}
+        if keys & set(RIGHT):
+            return True
+        own = getattr(inner, "__globals__", {})
+        waiting += [const for const in code.co_consts if isinstance(const, CodeType)]
+        waiting += [own[name] for name in code.co_names if name in own]
+    return False
 
 
 def _truth(task: Task) -> Any:
@@ -122,7 +148,8 @@ def _scored(value: Any) -> Any:
     if "score" not in value:
         return Invalid(f'returned a dict without "score"; it has {", ".join(map(str, value))}', InvalidKind.UNREADABLE)
     numbers = {str(name): part for name, part in value.items() if _is_part(name, part)}
-    return {"reward": value["score"], **numbers}
+    right = next((numbers[name] for name in RIGHT if name in numbers), None)
+    return {"reward": value["score"], **({} if right is None else {OUTCOME: right}), **numbers}
 
 
 def _noted(value: Any) -> Any:

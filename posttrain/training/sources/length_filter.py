@@ -31,19 +31,29 @@ class TooLong:
     policy: Policy
     context: int  # tokens
     say: Callable[[str], None]
+    limit: str = "the model's context holds"  # what sets the number of tokens
     count: int = 0  # since the last `take`
     _named: set[str] = field(default_factory=set)
+    _met: dict[str, bool] = field(default_factory=dict)  # place -> whether its row was cut
 
     def meet(self, where: str, what: str, cut: bool) -> None:
         """Record a row that is too long; `what` describes it. Raises UserError if such rows are refused."""
-        told = f"{where}: {what}; the model's context holds {self.context}"
+        told = f"{where}: {what}; {self.limit} {self.context}"
         if self.policy == "refuse":
             raise UserError(f"{told}: shorten it, or skip or cut such rows with --too-long skip or truncate")
         self.count += 1
+        self._met[where] = cut
         if where not in self._named and len(self._named) < NAMED:
             self._named.add(where)
             last = "; further rows are not listed" if len(self._named) == NAMED else ""
             self.say(f"{told}: it is {'cut' if cut else 'left out'} (--too-long){last}")
+
+    def total(self) -> list[str]:
+        """Return a line about all rows that did not fit, or nothing."""
+        cut = sum(self._met.values())
+        counts = (cut, "cut"), (len(self._met) - cut, "left out")
+        told = ", ".join(f"{count:,} {what}" for count, what in counts if count)
+        return [f"too long    rows {told}; {self.limit} {self.context} tokens"] if told else []
 
     def take(self) -> int:
         """Return the number of rows that did not fit since the last call."""

@@ -26,6 +26,7 @@ from posttrain.runs.checkpoint import resolve
 from posttrain.runs.record.rollout_tables import rollouts_table
 from posttrain.runs.record.table_writer import write_table
 from posttrain.runs.run_folder import day_of
+from posttrain.runs.trained_options import as_trained
 from posttrain.training.figures import majorities, summary
 from posttrain.training.harness_figures import Figures, harness_figures, harness_tasks
 from posttrain.training.held_out_check import overlap, split_seed_of
@@ -74,14 +75,25 @@ class Evaluated:
 
 
 def evaluate(config: Evaluation, rows: Any = None, env: Callable[..., Any] | None = None) -> Evaluated:
-    """Sample `samples` rollouts of every task. Checkpoints of `against` get the same tasks with the same seeds."""
+    """Sample `samples` rollouts of every task. Checkpoints of `against` get the same tasks with the same seeds.
+
+    Options that are not given are those of the model's run: see `as_trained`.
+    """
+    config, told = as_trained(config, rows is not None)
+    return evaluate_as_given(config, rows, env, told)
+
+
+def evaluate_as_given(
+    config: Evaluation, rows: Any = None, env: Callable[..., Any] | None = None, told: Sequence[str] = ()
+) -> Evaluated:
+    """Evaluate with these options alone, whatever the run of the model was. `told`: the first notes of the result."""
     validate(config)
     if config.harness is not None:
         harness_tasks(config.harness)  # raises before anything is sampled
     folders = (config.model, *config.against)
     device = prepare(config)
     success, data = read(config, rows, env)
-    said: list[str] = []
+    said: list[str] = [*told]
     if config.held_out:
         data = _held_out(config, data, rows is None, said.append)
     if isinstance(data, Stream):

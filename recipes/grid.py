@@ -14,7 +14,7 @@ import json
 import re
 import shutil
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -194,29 +194,20 @@ class Grid:
 
     def offline(self, source: str, credit: str, judge: Path | None, out: str) -> Run:
         """DPO on pairs, or SFT on the best replies, of as many replies as the other cells sample."""
-        pairs, best = [], []
         if source == PREFERENCES:
             pairs = self.pairs[: STEPS * LEARNING["prompts"]]
-            best = [{"prompt": pair["prompt"], "response": pair["chosen"]} for pair in pairs]
         elif source == TEACHER:
             by_teacher, own = (self.sampled(model, RULE, judge) for model in (self.teacher, self.start))
-            for task, replies in by_teacher.items():
-                if not replies[0].text.strip():
-                    continue
-                prompt = replies[0].task["prompt"]
-                pairs.append({"prompt": prompt, "chosen": replies[0].text, "rejected": own[task][0].text})
-                best.append({"prompt": prompt, "response": replies[0].text})
+            pairs = [
+                {"prompt": replies[0].task["prompt"], "chosen": replies[0].text, "rejected": own[task][0].text}
+                for task, replies in by_teacher.items()
+                if replies[0].text.strip()
+            ]
         else:
-            for replies in self.sampled(self.start, source, judge).values():
-                valid = [r for r in replies if not isinstance(r.reward, Invalid) and r.text.strip()]  # sft takes no ""
-                ranked = sorted(valid, key=score, reverse=True)
-                if len(ranked) > 1 and score(ranked[0]) > score(ranked[-1]):
-                    prompt = ranked[0].task["prompt"]
-                    pairs.append({"prompt": prompt, "chosen": ranked[0].text, "rejected": ranked[-1].text})
-                    best.append({"prompt": prompt, "response": ranked[0].text})
+            pairs = best_and_worst(self.sampled(self.start, source, judge).values())
         common = {"out": out, "seed": self.seed, **OFFLINE}
         if credit == "imitation":
-            return posttrain.sft(best, model=self.start, lr=self.sft_rate, **common)
+            return posttrain.sft(chosen(pairs), model=self.start, lr=self.sft_rate, **common)
         return posttrain.prefer(pairs, self.start, algorithm="dpo", lr=self.dpo_rate, **common)
 
     def sampled(self, model: str, source: str, judge: Path | None) -> dict[str, list[Rollout]]:
@@ -238,14 +229,7 @@ class Grid:
 
     def agreement(self, source: str, judge: Path | None) -> float:
         """How often a source ranks a right reply of the start above a wrong one of the same task (ties count half)."""
-        won = []
-        for replies in self.sampled(self.start, source, judge).values():
-            valid = [r for r in replies if not isinstance(r.reward, Invalid)]
-            sides: tuple[list[float], list[float]] = ([], [])
-            for r in valid:
-                sides[right_answer(r.task, r.text)].append(score(r))
-            won += [(good > bad) + (good == bad) / 2 for bad in sides[0] for good in sides[1]]
-        return sum(won) / len(won)
+        return agreement(self.sampled(self.start, source, judge).values(), right_answer)
 
     def measured(self, model: str) -> float:
         found = posttrain.evaluate(
@@ -261,6 +245,40 @@ def made(out: str, train: Any) -> str:
         run = train(out)
         assert not run.interrupted, "an interrupted run is no result"
     return out
+
+
+def agreement(groups: Iterable[Sequence[Rollout]], right: Callable[[Mapping[str, Any], str], bool]) -> float:
+    """How often rewards rank a right reply above a wrong one to the same task (ties count half)."""
+    won = []
+    for replies in groups:
+        valid = [r for r in replies if not isinstance(r.reward, Invalid)]
+        sides: tuple[list[float], list[float]] = ([], [])
+        for r in valid:
+            sides[right(r.task, r.text)].append(score(r))
+        won += [(good > bad) + (good == bad) / 2 for bad in sides[0] for good in sides[1]]
+    return sum(won) / len(won)
+
+
+def best_and_worst(groups: Iterable[Sequence[Rollout]]) -> list[Row]:
+    """Pairs of the best and the worst reply to each task by their reward, where they differ. `sft` takes no empty reply."""
+    pairs = []
+    for replies in groups:
+        valid = [r for r in replies if not isinstance(r.reward, Invalid) and r.text.strip()]
+        ranked = sorted(valid, key=score, reverse=True)
+        if len(ranked) > 1 and score(ranked[0]) > score(ranked[-1]):
+            sides = {"chosen": ranked[0], "rejected": ranked[-1]}
+            cut = {f"{side}_stop": str(r.stop) for side, r in sides.items() if r.stop.truncated}  # its end is none
+            pairs.append({"prompt": ranked[0].task["prompt"], **{side: r.text for side, r in sides.items()}, **cut})
+    return pairs
+
+
+def chosen(pairs: Sequence[Row]) -> list[Row]:
+    """Rows of `sft` that imitate the better reply of each pair."""
+    return [
+        {"prompt": pair["prompt"], "response": pair["chosen"]}
+        | ({"response_stop": pair["chosen_stop"]} if "chosen_stop" in pair else {})
+        for pair in pairs
+    ]
 
 
 def score(rollout: Rollout) -> float:

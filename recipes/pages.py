@@ -11,20 +11,22 @@ from posttrain.core.intervals import student_interval
 BEGIN, END = "<!-- written by the recipe -->", "<!-- end of what the recipe writes -->"
 
 
-def write_page(file: Path, lines: Sequence[str]) -> Path:
+def write_page(file: Path, lines: Sequence[str], part: str = "") -> Path:
     """Put the lines between the marks of the page; a page that has none, or is not there, consists of them and the marks.
 
-    Raises UserError if the page has one mark without the other.
+    A part of a page that several recipes write has marks with its name, and begins at the page's end. Raises UserError
+    if the page has one mark without the other.
     """
+    begin, end = (mark.replace(" -->", f": {part} -->") if part else mark for mark in (BEGIN, END))
     old = file.read_text(encoding="utf-8") if file.exists() else ""
-    if BEGIN not in old and END not in old:
-        old = f"{BEGIN}\n{END}\n"
-    before, begun, rest = old.partition(BEGIN)
-    _, ended, after = rest.partition(END)
+    if begin not in old and end not in old:
+        old = f"{old if part else ''}{begin}\n{end}\n"
+    before, begun, rest = old.partition(begin)
+    _, ended, after = rest.partition(end)
     if not (begun and ended):
-        raise UserError(f"{file} needs both marks, {BEGIN} before {END}: put them in, or delete both")
+        raise UserError(f"{file} needs both marks, {begin} before {end}: put them in, or delete both")
     file.parent.mkdir(parents=True, exist_ok=True)
-    text = "\n".join([before + BEGIN, *lines, END + after])
+    text = "\n".join([before + begin, *lines, end + after])
     file.write_text(text, encoding="utf-8")
     return file
 

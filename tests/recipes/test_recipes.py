@@ -90,6 +90,9 @@ def test_what_people_wrote_around_the_marks_of_a_page_stays(tmp_path: Path) -> N
     pages.write_page(file, ["# Another"])
     expected = f"Before.\n{pages.BEGIN}\n# Another\n{pages.END}\n\n## What its rollouts show\n\nMuch.\n"
     assert file.read_text() == expected
+    pages.write_page(file, ["Of another recipe"], "steps")
+    pages.write_page(file, ["Its own again"], "steps")
+    assert file.read_text() == expected + pages.write_page(tmp_path / "new.md", ["Its own again"], "steps").read_text()
     for broken in (pages.BEGIN, pages.END, f"{pages.END}\n{pages.BEGIN}\n"):
         file.write_text(broken)
         with pytest.raises(UserError, match="both marks"):

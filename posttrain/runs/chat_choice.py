@@ -16,8 +16,7 @@ from posttrain.core.types import Task, Turn, UserError
 from posttrain.data.chat_prompts import AsMessages
 from posttrain.data.mixed_tasks import AnyTasks, MixedTasks
 from posttrain.data.tasks import Stream, Tasks
-from posttrain.runs.run_files import RUN
-from posttrain.runs.run_reading import read_run
+from posttrain.runs.run_reading import read_run, run_of
 
 SomeTasks = TypeVar("SomeTasks", Tasks, Tasks | Stream, Tasks | MixedTasks, AnyTasks)
 
@@ -135,11 +134,10 @@ def system_of(folder: Path) -> str | None:
 
 def _of_run(folder: Path) -> tuple[Path | None, Mapping[str, Any]]:
     """Return a checkpoint's run, and that run's choice."""
-    for place in (folder, *list(folder.parents)[:2]):
-        if (place / RUN).is_file():
-            try:
-                found = read_run(place).get(CHAT)
-            except UserError:  # reported later, where the file is needed
-                return None, {}
-            return place, found if isinstance(found, dict) else {}
-    return None, {}
+    if (place := run_of(folder)) is None:
+        return None, {}
+    try:
+        found = read_run(place).get(CHAT)
+    except UserError:  # reported later, where the file is needed
+        return None, {}
+    return place, found if isinstance(found, dict) else {}

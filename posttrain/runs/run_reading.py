@@ -35,6 +35,11 @@ def read_run(folder: Folder) -> Row:
     return run
 
 
+def run_of(path: Path) -> Path | None:
+    """Return the folder of the run to which a checkpoint belongs; None if it belongs to none."""
+    return next((place for place in (path, *list(path.parents)[:2]) if (place / RUN).is_file()), None)
+
+
 def divides_by_sampler(run: Row) -> bool:
     """Return whether the run's ratio divides by the sampler's probabilities instead of those before the step's first
     update.

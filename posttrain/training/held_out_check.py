@@ -9,8 +9,7 @@ from posttrain.core.types import UserError
 from posttrain.data.tasks import Tasks, in_both
 from posttrain.runs import fingerprint
 from posttrain.runs.jsonl import Row
-from posttrain.runs.run_files import RUN
-from posttrain.runs.run_reading import read_run, split_of
+from posttrain.runs.run_reading import read_run, run_of, split_of
 
 OLDEST = 16  # most ancestors of a checkpoint that are read
 
@@ -74,7 +73,7 @@ def _learned(run: Row, digest: str) -> bool:
 def _ancestry(model: Path) -> Iterator[tuple[Path, Row]]:
     """Yield the checkpoint's run, the run of the checkpoint that it began with, and so on, as far as they exist."""
     for _ in range(OLDEST):
-        folder = next((path for path in (model, *list(model.parents)[:2]) if (path / RUN).is_file()), None)
+        folder = run_of(model)
         if folder is None:
             return
         try:

@@ -22,7 +22,7 @@ from posttrain.cli.main import main
 from posttrain.core.types import PreferenceExample, Transcript
 from posttrain.learners.local_learner import LocalLearner
 from posttrain.learners.optimizers import parameter_groups
-from posttrain.training.sources import minibatches, preferences, reward_examples, sft_source
+from posttrain.training.sources import example_source, minibatches
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
 HERE = ("processes", "device")  # options that say where a run computes
@@ -109,8 +109,7 @@ def watch(recorder: Recorder) -> contextlib.ExitStack:
 
         return chosen
 
-    for module in (sft_source, preferences, reward_examples):
-        swap(module, "examples_of_step", examples)
+    swap(example_source, "examples_of_step", examples)
     swap(LocalLearner, "update", update)
     swap(minibatches.Minibatches, "_shuffled", shuffled)
     return stack

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
 
 from posttrain.algorithms.algorithm_base import AlgorithmBase
 from posttrain.algorithms.policy import Algorithm
@@ -17,6 +16,12 @@ from posttrain.core.types import UserError
 from posttrain.system.user_code import load_named
 
 EVERY: dict[str, AlgorithmBase] = {**TABLE, **PREFERENCES, **REWARD_MODELS}
+MODULES: dict[type[AlgorithmBase], str] = {
+    Algorithm: "posttrain.algorithms.policy",
+    PreferenceAlgorithm: "posttrain.algorithms.preference",
+    RewardModelAlgorithm: "posttrain.algorithms.reward_model_table",
+}
+"""Kind of algorithm -> the module from which a user's own imports it."""
 
 
 def verb_of(algorithm: AlgorithmBase) -> str:
@@ -30,12 +35,7 @@ def find_any(name: str) -> AlgorithmBase:
     """Return the algorithm of that name in any table, or the user's own "my.py:algorithm".
 
     Raises UserError, with the list of algorithms, if there is none."""
-    kinds: dict[type[AlgorithmBase], str] = {
-        Algorithm: "posttrain.algorithms.policy",
-        PreferenceAlgorithm: "posttrain.algorithms.preference",
-        RewardModelAlgorithm: "posttrain.algorithms.reward_model_table",
-    }
-    return lookup(name, EVERY, kinds)
+    return lookup(name, EVERY, *MODULES)
 
 
 def beside(algorithm: AlgorithmBase) -> AlgorithmBase:
@@ -50,7 +50,7 @@ def find(name: str) -> Algorithm:
 
     Raises UserError, with the list of algorithms, if there is none.
     """
-    return lookup(name, TABLE, {Algorithm: "posttrain.algorithms.policy"})
+    return lookup(name, TABLE, Algorithm)
 
 
 def find_preference(name: str) -> PreferenceAlgorithm:
@@ -58,7 +58,7 @@ def find_preference(name: str) -> PreferenceAlgorithm:
 
     Raises UserError, with the list of algorithms, if there is none.
     """
-    return lookup(name, PREFERENCES, {PreferenceAlgorithm: "posttrain.algorithms.preference"})
+    return lookup(name, PREFERENCES, PreferenceAlgorithm)
 
 
 def find_reward_model(name: str) -> RewardModelAlgorithm:
@@ -66,28 +66,26 @@ def find_reward_model(name: str) -> RewardModelAlgorithm:
 
     Raises UserError, with the list of algorithms, if there is none.
     """
-    return lookup(name, REWARD_MODELS, {RewardModelAlgorithm: "posttrain.algorithms.reward_model_table"})
+    return lookup(name, REWARD_MODELS, RewardModelAlgorithm)
 
 
-def lookup(name: str, table: Mapping[str, AnyAlgorithm], kinds: Mapping[type[AnyAlgorithm], str]) -> AnyAlgorithm:
+def lookup(name: str, table: Mapping[str, AnyAlgorithm], *kinds: type[AnyAlgorithm]) -> AnyAlgorithm:
     """Return the algorithm of that name in a table, or the user's own "my.py:algorithm".
 
     Raises UserError, with the list of algorithms, if there is none.
 
-    `kinds`: the classes allowed for a user's own algorithm, and the module from which to import each.
+    `kinds`: the classes allowed for a user's own algorithm.
     """
     if name in table:
         return table[name]
     if ":" in name:
         algorithm = load_named(name)
-        if not isinstance(algorithm, tuple(kinds)):
-            made = " or ".join(f"{_article(kind)}(...) of {module}" for kind, module in kinds.items())
+        if not isinstance(algorithm, kinds):
+            made = " or ".join(f"{_article(kind)}(...) of {MODULES[kind]}" for kind in kinds)
             raise UserError(f"{name} is {short(algorithm)}, not an algorithm: make it {made}")
         assert isinstance(algorithm, AlgorithmBase)
         check_components(algorithm)
-        return cast(AnyAlgorithm, algorithm)
-    from posttrain.algorithms.all_algorithms import EVERY, verb_of  # here because that module uses `lookup`
-
+        return algorithm
     if name in EVERY:
         verb = verb_of(EVERY[name])
         raise UserError(f"{name} is an algorithm of another verb: run posttrain {verb} --algorithm {name}")

@@ -262,38 +262,18 @@ def requirements(algorithms: Iterable[AlgorithmBase]) -> list[str]:
     return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *(f"| {line} |" for line in lines)]
 
 
-@singledispatch
 def _required(algorithm: AlgorithmBase) -> tuple[str, ...]:
     """Return the cells of the requirements table: rollouts, reward, critic, reference (yes or no), and the data."""
-    raise NotImplementedError
-
-
-@_required.register
-def _(algorithm: Algorithm) -> tuple[str, ...]:
-    data = "prompts" + (", and text" if algorithm.pretraining else ", and a teacher" if algorithm.teacher else "")
-    return (
-        "yes",
-        _yes(algorithm.reinforces),
-        _yes(algorithm.critic is not None),
-        _yes(Need.REFERENCE in algorithm.needs),
-        data,
-    )
-
-
-@_required.register
-def _(algorithm: PreferenceAlgorithm) -> tuple[str, ...]:
-    data = "labels of single responses, or comparisons" if algorithm.reads_labels else "comparisons of responses"
-    return "no", "no", "no", _yes(Need.REFERENCE in algorithm.needs), data
-
-
-@_required.register
-def _(algorithm: RewardModelAlgorithm) -> tuple[str, ...]:
-    data = (
-        "labels or scores of single responses, or of steps"
-        if algorithm.link.reads_labels
-        else "comparisons of responses"
-    )
-    return "no", "no", "no", "no", data
+    reference = _yes(Need.REFERENCE in algorithm.needs)
+    if isinstance(algorithm, Algorithm):
+        data = "prompts" + (", and text" if algorithm.pretraining else ", and a teacher" if algorithm.teacher else "")
+        return "yes", _yes(algorithm.reinforces), _yes(algorithm.critic is not None), reference, data
+    data = "comparisons of responses"
+    if isinstance(algorithm, PreferenceAlgorithm) and algorithm.reads_labels:
+        data = "labels of single responses, or comparisons"
+    elif isinstance(algorithm, RewardModelAlgorithm) and algorithm.link.reads_labels:
+        data = "labels or scores of single responses, or of steps"
+    return "no", "no", "no", reference, data
 
 
 def _yes(needed: bool) -> str:

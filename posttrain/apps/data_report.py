@@ -25,7 +25,7 @@ from posttrain.envs.play.episode import content_text
 from posttrain.envs.play.load_env import opening
 from posttrain.models.checkpoint_summary import Outline
 from posttrain.runs.chat_choice import Chatting
-from posttrain.training.lost_reasoning import lost_reasoning_line
+from posttrain.training.row_warnings import lost_reasoning_line
 
 PREFERENCES = ("preference pairs", "several responses with labels", "labelled responses", "labelled steps")
 PLAYED = ("rollouts of a run", "episodes to imitate")

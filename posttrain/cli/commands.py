@@ -159,9 +159,8 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     from posttrain.envs.play.load_env import about, success_of
     from posttrain.runs.chat_choice import Chatting, chatting
     from posttrain.runs.terminal.output import Output, columns, wrapped
-    from posttrain.training.lost_reasoning import READ_FOR_REASONING, lost_reasoning_line
-    from posttrain.training.near_names import warn_near_names
     from posttrain.training.playground import open_services, played_env, viewer_of
+    from posttrain.training.row_warnings import MOST_READ, lost_reasoning_line, warn_near_names
     from posttrain.training.setup import choose_device, load_tasks
     from posttrain.verify.named_verifiers import PREFIX, VERIFIERS, sentence
 
@@ -206,7 +205,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
         report = run_check(played_env(config), tasks, lines, config.env_timeout, config.env_memory, services, viewer)
     chat.check(config.chat, report.first)
     told_of = [*chat.lines(tasks, report.first)]
-    if tokenizer is not None and (line := lost_reasoning_line(tokenizer, tasks.examples(READ_FOR_REASONING))):
+    if tokenizer is not None and (line := lost_reasoning_line(tokenizer, tasks.examples(MOST_READ))):
         told_of.append(line)
     report = replace(report, told=tuple(told_of))
     width = columns(Output(sys.stdout))

@@ -390,7 +390,7 @@ def _as_trained(file: Path, verb: str, table: dict[str, Any], words: list[str]) 
     """Return options of eval for what the table of `verb` trains: its run, or the model that it starts from before it has
     run.
     """
-    from posttrain.runs.run_reading import run_above
+    from posttrain.runs.run_reading import run_of
     from posttrain.runs.terminal.notices import tell
     from posttrain.runs.trained_options import evaluation_options
 
@@ -403,7 +403,7 @@ def _as_trained(file: Path, verb: str, table: dict[str, Any], words: list[str]) 
     }
     where = f"[{verb}] of {file}"
     out = options.get("out", VERBS[verb].options.out)
-    if "model" not in given and run_above(Path(out)) is not None:
+    if "model" not in given and run_of(Path(out)) is not None:
         tell(f"the model is the run of {where}: {out}")
         return {"model": out}
     found = evaluation_options(options, given, where)

@@ -79,7 +79,7 @@ class DataParallelLearner(LocalLearner):
             with self._noticing():
                 return super(DataParallelLearner, self).evaluate(own, of, want)
 
-        return self._together(batches, compute, self._here)
+        return self._together(batches, compute, lambda found: moved(found, self.device))
 
     def update(self, batches: Sequence[Batch], objective: Objective) -> Stats:
         with self._noticing():
@@ -125,9 +125,6 @@ class DataParallelLearner(LocalLearner):
         found = chain.from_iterable(self.groups.gather(own))
         every = dict(zip(chain.from_iterable(shares), found, strict=True))
         return [here(every[place]) for place in range(len(batches))]
-
-    def _here(self, outputs: Outputs) -> Outputs:
-        return moved(outputs, self.device)
 
     # -- context parallelism -------------------------------------------------------------------------------------------
 

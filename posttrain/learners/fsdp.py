@@ -12,7 +12,7 @@ micro-batches, and each backward pass goes through every trained decoder, even i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,6 @@ from posttrain.learners.process_group import Processes
 from posttrain.learners.router_losses import Routing
 from posttrain.learners.sharded_decoder import forget_order, gathered, open_shards
 from posttrain.models.backbone import Backbone, decoders_in
-from posttrain.models.hf.experts import watching
 from posttrain.models.native.linear import collected
 from posttrain.models.row_shards import GATHER, here, whole
 
@@ -114,23 +113,14 @@ class FSDPLearner(DataParallelLearner):
     def _counted(self, batches: Sequence[P]) -> Sequence[P]:
         return batches[: len(batches) - len(self._idle)]
 
-    def _accumulate(self, batches: Sequence[Batch], objective: Objective, stats: Stats) -> None:
-        self._all_passes(batches, objective, stats, None)
-
-    def _accumulate_routed(
-        self, batches: Sequence[Batch], objective: Objective, stats: Stats, routing: Routing
-    ) -> None:
-        self._all_passes(batches, objective, stats, routing)
-
-    def _all_passes(
+    def _accumulate(
         self, batches: Sequence[Batch], objective: Objective, stats: Stats, routing: Routing | None
     ) -> None:
         counted = len(self._counted(batches))
         for place, batch in enumerate(batches):
             self._passes.clear()
             mine = place < counted
-            observed = nullcontext() if routing is None else watching(routing.model, scored=bool(routing.losses))
-            with observed as routed:
+            with self._watched(routing) as routed:
                 outputs = self._tapped(batch if mine else replace(batch, tap=None), objective.wants)
             loss = objective(outputs, batch, stats) if mine else outputs.logp.new_zeros(())
             if mine and routing is not None and routed is not None:

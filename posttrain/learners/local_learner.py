@@ -34,7 +34,7 @@ from posttrain.models.adapters.lora import frozen_copy
 from posttrain.models.backbone import Backbone
 from posttrain.models.critic import STORED, Critic
 from posttrain.models.gpu_placement import working_on
-from posttrain.models.hf.experts import watching
+from posttrain.models.hf.experts import Routed, watching
 from posttrain.models.losses.divergence import FORWARD, REVERSE, measured_divergence
 from posttrain.models.losses.likelihood import (
     Hidden,
@@ -217,11 +217,10 @@ class LocalLearner:
             repeated_bits(),
             self._fetched(self.compared(objective.wants)),
         ):
-            if routing is None:
-                self._accumulate(batches, objective, stats)
-            else:
+            if routing is not None:
                 routing.count(batches, len(counted), self._computing())
-                self._accumulate_routed(batches, objective, stats, routing)
+            self._accumulate(batches, objective, stats, routing)
+            if routing is not None:
                 routing.measure(stats)
         stats.add("loss", 0.0, 1 / self.groups.size)  # counts one update, since processes merge their counts
         self._share_gradients()
@@ -254,28 +253,27 @@ class LocalLearner:
         """Return the micro-batches whose results count, which are the first ones."""
         return batches
 
-    def _accumulate(self, batches: Sequence[Batch], objective: Objective, stats: Stats) -> None:
-        """Accumulate the gradients of these micro-batches."""
+    def _accumulate(
+        self, batches: Sequence[Batch], objective: Objective, stats: Stats, routing: Routing | None
+    ) -> None:
+        """Accumulate the gradients of these micro-batches; of a mixture of experts, including its router losses."""
         for batch in batches:
-            loss = objective(self._tapped(batch, objective.wants), batch, stats)
+            with self._watched(routing) as routed:
+                outputs = self._tapped(batch, objective.wants)
+            loss = objective(outputs, batch, stats)
+            if routing is not None and routed is not None:
+                loss = self._with_routers(loss, batch, routing.loss(routed))
             loss.backward()
             stats.add("loss", loss.item(), 0)
+
+    @staticmethod
+    def _watched(routing: Routing | None) -> AbstractContextManager[Routed | None]:
+        return nullcontext() if routing is None else watching(routing.model, scored=bool(routing.losses))
 
     def _mixture(self) -> Backbone | None:
         """Return the trained decoder if it is a mixture of experts, else None."""
         decoder = self.model.decoder
         return decoder if decoder is not None and decoder.routers is not None else None
-
-    def _accumulate_routed(
-        self, batches: Sequence[Batch], objective: Objective, stats: Stats, routing: Routing
-    ) -> None:
-        """Accumulate the gradients of a mixture of experts, including those of its router losses."""
-        for batch in batches:
-            with watching(routing.model, scored=bool(routing.losses)) as routed:
-                outputs = self._tapped(batch, objective.wants)
-            loss = self._with_routers(objective(outputs, batch, stats), batch, routing.loss(routed))
-            loss.backward()
-            stats.add("loss", loss.item(), 0)
 
     def _with_routers(self, loss: Tensor, batch: Batch, of_routers: Tensor | None) -> Tensor:
         """Return the loss of a micro-batch with that of its routers, if there is one."""

@@ -97,12 +97,18 @@ class Processes:
     def _lost(self, error: RuntimeError) -> Elsewhere:
         """Return the error for a broken collective, with the reason if the other process has reported one."""
         try:
-            if self._store is not None and self._store.check([FAILED]):
-                code, _, why = self._store.get(FAILED).decode().partition(" ")
-                return Elsewhere(why, int(code))
+            if (failed := self._failure()) is not None:
+                return failed
         except RuntimeError:  # the process that serves the store is gone as well
             pass
         return gone(error)
+
+    def _failure(self) -> Elsewhere | None:
+        """Return the first failure of a process; None if there is none yet."""
+        if self._store is None or not self._store.check([FAILED]):
+            return None
+        code, _, why = self._store.get(FAILED).decode().partition(" ")
+        return Elsewhere(why, int(code))
 
     def __deepcopy__(self, memo: Any) -> Processes:
         return self  # models refer to the processes that compute them, and copies of a model have the same ones
@@ -169,9 +175,8 @@ class Processes:
             call = f"{self._name}{self._calls}"
             self._store.set(f"{call}/{self.rank}", "")
             while missing := [r for r in range(self.size) if not self._store.check([f"{call}/{r}"])]:
-                if self._store.check([FAILED]):
-                    code, _, why = self._store.get(FAILED).decode().partition(" ")
-                    raise Elsewhere(why, int(code))
+                if (failed := self._failure()) is not None:
+                    raise failed
                 if time.monotonic() > end:
                     said = ", ".join(str(self._ranks[r]) for r in missing)
                     raise Elsewhere(f"process {said} did not respond within {self._timeout:g} s (--collective-timeout)")

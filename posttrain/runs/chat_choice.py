@@ -16,7 +16,7 @@ from posttrain.core.types import Task, Turn, UserError
 from posttrain.data.chat_prompts import AsMessages
 from posttrain.data.mixed_tasks import AnyTasks, MixedTasks
 from posttrain.data.tasks import Stream, Tasks
-from posttrain.runs.run_reading import read_run, run_above
+from posttrain.runs.run_reading import read_run, run_of
 
 SomeTasks = TypeVar("SomeTasks", Tasks, Tasks | Stream, Tasks | MixedTasks, AnyTasks)
 
@@ -134,7 +134,7 @@ def system_of(folder: Path) -> str | None:
 
 def _of_run(folder: Path) -> tuple[Path | None, Mapping[str, Any]]:
     """Return a checkpoint's run, and that run's choice."""
-    if (place := run_above(folder)) is None:
+    if (place := run_of(folder)) is None:
         return None, {}
     try:
         found = read_run(place).get(CHAT)

@@ -29,11 +29,6 @@ MANIFEST = "manifest.json"
 STATE = "state.json"
 
 
-def save(run: Path, step: int, write: Callable[[Path], None], keep: int) -> Path:
-    """Create checkpoints/step-NNNNNN with the files that `write(folder)` writes. See `Draft`."""
-    return Draft(run, step, write).finish(keep)
-
-
 class Draft:
     """A checkpoint that is being written: first its files are written, then they are synced to disk.
 

@@ -49,6 +49,18 @@ def of_path(path: Path) -> Print | None:
     return {**found, "bytes": sum(k.st_size for k in known), **({"written": max(sampled)} if sampled else {})}
 
 
+def path_digest(path: Path) -> str:
+    """Return the digest of a file or folder; its path if there is none."""
+    known = of_path(path)
+    return str(known["digest"]) if known else str(path)
+
+
+def code_digest(code: str | Callable[..., Any] | None) -> str | None:
+    """Return the digest of the file of "my.py:name" or of a function; None without one, see `of_code`."""
+    known = of_code(code) if code else None
+    return known["digest"] if known else None
+
+
 def of_rows(rows: Sequence[Any]) -> Print:
     """Return the fingerprint of rows in memory. Values without a JSON form are represented by their type."""
     chosen = range(0, len(rows), max(1, len(rows) // ROWS))

@@ -80,10 +80,7 @@ class Lock:
         with suppress(OSError):  # the folder may have been deleted
             if _same_file(descriptor, self._path):
                 self._path.unlink()
-        for held in (descriptor, self._folder):
-            if held is not None:
-                _held.discard(held)
-                os.close(held)
+        _let_go(descriptor, self._folder)
 
     def _take(self) -> str | None:
         """Try to become the owner. Return a description of another owner, or None."""
@@ -119,10 +116,7 @@ class Lock:
             os.pwrite(self._descriptor, content, 0)
             os.fsync(self._descriptor)
         except OSError as error:
-            for held in (self._descriptor, self._folder):
-                if held is not None:
-                    _held.discard(held)
-                    os.close(held)
+            _let_go(self._descriptor, self._folder)
             raise UserError(f"cannot write to {self._path}: {error.strerror}") from error
 
     def _beat(self) -> None:
@@ -130,6 +124,13 @@ class Lock:
             if (descriptor := self._descriptor) is not None:
                 with suppress(OSError):
                     os.utime(descriptor)
+
+
+def _let_go(*descriptors: int | None) -> None:
+    for held in descriptors:
+        if held is not None:
+            _held.discard(held)
+            os.close(held)
 
 
 def in_use(folder: Path) -> bool:

@@ -66,12 +66,21 @@ READ = (
 
 
 class RunFolder(Generic[AnyTraining]):
-    """A run's folder, locked against other processes within the `with` statement: `with begin(config) as run`."""
+    """A run's folder, locked against other processes within the `with` statement: `with RunFolder(config) as run`."""
 
     def __init__(
-        self, config: AnyTraining, rows: Any, env: Callable[..., Any] | None, world: World | None = None
+        self,
+        config: AnyTraining,
+        rows: Any = None,
+        env: Callable[..., Any] | None = None,
+        world: World | None = None,
     ) -> None:
-        """See `begin`."""
+        """Check and lock the folder for a run with these options; it is still unchanged.
+
+        `rows` and `env`: tasks and environment given as objects; `world`: the processes that share the run, of which
+        the first checks, locks and writes. Raises UserError if --out holds a run and none is expected, or the reverse;
+        if another process is writing it; if a run cannot continue unchanged.
+        """
         self.path = Path(config.out)
         self.world = world or Alone()
         self.config: AnyTraining = config
@@ -303,18 +312,6 @@ class RunFolder(Generic[AnyTraining]):
         kind, _, entry = option.partition(" ")
         value = self.start if option == "model" else getattr(self.config, kind)
         return f"--{kind.replace('_', '-')} {dict(_paths(self.config, kind))[option] if entry else value}"
-
-
-def begin(
-    config: AnyTraining, rows: Any = None, env: Callable[..., Any] | None = None, world: World | None = None
-) -> RunFolder[AnyTraining]:
-    """Return the folder for a run with these options, checked and locked, but still unchanged.
-
-    `rows` and `env`: tasks and environment given as objects; `world`: the processes that share the run, of which the
-    first checks, locks and writes. Raises UserError if --out holds a run and none is expected, or the reverse; if
-    another process is writing it; if a run cannot continue unchanged.
-    """
-    return RunFolder(config, rows, env, world)
 
 
 def day_of(checkpoint: Path | None) -> str | None:

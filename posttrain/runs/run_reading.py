@@ -35,7 +35,7 @@ def read_run(folder: Folder) -> Row:
     return run
 
 
-def run_above(folder: Path) -> Path | None:
+def run_of(folder: Path) -> Path | None:
     """Return the run that a folder is, or is a checkpoint of; None without one."""
     return next((path for path in (folder, *list(folder.parents)[:2]) if os.path.isfile(path / RUN)), None)
 

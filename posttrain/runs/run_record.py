@@ -212,26 +212,10 @@ class Unwritten(RunRecord):
     def __init__(self) -> None:
         pass
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+    def _write_nothing(self, *told: Any, **more: Any) -> None:
         pass
 
-    def timing(self, step: int, values: Mapping[str, float]) -> None:
-        pass
-
-    def health(self, findings: Iterable[tuple[int, str, str]], anew: bool = False) -> None:
-        pass
-
-    def rollouts(self, step: int, outcomes: Sequence[Outcome], kind: str = "rl") -> None:
-        pass
-
-    def evaluated(self, step: int, outcomes: Sequence[Outcome]) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
-
-    def close(self, final: Mapping[str, Any]) -> None:
-        pass
+    metrics = timing = health = rollouts = evaluated = flush = close = _write_nothing
 
 
 class _Journal:

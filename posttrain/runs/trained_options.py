@@ -19,7 +19,7 @@ from posttrain.config.service_options import SCORERS
 from posttrain.config.shared_options import EnvLimitGroup, EpisodeGroup, SamplingGroup, StepRewardGroup
 from posttrain.config.verbs import sampling
 from posttrain.core.types import UserError
-from posttrain.runs.run_reading import read_run, run_above, split_of
+from posttrain.runs.run_reading import read_run, run_of, split_of
 
 
 def _names(*groups: type[Any]) -> frozenset[str]:
@@ -39,7 +39,7 @@ def as_trained(config: Evaluation, rows_given: bool) -> tuple[Evaluation, list[s
 
     Raises UserError if there are no tasks that the run held out, and none are given.
     """
-    run = run_above(Path(config.model)) if config.model else None
+    run = run_of(Path(config.model)) if config.model else None
     recorded = read_run(run) if run is not None else None
     if recorded is None or recorded["verb"] not in sampling():
         return config, []

@@ -51,9 +51,8 @@ def adjust(algorithm: Algorithm, run: RL, single_turn: bool = True, by_group: bo
         *_contradictions_of_partial_replies(algorithm, run, single_turn, by_group),
         *_ineffective_settings(algorithm, run, single_turn),
     )
-    for broken, reason in problems:
-        if broken:
-            raise UserError(f"{algorithm.name}: {reason}")
+    if problems:
+        raise UserError(f"{algorithm.name}: {problems[0]}")
     return algorithm
 
 
@@ -81,224 +80,165 @@ def _with_required_components(algorithm: Algorithm, run: RL) -> Algorithm:
     return algorithm
 
 
-def _contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
-    """Yield (whether it applies, reason) for each contradiction between settings."""
+def _contradictions(algorithm: Algorithm, run: RL) -> Iterator[str]:
+    """Yield the reason for each contradiction between settings."""
     soft = isinstance(algorithm.critic, SoftQ)
     baselined = algorithm.advantage if isinstance(algorithm.advantage, Baselined) else None
     comparing = algorithm.needing(Need.GROUP)
-    yield (
-        Need.GROUP in algorithm.needs and run.group < 2,
-        f"its {' and '.join(comparing)} {'compares' if len(comparing) == 1 else 'compare'} the rollouts of a group: "
-        f"--group must be at least 2, not {run.group}",
-    )
+    if Need.GROUP in algorithm.needs and run.group < 2:
+        yield (
+            f"its {' and '.join(comparing)} {'compares' if len(comparing) == 1 else 'compare'} the rollouts of a group: "
+            f"--group must be at least 2, not {run.group}"
+        )
     of_k = algorithm.advantage.k if isinstance(algorithm.advantage, PassAtK) else 0
-    yield (
-        0 < run.group <= of_k,
-        f"a group of {run.group} has at most one subset of {of_k} to compare: set --group above --advantage-k",
-    )
-    yield (
-        bool(algorithm.ratio) and not algorithm.surrogate.uses_ratio,
-        f"it has no ratio, it maximises {algorithm.surrogate.formula}: leave out --ratio, or see --surrogate",
-    )
-    yield (
-        run.chooses("minibatches") and algorithm.replay is None and algorithm.minibatches > run.prompts,
-        f"an update needs a group: --minibatches {algorithm.minibatches} is above --prompts {run.prompts}",
-    )
-    yield (
-        soft != isinstance(algorithm.surrogate, ExpectedQ) or soft != isinstance(algorithm.advantage, Earned),
-        "action values, their expectation and rewards per token need each other: see posttrain algorithms sac",
-    )
-    yield (
-        run.recompute != "none" and algorithm.trust_region is not None,
-        "its second derivatives need the activations of all layers at once: leave out --recompute, and lower "
-        "--tokens-per-microbatch",
-    )
-    yield (
-        run.float8 and algorithm.trust_region is not None,
-        "its second derivatives need products that have them: leave out --float8",
-    )
-    yield (
-        "activations" in run.offload and algorithm.trust_region is not None,
-        "its second derivatives read the activations again and again: leave out --offload activations",
-    )
-    yield (
-        algorithm.trust_region is not None and (run.optimizer, run.optimizer_options) != ("adamw", {}),
-        "its policy takes natural gradient steps instead of an optimizer's: leave out --optimizer and --optimizer-options",
-    )
-    yield soft and not algorithm.widens, "its temperature must be above 0: set --entropy-target, which tunes it"
-    yield soft and bool(algorithm.select), f"its critic learns from every token: leave out {_selecting(algorithm)}"
-    yield (
-        run.chooses("gae_lambda") and run.chooses("gae_alpha"),
-        "--gae-lambda already sets one lambda for every length: leave out --gae-alpha",
-    )
-    yield (
-        baselined is not None and baselined.baseline in ("none", "greedy") and baselined.weight != "equal",
-        "--baseline-weight has no effect with --baseline none or greedy, which take no mean: leave it out",
-    )
-    yield (
-        Need.GREEDY in algorithm.needs and algorithm.branching is not None,
-        "rollouts that branch include no greedy reply: leave out --baseline greedy",
-    )
-    yield (
-        baselined is not None and (baselined.baseline, baselined.scale) == ("none", "batch"),
-        "without a baseline equal rewards would be divided by 0: set --scale none, or choose a --baseline",
-    )
-    yield (
-        algorithm.trust_region is not None and bool(run.router_balance or run.router_z),
-        "its line search does not include the routers' losses: leave out --router-balance and --router-z",
-    )
+    if 0 < run.group <= of_k:
+        yield f"a group of {run.group} has at most one subset of {of_k} to compare: set --group above --advantage-k"
+    if algorithm.ratio and not algorithm.surrogate.uses_ratio:
+        yield f"it has no ratio, it maximises {algorithm.surrogate.formula}: leave out --ratio, or see --surrogate"
+    if run.chooses("minibatches") and algorithm.replay is None and algorithm.minibatches > run.prompts:
+        yield f"an update needs a group: --minibatches {algorithm.minibatches} is above --prompts {run.prompts}"
+    if soft != isinstance(algorithm.surrogate, ExpectedQ) or soft != isinstance(algorithm.advantage, Earned):
+        yield "action values, their expectation and rewards per token need each other: see posttrain algorithms sac"
+    if run.recompute != "none" and algorithm.trust_region is not None:
+        yield (
+            "its second derivatives need the activations of all layers at once: leave out --recompute, and lower "
+            "--tokens-per-microbatch"
+        )
+    if run.float8 and algorithm.trust_region is not None:
+        yield "its second derivatives need products that have them: leave out --float8"
+    if "activations" in run.offload and algorithm.trust_region is not None:
+        yield "its second derivatives read the activations again and again: leave out --offload activations"
+    if algorithm.trust_region is not None and (run.optimizer, run.optimizer_options) != ("adamw", {}):
+        yield (
+            "its policy takes natural gradient steps instead of an optimizer's: leave out --optimizer and "
+            "--optimizer-options"
+        )
+    if soft and not algorithm.widens:
+        yield "its temperature must be above 0: set --entropy-target, which tunes it"
+    if soft and algorithm.select:
+        yield f"its critic learns from every token: leave out {_selecting(algorithm)}"
+    if run.chooses("gae_lambda") and run.chooses("gae_alpha"):
+        yield "--gae-lambda already sets one lambda for every length: leave out --gae-alpha"
+    if baselined is not None and baselined.baseline in ("none", "greedy") and baselined.weight != "equal":
+        yield "--baseline-weight has no effect with --baseline none or greedy, which take no mean: leave it out"
+    if Need.GREEDY in algorithm.needs and algorithm.branching is not None:
+        yield "rollouts that branch include no greedy reply: leave out --baseline greedy"
+    if baselined is not None and (baselined.baseline, baselined.scale) == ("none", "batch"):
+        yield "without a baseline equal rewards would be divided by 0: set --scale none, or choose a --baseline"
+    if algorithm.trust_region is not None and (run.router_balance or run.router_z):
+        yield "its line search does not include the routers' losses: leave out --router-balance and --router-z"
     yield from older_weights.contradictions(algorithm, run)
     yield from _contradictions_of_redistribution(algorithm)
     yield from _contradictions_of_penalty(algorithm, run)
     yield from _contradictions_of_teacher(algorithm, run)
 
 
-def _contradictions_of_redistribution(algorithm: Algorithm) -> Iterator[tuple[bool, str]]:
+def _contradictions_of_redistribution(algorithm: Algorithm) -> Iterator[str]:
     spread = algorithm.redistribution is not None
-    yield (
-        spread and not algorithm.advantage.by_token,
-        "its advantage reads only the total reward of a reply: leave out --redistribution, or choose "
-        "--advantage to-go, process, gae or k-step",
-    )
-    yield (
-        spread and bool(getattr(algorithm.advantage, "bootstrap", False)),
-        "--bootstrap-truncated replaces the final reward of truncated replies by the critic's value, which cannot be "
-        "redistributed: leave out --redistribution, or --bootstrap-truncated",
-    )
+    if spread and not algorithm.advantage.by_token:
+        yield (
+            "its advantage reads only the total reward of a reply: leave out --redistribution, or choose "
+            "--advantage to-go, process, gae or k-step"
+        )
+    if spread and getattr(algorithm.advantage, "bootstrap", False):
+        yield (
+            "--bootstrap-truncated replaces the final reward of truncated replies by the critic's value, which cannot be "
+            "redistributed: leave out --redistribution, or --bootstrap-truncated"
+        )
 
 
 def _contradictions_of_partial_replies(
     algorithm: Algorithm, run: RL, single_turn: bool, by_group: bool
-) -> Iterator[tuple[bool, str]]:
+) -> Iterator[str]:
     """Yield the contradictions of replies that are continued in a later step."""
     told, tokens = "--tokens-per-step", run.tokens_per_step
-    yield (
-        tokens > 0 and not single_turn,
-        f"{told} needs episodes of one reply, as an episode of several turns cannot be interrupted: leave it out",
-    )
-    yield (
-        tokens > 0 and by_group,
-        f"the reward scores whole groups, and with {told} their replies would end in different steps: leave it out",
-    )
-    yield (
-        tokens > 0 and algorithm.sampling is not None,
-        f"incomplete groups cannot be replaced: leave out {told}",
-    )
-    yield (
-        tokens > 0 and Need.GREEDY in algorithm.needs,
-        f"a greedy reply must be complete before its group: leave out {told}",
-    )
-    yield (
-        by_group and Need.GREEDY in algorithm.needs,
-        "the reward scores whole groups, and a greedy reply would be one of them: leave out --baseline greedy",
-    )
-    yield (
-        tokens >= run.max_tokens,
-        f"{told} {tokens} would have no effect: no reply has more than --max-tokens {run.max_tokens}",
-    )
+    if tokens > 0 and not single_turn:
+        yield (
+            f"{told} needs episodes of one reply, as an episode of several turns cannot be interrupted: leave it out"
+        )
+    if tokens > 0 and by_group:
+        yield (
+            f"the reward scores whole groups, and with {told} their replies would end in different steps: leave it out"
+        )
+    if tokens > 0 and algorithm.sampling is not None:
+        yield f"incomplete groups cannot be replaced: leave out {told}"
+    if tokens > 0 and Need.GREEDY in algorithm.needs:
+        yield f"a greedy reply must be complete before its group: leave out {told}"
+    if by_group and Need.GREEDY in algorithm.needs:
+        yield "the reward scores whole groups, and a greedy reply would be one of them: leave out --baseline greedy"
+    if tokens >= run.max_tokens:
+        yield f"{told} {tokens} would have no effect: no reply has more than --max-tokens {run.max_tokens}"
 
 
-def _contradictions_of_penalty(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
+def _contradictions_of_penalty(algorithm: Algorithm, run: RL) -> Iterator[str]:
     kl = algorithm.kl
-    yield (
-        kl is not None and kl.estimator == "exact" and kl.against == "old",
-        "the old policy's full distributions are not kept: leave out --kl-estimator exact",
-    )
-    yield (
-        kl is not None and kl.where == "reward" and kl.against == "old",
-        "its KL is to the policy that sampled, so it is 0 in the reward: leave out --kl-where",
-    )
-    yield (
-        kl is not None and kl.unit == "response" and (kl.where == "reward" or kl.estimator == "exact" or kl.weighed),
-        "--kl-unit response works only in the loss, with an unweighed estimate: leave it out",
-    )
-    yield (
-        kl is not None and kl.weighed and (kl.where == "reward" or kl.against == "old" or kl.estimator == "exact"),
-        "--kl-weighed works only for an estimate of the KL to the reference, in the loss: leave it out",
-    )
+    if kl is not None and kl.estimator == "exact" and kl.against == "old":
+        yield "the old policy's full distributions are not kept: leave out --kl-estimator exact"
+    if kl is not None and kl.where == "reward" and kl.against == "old":
+        yield "its KL is to the policy that sampled, so it is 0 in the reward: leave out --kl-where"
+    if kl is not None and kl.unit == "response" and (kl.where == "reward" or kl.estimator == "exact" or kl.weighed):
+        yield "--kl-unit response works only in the loss, with an unweighed estimate: leave it out"
+    if kl is not None and kl.weighed and (kl.where == "reward" or kl.against == "old" or kl.estimator == "exact"):
+        yield "--kl-weighed works only for an estimate of the KL to the reference, in the loss: leave it out"
     for option, name in _in_the_reward(algorithm):
-        yield (
-            isinstance(algorithm.advantage, StepRewards),
-            f"compares the rewards of steps, from which no {name} is subtracted: leave out {option}",
-        )
-        yield (
-            isinstance(algorithm.advantage, PassAtK),
-            f"reads only whether replies are right, from which no {name} is subtracted: leave out {option}",
-        )
-        yield (
-            isinstance(algorithm.advantage, Decoupled),
-            f"compares the named parts of rewards, from which no {name} is subtracted: leave out {option}",
-        )
-        yield (
-            algorithm.replay is not None,
-            f"the {name} of rollouts of earlier steps is unknown: leave out --replay, or {option}",
-        )
+        if isinstance(algorithm.advantage, StepRewards):
+            yield f"compares the rewards of steps, from which no {name} is subtracted: leave out {option}"
+        if isinstance(algorithm.advantage, PassAtK):
+            yield f"reads only whether replies are right, from which no {name} is subtracted: leave out {option}"
+        if isinstance(algorithm.advantage, Decoupled):
+            yield f"compares the named parts of rewards, from which no {name} is subtracted: leave out {option}"
+        if algorithm.replay is not None:
+            yield f"the {name} of rollouts of earlier steps is unknown: leave out --replay, or {option}"
     entropy = algorithm.entropy
-    yield (
-        entropy is not None and entropy.where == "reward" and entropy.target is not None,
-        "--entropy-target tunes only a bonus in the loss: leave out --entropy-where reward, or --entropy-target",
-    )
-    yield (
-        algorithm.moving is not None and Need.REFERENCE not in algorithm.needs,
-        "--reference-every has no effect without a reference: give it a KL penalty, such as --kl 0.01",
-    )
+    if entropy is not None and entropy.where == "reward" and entropy.target is not None:
+        yield "--entropy-target tunes only a bonus in the loss: leave out --entropy-where reward, or --entropy-target"
+    if algorithm.moving is not None and Need.REFERENCE not in algorithm.needs:
+        yield "--reference-every has no effect without a reference: give it a KL penalty, such as --kl 0.01"
     yield from _contradictions_of_reward_parts(algorithm)
     yield from _contradictions_of_replay(algorithm, run)
     yield from _contradictions_of_critic(algorithm, run)
     yield from _contradictions_of_sharding(algorithm, run)
-    yield (
-        algorithm.pretraining is not None and not run.ptx,
-        "needs texts whose likelihood it adds to the loss: give them with --ptx FILE",
-    )
+    if algorithm.pretraining is not None and not run.ptx:
+        yield "needs texts whose likelihood it adds to the loss: give them with --ptx FILE"
 
 
-def _contradictions_of_teacher(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
+def _contradictions_of_teacher(algorithm: Algorithm, run: RL) -> Iterator[str]:
     taught = isinstance(run, Distill)
     unrewarded = isinstance(algorithm.advantage, Unrewarded)
     divergence = algorithm.teacher.divergence if algorithm.teacher is not None else "jensen-shannon"
-    yield (
-        algorithm.teacher is not None and not taught,
-        "learns from a teacher: run it with posttrain distill --teacher FOLDER",
-    )
+    if algorithm.teacher is not None and not taught:
+        yield "learns from a teacher: run it with posttrain distill --teacher FOLDER"
     teacher_moves = algorithm.teacher is not None and algorithm.teacher.every > 0
-    yield (
-        run.chooses("teacher_update_rate") and not teacher_moves,
-        "--teacher-update-rate has no effect on a fixed teacher: leave it out, or give --teacher-every",
-    )
-    yield (
-        teacher_moves and isinstance(run, Distill) and bool(run.teachers or not run.teacher),
-        "--teacher-every updates only the teacher of --teacher: leave out --teachers, or --teacher-every",
-    )
-    yield (
-        unrewarded and algorithm.teacher is None,
-        "--advantage none has nothing to learn from without a teacher: leave it out, or run posttrain distill",
-    )
-    yield (
-        taught and not unrewarded and not run.env,
-        "learns from rewards and its teacher: give --env, or --advantage none to learn only from the teacher",
-    )
-    yield (
-        algorithm.teacher is not None and algorithm.replay is not None,
-        "a teacher scores only the step's own rollouts: leave out --replay",
-    )
+    if run.chooses("teacher_update_rate") and not teacher_moves:
+        yield "--teacher-update-rate has no effect on a fixed teacher: leave it out, or give --teacher-every"
+    if teacher_moves and isinstance(run, Distill) and (run.teachers or not run.teacher):
+        yield "--teacher-every updates only the teacher of --teacher: leave out --teachers, or --teacher-every"
+    if unrewarded and algorithm.teacher is None:
+        yield "--advantage none has nothing to learn from without a teacher: leave it out, or run posttrain distill"
+    if taught and not unrewarded and not run.env:
+        yield "learns from rewards and its teacher: give --env, or --advantage none to learn only from the teacher"
+    if algorithm.teacher is not None and algorithm.replay is not None:
+        yield "a teacher scores only the step's own rollouts: leave out --replay"
     rewarding = {
         "--dynamic-sampling": algorithm.sampling,
         **dict(_in_the_reward(algorithm)),
         "what shapes the reward": algorithm.shaping,
     }
     told = " and ".join(name for name, there in rewarding.items() if there)
-    yield unrewarded and bool(told), f"learns nothing from rewards, so {told} would change nothing: leave it out"
-    yield (
-        bool(algorithm.select or algorithm.covariance)
+    if unrewarded and told:
+        yield f"learns nothing from rewards, so {told} would change nothing: leave it out"
+    if (
+        (algorithm.select or algorithm.covariance)
         and unrewarded
         and algorithm.teacher is not None
-        and not algorithm.teacher.sampled,
-        f"{_selecting(algorithm)} selects where rewards are learned from, and this algorithm learns from none: leave it out",
-    )
-    yield (
-        run.chooses("jsd_beta") and divergence != "jensen-shannon",
-        f"--jsd-beta has no effect with {divergence}, only with jensen-shannon: leave it out",
-    )
+        and not algorithm.teacher.sampled
+    ):
+        yield (
+            f"{_selecting(algorithm)} selects where rewards are learned from, and this algorithm learns from none: leave "
+            "it out"
+        )
+    if run.chooses("jsd_beta") and divergence != "jensen-shannon":
+        yield f"--jsd-beta has no effect with {divergence}, only with jensen-shannon: leave it out"
 
 
 def _in_the_reward(algorithm: Algorithm) -> list[tuple[str, str]]:
@@ -311,88 +251,74 @@ def _in_the_reward(algorithm: Algorithm) -> list[tuple[str, str]]:
     return [(option, name) for option, name, there in found if there]
 
 
-def _contradictions_of_reward_parts(algorithm: Algorithm) -> Iterator[tuple[bool, str]]:
+def _contradictions_of_reward_parts(algorithm: Algorithm) -> Iterator[str]:
     advantage = algorithm.advantage
     if not isinstance(advantage, Decoupled):
         return
     advantage.weight_of()  # raises for invalid weights
-    yield (
-        bool(algorithm.shaping),
-        "compares the named parts of rewards, and rewards for length are no part: set --overlong-cache 0, leave out "
-        "--length-reward, and return length as a part of your reward",
-    )
+    if algorithm.shaping:
+        yield (
+            "compares the named parts of rewards, and rewards for length are no part: set --overlong-cache 0, leave out "
+            "--length-reward, and return length as a part of your reward"
+        )
 
 
-def _contradictions_of_replay(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
+def _contradictions_of_replay(algorithm: Algorithm, run: RL) -> Iterator[str]:
     kl, replay, rollouts = algorithm.kl, algorithm.replay, run.prompts * run.group
-    yield (
-        replay is not None and algorithm.trust_region is not None,
-        "its trust region needs tokens of the current policy, not of older weights: leave out --replay",
-    )
-    yield (
-        replay is not None and isinstance(algorithm.critic, Value),
-        "the values of rollouts of earlier steps are unknown: leave out --replay, or --advantage gae",
-    )
+    if replay is None:
+        return
+    if algorithm.trust_region is not None:
+        yield "its trust region needs tokens of the current policy, not of older weights: leave out --replay"
+    if isinstance(algorithm.critic, Value):
+        yield "the values of rollouts of earlier steps are unknown: leave out --replay, or --advantage gae"
     weighed = kl is not None and kl.weighed
-    yield (
-        replay is not None
-        and (
-            algorithm.covariance is not None
-            or algorithm.early_stop is not None
-            or (algorithm.old == "start" and (weighed or algorithm.off_policy_mask is not None))
-        ),
-        "compares with the policy at the step's start, which is unknown for rollouts of earlier steps: leave out --replay",
-    )
-    yield (
-        replay is not None and replay.capacity < rollouts,
-        f"--replay {replay.capacity if replay else 0} is below a step's {rollouts} rollouts: raise it",
-    )
+    if (
+        algorithm.covariance is not None
+        or algorithm.early_stop is not None
+        or (algorithm.old == "start" and (weighed or algorithm.off_policy_mask is not None))
+    ):
+        yield (
+            "compares with the policy at the step's start, which is unknown for rollouts of earlier steps: leave out "
+            "--replay"
+        )
+    if replay.capacity < rollouts:
+        yield f"--replay {replay.capacity} is below a step's {rollouts} rollouts: raise it"
 
 
-def _contradictions_of_critic(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
+def _contradictions_of_critic(algorithm: Algorithm, run: RL) -> Iterator[str]:
     critic, shared = algorithm.critic, run.critic == "shared"
     own = [name for name in ("critic", "critic_lr", "critic_model") if getattr(run, name) is not None]
     told = ", ".join(f"--{name.replace('_', '-')}" for name in own)
-    yield (
-        critic is None and bool(own),
-        f"{told} has no effect without a critic: leave it out, or add a critic with --advantage gae",
-    )
+    if critic is None and own:
+        yield f"{told} has no effect without a critic: leave it out, or add a critic with --advantage gae"
     warmup = critic.warmup if critic is not None else 0
-    yield (
-        warmup >= run.steps,
-        f"its critic warms up for {warmup} of {run.steps} steps, so the policy would not train: set --critic-warmup below "
-        "--steps",
-    )
-    yield (
-        shared and warmup > 0,
-        "a warm-up of a shared critic would move the policy's backbone: give --critic separate, or --critic-warmup 0",
-    )
-    yield (
-        shared and isinstance(critic, SoftQ),
-        "its moving-average targets need a backbone of the critic's own: leave out --critic shared",
-    )
-    yield (
-        shared and algorithm.trust_region is not None,
-        "a trust region needs a backbone of the policy's own: give --critic separate",
-    )
-    yield (
-        shared and bool(run.critic_model),
-        "a shared critic has the policy's backbone: leave out --critic-model",
-    )
+    if warmup >= run.steps:
+        yield (
+            f"its critic warms up for {warmup} of {run.steps} steps, so the policy would not train: set --critic-warmup "
+            "below --steps"
+        )
+    if shared and warmup > 0:
+        yield (
+            "a warm-up of a shared critic would move the policy's backbone: give --critic separate, or --critic-warmup 0"
+        )
+    if shared and isinstance(critic, SoftQ):
+        yield "its moving-average targets need a backbone of the critic's own: leave out --critic shared"
+    if shared and algorithm.trust_region is not None:
+        yield "a trust region needs a backbone of the policy's own: give --critic separate"
+    if shared and run.critic_model:
+        yield "a shared critic has the policy's backbone: leave out --critic-model"
 
 
-def _contradictions_of_sharding(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
+def _contradictions_of_sharding(algorithm: Algorithm, run: RL) -> Iterator[str]:
     options = " and ".join(run.divisions)
     missing = "whole gradients" if run.in_parts else "gradients of whole micro-batches"
-    yield (
-        bool(options) and algorithm.trust_region is not None,
-        f"its step needs {missing}, which no process has: leave out {options}",
-    )
-    yield (
-        bool(options) and Need.GRADIENT_NORM in algorithm.needs,
-        f"it weighs rollouts by their own gradients, which no process has whole: leave out {options}, or choose another "
-        "baseline",
-    )
+    if options and algorithm.trust_region is not None:
+        yield f"its step needs {missing}, which no process has: leave out {options}"
+    if options and Need.GRADIENT_NORM in algorithm.needs:
+        yield (
+            f"it weighs rollouts by their own gradients, which no process has whole: leave out {options}, or choose another "
+            "baseline"
+        )
 
 
 def _selecting(algorithm: Algorithm) -> str:
@@ -401,29 +327,29 @@ def _selecting(algorithm: Algorithm) -> str:
     return " and ".join([*chosen, *(["--kl-cov"] if algorithm.covariance else [])])
 
 
-def _ineffective_settings(algorithm: Algorithm, run: RL, single_turn: bool) -> Iterator[tuple[bool, str]]:
+def _ineffective_settings(algorithm: Algorithm, run: RL, single_turn: bool) -> Iterator[str]:
     """Yield the chosen settings that would have no effect."""
     own = ("branches", "branch_first", "branch_tokens", "branch_threshold", "branch_credit")
     branching = [f"--{name.replace('_', '-')}" for name in own if run.chooses(name)]
-    yield (
-        bool(branching) and algorithm.branching is not None and (single_turn or run.max_turns == 1),
-        f"{', '.join(branching)} would have no effect: rollouts branch after tool results, and here an episode is one "
-        "reply: leave it out",
-    )
+    if branching and algorithm.branching is not None and (single_turn or run.max_turns == 1):
+        yield (
+            f"{', '.join(branching)} would have no effect: rollouts branch after tool results, and here an episode is one "
+            "reply: leave it out"
+        )
     clips = [f"--{name.replace('_', '-')}" for name in ("clip_low", "clip_high", "clip_dual") if run.chooses(name)]
-    yield (
-        bool(clips) and algorithm.surrogate.clips and algorithm.on_policy and algorithm.old == "start",
-        f"{', '.join(clips)} would have no effect: with one update per step every ratio is exactly 1, and nothing is "
-        "clipped; set more, such as --minibatches 4, or leave it out",
-    )
+    if clips and algorithm.surrogate.clips and algorithm.on_policy and algorithm.old == "start":
+        yield (
+            f"{', '.join(clips)} would have no effect: with one update per step every ratio is exactly 1, and nothing is "
+            "clipped; set more, such as --minibatches 4, or leave it out"
+        )
     compared = {
         "off_policy_mask": algorithm.off_policy_mask,
         "kl_cov": algorithm.covariance,
         "target_kl": algorithm.early_stop,
     }
     still = [f"--{name.replace('_', '-')}" for name, part in compared.items() if run.chooses(name) and part is not None]
-    yield (
-        bool(still) and algorithm.on_policy and algorithm.old == "start",
-        f"{', '.join(still)} would have no effect: with one update per step old and current log-probabilities are the same; "
-        "set more, such as --minibatches 4, or leave it out",
-    )
+    if still and algorithm.on_policy and algorithm.old == "start":
+        yield (
+            f"{', '.join(still)} would have no effect: with one update per step old and current log-probabilities are the "
+            "same; set more, such as --minibatches 4, or leave it out"
+        )

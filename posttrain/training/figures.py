@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.core.intervals import LEVEL, mean_interval, paired_interval, share_interval, stated
+from posttrain.core.intervals import mean_interval, paired_interval, share_interval, stated
 from posttrain.core.types import UserError, succeeds
 
 
@@ -54,7 +54,6 @@ def summary(
     per_task_rewards: Sequence[Sequence[float]],
     ks: Sequence[int] = (),
     success: float | None = 1.0,
-    level: float = LEVEL,
     outcomes: Sequence[Sequence[float]] | None = None,
 ) -> dict[str, Any]:
     """Return the figures of an evaluation. `per_task_rewards`: for each task, the valid rewards of its samples.
@@ -76,18 +75,18 @@ def summary(
         )
     result: dict[str, Any] = {"tasks": len(groups), "samples": sum(map(len, groups))}
     means = [float(rewards.mean()) for rewards in groups]
-    found = share_interval(means, level=level) if _is_binary(groups) else mean_interval(means, level)
+    found = share_interval(means) if _is_binary(groups) else mean_interval(means)
     result["reward"] = stated(float(np.mean(means)), found, tasks=len(means))
     if success is None:
         return result
     decided = groups if outcomes is None else [np.asarray(own, dtype=np.float64) for own in outcomes if len(own)]
     correct = [(len(own), int(succeeds(own, success).sum())) for own in decided]
-    result["accuracy"] = _share([c / n for n, c in correct], level)
+    result["accuracy"] = _share([c / n for n, c in correct])
     for k in ks:
         rates = [pass_at_k(n, c, k) for n, c in correct if n >= k]
         if not rates:
             raise UserError(f"pass@{k} needs {k} samples of a task: draw more samples, or ask for a smaller k")
-        result[f"pass@{k}"] = _share(rates, level)
+        result[f"pass@{k}"] = _share(rates)
     return result
 
 
@@ -96,7 +95,6 @@ def majorities(
     outcomes: Sequence[Sequence[float]],
     ks: Sequence[int],
     success: float | None,
-    level: float = LEVEL,
 ) -> dict[str, Any]:
     """Return {"maj@8": {...}} for each k, in the form of `summary`: see `majority_at_k`.
 
@@ -108,14 +106,13 @@ def majorities(
     for k in ks:
         pairs = zip(answers, outcomes, strict=True)
         rates = [majority_at_k(own, succeeds(np.asarray(won), success), k) for own, won in pairs if len(own) >= k]
-        found[f"maj@{k}"] = _share(rates, level)
+        found[f"maj@{k}"] = _share(rates)
     return found
 
 
 def differences(
     pairs: Sequence[tuple[Sequence[float], Sequence[float]]],
     success: float | None = 1.0,
-    level: float = LEVEL,
     outcomes: Sequence[tuple[Sequence[float], Sequence[float]]] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Return the differences of two checkpoints on the same tasks, first minus second, in reward and in accuracy.
@@ -123,19 +120,19 @@ def differences(
     `outcomes`: see `summary`.
     """
     first, second = ([np.asarray(pair[side], dtype=np.float64) for pair in pairs] for side in (0, 1))
-    found = {"reward": _difference(first, second, level, _is_binary([*first, *second]))}
+    found = {"reward": _difference(first, second, _is_binary([*first, *second]))}
     if success is not None:
         decided = pairs if outcomes is None else outcomes
         own, theirs = (
             [succeeds(np.asarray(pair[side], dtype=np.float64), success) for pair in decided] for side in (0, 1)
         )
-        found["accuracy"] = _difference(own, theirs, level, share=True)
+        found["accuracy"] = _difference(own, theirs, share=True)
     return found
 
 
-def _difference(first: list[Any], second: list[Any], level: float, share: bool) -> dict[str, Any]:
+def _difference(first: list[Any], second: list[Any], share: bool) -> dict[str, Any]:
     a, b = ([float(np.mean(rewards)) for rewards in side] for side in (first, second))
-    return stated(float(np.mean(a)) - float(np.mean(b)), paired_interval(a, b, level, share=share), tasks=len(a))
+    return stated(float(np.mean(a)) - float(np.mean(b)), paired_interval(a, b, share=share), tasks=len(a))
 
 
 def _is_binary(groups: Sequence[Any]) -> bool:
@@ -143,5 +140,5 @@ def _is_binary(groups: Sequence[Any]) -> bool:
     return all(bool(np.isin(rewards, (0.0, 1.0)).all()) for rewards in groups)
 
 
-def _share(rates: list[float], level: float) -> dict[str, Any]:
-    return stated(float(np.mean(rates)), share_interval(rates, level=level), tasks=len(rates))
+def _share(rates: list[float]) -> dict[str, Any]:
+    return stated(float(np.mean(rates)), share_interval(rates), tasks=len(rates))

@@ -9,7 +9,7 @@ from posttrain.core.types import UserError
 from posttrain.data.tasks import Tasks, in_both
 from posttrain.runs import fingerprint
 from posttrain.runs.jsonl import Row
-from posttrain.runs.run_reading import read_run, run_above, split_of
+from posttrain.runs.run_reading import read_run, run_of, split_of
 
 OLDEST = 16  # most ancestors of a checkpoint that are read
 
@@ -73,7 +73,7 @@ def _learned(run: Row, digest: str) -> bool:
 def _ancestry(model: Path) -> Iterator[tuple[Path, Row]]:
     """Yield the checkpoint's run, the run of the checkpoint that it began with, and so on, as far as they exist."""
     for _ in range(OLDEST):
-        folder = run_above(model)
+        folder = run_of(model)
         if folder is None:
             return
         try:

@@ -51,41 +51,39 @@ def add_importance_weight(algorithm: Algorithm, run: RL) -> Algorithm:
     return replace(algorithm, correction=REPLAYED if algorithm.replay is not None else Correction())
 
 
-def contradictions(algorithm: Algorithm, run: RL) -> Iterator[tuple[bool, str]]:
+def contradictions(algorithm: Algorithm, run: RL) -> Iterator[str]:
     """Yield the contradictions between rollouts of other weights and the chosen corrections."""
     lags = options_of_older_rollouts(algorithm, run)
     updates, ratio = _updates(algorithm), algorithm.surrogate.uses_ratio
     ways = ["--old-policy sampler"] if ratio else ["a ratio with --surrogate clip and --old-policy sampler"]
     if not (ratio and algorithm.replay is not None):
         ways.insert(0, "--correction truncate")
-    yield (
-        bool(lags) and not algorithm.weighs_older,
-        f"rollouts of {' and '.join(lags)} were sampled by another policy, which nothing corrects: give "
-        f"{' or '.join(ways)}",
-    )
-    yield (
-        updates > 1 and not algorithm.weighs_updates,
-        f"{updates} updates per step learn from samples of earlier weights, which nothing corrects: give "
-        "--correction truncate or a ratio with --surrogate clip, or set --epochs 1 --minibatches 1",
-    )
+    if lags and not algorithm.weighs_older:
+        yield (
+            f"rollouts of {' and '.join(lags)} were sampled by another policy, which nothing corrects: give "
+            f"{' or '.join(ways)}"
+        )
+    if updates > 1 and not algorithm.weighs_updates:
+        yield (
+            f"{updates} updates per step learn from samples of earlier weights, which nothing corrects: give "
+            "--correction truncate or a ratio with --surrogate clip, or set --epochs 1 --minibatches 1"
+        )
     sampler = algorithm.old == "sampler"
-    yield (
-        sampler and not ratio,
-        f"it has no ratio, as it maximises {algorithm.surrogate.formula}: leave out --old-policy",
-    )
-    yield (
-        sampler and algorithm.correction is not None,
-        "a ratio to the sampler's own probabilities leaves nothing to correct: leave out --correction, or --old-policy",
-    )
-    yield (
-        ratio and algorithm.replay is not None and not sampler,
-        "rollouts of earlier steps have only the sampler's probabilities: leave out --correction, and give --old-policy "
-        "sampler",
-    )
+    if sampler and not ratio:
+        yield f"it has no ratio, as it maximises {algorithm.surrogate.formula}: leave out --old-policy"
+    if sampler and algorithm.correction is not None:
+        yield (
+            "a ratio to the sampler's own probabilities leaves nothing to correct: leave out --correction, or --old-policy"
+        )
+    if ratio and algorithm.replay is not None and not sampler:
+        yield (
+            "rollouts of earlier steps have only the sampler's probabilities: leave out --correction, and give --old-policy "
+            "sampler"
+        )
     yield from _contradictions_of_reward_weights(algorithm)
 
 
-def _contradictions_of_reward_weights(algorithm: Algorithm) -> Iterator[tuple[bool, str]]:
+def _contradictions_of_reward_weights(algorithm: Algorithm) -> Iterator[str]:
     """Yield the contradiction of weights on single rewards with advantages that are not sums of rewards."""
     at_rewards = isinstance(algorithm.surrogate, WeightedLogProbability) and algorithm.surrogate.at == "reward"
     discounted = isinstance(algorithm.advantage, GAE | KStep) or (
@@ -97,11 +95,11 @@ def _contradictions_of_reward_weights(algorithm: Algorithm) -> Iterator[tuple[bo
         "a teacher's reward of single tokens": algorithm.teacher is not None and algorithm.teacher.sampled,
         "rollouts that branch": algorithm.branching is not None,
     }
-    yield (
-        at_rewards and any(told.values()),
-        f"weighs each reward where it is earned, which {' and '.join(k for k, there in told.items() if there)} does not "
-        "define: --weight-at token with --ratio sequence-sum weighs the whole reply",
-    )
+    if at_rewards and any(told.values()):
+        yield (
+            f"weighs each reward where it is earned, which {' and '.join(k for k, there in told.items() if there)} does not "
+            "define: --weight-at token with --ratio sequence-sum weighs the whole reply"
+        )
 
 
 def _updates(algorithm: Algorithm) -> int:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from posttrain.config.training import Passes, RewardModelling
-from posttrain.core.messages import clip
 from posttrain.core.protocols import Learner, Model
-from posttrain.core.types import Task, UserError
+from posttrain.core.types import UserError
 from posttrain.data.mixed_tasks import AnyTasks, MixedTasks
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.data.tasks_from_rows import Convert
 from posttrain.models.native.fused import compiles
 from posttrain.models.native.kernels import build
-from posttrain.runs.terminal.notices import warn
 from posttrain.training.mixtures import rows_of, share_lines
+from posttrain.training.row_warnings import warn_repeated_prompts
 from posttrain.training.setup import (
     amount,
     microbatch_tokens,
@@ -28,8 +26,6 @@ from posttrain.training.sources.example_stream import ExampleStream, steps_per_e
 from posttrain.training.sources.packing import Read
 from posttrain.training.sources.token_recording import TokenRecording
 
-READ_FOR_REPEATED = 1000  # most rows to read
-LEAST_REPEATED = 8  # characters of a prompt; a response may begin with a shorter prompt by chance
 WITHOUT_LABELS = "without a label or comparison of different responses that are not empty"
 
 
@@ -38,28 +34,6 @@ def compared_rows(config: Passes, rows: Any, convert: Convert) -> tuple[AnyTasks
     found = rows_of(config, rows, convert=convert, left_out=WITHOUT_LABELS)
     warn_repeated_prompts(found[0])
     return found
-
-
-def warn_repeated_prompts(tasks: AnyTasks, warn: Callable[[str], None] = warn) -> None:
-    """Warn if some responses to a prompt begin with the prompt and others do not, as the model would learn that
-    difference.
-
-    A prompt that all of its responses repeat is removed when the rows are read.
-    """
-    some = tasks.examples(READ_FOR_REPEATED)
-    found = [task for task in some if _repeated_by_some(task)]
-    if found:
-        warn(
-            f"in {len(found)} of {len(some)} rows checked, some responses begin with the prompt and others do not, as in "
-            f"{clip(repr(found[0]['prompt']))}: remove the prompt from all responses, or the model learns to repeat it"
-        )
-
-
-def _repeated_by_some(task: Task) -> bool:
-    prompt, responses = task.get("prompt"), [text for text in task["responses"] if isinstance(text, str)]
-    if not isinstance(prompt, str) or len(prompt.strip()) < LEAST_REPEATED:
-        return False
-    return len({text.startswith(prompt.strip()) for text in map(str.lstrip, responses)}) > 1
 
 
 def must_end(config: Passes, tasks: AnyTasks) -> None:

@@ -43,6 +43,9 @@ from posttrain.training.frozen_weights import frozen_type
 from posttrain.training.role_devices import JUDGES, REWARD_MODELS, refuse_idle_roles, role_device
 from posttrain.training.setup import rehearse
 
+Serving = RL | SFT | Evaluation | Check | Sample | Label | Chat
+"""The options of a command that may open judges, reward models and retrievers."""
+
 
 @dataclass(frozen=True)
 class Known:
@@ -232,16 +235,14 @@ def open_dialogue(config: Chat, env: Env, device: torch.device) -> Iterator[Play
         yield Playground(pool, services, Sampling(config.temperature, max_tokens=config.max_tokens))
 
 
-def open_services(
-    config: RL | SFT | Evaluation | Check | Sample | Label | Chat, device: torch.device, resumed: bool = False
-) -> Services:
+def open_services(config: Serving, device: torch.device, resumed: bool = False) -> Services:
     """Open the services that the options name, and try each once, the cheapest first.
 
     A resumed run may continue with an endpoint that is down: its journal has the answers up to its interruption.
     """
     services, matrices = Services(), frozen_type(config)
     try:
-        recipes = _recipes(config)
+        recipes = {name: read_recipe(file) for name, file in named_services(getattr(config, "judge", ()), "judge")}
         held = [JUDGES for recipe in recipes.values() if isinstance(recipe, Generative)]
         held += [REWARD_MODELS for _ in getattr(config, "reward_model", ())]
         refuse_idle_roles(config, [REWARD_MODELS, JUDGES], held)
@@ -264,10 +265,6 @@ def open_services(
     return services
 
 
-def _recipes(config: RL | SFT | Evaluation | Check | Sample | Label | Chat) -> dict[str, Recipe | Generative]:
-    return {name: read_recipe(file) for name, file in named_services(getattr(config, "judge", ()), "judge")}
-
-
 def _ask_endpoints(recipes: Mapping[str, Recipe | Generative], services: Services, resumed: bool) -> None:
     """Open the judges behind endpoints, and try each once."""
     for name, recipe in recipes.items():
@@ -287,9 +284,7 @@ def _warn_or_refuse(problem: str, resumed: bool) -> None:
     warn(f"{problem}; the run continues with the answers so far, and further requests are invalid")
 
 
-def _open_retrievers(
-    config: RL | SFT | Evaluation | Check | Sample | Label | Chat, services: Services, resumed: bool
-) -> None:
+def _open_retrievers(config: Serving, services: Services, resumed: bool) -> None:
     """Open indices, and try each retrieval server once."""
     for name, place in named_services(getattr(config, "retriever", ()), "retriever"):
         from posttrain.services.retriever import RemoteRetriever, retriever

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -13,15 +13,13 @@ import torch
 from posttrain.config.inference import Evaluation, Label, Sample
 from posttrain.config.row_options import Data
 from posttrain.config.training import Training
-from posttrain.core.conversation import TextEncoder
 from posttrain.core.doing import doing
-from posttrain.core.messages import clip
 from posttrain.core.protocols import Model
 from posttrain.core.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError
 from posttrain.data.mixed_tasks import AnyTasks, MixedTasks
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import Stream, Tasks, hold_out, to_tasks
-from posttrain.data.tasks_from_rows import Conversion, Convert, is_script
+from posttrain.data.tasks_from_rows import Conversion, Convert
 from posttrain.envs.play.env_outputs import Done
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.load_env import is_generator_env, load_converter, load_env, task_set
@@ -38,12 +36,10 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.terminal.notices import tell, warn
 from posttrain.system.user_code import load_named
 from posttrain.training.held_out_check import overlap
-from posttrain.training.near_names import warn_near_names
+from posttrain.training.row_warnings import warn_near_names, warn_unknown_tokens_in_episodes
 from posttrain.training.sources.length_filter import Prompts, TooLong
 
 TRIAL_TURNS = 8  # turns of a rehearsed episode; an environment may wait for a word that no sample reply contains
-READ_FOR_UNKNOWN = 20  # most tasks to read
-MOST_UNKNOWN = 0.01  # share of tokens that may be unknown to the tokenizer
 LARGE_MODEL = 50_000_000  # parameters from which micro-batches on a CPU are smaller
 GPU_TOKENS = 8192  # tokens of a micro-batch on a GPU if the size of its activations is unknown
 ACTIVATION_SHARE = 0.2  # share of a GPU's memory for the activations of a micro-batch
@@ -251,50 +247,10 @@ def _sample_replies(task: Task) -> list[str]:
     return [*filter(str.strip, own), *SAMPLE_REPLIES]
 
 
-def warn_unknown_tokens(tokenizer: Tokenizer, tasks: AnyTasks, warn: Callable[[str], None] = warn) -> None:
-    """Warn if the tokenizer has no tokens for more than `MOST_UNKNOWN` of some tasks' text, which the model cannot
-    read.
-    """
-    if tokenizer.unknown_id is not None:
-        texts = (text for task in tasks.examples(READ_FOR_UNKNOWN) for text in texts_of(task))
-        _warn_unknown_tokens(tokenizer, texts, "the tasks' text", warn)
-
-
-def warn_unknown_tokens_in_episodes(
-    tokenizer: TextEncoder, texts: Iterable[str], warn: Callable[[str], None] = warn
-) -> None:
-    """Warn if the tokenizer has no tokens for more than `MOST_UNKNOWN` of an environment's texts."""
-    if tokenizer.unknown_id is not None:
-        _warn_unknown_tokens(tokenizer, texts, "what the environment shows", warn)
-
-
-def _warn_unknown_tokens(tokenizer: TextEncoder, texts: Iterable[str], what: str, warn: Callable[[str], None]) -> None:
-    unknown = tokenizer.unknown_id
-    assert unknown is not None
-    encoded = [(text, tokenizer.encode(text)) for text in texts]
-    count = sum(tokens.count(unknown) for _, tokens in encoded)
-    total = sum(len(tokens) for _, tokens in encoded)
-    if count > MOST_UNKNOWN * total:
-        example = next(text for text, tokens in encoded if unknown in tokens)
-        warn(
-            f"the model's tokenizer has no token for {count / total:.0%} of {what}, as in {clip(repr(example))}, and reads "
-            "all of it as one unknown token: train with a tokenizer that has these characters"
-        )
-
-
 def require_chat_template(tokenizer: Tokenizer, tasks: AnyTasks) -> None:
     """Raise UserError, before a model is loaded, if rows are messages and the tokenizer has no chat template."""
     if tokenizer.chat_template is None and (task := next((t for t in tasks.examples() if t.get("messages")), None)):
         tokenizer.render(task["messages"])  # raises with the fix
-
-
-def texts_of(task: Task) -> list[str]:
-    """Return the texts of a task: its prompt or messages, and its responses."""
-    said: list[Any] = [task.get("prompt"), task.get("response"), *(task["replies"] if is_script(task) else ())]
-    said += [message["content"] for message in task.get("messages") or ()]
-    for response in task.get("responses") or ():
-        said += [response] if isinstance(response, str) else response
-    return [text for text in said if isinstance(text, str)]
 
 
 def _rehearsed(

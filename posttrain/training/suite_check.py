@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +14,7 @@ from posttrain.config.suite_file import Part, read_suite
 from posttrain.config.training import RewardModelling, Training
 from posttrain.core.batch import Stats
 from posttrain.core.protocols import Learner
-from posttrain.core.types import Outcome, Rollout, Task, UserError
+from posttrain.core.types import Rollout, Task, UserError
 from posttrain.data.tasks import Stream, hold_out
 from posttrain.engines.open_engine import open_engine
 from posttrain.envs.play.env_pool import default_workers
@@ -26,9 +26,9 @@ from posttrain.training.figures import summary
 from posttrain.training.held_out_check import split_seed_of
 from posttrain.training.playground import Playground, open_playground
 from posttrain.training.rollout_figures import headline, outcomes_by_task, rates, repeated, rewards_by_task
-from posttrain.training.setup import fitting, load_tasks, split_seed, warn_unknown_tokens
+from posttrain.training.row_warnings import warn_unknown_tokens
+from posttrain.training.setup import fitting, load_tasks, split_seed
 from posttrain.training.sources.length_filter import TooLong
-from posttrain.training.text_loss import Measure
 
 OPTION = "--eval-suite"
 OF_THE_RUN = ("search", "replicas", "chat_template", "chat_template_kwargs")
@@ -46,15 +46,11 @@ class _OpenPart:
     success: float | None  # reward from which a reply counts as right; None: there is none
 
 
-def with_suite(
-    run: RunFolder[Any],
-    learner: Learner,
-    tokenizer: Tokenizer,
-    measure: Measure | None,
-    device: torch.device,
-    opened: ExitStack,
-) -> Measure | None:
-    """Return the evaluation extended by the suite of `--eval-suite`. `opened`: closes the environments.
+def suite_check(
+    run: RunFolder[Any], learner: Learner, tokenizer: Tokenizer, device: torch.device, opened: ExitStack
+) -> Callable[[Stats], None] | None:
+    """Return a function that samples the suite of `--eval-suite`, and adds its figures; None without one. `opened`:
+    closes the environments.
 
     Its random numbers follow from the seeds of the parts alone, so training is the same with and without it, and a
     part's figures are those of `posttrain eval --suite` on a checkpoint. Raises UserError for a suite that cannot be
@@ -62,7 +58,7 @@ def with_suite(
     """
     config: Training = run.config
     if config.eval_suite is None:
-        return measure
+        return None
     if isinstance(config, RewardModelling):
         raise UserError(f"{OPTION} samples replies, and a reward model gives none: leave it out")
     given = {"model": config.model or config.out}
@@ -82,11 +78,7 @@ def with_suite(
         if means:
             stats.add("suite/mean", sum(means) / len(means))
 
-    def both(stats: Stats) -> Sequence[Outcome] | None:
-        sampled(stats)
-        return measure(stats) if measure is not None else None
-
-    return both
+    return sampled
 
 
 def _opened(

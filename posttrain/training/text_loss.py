@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from posttrain.config.training import RewardModelling, Training
 from posttrain.core.batch import Stats
 from posttrain.core.protocols import Learner
-from posttrain.core.types import Outcome, Task, UserError
+from posttrain.core.types import Task, UserError
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import Stream, Tasks, to_tasks
 from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -19,9 +19,6 @@ from posttrain.training.setup import microbatch_tokens, watch_lengths
 from posttrain.training.sources.sft_source import Demonstrations, Transcripts
 
 AT_ONCE = 1000  # rows whose transcripts are in memory together
-
-Measure = Callable[[Stats], Sequence[Outcome] | None]
-"""Evaluation within training: adds its metrics, and returns the outcomes of the rollouts that it sampled."""
 
 
 def read_texts(option: str, file: str) -> Tasks | Stream:
@@ -55,16 +52,16 @@ def text_loss(texts: Transcripts, source: Demonstrations, learner: Learner, metr
     return measure
 
 
-def with_forgetting(
-    run: RunFolder[Any], learner: Learner, tokenizer: Tokenizer, measure: Measure | None, device: torch.device
-) -> Measure | None:
-    """Return the evaluation extended by the loss of the texts of `--forget`.
+def forgetting(
+    run: RunFolder[Any], learner: Learner, tokenizer: Tokenizer, device: torch.device
+) -> Callable[[Stats], None] | None:
+    """Return a function that adds the loss of the texts of `--forget`; None without it.
 
     Raises UserError if that is not possible.
     """
     config: Training = run.config
     if config.forget is None:
-        return measure
+        return None
     if isinstance(config, RewardModelling):
         raise UserError("--forget measures the likelihood of text, which a reward model does not have: leave it out")
     tasks = read_texts("--forget", config.forget)
@@ -77,10 +74,4 @@ def with_forgetting(
     texts = Transcripts(run.chat.of(tasks, answered=True), tokenizer, *how)
     texts.check()
     source = Demonstrations(texts, AT_ONCE, microbatch_tokens(config, model), config.seed, device)
-    forgetting = text_loss(texts, source, learner, "forget/loss")
-
-    def both(stats: Stats) -> Sequence[Outcome] | None:
-        forgetting(stats)
-        return measure(stats) if measure is not None else None
-
-    return both
+    return text_loss(texts, source, learner, "forget/loss")

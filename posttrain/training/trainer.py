@@ -43,6 +43,9 @@ HOOK = "hook"  # name of the finding that a hook failed
 HURRIED = 5.0  # seconds for trackers to finish after a second Ctrl-C
 NOTICED = 1.0  # least seconds of these steps for a report, so that toy runs get none
 
+Measure = Callable[[Stats], Sequence[Outcome] | None]
+"""Evaluation within training: adds its metrics, and returns the outcomes of the rollouts that it sampled."""
+
 
 @dataclass
 class Run:
@@ -75,7 +78,7 @@ class Trainer:
         learner: Learner,
         source: Source,
         tokenizer: Tokenizer,
-        measure: Callable[[Stats], Sequence[Outcome] | None] | None,
+        measure: Measure | None,
         steps: int,
         hooks: Hooks | None = None,
     ) -> None:

@@ -22,15 +22,15 @@ from posttrain.core.types import Outcome
 from posttrain.learners.local_learner import LocalLearner
 from posttrain.models.free_memory import gpu_memory
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.runs.run_folder import RunFolder, begin
+from posttrain.runs.run_folder import RunFolder
 from posttrain.training.distributed_setup import open_world
 from posttrain.training.hooks import Hooks
 from posttrain.training.memory_estimate import UpdateSize, memory_lines
 from posttrain.training.setup import microbatch_tokens, prepare
 from posttrain.training.sources.length_filter import TooLong
-from posttrain.training.suite_check import with_suite
-from posttrain.training.text_loss import with_forgetting
-from posttrain.training.trainer import Run, Trainer
+from posttrain.training.suite_check import suite_check
+from posttrain.training.text_loss import forgetting
+from posttrain.training.trainer import Measure, Run, Trainer
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RunParts:
     steps: int  # the number of the last step
     sizes: list[str]  # lines on model, data, batch and so on: shown and recorded
     formula: list[str]  # the objective in plain mathematics: shown and recorded
-    measure: Callable[[Stats], Sequence[Outcome] | None] | None = None  # evaluates; returns the outcomes
+    measure: Measure | None = None
     notifiers: tuple[Any, ...] = ()  # parts whose `say` shows a message to the user
     finish: Callable[[Run], Sequence[str]] | None = (
         None  # called after the last step, in the first process; returns lines to print
@@ -76,13 +76,14 @@ def run_training(
     build: Callable[[RunContext[AnyTraining]], RunParts] = load(VERBS[config.verb].function)
     if not config.resume:
         validate(config)  # first, as a command that lacks an option is no reason to delete the run in --out
-    with open_world(config) as world, begin(config, rows, env, world) as run, ExitStack() as resources:
+    with open_world(config) as world, RunFolder(config, rows, env, world) as run, ExitStack() as resources:
         validate(run.config)
         watching = Hooks([*run.config.hook, *hooks])
         device = prepare(run.config)
         parts = build(RunContext(run, device, resources, rows, env))
-        measure = with_forgetting(run, parts.learner, parts.tokenizer, parts.measure, device)
-        measure = with_suite(run, parts.learner, parts.tokenizer, measure, device, resources)
+        measured = forgetting(run, parts.learner, parts.tokenizer, device)
+        sampled = suite_check(run, parts.learner, parts.tokenizer, device, resources)
+        measure = _together([part for part in (sampled, measured) if part is not None], parts.measure)
         trainer = Trainer(run, parts.learner, parts.source, parts.tokenizer, measure, parts.steps, watching)
         for part in parts.notifiers:
             part.say = trainer.display.note
@@ -92,6 +93,17 @@ def run_training(
             totals = [line for part in parts.notifiers if isinstance(part, TooLong) for line in part.total()]
             ended.notes = (*(parts.finish(ended) if parts.finish is not None else ()), *totals)
         return ended
+
+
+def _together(before: Sequence[Callable[[Stats], None]], last: Measure | None) -> Measure | None:
+    """Return the evaluation within training: the outcomes are those of the last part."""
+
+    def measure(stats: Stats) -> Sequence[Outcome] | None:
+        for part in before:
+            part(stats)
+        return last(stats) if last is not None else None
+
+    return measure if before else last
 
 
 def _memory(config: Training, parts: RunParts, device: torch.device) -> list[str]:

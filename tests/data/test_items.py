@@ -18,7 +18,7 @@ from posttrain.data.labels import to_labelled
 from posttrain.data.preference_examples import MOST, to_compared, to_item, to_judged
 from posttrain.data.tasks import to_tasks
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.training.passes import warn_repeated_prompts
+from posttrain.training.row_warnings import warn_repeated_prompts
 from posttrain.training.sources.length_filter import Policy, TooLong
 from posttrain.training.sources.preferences import PreferenceExamples
 

@@ -11,7 +11,8 @@ from posttrain.core.types import Invalid, Reply, Task, UserError
 from posttrain.data.tasks import to_tasks
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.training.setup import rehearse, warn_unknown_tokens
+from posttrain.training.row_warnings import warn_unknown_tokens
+from posttrain.training.setup import rehearse
 
 TASKS: list[Task] = [{"id": str(i), "prompt": f"{i}+1=", "answer": answer} for i, answer in enumerate(["1", "", "3"])]
 

@@ -18,7 +18,7 @@ from posttrain.data.tasks import to_tasks
 from posttrain.envs.demonstration import demonstrate, lost_reasoning
 from posttrain.models.tokenizer.custom_template import CHATML
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.training.lost_reasoning import lost_reasoning_line
+from posttrain.training.row_warnings import lost_reasoning_line
 from posttrain.training.sources.length_filter import TooLong
 from posttrain.training.sources.preferences import PreferenceExamples
 

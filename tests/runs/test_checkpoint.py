@@ -24,7 +24,7 @@ def write(folder: Path, text: str = "weights") -> None:
 
 
 def save(run: Path, step: int, keep: int = 9) -> Path:
-    return checkpoint.save(run, step, lambda folder: write(folder, f"weights {step}"), keep)
+    return checkpoint.Draft(run, step, lambda folder: write(folder, f"weights {step}")).finish(keep)
 
 
 def names(run: Path) -> list[str]:
@@ -98,7 +98,7 @@ def test_failed_save_leaves_what_was_there_and_no_half(
         raise error
 
     with pytest.raises(expected) as raised:
-        checkpoint.save(tmp_path, 2, fail, keep=1)
+        checkpoint.Draft(tmp_path, 2, fail).finish(keep=1)
     assert expected is not UserError or "\n" not in str(raised.value)
     assert checkpoint.newest(tmp_path) == first and checkpoint.damaged(first) is None
     save(tmp_path, 2)  # a draft that was left is no obstacle

@@ -286,7 +286,7 @@ def test_resumed_run_keeps_the_reference_it_began_with(place: Path, uninterrupte
     assert main([*words, "--steps", "3", "--out", "whole"]) == 0
     assert main([*words, "--steps", "2", "--out", "parted"]) == 0
     other = tiny(tokenizer, seed=9)
-    checkpoint.save(place / "moving", 99, lambda folder: save_model(other, folder, tokenizer), keep=9)
+    checkpoint.Draft(place / "moving", 99, lambda folder: save_model(other, folder, tokenizer)).finish(keep=9)
     assert checkpoint.resolve("moving").name == "step-000099"
     assert main(["rl", "--model", "moving", "--out", "parted", "--resume", "--quiet", "--steps", "3"]) == 0
     assert traces(place / "parted") == traces(place / "whole")

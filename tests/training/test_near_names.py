@@ -3,7 +3,7 @@
 import pytest
 
 from posttrain.config.training import RL
-from posttrain.training.near_names import warn_near_names
+from posttrain.training.row_warnings import warn_near_names
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ def shown(source: Demonstrations, number: int) -> list[tuple[int, ...]]:
 def test_every_row_comes_once_per_epoch_in_a_new_order(tokenizer: Tokenizer) -> None:
     source = Demonstrations(transcripts(tokenizer, rows(10)), 4, 10_000, 0, CPU)
     first, second = ([row for n in range(k, k + 3) for row in shown(source, n)] for k in (1, 4))
-    assert steps_per_epoch(source.transcripts, source.rows) == 3 and len(first) == 10
+    assert steps_per_epoch(source.items, source.rows) == 3 and len(first) == 10
     assert sorted(first) == sorted(second) and first != second
 
 
@@ -239,7 +239,7 @@ def test_step_depends_on_its_number_alone_whatever_was_made_before(tokenizer: To
     steps = [(source.produce(n).stats, shown(source, n)) for n in (1, 2, 3, 4, 5, 6)]
     for number in (5, 2):
         fresh = Demonstrations(transcripts(tokenizer, given, 20, "truncate"), 4, 10_000, 3, CPU)
-        list(fresh.transcripts)  # as an evaluation would
+        list(fresh.items)  # as an evaluation would
         assert (fresh.produce(number).stats, shown(fresh, number)) == steps[number - 1]
 
 
@@ -282,7 +282,7 @@ def test_transcripts_are_made_once_while_there_is_room(tokenizer: Tokenizer, mon
 def test_rows_without_end_come_in_their_own_order(tokenizer: Tokenizer) -> None:
     stream = Stream(lambda: iter(rows(50)), Conversion(need=NEED))
     source = Demonstrations(Transcripts(stream, tokenizer, (1,), 64, TooLong("skip", 64, print)), 4, 10_000, 0, CPU)
-    assert len(source.transcripts) == ENDLESS
+    assert len(source.items) == ENDLESS
     every = [tuple(demonstrate(task, tokenizer, (1,)).tokens[:-1]) for task in to_tasks(rows(50), need=NEED)]
     assert sorted(shown(source, 3)) == sorted(every[8:12]) and sorted(shown(source, 1)) == sorted(every[:4])
 
@@ -292,8 +292,8 @@ def test_steps_are_numbered_and_their_order_is_of_the_seed_and_the_epoch(tokeniz
         source = Demonstrations(transcripts(tokenizer, rows(8)), 8, 10_000, seed, CPU)
         steps = [source.produce(number) for number in (1, 2)]
         assert [step.number for step in steps] == [1, 2]
-        assert [step.tokens for step in steps] == [sum(t.n_scored for [t] in source.transcripts)] * 2
-        own = {id(source.transcripts[place]): place for place in range(8)}
+        assert [step.tokens for step in steps] == [sum(t.n_scored for [t] in source.items)] * 2
+        own = {id(source.items[place]): place for place in range(8)}
         found: list[list[int]] = []
         for step in steps:
             caught: list[Any] = []

@@ -32,15 +32,8 @@ MOST = 1 << 22
 """Most rows of a file: a few bytes may claim billions."""
 
 
-def read_table(
-    folder: Folder,
-    step: int,
-    names: Iterable[str] | None = None,
-    held_out: bool = False,
-    places: Sequence[int] | None = None,
-) -> pa.Table:
-    """Return the rollouts of a step, in these columns and at these indices (None: all). Raises UserError if there are
-    none.
+def read_table(folder: Folder, step: int, names: Iterable[str] | None = None, held_out: bool = False) -> pa.Table:
+    """Return the rollouts of a step, in these columns (None: all). Raises UserError if there are none.
 
     `held_out`: those of the evaluation after that step.
     """
@@ -53,7 +46,7 @@ def read_table(
             if steps
             else f"{folder} holds no {what}: no step has left any"
         )
-    table = read_file(path, names, places)
+    table = read_file(path, names)
     if "step" in table.column_names and pc.any(pc.not_equal(table["step"], step)).as_py():
         raise UserError(f"{path} holds rollouts of another step: put the right file there")
     return table

@@ -6,9 +6,9 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
-from posttrain.core.batch import Stats, TrainingStep
+from posttrain.core.batch import Stats
 from posttrain.core.types import Task, Transcript, UserError
 from posttrain.data.mixed_tasks import MixedTasks
 from posttrain.data.tasks import ENDLESS, draw, order
@@ -102,19 +102,6 @@ class ExampleStream(Sequence["X | None"], Generic[X]):
                 made = self.make(task, self.too_long.context)
         self.too_long.meet(self.tasks.where(place), f"the {self.noun} has {length} tokens", made is not None)
         return made
-
-
-class Memoryless:
-    """Mixin for a `Source` without state: a step depends on its number alone."""
-
-    def learned(self, step: TrainingStep, stats: Stats) -> None:
-        pass
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        pass
 
 
 def steps_per_epoch(made: ExampleStream[X], rows: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,8 @@ from posttrain.envs.demonstration import demonstrate, demonstrate_steps, last_al
 from posttrain.learners.local_learner import REFERENCE
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.example_recording import ExampleRecording
-from posttrain.training.sources.example_stream import ExampleStream, examples_of_step, progress
+from posttrain.training.sources.example_source import ExampleSource
+from posttrain.training.sources.example_stream import ExampleStream
 from posttrain.training.sources.length_filter import Placed, TooLong
 from posttrain.training.sources.packing import Read, collate, readings, split_microbatches
 from posttrain.training.sources.reference_cache import MovingReferenceLogps, Reference, mismatched
@@ -91,25 +93,11 @@ class ComparisonTargets:
 
     def of(self, index: Sequence[int], device: torch.device, matched: Matched | None = None) -> Preferences:
         """Return the targets of a micro-batch of these preference examples. `matched`: as in `Preferences`."""
-        of_labels, read = self.of_labels, self.read
-        better: list[int] = []
-        worse: list[int] = []
-        margin: list[float] = []
-        weight: list[float] = []
-        labelled: list[int] = []
-        label: list[float] = []
-        label_weight: list[float] = []
-        before = 0
-        for i in index:
-            item = self.items[i]
-            better += [before + c.better for c in item.comparisons]
-            worse += [before + c.worse for c in item.comparisons]
-            margin += [c.margin for c in item.comparisons]
-            weight += [0.0] * len(item.comparisons) if of_labels else self.weights[i]
-            labelled += [before + place for place, _ in self.labels[i]]
-            label += [value for _, value in self.labels[i]]
-            label_weight += self.weights[i] if of_labels else [0.0] * len(self.labels[i])
-            before += sum(scores(t, read) for t in item.responses)
+        sizes = [sum(scores(t, self.read) for t in self.items[i].responses) for i in index]
+        placed = list(zip(accumulate(sizes, initial=0), index, strict=False))  # (scores before it, preference example)
+        compared = [(before, c) for before, i in placed for c in self.items[i].comparisons]
+        labelled = [(before + place, value) for before, i in placed for place, value in self.labels[i]]
+        weights = [weight for i in index for weight in self.weights[i]]
 
         def whole(values: Sequence[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
@@ -118,13 +106,13 @@ class ComparisonTargets:
             return torch.tensor(values, dtype=torch.float64, device=device)
 
         return Preferences(
-            whole(better),
-            whole(worse),
-            real(margin),
-            real(weight),
-            whole(labelled),
-            real(label),
-            real(label_weight),
+            whole([before + c.better for before, c in compared]),
+            whole([before + c.worse for before, c in compared]),
+            real([c.margin for _, c in compared]),
+            real([0.0] * len(compared) if self.of_labels else weights),
+            whole([place for place, _ in labelled]),
+            real([value for _, value in labelled]),
+            real(weights if self.of_labels else [0.0] * len(labelled)),
             matched,
         )
 
@@ -178,8 +166,8 @@ def _labels(item: PreferenceExample, read: Read) -> list[tuple[int, float]]:
 
 
 @dataclass
-class Comparisons:
-    """Source (see `posttrain.core.protocols.Source`) of `rows` preference examples a step, one optimizer update each.
+class Comparisons(ExampleSource[PreferenceExample]):
+    """Source of preference examples.
 
     `reference`: the reference's log-probabilities of all preference examples, if the algorithm needs them. The state is
     the running mean of implicit rewards, if a link subtracts it.
@@ -193,21 +181,11 @@ class Comparisons:
     seed: int
     reference: Reference | MovingReferenceLogps | None = None
     rewards: tuple[float, float] = (0.0, 0.0)  # sum and number of implicit rewards so far
-    recording: ExampleRecording | None = None  # None: no row is recorded
+    recording: ExampleRecording | None = None
     device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
         self.device = self.learner.device
-
-    def produce(self, number: int) -> TrainingStep:
-        self.items.too_long.take()
-        found = examples_of_step(self.items, self.rows, self.seed, number)
-        stats = Stats()
-        progress(self.items, self.rows, number, stats)
-        places, items = [place for place, _ in found], [item for _, item in found]
-        shown = self.recording.choose(self.items, self.rows, number, found) if self.recording else []
-        tokens = sum(item.n_scored for item in items)
-        return TrainingStep(number, [lambda: self._update(places, items)], stats, tokens, outcomes=shown)
 
     def batches(
         self,
@@ -251,7 +229,7 @@ class Comparisons:
             matches = transported(self.algorithm, self.learner, [built(index, None, None) for index in parts])
         return [built(index, matched, sink) for index, matched in zip(parts, matches, strict=True)]
 
-    def _update(self, places: Sequence[int], items: Sequence[PreferenceExample]) -> list[Batch]:
+    def update(self, places: Sequence[int], items: Sequence[PreferenceExample]) -> list[Batch]:
         coefficients = {}
         if self.reference is not None:
             self.reference.prepare(places)
@@ -304,8 +282,7 @@ class Comparisons:
         ]
 
     def learned(self, step: TrainingStep, stats: Stats) -> None:
-        if self.recording is not None:
-            self.recording.settle(step)
+        super().learned(step, stats)
         moving = self.algorithm.moving
         if moving is not None and step.number % moving.every == 0:
             self.learner.move(REFERENCE, moving.rate)

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from posttrain.algorithms.reward_model_table import RewardModelAlgorithm
-from posttrain.core.batch import Batch, Stats, TrainingStep
+from posttrain.core.batch import Batch
 from posttrain.core.protocols import Source
 from posttrain.core.types import PreferenceExample
 from posttrain.training.sources.example_recording import ExampleRecording
-from posttrain.training.sources.example_stream import Memoryless, examples_of_step, progress
+from posttrain.training.sources.example_source import ExampleSource
 from posttrain.training.sources.packing import Read, collate, split_microbatches
 from posttrain.training.sources.preferences import ComparisonTargets, PreferenceExamples
 
 
 @dataclass(frozen=True)
-class RewardExamples(Memoryless):
-    """Source of `rows` preference examples a step, one optimizer update each: see `posttrain.core.protocols.Source`."""
+class RewardExamples(ExampleSource[PreferenceExample]):
+    """Source of preference examples for reward models."""
 
     items: PreferenceExamples
     algorithm: RewardModelAlgorithm
@@ -31,22 +31,10 @@ class RewardExamples(Memoryless):
     seed: int
     device: torch.device
     read: Read = "last"
-    recording: ExampleRecording | None = None  # None: no row is recorded
+    recording: ExampleRecording | None = None
 
-    def produce(self, number: int) -> TrainingStep:
-        self.items.too_long.take()
-        found = examples_of_step(self.items, self.rows, self.seed, number)
-        items, stats = [item for _, item in found], Stats()
-        progress(self.items, self.rows, number, stats)
-        shown = self.recording.choose(self.items, self.rows, number, found) if self.recording else []
-        tokens = sum(item.n_scored for item in items)
-        return TrainingStep(
-            number, [lambda: [b for _, b in self.batches(items, self.recording)]], stats, tokens, outcomes=shown
-        )
-
-    def learned(self, step: TrainingStep, stats: Stats) -> None:
-        if self.recording is not None:
-            self.recording.settle(step)
+    def update(self, places: Sequence[int], items: Sequence[PreferenceExample]) -> list[Batch]:
+        return [batch for _, batch in self.batches(items, self.recording)]
 
     def batches(
         self, items: Sequence[PreferenceExample], recording: ExampleRecording | None = None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from posttrain.algorithms.token_weights import TokenWeight, weighed_likelihood
-from posttrain.core.batch import Batch, Outputs, Stats, TrainingStep
+from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.core.protocols import Objective, Source
 from posttrain.core.types import Mask, Task, Transcript, UserError
 from posttrain.data.tasks_from_rows import is_script
@@ -21,7 +21,8 @@ from posttrain.envs.demonstration import demonstrate, is_empty, last_alone, lear
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.demonstrations import Enact, cut, stored
 from posttrain.training.sources.example_recording import ExampleRecording
-from posttrain.training.sources.example_stream import ExampleStream, Memoryless, examples_of_step, progress
+from posttrain.training.sources.example_source import ExampleSource
+from posttrain.training.sources.example_stream import ExampleStream
 from posttrain.training.sources.length_filter import Placed, TooLong
 from posttrain.training.sources.packing import collate, split_microbatches
 
@@ -125,30 +126,18 @@ class Transcripts(ExampleStream[Sequence[Transcript]]):
 
 
 @dataclass(frozen=True)
-class Demonstrations(Memoryless):
-    """Source of `rows` demonstrations a step, see `posttrain.core.protocols.Source` and
-    `example_stream.examples_of_step`.
-    """
+class Demonstrations(ExampleSource[Sequence[Transcript]]):
+    """Source of demonstrations."""
 
-    transcripts: Transcripts
+    items: Transcripts
     rows: int
     tokens_per_microbatch: int
     seed: int
     device: torch.device
-    recording: ExampleRecording | None = None  # None: no row is recorded
+    recording: ExampleRecording | None = None
 
-    def produce(self, number: int) -> TrainingStep:
-        self.transcripts.too_long.take()
-        found = examples_of_step(self.transcripts, self.rows, self.seed, number)
-        rows, stats = [transcripts for _, transcripts in found], Stats()
-        progress(self.transcripts, self.rows, number, stats)
-        shown = self.recording.choose(self.transcripts, self.rows, number, found) if self.recording else []
-        tokens = sum(t.n_scored for row in rows for t in row)
-        return TrainingStep(number, [lambda: self.batches(rows, self.recording)], stats, tokens, outcomes=shown)
-
-    def learned(self, step: TrainingStep, stats: Stats) -> None:
-        if self.recording is not None:
-            self.recording.settle(step)
+    def update(self, places: Sequence[int], items: Sequence[Sequence[Transcript]]) -> list[Batch]:
+        return self.batches(items, self.recording)
 
     def batches(
         self, demonstrations: Sequence[Sequence[Transcript]], recording: ExampleRecording | None = None

@@ -30,10 +30,10 @@ from posttrain.runs.trained_options import as_trained
 from posttrain.training.figures import majorities, summary
 from posttrain.training.harness_figures import Figures, harness_figures, harness_tasks
 from posttrain.training.held_out_check import overlap, split_seed_of
-from posttrain.training.lost_reasoning import warn_lost_reasoning
 from posttrain.training.model_comparison import ModelComparison, Played, compare, with_verdicts
 from posttrain.training.playground import open_playground, service_counts
 from posttrain.training.rollout_figures import outcomes_by_task, repeated, rewards_by_task, task_of_each, votes_by_task
+from posttrain.training.row_warnings import warn_unread
 from posttrain.training.search_setup import searching
 from posttrain.training.setup import (
     end_tokens,
@@ -41,7 +41,6 @@ from posttrain.training.setup import (
     load_tasks,
     prepare,
     reply_length_note,
-    warn_unknown_tokens,
 )
 from posttrain.training.sources.length_filter import TooLong
 
@@ -109,8 +108,7 @@ def evaluate_as_given(
             model, tokenizer, shown = load_model(paths[place], device=device), known.tokenizer, known.chat.of(data)
             said.extend(f"{folder}: {line}" if config.against else line for line in known.lines)
             end_tokens(model, tokenizer)
-            warn_unknown_tokens(tokenizer, shown, said.append)
-            warn_lost_reasoning(tokenizer, shown, said.append)
+            warn_unread(tokenizer, shown, said.append)
             context = model.config.context
             said.extend(reply_length_note(config.max_tokens, context))
             some = fitting(shown, ground.pool, tokenizer, TooLong(config.too_long, context, said.append))

@@ -63,7 +63,7 @@ def label(config: Label, rows: Any = None, env: Callable[..., Any] | None = None
         best, pairs = derive(config, tasks)
         return LabelSummary(None, len(tasks), best, pairs)
     with ExitStack() as opened:
-        labeller = opened.enter_context(_Labeller(config, env)) if by_service else None
+        labeller = _Labeller(config, env, opened) if by_service else None
         lines = opened.enter_context(
             Lines(Path(config.out), _follows_from(config, tasks, labeller, env), config.resume, config.overwrite)
         )
@@ -131,30 +131,17 @@ def derive(config: Label, rows: Tasks | Lines) -> tuple[int | None, int | None]:
 class _Labeller:
     """Labels blocks of preference examples by a service or a function that scores or compares."""
 
-    def __init__(self, config: Label, env: Callable[..., Any] | None) -> None:
+    def __init__(self, config: Label, env: Callable[..., Any] | None, opened: ExitStack) -> None:
+        """`opened`: closes its services and its environment."""
         self.config = config
         self.name = config.with_ or getattr(env, "__qualname__", "function")
-        self.services: Services = open_services(config, choose_device(config.device))
+        self.services: Services = opened.enter_context(open_services(config, choose_device(config.device)))
         judge = self.services.named.get("judge")
         self.pairwise = judge is not None and getattr(getattr(judge, "recipe", None), "kind", "") == "pairwise"
         if config.comparisons is not None and not self.pairwise:
-            self.services.close()
             raise UserError("--comparisons needs a pairwise judge: leave it out, or give the recipe of one with --with")
-        try:
-            workers = 0 if config.service else config.env_workers
-            limits = workers, config.env_timeout, config.env_memory
-            self.pool = None if self.pairwise else EnvPool(env or config.env, *limits)
-        except BaseException:
-            self.services.close()
-            raise
-
-    def __enter__(self) -> _Labeller:
-        return self
-
-    def __exit__(self, *told: object) -> None:
-        if self.pool is not None:
-            self.pool.close()
-        self.services.close()
+        limits = 0 if config.service else config.env_workers, config.env_timeout, config.env_memory
+        self.pool = None if self.pairwise else opened.enter_context(EnvPool(env or config.env, *limits))
 
     def label(self, block: Sequence[Task], first: int) -> list[Row]:
         """Return the labelled rows of these preference examples. Raises UserError if none could be labelled."""
@@ -247,7 +234,5 @@ def _follows_from(
     for service in labeller.services.named.values() if labeller is not None else ():
         found["labeller"] = service.identity
     for folder in config.reward_model:
-        known = fingerprint.of_path(resolve(folder))
-        found["reward model"] = known["digest"] if known else folder
-    code = fingerprint.of_code(env or config.env) if labeller is not None and (env or config.env) else None
-    return {**found, "code": code["digest"] if code else None}
+        found["reward model"] = fingerprint.path_digest(resolve(folder))
+    return {**found, "code": fingerprint.code_digest(env or config.env) if labeller is not None else None}

@@ -29,14 +29,13 @@ from posttrain.runs import fingerprint
 from posttrain.runs.chat_choice import chatting
 from posttrain.runs.run_folder import RunFolder
 from posttrain.training.frozen_weights import refuse_rounded_moves
-from posttrain.training.lost_reasoning import warn_lost_reasoning
 from posttrain.training.open_learner import new_learner, policy, reference
 from posttrain.training.passes import check, compared_rows, example_recording, must_end, sizes, updates
+from posttrain.training.row_warnings import warn_unread
 from posttrain.training.setup import (
     end_tokens,
     microbatch_tokens,
     optimization,
-    warn_unknown_tokens,
     watch_lengths,
 )
 from posttrain.training.sources.example_stream import examples_of_step, steps_per_epoch
@@ -114,8 +113,7 @@ def prefer(context: RunContext[Prefer]) -> RunParts:
     told = run.chat.lines(train_tasks)
     train_tasks, held_out = run.chat.of(train_tasks), run.chat.of(held_out) if held_out else None
     model = policy(config, folder, device, run.world)
-    warn_unknown_tokens(tokenizer, train_tasks)
-    warn_lost_reasoning(tokenizer, train_tasks)
+    warn_unread(tokenizer, train_tasks)
     too_long = watch_lengths(config, model.config.context)
 
     def made(tasks: AnyTasks) -> PreferenceExamples:
@@ -181,9 +179,8 @@ class _Reference:
         """A fingerprint of the reference and of everything else that its numbers depend on."""
         config, start = self.run.config, self.run.start
         assert start
-        known = fingerprint.of_path(start)
         backend = build.backend(compiles()) if self.device.type == "cpu" else str(self.device)
-        return f"{known['digest'] if known else start} {config.precision} {backend} {torch.__version__}"
+        return f"{fingerprint.path_digest(start)} {config.precision} {backend} {torch.__version__}"
 
     def _evaluate(self, batches: Sequence[Packed]) -> list[Outputs]:
         """Evaluate with the learner itself before its first update; a resumed run loads the starting model again."""

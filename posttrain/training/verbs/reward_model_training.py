@@ -30,15 +30,14 @@ from posttrain.runs.chat_choice import chatting
 from posttrain.runs.run_files import REPORT, replace, writing
 from posttrain.runs.run_folder import RunFolder
 from posttrain.training.frozen_weights import frozen_type
-from posttrain.training.lost_reasoning import warn_lost_reasoning
 from posttrain.training.open_learner import adapt, new_learner, refuse_packed_shards
 from posttrain.training.passes import check, compared_rows, example_recording, must_end, sizes, updates
 from posttrain.training.reward_model_evaluation import Scored
+from posttrain.training.row_warnings import warn_unread
 from posttrain.training.setup import (
     end_tokens,
     microbatch_tokens,
     optimization,
-    warn_unknown_tokens,
     watch_lengths,
 )
 from posttrain.training.sources.packing import Read
@@ -64,8 +63,7 @@ def reward_model(context: RunContext[RewardModelling]) -> RunParts:
     model, tokenizer = _started(run, shape, device)
     told = run.chat.lines(train_tasks)
     train_tasks, held_out = run.chat.of(train_tasks), run.chat.of(held_out) if held_out else None
-    warn_unknown_tokens(tokenizer, train_tasks)
-    warn_lost_reasoning(tokenizer, train_tasks)
+    warn_unread(tokenizer, train_tasks)
     too_long = watch_lengths(config, model.config.context)
 
     def made(tasks: AnyTasks) -> PreferenceExamples:

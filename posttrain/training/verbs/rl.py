@@ -39,13 +39,13 @@ from posttrain.runs.checkpoint import resolve
 from posttrain.runs.run_files import WEIGHT_SYNC
 from posttrain.runs.run_folder import RunFolder
 from posttrain.training.adjust import adjust
-from posttrain.training.lost_reasoning import warn_lost_reasoning
 from posttrain.training.mixtures import mixed_tasks, separate_tasks
 from posttrain.training.open_learner import new_learner, policy, reference, replay_experts
 from posttrain.training.open_teachers import OpenTeachers, load_teachers
 from posttrain.training.playground import open_playground
 from posttrain.training.role_devices import CRITIC, role_device
 from posttrain.training.rollout_figures import repeated
+from posttrain.training.row_warnings import warn_unread
 from posttrain.training.setup import (
     amount,
     end_tokens,
@@ -57,7 +57,6 @@ from posttrain.training.setup import (
     reply_length_note,
     size_of,
     split_tasks,
-    warn_unknown_tokens,
     watch_lengths,
 )
 from posttrain.training.sources.collector import Size
@@ -98,8 +97,7 @@ def rl(context: RunContext[RL]) -> RunParts:
     train_tasks, held_out = run.chat.of(train_tasks), run.chat.of(held_out) if held_out else None
     replay_experts(config, model)
     end_tokens(model, tokenizer)  # raises if there is none, as no reply would end
-    warn_unknown_tokens(tokenizer, train_tasks)
-    warn_lost_reasoning(tokenizer, train_tasks)
+    warn_unread(tokenizer, train_tasks)
     too_long = watch_lengths(config, model.config.context)
     if pool.single_turn:
         Prompts(train_tasks, tokenizer, too_long).check()

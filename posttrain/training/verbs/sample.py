@@ -44,10 +44,10 @@ from posttrain.runs import fingerprint
 from posttrain.runs.chat_choice import Chatting
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.jsonl_writer import Lines
-from posttrain.training.lost_reasoning import warn_lost_reasoning
 from posttrain.training.playground import open_playground, service_counts
+from posttrain.training.row_warnings import warn_unread
 from posttrain.training.search_setup import searching
-from posttrain.training.setup import end_tokens, load_tasks, prepare, reply_length_note, warn_unknown_tokens
+from posttrain.training.setup import end_tokens, load_tasks, prepare, reply_length_note
 from posttrain.training.sources.length_filter import Prompts, TooLong
 from posttrain.verify.similarity import edit_similarity
 
@@ -133,8 +133,7 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
             model, tokenizer, shown = load_model(path, device=device), known.tokenizer, known.chat.of(tasks)
             said += [f"{path}: {line}" if len(paths) > 1 else line for line in known.lines]
             end_tokens(model, tokenizer)
-            warn_unknown_tokens(tokenizer, shown)
-            warn_lost_reasoning(tokenizer, shown)
+            warn_unread(tokenizer, shown)
             context = model.config.context
             said += reply_length_note(config.max_tokens, context)
             how = config.slots, config.precision
@@ -390,19 +389,14 @@ def _dependencies(
     """Return everything that the file depends on: options, content of tasks and weights, code of rewards."""
     options = {name: value for name, value in vars(config).items() if name not in FREE and not name.startswith("_")}
     found: dict[str, Any] = {"verb": "sample", "tasks": digest_of(tasks), **options}
-    for place, path in enumerate(paths):
-        known = fingerprint.of_path(path)
-        found[f"model {config.model[place]}"] = known["digest"] if known else str(path)
-    code = fingerprint.of_code(env or config.env) if env or config.env else None
-    named = [("reward model", name, resolve(f)) for name, f in named_services(config.reward_model, "reward-model")]
+    named = [("model", name, path) for name, path in zip(config.model, paths, strict=True)]
+    named += [("reward model", name, resolve(f)) for name, f in named_services(config.reward_model, "reward-model")]
     judges = named_services(config.judge, "judge")
     named += [("judge", name, Path(file)) for name, file in judges]
     named += [("judge's model", name, resolve(own)) for name, file in judges if (own := own_judge(file))]
     named += [("retriever", name, Path(place)) for name, place in named_services(config.retriever, "retriever")]
-    for kind, name, path in named:
-        known = fingerprint.of_path(path)
-        found[f"{kind} {name}"] = known["digest"] if known else str(path)
-    return {**found, "code": code["digest"] if code else None}
+    found |= {f"{kind} {name}": fingerprint.path_digest(path) for kind, name, path in named}
+    return {**found, "code": fingerprint.code_digest(env or config.env)}
 
 
 def digest_of(tasks: Tasks) -> str:

@@ -29,20 +29,21 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.chat_choice import chatting
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.run_folder import RunFolder
-from posttrain.training.lost_reasoning import warn_lost_reasoning
 from posttrain.training.mixtures import rows_of
 from posttrain.training.open_learner import new_learner, policy
 from posttrain.training.passes import example_recording, must_end, sizes, updates
 from posttrain.training.playground import open_services
-from posttrain.training.setup import (
+from posttrain.training.row_warnings import (
     READ_FOR_UNKNOWN,
+    texts_of,
+    warn_unknown_tokens_in_episodes,
+    warn_unread,
+)
+from posttrain.training.setup import (
     end_tokens,
     microbatch_tokens,
     optimization,
     require_chat_template,
-    texts_of,
-    warn_unknown_tokens,
-    warn_unknown_tokens_in_episodes,
     watch_lengths,
 )
 from posttrain.training.sources.demonstrations import Enact, demonstration_runner, episode_texts
@@ -79,9 +80,8 @@ def sft(context: RunContext[SFT]) -> RunParts:
     told = run.chat.lines(tasks)
     how_shown = {"answered": True, "whole": config.mask == "all"}
     tasks, held_out = run.chat.of(tasks, **how_shown), run.chat.of(held_out, **how_shown) if held_out else None
-    warn_unknown_tokens(tokenizer, tasks)
-    warn_lost_reasoning(tokenizer, tasks, mask=config.mask)
-    if play is not None and tokenizer.unknown_id is not None:
+    warn_unread(tokenizer, tasks, mask=config.mask)
+    if play is not None:
         warn_unknown_tokens_in_episodes(
             tokenizer, _episodes(play, tasks.examples(READ_FOR_UNKNOWN), tokenizer.chat_template)
         )

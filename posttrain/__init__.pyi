@@ -222,6 +222,9 @@ class ProcessesOptions(TypedDict, total=False):
     context_parallel: int
     """Processes that divide the tokens of a micro-batch among them, for long replies. Times --tensor-parallel, it
     divides --processes."""
+    expert_parallel: int
+    """Processes that divide the experts of each layer of a mixture among them. Everything else is whole in each, and
+    each has its own micro-batches. It divides --processes."""
     collective_timeout: float
     """Timeout of collective operations, in seconds: a process that takes longer counts as lost."""
     restarts: int

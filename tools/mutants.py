@@ -48,8 +48,11 @@ FILES = (  # those whose tests run in this very process; the quickest of them ar
 )  # fmt: skip
 IN_CHILDREN = {  # modules whose lines run in child processes of these files of tests as well
     "learners/data_parallel.py": ("two_processes", "processes"),
+    "learners/expert_parallel_learner.py": ("expert_parallel",),
     "learners/fsdp.py": ("sharding",),
+    "learners/lockstep.py": ("sharding", "expert_parallel"),
     "learners/process_group.py": ("two_processes", "sharding"),
+    "models/hf/expert_parallel.py": ("expert_parallel",),
 }
 WIDER = {  # what survived is tried once more with all tests of these files, of the first beginning that fits
     "algorithms/preference": ("preference", "pages", "preferences_page"),

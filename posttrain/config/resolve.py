@@ -121,6 +121,11 @@ def check_divisions(config: Training) -> None:
         raise UserError(
             "--shard divides rows of whole matrices, and --tensor-parallel has divided them already: leave out one of them"
         )
+    if config.expert_parallel > 1 and len(config.divisions) > 1:
+        raise UserError(
+            f"--expert-parallel leaves everything but experts whole, and {config.divisions[0]} divides more: leave out one "
+            "of them"
+        )
     for divided in config.divisions[:1]:
         if config.offload:
             raise UserError(

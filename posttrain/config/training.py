@@ -131,6 +131,9 @@ class ProcessesGroup(OptionGroup, group="scale"):
     context_parallel: int = option(1, above=0, most=1024, on_resume="anew")
     """Processes that divide the tokens of a micro-batch among them, for long replies. Times --tensor-parallel, it divides
     --processes."""
+    expert_parallel: int = option(1, above=0, most=1024, on_resume="anew")
+    """Processes that divide the experts of each layer of a mixture among them. Everything else is whole in each, and each
+    has its own micro-batches. It divides --processes."""
     collective_timeout: float = option(600.0, above=0, most=86_400, value="SECONDS", on_resume="anew")
     """Timeout of collective operations, in seconds: a process that takes longer counts as lost."""
     restarts: int = option(0, least=0, on_resume="anew")
@@ -139,13 +142,13 @@ class ProcessesGroup(OptionGroup, group="scale"):
     @property
     def in_parts(self) -> bool:
         """Whether no process has all weights."""
-        return self.shard or self.tensor_parallel > 1
+        return self.shard or self.tensor_parallel > 1 or self.expert_parallel > 1
 
     @property
     def divisions(self) -> tuple[str, ...]:
         """Options that divide the model or a micro-batch among processes."""
-        asked = self.shard, self.tensor_parallel > 1, self.context_parallel > 1
-        names = "--shard", "--tensor-parallel", "--context-parallel"
+        asked = self.shard, self.tensor_parallel > 1, self.context_parallel > 1, self.expert_parallel > 1
+        names = "--shard", "--tensor-parallel", "--context-parallel", "--expert-parallel"
         return tuple(name for name, given in zip(names, asked, strict=True) if given)
 
 

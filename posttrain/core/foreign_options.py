@@ -182,6 +182,8 @@ ELSEWHERE = {
     "strategy": "{shard}, with {processes}",
     "ulysses_sequence_parallel_size": "{context_parallel}",
     "context_parallel_size": "{context_parallel}",
+    "expert_model_parallel_size": "{expert_parallel}",
+    "expert_parallel_size": "{expert_parallel}",
     "param_offload": "{shard}, or {lora}",
     "optimizer_offload": "{offload} optimizer",
     "adam_offload": "{offload} optimizer",

@@ -139,6 +139,11 @@ class Processes:
         dist.all_to_all_single(found, x.detach(), group=self._group)
         return found
 
+    def dealt(self, x: Tensor, sent: Sequence[int], got: Sequence[int]) -> Tensor:
+        found = x.new_empty((sum(got), *x.shape[1:]))
+        dist.all_to_all_single(found, x.detach().contiguous(), list(got), list(sent), group=self._group)
+        return found
+
     def apart(self) -> Processes:
         """Return a view of the same processes that counts its calls separately; an error of one view is one of all."""
         self._wait_for_all()

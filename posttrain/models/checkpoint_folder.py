@@ -95,7 +95,9 @@ def load_model(
             raise error from None
     if shard is not None:
         if not isinstance(model, Backed):
-            raise UserError(f"--shard and --tensor-parallel need a decoder, and a {kind} is not one: leave them out")
+            raise UserError(
+                f"--shard, --tensor-parallel and --expert-parallel need a decoder, and a {kind} is not one: leave them out"
+            )
         shard(model)
     return model
 

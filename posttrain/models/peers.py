@@ -1,5 +1,5 @@
-"""Processes that compute one micro-batch together, each with a part of the weights (tensor parallelism) or of the tokens
-(context parallelism), and the operations between them that autograd knows.
+"""Processes that compute together, each with a part of the weights (tensor parallelism), of the tokens (context
+parallelism) or with some of the experts (expert parallelism), and the operations between them that autograd knows.
 
 Plain functions instead of torch's DTensor: compiled code and backward passes that add in place read a process's own
 numbers, and one tensor holds query, key and value, of which each process has its heads.
@@ -9,7 +9,7 @@ P    peers
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Peers(Protocol):
-    """The processes that share a micro-batch. All of them make the same calls in the same order."""
+    """The processes that compute together. All of them make the same calls in the same order."""
 
     @property
     def rank(self) -> int: ...
@@ -35,6 +35,10 @@ class Peers(Protocol):
 
     def exchanged(self, x: Tensor) -> Tensor:
         """Send x[p] to peer p, and return what the peers have sent here, [P, ...] by rank."""
+        ...
+
+    def dealt(self, x: Tensor, sent: Sequence[int], got: Sequence[int]) -> Tensor:
+        """Send the next `sent[p]` rows of x to each peer p, and return the `got[p]` rows that each has sent here."""
         ...
 
     def meeting(self) -> AbstractContextManager[None]:
@@ -77,6 +81,12 @@ def to_heads(x: Tensor, peers: Peers) -> Tensor:
 def to_tokens(x: Tensor, peers: Peers) -> Tensor:
     """Exchange heads for tokens, the inverse of `to_heads`."""
     found: Tensor = _Exchanged.apply(x, peers, _tokens, _heads)
+    return found
+
+
+def dealt(x: Tensor, peers: Peers, sent: Sequence[int], got: Sequence[int]) -> Tensor:
+    """Exchange rows, see `Peers.dealt`: [sum(sent), ...] -> [sum(got), ...]. Their gradients go back the same way."""
+    found: Tensor = _Dealt.apply(x, peers, sent, got)
     return found
 
 
@@ -133,6 +143,17 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.back(grads[0], ctx.peers), None, None, None
+
+
+class _Dealt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, peers: Peers, sent: Sequence[int], got: Sequence[int]) -> Tensor:
+        ctx.peers, ctx.sent, ctx.got = peers, sent, got
+        return peers.dealt(x, sent, got)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.peers.dealt(grads[0], ctx.got, ctx.sent), None, None, None
 
 
 def _heads(x: Tensor, peers: Peers) -> Tensor:

@@ -7,6 +7,7 @@ numbers. Only the first one writes files and prints.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
@@ -22,13 +23,18 @@ SHARD_ALONE = "--shard requires --processes above 1, across which it shards the 
 
 
 def refuse_uneven(config: Training, size: int) -> None:
-    """Raise UserError if `size` processes cannot be divided into the groups that compute a micro-batch together."""
-    asked = {"--tensor-parallel": config.tensor_parallel, "--context-parallel": config.context_parallel}
-    each = config.tensor_parallel * config.context_parallel
+    """Raise UserError if `size` processes cannot be divided into the groups that compute together."""
+    asked = {
+        "--tensor-parallel": config.tensor_parallel,
+        "--context-parallel": config.context_parallel,
+        "--expert-parallel": config.expert_parallel,
+    }
+    each = math.prod(asked.values())
     if size % each:
         told = " ".join(f"{name} {value}" for name, value in asked.items() if value > 1)
+        what = "layer's experts" if config.expert_parallel > 1 else "micro-batch"
         raise UserError(
-            f"{told} needs {each} processes for each micro-batch, and the run has {size}: give --processes {each}, or a "
+            f"{told} needs {each} processes for each {what}, and the run has {size}: give --processes {each}, or a "
             "multiple of it"
         )
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from posttrain.algorithms.all_algorithms import find
 from posttrain.config.resolve import check_bounds, check_divisions
@@ -98,7 +98,12 @@ def _refuse(config: Training) -> None:
             "FOLDER; --lora, --tokens-per-microbatch, --recompute, --offload, --role-devices, --shard, --tensor-parallel "
             "and --context-parallel change the estimate"
         )
-    for name, value in (("--quantize", config.quantize), ("--float8", config.float8)):
+    experts = config.expert_parallel > 1
+    for name, value in (
+        ("--quantize", config.quantize),
+        ("--float8", config.float8),
+        ("--expert-parallel", experts),
+    ):
         if value:
             raise UserError(f"posttrain memory cannot estimate {name} yet: leave it out")
     if config.shard and config.processes == 1:
@@ -178,10 +183,10 @@ class _First:
     def meeting(self) -> NoReturn:
         raise AssertionError("there are no numbers to exchange")
 
-    def total(self, x: Tensor) -> NoReturn:
+    def total(self, *given: Any) -> NoReturn:
         self.meeting()
 
-    stacked = exchanged = total
+    stacked = exchanged = dealt = total
 
 
 def _decoder(shape: DecoderConfig) -> Decoder:

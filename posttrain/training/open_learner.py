@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 def held_model(
     config: Training, folder: Path, device: torch.device, world: World, frozen: bool = False, changes: bool = False
 ) -> Model:
-    """Load the model of a folder for the learner; with `--shard` or `--tensor-parallel` only this process's part is read.
+    """Load the model of a folder for the learner; with `--shard` and the like only this process's part is kept.
 
     `frozen`: its weights are not trained, but adapters of them may be. `changes`: its modules may still be exchanged
     or tried, which needs a model of transformers whole; the learner shards it.
@@ -68,6 +69,11 @@ def held_model(
             divide(cast(Any, decoder), peers)
 
         return load_model(folder, device=device, shard=divide_now, shares=config.tensor_parallel, matrices=matrices)
+    if config.expert_parallel > 1:
+        from posttrain.models.hf.expert_parallel import divide_experts
+
+        experts = cast(Processes, mesh_of(config, world).tensor)
+        return load_model(folder, device=device, shard=partial(divide_experts, peers=experts), matrices=matrices)
     from posttrain.learners.sharded_decoder import can_gather, shard
 
     def shard_now(decoder: Backbone) -> None:
@@ -81,12 +87,12 @@ def held_model(
 
 
 def mesh_of(config: Training, world: World) -> ProcessMesh:
-    """Return the groups of processes that compute a micro-batch together."""
+    """Return the groups of processes that compute a micro-batch, or the experts of a layer, together."""
     from posttrain.learners.process_group import Processes
     from posttrain.learners.process_mesh import open_mesh
 
     assert isinstance(world, Processes), "one process alone was refused"
-    return open_mesh(world, config.tensor_parallel, config.context_parallel)
+    return open_mesh(world, config.tensor_parallel * config.expert_parallel, config.context_parallel)
 
 
 def refuse_backed(config: Training, decoder: Backbone) -> None:
@@ -271,6 +277,11 @@ def new_learner(
 
     assert isinstance(world, Processes), "one process alone was refused"
     mesh = None if config.divisions == ("--shard",) else mesh_of(config, world)
+    if config.expert_parallel > 1:
+        from posttrain.learners.expert_parallel_learner import ExpertParallelLearner
+
+        assert mesh is not None
+        return ExpertParallelLearner(model, optimization, world=world, mesh=mesh, **options)
     if mesh is not None and mesh.tensor is not None:
         from posttrain.learners.tensor_parallel_learner import TensorParallelLearner
 
@@ -292,7 +303,7 @@ def _refuse_undivided(config: Training, model: Model, others: Mapping[str, Model
             )
     if config.divisions == ("--shard",):
         return
-    for held in (model, critic, *others.values()):
+    for held in (model, critic, *others.values()) if config.expert_parallel == 1 else ():
         for decoder in [] if held is None else decoders_in(cast(nn.Module, held)):
             refuse_backed(config, decoder)
     if set(others) - {REFERENCE}:
@@ -302,7 +313,7 @@ def _refuse_undivided(config: Training, model: Model, others: Mapping[str, Model
 
 
 def refusing(config: Training) -> str:
-    """Return the option that divides a micro-batch's work among several processes."""
+    """Return the option, other than `--shard`, that divides work among several processes."""
     return next(name for name in config.divisions if name != "--shard")
 
 

@@ -409,6 +409,7 @@ DIVIDING: dict[str, dict[str, Any]] = {
     "--shard": SHARDED,
     "--tensor-parallel": {"tensor_parallel": 2},
     "--context-parallel": {"context_parallel": 2},
+    "--expert-parallel": {"expert_parallel": 2},
 }
 """The options of the guide's table that divide a model or a micro-batch."""
 
@@ -437,6 +438,12 @@ def refusals(folder: Path, option: str) -> dict[str, Callable[[], Any]]:
             "`--quantize`": lambda: policy(packed, folder, torch.device("cpu"), Alone()),
             "`--optimizer muon`, `adafactor`, `adamw8bit`, `lion`": lambda: validate(stacked),
         }
+
+    def taught() -> None:
+        new_learner(SFT(**how), decoder(True), Optimization(), Alone(), others={"teacher": decoder(True)})
+
+    if option == "--expert-parallel":
+        return {**found, "teachers": taught}
     if shards:
         return {**found, "pictures": lambda: Backed.prepare_shards(seeing)}  # type: ignore[arg-type]
 
@@ -450,10 +457,6 @@ def refusals(folder: Path, option: str) -> dict[str, Callable[[], Any]]:
         "a model that transformers computes": lambda: of(make("gpt2", folder / "gpt2")),
         "pictures": lambda: of(make_seeing("qwen2_5_vl", folder / "seeing")),
     }
-
-    def taught() -> None:
-        new_learner(SFT(**how), decoder(True), Optimization(), Alone(), others={"teacher": decoder(True)})
-
     found["teachers"] = taught
     if parts:
         scaled = decoder(True)
@@ -485,5 +488,5 @@ def test_what_cannot_be_sharded_is_refused(tmp_path: Path, monkeypatch: pytest.M
         posttrain.sft(SUMS, out="never", **SHARDED, **SMALL)
     other = Recurrent(Sizes(9, 8, 16), (1,))
     other.save(tmp_path)
-    with pytest.raises(UserError, match="--shard and --tensor-parallel need a decoder, and a recurrent is not one"):
+    with pytest.raises(UserError, match="and --expert-parallel need a decoder, and a recurrent is not one"):
         load_model(tmp_path, shard=lambda found: None)

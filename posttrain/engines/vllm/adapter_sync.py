@@ -33,8 +33,8 @@ def rank_for(model: Model) -> int:
         raise UserError("--weight-sync adapter requires a model with adapters: give --lora, or leave it out")
     if any(map(is_sharded, decoder_of(model).parameters())):
         raise UserError(
-            "--weight-sync adapter sends the frozen weights without adapters, and with --shard or --tensor-parallel no "
-            "process has them: leave it out, merged weights are sent"
+            "--weight-sync adapter sends the frozen weights without adapters, and with --shard, --tensor-parallel or "
+            "--expert-parallel no process has them: leave it out, merged weights are sent"
         )
     if lora.dora or lora.rank > RANKS[-1]:
         what = "DoRA" if lora.dora else f"ranks above {RANKS[-1]}"

@@ -42,6 +42,7 @@ from posttrain.models.native.attention import SegmentAttention
 from posttrain.models.native.head import Head
 from posttrain.models.native.linear import Linear
 from posttrain.models.native.segments import Forest
+from posttrain.models.peers import Peers
 
 if TYPE_CHECKING:
     from posttrain.models.adapters.lora import LoRA
@@ -82,6 +83,7 @@ class Backed(nn.Module):
         self.scale = 1.0  # scale of the head: see `Head`
         self.cap: float | None = None
         self.routers: Routers | None = None  # of mixture-of-experts layers
+        self.peers: Peers | None = None  # the processes that divide the experts
         self.at_once = False  # whether rows of any lengths may share a call
         self.replays = False  # whether tokens use the experts that the layout gives, which an engine recorded
         weight = inner.get_output_embeddings().weight
@@ -109,7 +111,7 @@ class Backed(nn.Module):
         if self.vision is None and layout.media:
             raise UserError(f"{type(self.inner).__name__} is text-only, and got a picture: use a vision-language model")
         graded = torch.is_grad_enabled() and any(p.requires_grad for p in self.parameters())
-        with self._computed_twice() if graded and (self.recomputes or self._too_much(layout)) else nullcontext():
+        with self._computed_twice() if graded and self._recomputing(layout) else nullcontext():
             return self._flat(layout, at) if self.way == "flat" else self._rows(layout, at)
 
     def forward(self, **given: Any) -> Tensor:
@@ -147,6 +149,14 @@ class Backed(nn.Module):
 
     def open_linears(self, wanted: Callable[[str], bool]) -> None:
         open_products(self.inner, wanted)
+
+    def _recomputing(self, layout: Layout) -> bool:
+        """Return whether the backward pass of a micro-batch recomputes layers."""
+        alone = self.recomputes or self._too_much(layout)
+        if self.peers is None:
+            return alone
+        # a layer that is recomputed exchanges its tokens again, with all other processes
+        return bool(self.peers.total(torch.tensor([float(alone)], device=layout.tokens.device)).item())
 
     def _too_much(self, layout: Layout) -> bool:
         """Return whether the activations of a micro-batch take too much memory to be kept for the backward pass."""

@@ -263,7 +263,7 @@ def choose_mode(model: Backed, folder: Path) -> None:
             model.way = way
             try:
                 model.attend(attention)
-                apart = _difference(model.head.logits(model.hidden(*_probe(model))), own)
+                apart = _difference(model.head.logits(model.hidden(*probe(model))), own)
             except (NotFlatError, ValueError, NotImplementedError):
                 continue
             if apart <= limit:
@@ -306,7 +306,7 @@ def _beginning(model: Backed) -> Transcript:
     return seen if len(seen) + max(map(len, PROBES)) <= model.config.context else found
 
 
-def _probe(model: Backed) -> tuple[Layout, Tensor]:
+def probe(model: Backed) -> tuple[Layout, Tensor]:
     """Return a micro-batch of two texts with a common prefix, and the indices of all tokens of the first text, then of
     the second.
     """
@@ -389,7 +389,7 @@ def _kept_per_token(model: Backed) -> float:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    layout, at = _probe(model)
+    layout, at = probe(model)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         found = model.hidden(layout, at)  # kept alive until the bytes are counted: a freed address could be reused
         count = sum(kept.values())
@@ -438,7 +438,7 @@ def replay_routing(model: Backed) -> None:
     kind = type(model.inner).__name__
     if model.routers is None:
         raise UserError(f"--routing-replay: no router was found in {kind}: leave it out")
-    layout, at = _probe(model)
+    layout, at = probe(model)
     with torch.no_grad(), watching(model) as routed:
         own = model.head.logits(model.hidden(layout, at))
     chosen = routed.taken[0]

@@ -56,9 +56,9 @@ def divide(decoder: Decoder, peers: Peers) -> None:
         if layer.peers is None:
             layer.peers = peers
             layer.heads, layer.kv_heads = layer.heads // peers.size, layer.kv_heads // peers.size
-    _cut(decoder.embed, "weight", (config.vocab,), 0, peers)
+    cut(decoder.embed, "weight", (config.vocab,), 0, peers)
     if decoder.output is not None:
-        _cut(decoder, "output", (config.vocab,), 0, peers)
+        cut(decoder, "output", (config.vocab,), 0, peers)
     part = part_of(decoder.embed.weight)
     assert part is not None
     decoder.embed.peers, decoder.embed.first = peers, part.own[0].start
@@ -69,12 +69,12 @@ def divide(decoder: Decoder, peers: Peers) -> None:
 def _divide_linear(linear: Linear, sizes: Sequence[int], by_columns: bool, peers: Peers) -> None:
     """Divide a linear layer and its adapter. `sizes`: of the stored matrices, along the divided dimension."""
     if by_columns:
-        _cut(linear, "weight", sizes, 1, peers)
+        cut(linear, "weight", sizes, 1, peers)
         linear.shifts = peers.rank == 0
     else:
-        _cut(linear, "weight", sizes, 0, peers)
+        cut(linear, "weight", sizes, 0, peers)
         if linear.bias is not None:
-            _cut(linear, "bias", sizes, 0, peers)
+            cut(linear, "bias", sizes, 0, peers)
     adapter = linear.adapter
     if adapter is None or part_of(adapter.a) is not None or part_of(adapter.b) is not None:
         return
@@ -83,7 +83,7 @@ def _divide_linear(linear: Linear, sizes: Sequence[int], by_columns: bool, peers
             "--dora scales by the norms of whole rows, which --tensor-parallel divides: leave out one of them"
         )
     if by_columns:
-        _cut(adapter, "a", sizes, 1, peers)
+        cut(adapter, "a", sizes, 1, peers)
     else:
         _divide_outputs(adapter, sizes, peers)
 
@@ -103,11 +103,11 @@ def _divide_outputs(adapter: Adapter, sizes: Sequence[int], peers: Peers) -> Non
             )
             own_rows += length
         begin, outputs = begin + size, outputs + length
-    _cut(adapter, "b", rows, 0, peers)
+    cut(adapter, "b", rows, 0, peers)
     adapter.places, adapter.outputs = tuple(places), outputs
 
 
-def _cut(owner: nn.Module, name: str, sizes: Sequence[int], dim: int, peers: Peers) -> None:
+def cut(owner: nn.Module, name: str, sizes: Sequence[int], dim: int, peers: Peers) -> None:
     """Replace a parameter by this process's part: its share of each section along `dim`, which have these sizes."""
     whole = cast(Tensor, getattr(owner, name))
     if part_of(whole) is not None:

@@ -431,6 +431,14 @@ def test_what_requests_ask_of_sampling_is_forgotten_when_they_end() -> None:
     assert noted() == (False, False, False, True, [1])
 
 
+def test_greedy_requests_take_the_first_of_equal_tokens_whatever_they_draw() -> None:
+    rows = RunningBatch(torch.device("cpu"))
+    rows.append([Request(i, (5,), Sampling(temperature=0.0 if i < 9 else 1.0, seed=i)) for i in range(18)], 64)
+    token, logp = rows.sampled(torch.zeros(18, 4), slice(0, 18), lambda: pytest.fail("none explores"))
+    assert token[:9].tolist() == [0] * 9 and logp[:9].tolist() == [0.0] * 9
+    assert len(set(token[9:].tolist())) > 1 and torch.allclose(logp[9:], torch.tensor(0.25).log())
+
+
 @pytest.mark.parametrize("weight", [float("nan"), float("inf")])
 def test_probabilities_that_are_no_numbers_are_told_in_one_line(tokenizer: Tokenizer, weight: float) -> None:
     model = tiny(tokenizer)

@@ -1,4 +1,4 @@
-"""What the sources of given rows have in common: the rows of a step, and their record."""
+"""Common parts of the sources of given rows: the rows of a step, and their record."""
 
 from __future__ import annotations
 

@@ -53,6 +53,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA device")
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # commands that ran here leave libraries out of collections: DuckDB would report all its objects as leaks
+
+
 @pytest.fixture(scope="session", autouse=True)
 def bare_trainings() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:

@@ -17,6 +17,7 @@ from posttrain.models.native.decoder import Decoder, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.curves import curves
+from posttrain.system import garbage
 from posttrain.training import loop, trainer
 
 CHATML = (
@@ -31,12 +32,13 @@ torch.set_num_threads(1)  # the models are tiny, and several tests run at once
 def bare(patch: pytest.MonkeyPatch) -> None:
     """Trainings without what takes longer than most of them do here and changes none: curves, full collections, and a
     process of the environment for each processor. One runs it here as on a machine with one processor; what several do
-    is the subject of tests that ask for them.
+    is the subject of tests that ask for them. A command that runs here does not change the tests' own collections.
     """
     kept = {
         name: getattr(gc, name) for name in ("freeze", "unfreeze", "get_freeze_count", "get_threshold", "set_threshold")
     }
     patch.setattr(loop, "gc", SimpleNamespace(collect=lambda: 0, **kept))
+    patch.setattr(garbage, "search_seldom", lambda: None)
     patch.setattr(trainer, "curves", lambda folder: None)
     patch.setattr(env_pool, "default_workers", lambda: 1)
 
@@ -51,10 +53,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # commands that ran here leave libraries out of collections: DuckDB would report all its objects as leaks
 
 
 @pytest.fixture(scope="session", autouse=True)

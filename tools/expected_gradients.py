@@ -365,7 +365,7 @@ def formed(form: str, by: str) -> float | None:
     """The error of off-policy-pg in one of its forms, on samples of older weights; None where that is refused."""
     row = change(configured("off-policy-pg"), FORMS[form])
     row = replace(row, advantage=CREDITS[by], old="sampler")
-    if any(broken for broken, _ in older_weights.contradictions(row, RL())):
+    if any(older_weights.contradictions(row, RL())):
         return None
     return error(expected(row, "older"), true(row))
 

@@ -67,8 +67,13 @@ SHORT = ("README", "start", "coming-from")
 PAGES = {name: ROOT / name for names in JOURNEYS.values() for name in names}
 TEXTS = {name: page.read_text(encoding="utf-8") for name, page in PAGES.items()}
 OWN = ("README.md", *JOURNEYS["start"], "docs/guides/coming-from.md", "docs/guides/scaling.md", "docs/guides/vllm.md")
-SAID = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in OWN)
-"""What these pages say of the command and its options."""
+SAID = re.sub(
+    r"^```python\n# commands\.py\n.*?^```$",
+    "",
+    "\n".join((ROOT / name).read_text(encoding="utf-8") for name in OWN),
+    flags=re.MULTILINE | re.DOTALL,
+)
+"""What these pages say of the command and its options; the commands of other trainers are left out."""
 WORDS = {
     "--nnodes",
     "--nproc-per-node",

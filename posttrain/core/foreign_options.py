@@ -70,7 +70,7 @@ ELSEWHERE = {
     "response_length": "{max_tokens}",
     "max_prompt_length": "{too_long} (how long rows are treated)",
     "max_length": "{max_length} (sft, prefer, reward-model), or {too_long} (rl)",
-    "max_seq_length": "{max_length}",
+    "max_seq_length": "{max_length} (sft, prefer, reward-model), or {too_long} (rl)",
     "reward": "{env}",
     "reward_funcs": "{env}",
     "reward_function": "{env}",

@@ -96,7 +96,8 @@ def load_model(
     if shard is not None:
         if not isinstance(model, Backed):
             raise UserError(
-                f"--shard, --tensor-parallel and --expert-parallel need a decoder, and a {kind} is not one: leave them out"
+                f"only a decoder can be divided among processes, and a {kind} is not one: leave out --shard, "
+                "--tensor-parallel or --expert-parallel"
             )
         shard(model)
     return model

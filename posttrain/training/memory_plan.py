@@ -98,11 +98,10 @@ def _refuse(config: Training) -> None:
             "FOLDER; --lora, --tokens-per-microbatch, --recompute, --offload, --role-devices, --shard, --tensor-parallel "
             "and --context-parallel change the estimate"
         )
-    experts = config.expert_parallel > 1
     for name, value in (
         ("--quantize", config.quantize),
         ("--float8", config.float8),
-        ("--expert-parallel", experts),
+        ("--expert-parallel", config.expert_parallel > 1),
     ):
         if value:
             raise UserError(f"posttrain memory cannot estimate {name} yet: leave it out")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -73,7 +72,12 @@ def held_model(
         from posttrain.models.hf.expert_parallel import divide_experts
 
         experts = cast(Processes, mesh_of(config, world).tensor)
-        return load_model(folder, device=device, shard=partial(divide_experts, peers=experts), matrices=matrices)
+
+        def divide_mixture(decoder: Backbone) -> None:
+            if decoder.routers is not None:  # a dense reference stays whole; the learner refuses a dense policy
+                divide_experts(decoder, experts)
+
+        return load_model(folder, device=device, shard=divide_mixture, matrices=matrices)
     from posttrain.learners.sharded_decoder import can_gather, shard
 
     def shard_now(decoder: Backbone) -> None:

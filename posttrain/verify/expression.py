@@ -66,7 +66,10 @@ def value_of(tree: Tree) -> Fraction:
 
 
 def parse(text: str) -> Tree | None:
-    """Parse an expression of at most `LONGEST` characters, None if the text is not one. Python's parser reads it."""
+    """Parse an expression of at most `LONGEST` characters, None if the text is not one.
+
+    Python's parser reads it. Numbers lose zeros before them: 007 is 7.
+    """
     text = text.strip()
     if len(text) > LONGEST:
         return None

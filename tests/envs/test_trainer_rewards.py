@@ -271,8 +271,23 @@ def test_a_function_for_verl_says_which_replies_are_right_whatever_their_score(t
     assert success_of(spec, None) == 1 and success_of(spec, 0.5) == 0.5
     assert success_of(load_env(spec), None) == 1 and success_of(f"{file}:plain", None) is None
     assert success_of(f"{spec}*0.5", None) is None, "of a sum nobody says it"
-    with pytest.raises(UserError, match="--success 2: the reward reports itself which replies are right"):
-        success_of(spec, 2.0)
+    assert success_of(spec, 2.0) == 2.0, "what is given counts"
+
+
+def test_only_a_function_that_writes_acc_is_taken_to_say_which_replies_are_right(tmp_path: Path) -> None:
+    (tmp_path / "acc.py").write_text(
+        "import functools\n"
+        "def reads(solution_str, extra_info=None, **kwargs):\n    return {'score': 2.0 * extra_info.get('acc', 1.0)}\n"
+        "def stores(solution_str, **kwargs):\n    found = {'score': 0.5}\n    found['acc'] = 1\n    return found\n"
+        "def called(solution_str, **kwargs):\n    return dict(score=0.5, acc=True)\n"
+        "class Judge:\n    def __call__(self, solution_str, **kwargs):\n        return {'score': 0.2, 'acc': True}\n"
+        "judge, bound = Judge(), functools.partial(called)\n"
+    )
+    told = {
+        name: success_of(f"verl:{tmp_path / 'acc.py'}:{name}", None) for name in ("stores", "called", "judge", "bound")
+    }
+    assert set(told.values()) == {1.0}, told
+    assert success_of(f"verl:{tmp_path / 'acc.py'}:reads", None) is None
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -353,7 +353,7 @@ def test_what_cannot_be_divided_is_refused_in_one_line(tmp_path: Path) -> None:
         "--expert-parallel divides the experts of a mixture, and this model is dense: leave it out": lambda: divide_experts(
             dense, Three()  # type: ignore[arg-type]
         ),
-        "those of Qwen3MoeForCausalLM are in another form: leave it out": lambda: divide_experts(
+        "Qwen3MoeForCausalLM has 2 layers with routers, and 0 with such tensors: leave it out": lambda: divide_experts(
             stacked, type("Two", (), {"rank": 0, "size": 2})()
         ),
     }  # fmt: skip

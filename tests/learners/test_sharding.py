@@ -44,6 +44,7 @@ from posttrain.models.adapters.lora import LoRA, attach
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.critic import ValueModel
 from posttrain.models.hf.backed import Backed
+from posttrain.models.hf.expert_parallel import divide_experts
 from posttrain.models.native.decoder import Decoder, causal, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.tensor_parallel import divide
@@ -418,7 +419,9 @@ def refusals(folder: Path, option: str) -> dict[str, Callable[[], Any]]:
     """Of each feature of the guide that an option refuses, the call that refuses it."""
     how, shards, parts = DIVIDING[option], option == "--shard", option != "--context-parallel"
     other = Recurrent(Sizes(9, 8, 16), (1,))
-    seeing = namedtuple("Seeing", "vision layers inner native family")("a tower", [], None, False, "qwen2_vl")
+    seeing = namedtuple("Seeing", "vision layers inner native family sees")(
+        "a tower", [], None, False, "qwen2_vl", True
+    )
     weighted = RL(algorithm="grpo", settings={"advantage.weight": "gradient"}, **how)
     found: dict[str, Callable[[], Any]] = {
         "`--float8`": lambda: validate(SFT(tasks="x", precision="bfloat16", float8=True, **how)),
@@ -443,7 +446,7 @@ def refusals(folder: Path, option: str) -> dict[str, Callable[[], Any]]:
         new_learner(SFT(**how), decoder(True), Optimization(), Alone(), others={"teacher": decoder(True)})
 
     if option == "--expert-parallel":
-        return {**found, "teachers": taught}
+        return {**found, "teachers": taught, "pictures": lambda: divide_experts(seeing, Alone())}  # type: ignore[arg-type]
     if shards:
         return {**found, "pictures": lambda: Backed.prepare_shards(seeing)}  # type: ignore[arg-type]
 
@@ -488,5 +491,7 @@ def test_what_cannot_be_sharded_is_refused(tmp_path: Path, monkeypatch: pytest.M
         posttrain.sft(SUMS, out="never", **SHARDED, **SMALL)
     other = Recurrent(Sizes(9, 8, 16), (1,))
     other.save(tmp_path)
-    with pytest.raises(UserError, match="and --expert-parallel need a decoder, and a recurrent is not one"):
+    with pytest.raises(
+        UserError, match="only a decoder can be divided .* and a recurrent is not one: leave out --shard"
+    ):
         load_model(tmp_path, shard=lambda found: None)

@@ -160,20 +160,15 @@ def success_of(spec: str | Callable[..., Any], given: float | None) -> float | N
     """Return the reward from which on a reply succeeds: as given, or `SUCCESS` of the environment's module, or 1 for a
     function for verl that reports which replies are right; None: none of these.
     """
-    terms = terms_of(spec) if isinstance(spec, str) and is_sum(spec) else []
-    alone = len(terms) == 1 and terms[0].weight is None and not terms[0].spec.startswith(PREFIX)
-    function = load_env(spec) if alone and isinstance(spec, str) and spec.startswith(VERL) else spec
-    says_right = getattr(function, "says_right", None) is True
-    if says_right and given is not None and given > 1:
-        raise UserError(
-            f"--success {given:g}: the reward reports itself which replies are right (acc): leave --success out"
-        )
     if given is not None:
         return given
+    terms = terms_of(spec) if isinstance(spec, str) and is_sum(spec) else []
+    alone = len(terms) == 1 and terms[0].weight is None and not terms[0].spec.startswith(PREFIX)
     if terms and not alone:
         return full_marks(terms, _of_term)
     stated = _stated(spec)
-    return 1.0 if stated is None and says_right else stated
+    function = load_env(spec) if isinstance(spec, str) and spec.startswith(VERL) else spec
+    return 1.0 if stated is None and getattr(function, "says_right", False) is True else stated
 
 
 def _of_term(term: str) -> float | None:

@@ -10,22 +10,24 @@ extra_infos)`, gets the replies of a group.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
+import linecache
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import CodeType
 from typing import Any
 
 from posttrain.core.types import OUTCOME, Invalid, InvalidKind, Reply, Task, UserError
 from posttrain.envs.play.call_recording import NOTING
 from posttrain.envs.play.env_outputs import read_number
 from posttrain.envs.play.group_rewards import listed
-from posttrain.system.user_code import required, takes_any_name
+from posttrain.system.user_code import required, source_file, takes_any_name, unwrapped
 
 ONE = ("data_source", "solution_str", "ground_truth", "extra_info")
 SEVERAL = tuple(f"{name}s" for name in ONE)
 RIGHT = ("acc", "is_correct")
 """Keys of a function's dict, with 1 for a right reply and 0 for others."""
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def own_parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -114,24 +116,36 @@ def _taken(taken: Mapping[str, inspect.Parameter], given: Mapping[str, Any]) -> 
 
 
 def _says_right(function: Callable[..., Any]) -> bool:
-    """Return whether the code of a function, or of functions of its module that it names, has a key of `RIGHT`.
+    """Return whether a function, or one of its file that it names, puts a key of `RIGHT` into a dict.
 
-    The success threshold must be known before the first reply.
+    Its source is read, as the success threshold must be known before the first reply.
     """
-    waiting, seen = [inspect.unwrap(function)], set[Any]()
+    inner = unwrapped(function)
+    try:
+        tree = ast.parse("".join(linecache.getlines(source_file(inner) or "")))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    defined = {node.name: node for node in tree.body if isinstance(node, DEFINITIONS)}
+    waiting, seen = [getattr(inner, "__qualname__", type(inner).__qualname__).partition(".")[0]], set[str]()
     while waiting:
-        inner = waiting.pop()
-        code = inner if isinstance(inner, CodeType) else getattr(inner, "__code__", None)
-        if code is None or code in seen:
+        if (name := waiting.pop()) in seen or name not in defined:
             continue
-        seen.add(code)
-        keys = {text for const in code.co_consts for text in (const if isinstance(const, tuple) else (const,))}
-        if keys & set(RIGHT):
-            return True
-        own = getattr(inner, "__globals__", {})
-        waiting += [const for const in code.co_consts if isinstance(const, CodeType)]
-        waiting += [own[name] for name in code.co_names if name in own]
+        seen.add(name)
+        for node in ast.walk(defined[name]):
+            if any(isinstance(key, ast.Constant) and key.value in RIGHT for key in _keys_written(node)):
+                return True
+            if isinstance(node, ast.Name):
+                waiting.append(node.id)
     return False
+
+
+def _keys_written(node: ast.AST) -> Iterable[ast.expr | None]:
+    """Return the keys of {"key": value}, dict(key=value) and found["key"] = value."""
+    if isinstance(node, ast.Dict):
+        return node.keys
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "dict":
+        return [ast.Constant(keyword.arg) for keyword in node.keywords]
+    return [node.slice] if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) else []
 
 
 def _truth(task: Task) -> Any:

@@ -31,6 +31,8 @@ def divide_experts(decoder: Backbone, peers: Peers) -> None:
 
     Raises UserError if the experts cannot be divided, or if the model then gives other hidden states.
     """
+    if decoder.sees:
+        raise UserError("--expert-parallel was not tried with a model that sees pictures: leave it out")
     if decoder.native or decoder.routers is None:
         raise UserError("--expert-parallel divides the experts of a mixture, and this model is dense: leave it out")
     model, count = cast("Backed", decoder), decoder.routers.experts
@@ -42,8 +44,8 @@ def divide_experts(decoder: Backbone, peers: Peers) -> None:
     layers = [m for m in model.inner.modules() if hasattr(m, "is_transposed") and hasattr(m, "num_experts")]
     if len(layers) != len(decoder.routers):  # a list of modules, or a function of its own
         raise UserError(
-            "--expert-parallel divides experts that transformers stacks in one tensor, and those of "
-            f"{type(model.inner).__name__} are in another form: leave it out"
+            f"--expert-parallel divides experts that transformers stacks in one tensor: {type(model.inner).__name__} has "
+            f"{len(decoder.routers)} layers with routers, and {len(layers)} with such tensors: leave it out"
         )
     if model.peers is not None:
         return

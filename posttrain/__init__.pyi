@@ -96,10 +96,10 @@ class DataOptions(ChatTemplateOptions, FromRowsOptions, total=False):
     response_template: str | None
     """Build each response from columns, like --prompt-template (sft)."""
     too_long: Literal["skip", "truncate", "refuse"]
-    """Treatment of rows that exceed the model's context: drop and count them (skip), cut them (truncate), or stop
-    (refuse). truncate cuts the start of prompts, the end of demonstrations, and the middle of later observations of an
-    episode. refuse measures all rows before the first step. In rl, a prompt is too long if it leaves no room for a
-    reply."""
+    """Treatment of rows that exceed --max-length or the model's context: drop and count them (skip), cut them
+    (truncate), or stop (refuse). truncate cuts the start of prompts, the end of demonstrations, and the middle of later
+    observations of an episode. refuse measures all rows before the first step. In rl, a prompt is too long if it leaves
+    no room for a reply."""
     chat: bool | None
     """Wrap plain prompts in the model's chat template, as the message of a user; --no-chat sends them as bare text.
     Responses of sft, prefer and reward-model are then the assistant's. Default: as in the run that trained the model;

@@ -402,7 +402,7 @@ def _as_trained(file: Path, verb: str, table: dict[str, Any], words: list[str]) 
         if word.startswith("--")
     }
     where = f"[{verb}] of {file}"
-    out = options.get("out", VERBS[verb].options.out)
+    out = str(options.get("out", VERBS[verb].options.out))
     if "model" not in given and run_of(Path(out)) is not None:
         tell(f"the model is the run of {where}: {out}")
         return {"model": out}

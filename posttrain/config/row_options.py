@@ -82,10 +82,10 @@ class Data(ChatTemplateGroup, FromRows, group="data"):
     response_template: str | None = None
     """Build each response from columns, like --prompt-template (sft)."""
     too_long: Literal["skip", "truncate", "refuse"] = "skip"
-    """Treatment of rows that exceed the model's context: drop and count them (skip), cut them (truncate), or stop
-    (refuse). truncate cuts the start of prompts, the end of demonstrations, and the middle of later observations of an
-    episode. refuse measures all rows before the first step. In rl, a prompt is too long if it leaves no room for a
-    reply."""
+    """Treatment of rows that exceed --max-length or the model's context: drop and count them (skip), cut them
+    (truncate), or stop (refuse). truncate cuts the start of prompts, the end of demonstrations, and the middle of later
+    observations of an episode. refuse measures all rows before the first step. In rl, a prompt is too long if it leaves
+    no room for a reply."""
     env: str = option("", group="environment", first_hour=True)
     """Reward function or environment: my.py:reward, package.module:name, a verifier such as verify:exact_match, or a
     built-in name. Settings follow the name: search-qa,topk=5. Add verifiers up with weights: "verify:exact_match*0.9 +

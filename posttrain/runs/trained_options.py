@@ -6,7 +6,9 @@ sampling of its replies, and on the tasks that the training held out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,9 @@ from posttrain.config.row_options import ChatTemplateGroup
 from posttrain.config.service_options import SCORERS
 from posttrain.config.shared_options import EnvLimitGroup, EpisodeGroup, SamplingGroup, StepRewardGroup
 from posttrain.config.verbs import sampling
+from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
+from posttrain.envs.play.load_env import task_set
 from posttrain.runs.run_reading import read_run, run_of, split_of
 
 
@@ -31,6 +35,8 @@ SHOWN = _names(ChatTemplateGroup) | {"chat", "system"}
 """How a model is shown prompts: a run's checkpoints know it themselves."""
 REWARD = _names(StepRewardGroup, EnvLimitGroup) | {"env", "success"}
 COLUMNS = frozenset({"fields", "prompt_template", "too_long"})
+FROM_PYTHON = re.compile(r"\d+ rows in memory|rows (?:made by|of) .+")
+"""How run.json names rows that a program gave."""
 
 
 def as_trained(config: Evaluation, rows_given: bool) -> tuple[Evaluation, list[str]]:
@@ -44,6 +50,8 @@ def as_trained(config: Evaluation, rows_given: bool) -> tuple[Evaluation, list[s
     if recorded is None or recorded["verb"] not in sampling():
         return config, []
     given = {name: getattr(config, name) for name in config.given}
+    if (config.harness is not None or getattr(config, "suite", None)) and not (rows_given or config.tasks):
+        return config, []
     found = evaluation_options(recorded["config"], given | ({"tasks": ""} if rows_given else {}), str(run))
     found = {name: value for name, value in found.items() if name not in SHOWN}
     told = chosen_options(filled(Evaluation, found, f"{run}: "))
@@ -57,6 +65,8 @@ def evaluation_options(trained: Mapping[str, Any], given: Mapping[str, Any], whe
     A reward that is given replaces the whole reward of the training, and tasks that are given replace its tasks. If both
     are, columns keep their own names. Raises UserError, which begins with `where`, if there are no held-out tasks.
     """
+    if "tasks" not in given and task_set(given.get("env")) is not None:
+        given = {**given, "tasks": ""}  # those of the environment
     names = SAMPLED | SHOWN
     rewarded = "env" in given or (not given.get("search") and any(name in given for name in SCORERS))
     if not rewarded:
@@ -71,11 +81,16 @@ def evaluation_options(trained: Mapping[str, Any], given: Mapping[str, Any], whe
 
 def _held_out(trained: Mapping[str, Any], given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the options that name the held-out tasks."""
-    share, seed = split_of(trained)
+    try:
+        share, seed = split_of(trained)
+        sets = held_out_sets(_listed(trained.get("eval_tasks")))
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"{where}: held_out, seed or eval_tasks has a value of another kind: {one_line(error)}"
+        ) from error
     split = {"held_out": share, "split_seed": seed} if share else {}
     if "tasks" in given:
-        return split if given["tasks"] and given["tasks"] == trained.get("tasks") else {}
-    sets = held_out_sets(trained.get("eval_tasks") or ())
+        return split if _same_rows(given["tasks"], trained.get("tasks")) else {}
     if len(sets) == 1:
         return {"tasks": next(iter(sets.values()))}
     if sets or trained.get("mixture"):
@@ -86,4 +101,17 @@ def _held_out(trained: Mapping[str, Any], given: Mapping[str, Any], where: str) 
         raise UserError(f"{where} {several} with --tasks{'' if sets else ', and its --env'}")
     if not (share or "held_out" in given):
         raise UserError(f"{where} holds out no tasks: name some that it does not train on with --tasks")
-    return {"tasks": trained.get("tasks"), **{name: trained.get(name) for name in ("split", "limit")}, **split}
+    if not trained.get("tasks") or FROM_PYTHON.fullmatch(str(trained["tasks"])):
+        raise UserError(f"{where} got its tasks from a program: give a file of them with --tasks")
+    return {"tasks": trained["tasks"], **{name: trained.get(name) for name in ("split", "limit")}, **split}
+
+
+def _listed(value: Any) -> Sequence[str]:
+    """Return the values of an option that has one or more: a recipe may name one without brackets."""
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+def _same_rows(one: Any, other: Any) -> bool:
+    """Return whether two options name the same rows: a file has several spellings."""
+    texts = isinstance(one, str) and isinstance(other, str)
+    return texts and bool(one) and (one == other or os.path.realpath(one) == os.path.realpath(other))

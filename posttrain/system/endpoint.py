@@ -209,7 +209,8 @@ class Endpoint:
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS, ssl=self._encryption),
             cookie_jar=aiohttp.DummyCookieJar(),
             headers=self._headers,
-            skip_auto_headers=["Accept-Encoding"],  # a few kilobytes may become gigabytes
+            skip_auto_headers=["Accept-Encoding"],
+            auto_decompress=False,  # a few kilobytes may become gigabytes
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS),
         ) as self._session:
             self._ready.set()
@@ -249,7 +250,7 @@ class Endpoint:
             return EndpointFailure(f"no connection within {CONNECT_SECONDS:g} s", again=True)
         except TimeoutError:
             return self._late()
-        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
+        except (aiohttp.NonHttpUrlClientError, ValueError) as error:  # ValueError: also aiohttp.InvalidURL
             return EndpointFailure(_named(error))
         except aiohttp.ClientError as error:
             return EndpointFailure(_named(error), again=True)
@@ -302,6 +303,8 @@ def _message(status: int, headers: Mapping[str, str], content: bytes) -> Any:
 def _named(error: Exception) -> str:
     """Describe a failure of the connection."""
     kind, said = type(error).__name__, one_line(error)
+    if isinstance(error, aiohttp.ClientResponseError):  # its text names the proxy with its password
+        said = f"HTTP {error.status} {inline(error.message)}"
     return kind if said == kind else f"{kind}: {said}"
 
 

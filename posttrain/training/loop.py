@@ -46,12 +46,34 @@ def train(
 
     `phase` returns a context manager for each phase of a step, "rollout" and "update".
     """
+    with _rare_collections():
+        return _train(learner, source, objective, hooks, first, steps, phase)
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Context without models, rows and libraries in collections: full ones would traverse them every few steps."""
     gc.collect()
-    left = gc.get_freeze_count() > 0  # a command has exempted the libraries, until the process ends
-    if not left:
-        gc.freeze()  # models and libraries stay: otherwise full collections would traverse them every few steps
-    before = gc.get_threshold()
+    is_own, before = gc.get_freeze_count() > 0, gc.get_threshold()  # a command leaves libraries out until it ends
+    gc.freeze()
     gc.set_threshold(YOUNG, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        if not is_own:
+            gc.unfreeze()
+
+
+def _train(
+    learner: Learner,
+    source: Source,
+    objective: Objective,
+    hooks: Sequence[Hook],
+    first: int,
+    steps: int,
+    phase: Callable[[int, str], AbstractContextManager[None]],
+) -> int:
     number, updated = first - 1, time.perf_counter()
     while number < steps:
         number += 1
@@ -77,9 +99,6 @@ def train(
         ended = [hook(FinishedStep(step, stats, seconds, between, fed)) for hook in hooks]
         if any(ended):
             break
-    gc.set_threshold(*before)
-    if not left:
-        gc.unfreeze()
     return number
 
 

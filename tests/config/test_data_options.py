@@ -193,7 +193,7 @@ def test_rows_of_a_pretrained_model_are_limited_to_fewer_tokens_than_its_context
         return
     assert main(words) == 0
     what = "left out" if policy == "skip" else "cut"
-    assert f"too long    rows 4 {what}; --max-length is 6 tokens" in capfd.readouterr().out
+    assert f"too long    rows: 4 {what}; --max-length is 6 tokens" in capfd.readouterr().out
     assert sum(metrics["too_long"] for metrics in read_metrics(place / "limited")[1:]) == 4
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import select
 import socket
@@ -254,11 +255,34 @@ def test_an_encrypted_endpoint_is_reached_through_a_tunnel_of_the_proxy(
 @pytest.mark.parametrize(
     "address, reason, again",
     [("http://127.0.0.1:9/v1", "ClientConnectorError", True), ("ftp://x/v1", "NonHttpUrlClientError", False),
-     ("http://x:99999/v1", "InvalidUrlClientError", False), ("http:///v1", "InvalidUrlClientError", False)],
+     ("http://x:99999/v1", "InvalidUrlClientError", False), ("http:///v1", "InvalidUrlClientError", False),
+     ("http://a..b/v1", "UnicodeError", False), ("http://u:p@x/v1", "ValueError", False)],
 )  # fmt: skip
 def test_an_address_where_nobody_answers_is_a_failure_in_words(address: str, reason: str, again: bool) -> None:
     [refused], _ = called(address)
     assert isinstance(refused, EndpointFailure) and reason in refused.reason and refused.again is again
+
+
+def test_a_failure_of_the_proxy_is_named_without_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(Server()) as proxy:
+        monkeypatch.setattr(proxy.RequestHandlerClass, "do_CONNECT", lambda handler: handler.send_error(407, "no"))
+        monkeypatch.setenv("HTTPS_PROXY", f"http://me:secret@127.0.0.1:{proxy.server_port}")
+        [refused], _ = called("https://nowhere.invalid/v1")
+    assert refused.reason == "ClientHttpProxyError: HTTP 407 no"
+
+
+def test_a_compressed_answer_that_nobody_asked_for_is_not_unpacked() -> None:
+    def packed(handler: BaseHTTPRequestHandler, body: bytes) -> None:
+        content = gzip.compress(json.dumps(ANSWER).encode())
+        handler.send_response(200)
+        handler.send_header("Content-Encoding", "gzip")
+        handler.send_header("Content-Length", str(len(content)))
+        handler.end_headers()
+        handler.wfile.write(content)
+
+    with serving(Server(packed)) as server:
+        [refused], _ = called(f"http://127.0.0.1:{server.server_port}/v1")
+    assert isinstance(refused, EndpointFailure) and "no JSON" in refused.reason
 
 
 def test_what_is_no_address_is_refused() -> None:

@@ -106,11 +106,33 @@ def test_a_run_that_holds_out_nothing_needs_tasks(place: Path, capsys: pytest.Ca
          {"env": "e", "success": 0.5, "judge": ["j"], "fields": {"a": "b"}}),
         ({"env": "e", "success": 0.5, "fields": {"a": "b"}, "stop": ["."]}, {"tasks": "u", "env": "f"}, {"stop": ["."]}),
         ({"env": "e", "step_delimiter": "line"}, {"tasks": "u", "search": ("beam",), "reward_model": ("r",)}, {"env": "e"}),
+        ({"eval_tasks": "x.jsonl"}, {}, {"tasks": "x.jsonl"}),
+        ({"held_out": 0.1, "seed": 4}, {"tasks": "./t"}, {"held_out": 0.1, "split_seed": 4}),
+        ({"held_out": 0.1, "env": "e"}, {"env": "harbor:tests/harbor_tasks"}, {}),
         ({"steps": 9, "lr": 0.1, "prompts": 4, "algorithm": "grpo", "held_out": 0.2}, {"tasks": "u"}, {}),
     ],
 )  # fmt: skip
 def test_what_follows_from_training(trained: dict[str, Any], given: dict[str, Any], found: dict[str, Any]) -> None:
     assert evaluation_options({"tasks": "t", **trained}, given, "it") == found
+
+
+@pytest.mark.parametrize(
+    ("trained", "told"),
+    [
+        (
+            {"tasks": "12 rows in memory", "held_out": 0.2},
+            "it got its tasks from a program: give a file of them with --tasks",
+        ),
+        ({"tasks": "rows made by f", "held_out": 0.2}, "it got its tasks from a program"),
+        ({"held_out": "lots"}, "it: held_out, seed or eval_tasks has a value of another kind: could not convert"),
+        ({"eval_tasks": [1]}, "it: held_out, seed or eval_tasks has a value of another kind"),
+        ({"held_out": 0.1, "seed": [1]}, "it: held_out, seed or eval_tasks has a value of another kind"),
+    ],
+)
+def test_a_damaged_record_and_tasks_of_a_program_are_refused_in_one_line(trained: dict[str, Any], told: str) -> None:
+    with pytest.raises(posttrain.UserError) as caught:
+        evaluation_options({"tasks": "t", **trained}, {}, "it")
+    assert told in str(caught.value)
 
 
 def test_several_sets_and_mixtures_are_named() -> None:

@@ -68,6 +68,7 @@ def test_cycles_are_looked_for_seldom_while_a_training_runs_and_as_before_behind
 
 
 def test_what_a_command_has_left_out_of_the_search_stays_out_after_a_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.unfreeze()
     fake, within = Fake(monkeypatch), list[bool]()
     fake.run(1, 1, lambda _: within.append(gc.get_freeze_count() > 0))
     assert within == [True] and gc.get_freeze_count() == 0
@@ -77,6 +78,18 @@ def test_what_a_command_has_left_out_of_the_search_stays_out_after_a_training(mo
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+
+
+def test_a_training_that_fails_leaves_collections_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.unfreeze()
+    before = gc.get_threshold()
+
+    def fail(_: FinishedStep) -> None:
+        raise RuntimeError("a hook")
+
+    with pytest.raises(RuntimeError):
+        Fake(monkeypatch).run(1, 1, fail)
+    assert gc.get_threshold() == before and gc.get_freeze_count() == 0
 
 
 def test_every_step_is_produced_learned_from_and_told_of_in_order(monkeypatch: pytest.MonkeyPatch) -> None:

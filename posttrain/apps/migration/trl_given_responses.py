@@ -62,7 +62,7 @@ def given_responses(draft: RecipeDraft, processes: int, rows: int | None) -> Non
     if draft.read("max_length") is not None:
         how, told = ("skip", "left out") if trainer == "reward" else ("truncate", "cut")
         draft.same("max_length", "max_length")
-        smaller = "; their update is smaller then, here" * (how == "skip")
+        smaller = "; an update with such rows has fewer here" * (how == "skip")
         draft.put("too_long", how, f"{draft.origin('max_length')}: longer rows are {told}{smaller}")
     if draft.read("truncation_mode") == "keep_end":
         draft.note("truncation_mode = keep_end", "the end of a long row is cut here, not its beginning")

@@ -14,6 +14,7 @@ from posttrain.envs.play.load_env import opening
 
 Policy = Literal["skip", "truncate", "refuse"]
 NAMED = 3  # rows that are named; further ones are only counted
+REMEMBERED = 1_000_000  # most rows that are counted once each, however often they are read
 
 
 class Placed(Protocol):
@@ -42,7 +43,8 @@ class TooLong:
         if self.policy == "refuse":
             raise UserError(f"{told}: shorten it, or skip or cut such rows with --too-long skip or truncate")
         self.count += 1
-        self._met[where] = cut
+        if len(self._met) < REMEMBERED:
+            self._met[where] = cut
         if where not in self._named and len(self._named) < NAMED:
             self._named.add(where)
             last = "; further rows are not listed" if len(self._named) == NAMED else ""
@@ -53,7 +55,8 @@ class TooLong:
         cut = sum(self._met.values())
         counts = (cut, "cut"), (len(self._met) - cut, "left out")
         told = ", ".join(f"{count:,} {what}" for count, what in counts if count)
-        return [f"too long    rows {told}; {self.limit} {self.context} tokens"] if told else []
+        more = " or more" * (len(self._met) == REMEMBERED)
+        return [f"too long    rows: {told}{more}; {self.limit} {self.context} tokens"] if told else []
 
     def take(self) -> int:
         """Return the number of rows that did not fit since the last call."""

@@ -111,9 +111,11 @@ def evaluate_as_given(
             warn_unread(tokenizer, shown, said.append)
             context = model.config.context
             said.extend(reply_length_note(config.max_tokens, context))
-            some = fitting(shown, ground.pool, tokenizer, TooLong(config.too_long, context, said.append))
+            beyond: list[str] = []
+            some = fitting(shown, ground.pool, tokenizer, TooLong(config.too_long, context, beyond.append))
             if not some:
-                raise UserError(f"no prompt fits into the context of {folder}: {said[0]}")
+                raise UserError(f"no prompt fits into the context of {folder}: {beyond[0]}")
+            said.extend(beyond)
             how = config.slots, config.precision
             with closing(open_engine("local", model, tokenizer, *how, many=Many(config.replicas))) as engine:
                 engine.load(model, 0)

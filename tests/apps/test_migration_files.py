@@ -63,6 +63,49 @@ def test_files_that_decide_and_are_not_there_are_told_in_the_terminal(
         )
 
 
+HYDRA = """defaults:
+  - ppo_trainer
+  - actor: small
+  - data@data: sums
+  - gone
+  - _self_
+algorithm:
+  adv_estimator: grpo
+  use_kl_in_reward: false
+data:
+  train_batch_size: 64
+  max_response_length: ${length.reply}
+length: {reply: 16}
+trainer:
+  experiment_name: run_${length.reply}
+  project_name: ${oc.env:PROJECT}
+actor_rollout_ref:
+  actor: {optim: {lr: 2e-6}, ppo_mini_batch_size: "${data.train_batch_size}"}
+"""
+"""A configuration of one's own over verl's; YAML reads 2e-6 as text."""
+
+
+def test_hydras_configuration_beside_a_command_of_verl_is_read_below_its_overrides(tmp_path: Path) -> None:
+    for folder in ("actor", "data"):
+        (tmp_path / "cfg" / folder).mkdir(parents=True)
+    (tmp_path / "cfg" / "my_grpo.yaml").write_text(HYDRA, encoding="utf-8")
+    (tmp_path / "cfg" / "actor" / "small.yaml").write_text("anything: 1\n", encoding="utf-8")
+    data = "train_files: a.parquet\nmax_response_length: 7\ntrain_batch_size: 8\n"
+    (tmp_path / "cfg" / "data" / "sums.yaml").write_text(data, encoding="utf-8")
+    command = "python -m verl.trainer.main_ppo --config-path=cfg --config-name=my_grpo data.train_batch_size=32\n"
+    told, table = imported(files(tmp_path, verl_sh=command))
+    lines = {"tasks": "a.parquet", "prompts": 32, "minibatches": 1, "max_tokens": 16, "lr": 2e-6, "algorithm": "grpo"}
+    assert {name: table[name] for name in lines} == lines and table["out"] == "runs/run_16"
+    assert "# Check trainer.project_name = ${oc.env:PROJECT}, which only Hydra resolves" in told
+    assert "# Check gone.yaml of the defaults, which is not there" in told and "ppo_trainer" not in told
+
+
+def test_a_configuration_whose_defaults_name_itself_is_read_to_an_end(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("defaults: [own, own]\ndata: {train_batch_size: 4}\n", encoding="utf-8")
+    command = "python -m verl.trainer.main_ppo --config-name own algorithm.adv_estimator=grpo\n"
+    assert imported(files(tmp_path, verl_sh=command))[1]["prompts"] == 4
+
+
 def test_numbers_of_a_configuration_are_read_as_argparse_reads_them(tmp_path: Path) -> None:
     """YAML reads 1e-3 without a point as text."""
     text = 'beta: 1e-3\nmax_steps: "50"\nlearning_rate: 2e-6\nlabel_smoothing: "0.1"\nseed: "7"\n'

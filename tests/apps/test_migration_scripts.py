@@ -82,6 +82,9 @@ CHANGED = "Check the rows: the script changes them"
          {"tasks": "a.jsonl", "held_out": 0.1, "eval_tasks": None}, True),
         ("DPO", f"{ONE}e = d.train_test_split(test_size=20, seed=1)", "e['train']", "e['test']",
          {"tasks": "a.jsonl", "held_out": 0.2}, True),
+        ("DPO", f"{ONE}e = d.train_test_split(train_size=0.9)", "e['train']", "e['test']",
+         {"tasks": "a.jsonl", "held_out": 0.1}, True),
+        ("DPO", f"{ONE}e = d.train_test_split(train_size=90)", "e['train']", "e['test']", {"held_out": None}, True),
         ("DPO", 'd = load_dataset("u/rows")["train"].train_test_split(0.2)', "d['train']", "d['test']",
          {"tasks": "u/rows", "split": "train", "held_out": 0.2}, False),
     ],
@@ -95,3 +98,15 @@ def test_held_out_rows_of_a_script_are_found(
     assert (CHANGED in text) == changed
     assert "dataset_name" not in text and "model_name_or_path" not in text, "names of options that a script has not"
     assert ("eval_dataset = b.jsonl: held_out keeps a share" in text) == (config == "DPO" and load.startswith(FILES))
+
+
+@pytest.mark.parametrize(
+    ("before", "project"),
+    [
+        ("os.environ.setdefault('WANDB_PROJECT', 'p')", "p"),
+        ("os.environ['WANDB_PROJECT'] = 'p'\nos.environ.setdefault('WANDB_PROJECT', 'q')", "p"),
+    ],
+)
+def test_an_environment_variable_is_read_as_the_script_sets_it(before: str, project: str, tmp_path: Path) -> None:
+    _, table = imported(tmp_path, "DPOConfig(report_to='wandb')", "DPOTrainer(args=args)", before)
+    assert table["track_project"] == project

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.apps.migration.foreign_run import ENVIRONMENT, LARGEST, ForeignRun, Unresolved, flat, value_of
+from posttrain.apps.migration.hydra_files import configured
 from posttrain.apps.migration.shell_script import commands
 from posttrain.apps.migration.trl_script import CONFIGS, read_script
 from posttrain.core import user_files
@@ -25,6 +26,10 @@ VERL = {
 OPENRLHF = ("train_ppo_ray", "train_sft", "train_dpo", "train_rm")
 _CONFIGURATIONS = (".yaml", ".yml")
 _PROCESSES = {"--num_processes", "--num-processes", "--nproc_per_node", "--nproc-per-node", "--num_gpus"}
+_HYDRA = {
+    **dict.fromkeys(("--config-name", "-cn"), "name"),
+    **dict.fromkeys(("--config-path", "-cp", "--config-dir", "-cd"), "path"),
+}
 _NODES = {"--nnodes", "--num_machines", "--num_nodes"}
 
 
@@ -95,7 +100,7 @@ def _of_command(words: list[str], path: Path) -> ForeignRun | None:
         if module[2] in VERL and (
             module[0].split(".")[0] in ("verl", "recipe") or "verl" in module[0] or "dapo" in module[0]
         ):
-            return _of_hydra(VERL[module[2]], after, _launched(words[:place]))
+            return _of_hydra(VERL[module[2]], after, _launched(words[:place]), path.parent)
         if module[2] in OPENRLHF and "openrlhf" in module[0]:
             return ForeignRun("OpenRLHF", module[2], _of_arguments(after), _launched(words[:place]))
         if module[2] in TRL_TRAINERS and (
@@ -140,20 +145,14 @@ def _launched_by(run: ForeignRun, words: list[str], path: Path) -> ForeignRun:
     return run
 
 
-def _of_hydra(trainer: str, words: list[str], devices: int | None) -> ForeignRun:
-    """Return a run of verl: name=value, +name=value, ++name=value; ~name takes one away."""
-    options: dict[str, Any] = {}
-    notes: list[str] = []
-    for word, following in zip(words, [*words[1:], ""], strict=False):
+def _of_hydra(trainer: str, words: list[str], devices: int | None, folder: Path) -> ForeignRun:
+    """Return a run of verl: name=value, +name=value, ++name=value, over a configuration; ~name takes one away."""
+    options, notes = configured(_hydra_files(words), folder)
+    for word in words:
         name, equals, value = word.partition("=")
         if name.startswith("~"):
             options.pop(name[1:], None)
             notes.append(f"{word}, which deletes an option: the recipe uses the default of {name[1:]}")
-        elif name in ("--config-name", "-cn"):
-            file = (value if equals else following).removesuffix(".yaml")
-            notes.append(
-                f"{file}.yaml, which decides too: its options are not read; add those that differ to the command"
-            )
         elif equals and re.fullmatch(r"\+{0,2}[\w@][\w.@/-]*", name):
             read = value_of(value)
             options |= flat({name.lstrip("+"): read}) if isinstance(read, dict) else {name.lstrip("+"): read}
@@ -161,6 +160,16 @@ def _of_hydra(trainer: str, words: list[str], devices: int | None) -> ForeignRun
     if isinstance(gpus, int) and isinstance(nodes, int):
         devices = gpus * nodes
     return ForeignRun("verl", trainer, options, devices, notes)
+
+
+def _hydra_files(words: list[str]) -> dict[str, str]:
+    """Return "name" and "path", where a command names a configuration of Hydra."""
+    found: dict[str, str] = {}
+    for word, following in zip(words, [*words[1:], ""], strict=False):
+        name, equals, value = word.partition("=")
+        if what := _HYDRA.get(name):
+            found[what] = value if equals else following
+    return found
 
 
 def _of_arguments(words: list[str]) -> dict[str, Any]:

@@ -93,6 +93,8 @@ class ScriptValues(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)
         self.calls.append(node)
+        if name_of(node).endswith("environ.setdefault") and len(node.args) == 2 and isinstance(node.args[0], ast.Constant):
+            self.environment.setdefault(str(node.args[0].value), node.args[1])
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         self.functions.add(node.name)
@@ -351,7 +353,13 @@ def _held_out(script: ScriptValues, call: ast.Call, run: ForeignRun) -> None:
     """Add the share or number of rows that train_test_split keeps from training."""
     named = {k.arg: k.value for k in call.keywords}
     size = call.args[0] if call.args else named.get("test_size")
-    run.options["train_test_split"] = 0.25 if size is None else script.value(size)
+    kept = script.value(named.get("train_size"))
+    if size is not None or kept is None:
+        run.options["train_test_split"] = 0.25 if size is None else script.value(size)
+    elif isinstance(kept, float):
+        run.options["train_test_split"] = 1 - kept
+    else:
+        run.options["train_test_split"] = Unresolved(ast.unparse(call)[:200])
 
 
 def _files(given: Any, split: Any) -> Any:

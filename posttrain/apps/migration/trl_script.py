@@ -93,7 +93,11 @@ class ScriptValues(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)
         self.calls.append(node)
-        if name_of(node).endswith("environ.setdefault") and len(node.args) == 2 and isinstance(node.args[0], ast.Constant):
+        if (
+            name_of(node).endswith("environ.setdefault")
+            and len(node.args) == 2
+            and isinstance(node.args[0], ast.Constant)
+        ):
             self.environment.setdefault(str(node.args[0].value), node.args[1])
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:

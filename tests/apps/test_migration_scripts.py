@@ -108,5 +108,8 @@ def test_held_out_rows_of_a_script_are_found(
     ],
 )
 def test_an_environment_variable_is_read_as_the_script_sets_it(before: str, project: str, tmp_path: Path) -> None:
-    _, table = imported(tmp_path, "DPOConfig(report_to='wandb')", "DPOTrainer(args=args)", before)
-    assert table["track_project"] == project
+    path = tmp_path / "own.py"
+    words = {"config": "DPOConfig(report_to='wandb')", "after": "DPOTrainer(args=args)", "before": before}
+    path.write_text(SCRIPT.format(**words), encoding="utf-8")
+    draft = recipe_for(str(path), None, None, None)
+    assert tomllib.loads(draft.toml(path.name, "recipe.toml"))["prefer"]["track_project"] == project

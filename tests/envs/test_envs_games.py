@@ -17,7 +17,7 @@ from posttrain.core.types import Invalid, Reply, StopReason, Turn, UserError
 from posttrain.envs.builtin import adventure, arithmetic, calculator, countdown, guess
 from posttrain.envs.builtin.generated import HELD_OUT, is_held_out, write
 from posttrain.envs.check import check
-from posttrain.verify.expression import leaves, parse
+from posttrain.verify.expression import DEEPEST, LONGEST, leaves, parse
 
 MAKERS = {"calculator": calculator, "countdown": countdown, "guess": guess, "adventure": adventure}
 LIMITS = {"guess": {"limit": 100}}
@@ -132,6 +132,18 @@ def test_values_are_exact_and_equal_pythons_on_random_expressions() -> None:
         rejected += not legal
         assert countdown.value_with(text, numbers) == expected, (text, numbers)
     assert 20 < rejected < 200
+
+
+def test_the_longest_and_the_deepest_expression_are_read_and_longer_and_deeper_ones_are_not() -> None:
+    for most, written in ((LONGEST, "1" * LONGEST), (DEEPEST, "(" * DEEPEST + "1" + ")" * DEEPEST)):
+        assert parse(written) is not None, most
+    assert parse("1" * (LONGEST + 1)) is None
+    assert parse("(" * (DEEPEST + 1) + "1" + ")" * (DEEPEST + 1)) is None
+
+
+def test_a_number_is_the_same_leaf_however_its_zeros_are_written() -> None:
+    written = {"2.50": "2.5", "2.0": "2", "2.": "2", "20": "20", "007": "7", ".50": "0.5", "0.0": "0"}
+    assert {text: parse(text) for text in written} == written
 
 
 def test_rows_of_public_data_become_tasks_and_what_is_none_is_left_out() -> None:

@@ -404,11 +404,11 @@ def _as_trained(file: Path, verb: str, table: dict[str, Any], words: list[str]) 
     where = f"[{verb}] of {file}"
     out = str(options.get("out", VERBS[verb].options.out))
     if "model" not in given and run_of(Path(out)) is not None:
-        tell(f"the model is the run of {where}: {out}")
+        tell(f"evaluating {out}, the run of {where}")
         return {"model": out}
     found = evaluation_options(options, given, where)
     model = {} if "model" in given else {"model": options.get("model", "")}
-    tell(f"as in {where}, where no option says otherwise: {', '.join([*model, *found])}")
+    tell(f"taken from {where}: {', '.join([*model, *found])}")
     return {**model, **found}
 
 
@@ -421,6 +421,8 @@ def _as_words(own: Any) -> Any:
 
 def _read_recipe(file: Path) -> dict[str, Any]:
     import tomllib
+
+    from posttrain.core.coerce import has_wide_integer
 
     try:
         content = tomllib.loads(user_files.text(file))
@@ -437,6 +439,8 @@ def _read_recipe(file: Path) -> dict[str, Any]:
             )
         whole = _whole_numbers(table)
         for name in options:
+            if has_wide_integer(options[name]):
+                raise UserError(f"{file}: [{table}] {name:.60} has an integer of more than 64 bits: correct it")
             if name.replace("-", "_") in whole and isinstance(options[name], float):
                 raise UserError(f"{file}: [{table}] {name} is a whole number, not {options[name]:g}")
             if name.replace("-", "_") not in _known(table):

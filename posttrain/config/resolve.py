@@ -123,8 +123,7 @@ def check_divisions(config: Training) -> None:
         )
     if config.expert_parallel > 1 and len(config.divisions) > 1:
         raise UserError(
-            f"--expert-parallel leaves everything but experts whole, and {config.divisions[0]} divides more: leave out one "
-            "of them"
+            f"--expert-parallel cannot be combined with {config.divisions[0]}, which divides more: leave out one"
         )
     for divided in config.divisions[:1]:
         if config.offload:

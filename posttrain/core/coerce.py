@@ -104,3 +104,17 @@ def _tuple(value: Any, inner: tuple[Any, ...], name: str) -> tuple[Any, ...]:
     if len(items) != len(inner):
         raise UserError(f"{name} takes {len(inner)} values, not {len(items)}")
     return tuple(convert(x, kind, name) for x, kind in zip(items, inner, strict=True))
+
+
+def has_wide_integer(value: Any, seen: set[int] | None = None) -> bool:
+    """Return whether a value is or holds an integer of more than 64 bits: TOML has none, and Python prints no very long
+    one.
+    """
+    if isinstance(value, int):
+        return value.bit_length() > 64
+    seen = set() if seen is None else seen
+    if not isinstance(value, (list, tuple, dict)) or id(value) in seen:  # YAML's anchors may form a circle
+        return False
+    seen.add(id(value))
+    parts = [*value, *value.values()] if isinstance(value, dict) else value
+    return any(has_wide_integer(part, seen) for part in parts)

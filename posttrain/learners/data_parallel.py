@@ -26,7 +26,7 @@ from posttrain.models.backbone import Backbone, decoders_in
 from posttrain.models.native.context_parallel import refuse_undealt, tokens_each
 from posttrain.models.native.merged_weights import plain_weights
 from posttrain.models.peers import Peers, joined
-from posttrain.models.row_shards import whole
+from posttrain.models.row_shards import marked, part_of, whole
 from posttrain.models.tensor_files import write_state
 
 if TYPE_CHECKING:
@@ -177,14 +177,20 @@ class DataParallelLearner(LocalLearner):
 
     def _in_parts(self, parameter: nn.Parameter) -> bool:
         """Return whether this process has only a part of a parameter, and `_holders` the others."""
-        return False
+        return part_of(parameter) is not None
 
     @property
     def _holders(self) -> World:
         return self.world
 
-    def _clip_in_parts(self, part: TrainedModule, limit: float) -> float:
-        """Clip as torch.nn.utils.clip_grad_norm_ does, by the norm over the parts of all processes."""
+    def _as_stored(self, parameter: nn.Parameter, moment: Tensor) -> Tensor:
+        part = part_of(parameter)
+        return moment if part is None or moment.shape != parameter.shape else marked(moment.view_as(moment), part)
+
+    def _clip_part(self, part: TrainedModule, limit: float) -> float:
+        """Clip as torch.nn.utils.clip_grad_norm_ does; if processes have parts, by the norm over all of them."""
+        if not self._divides:
+            return super()._clip_part(part, limit)
         gradients = {p: p.grad for p in part.parameters.values() if p.grad is not None}
         squares = torch.zeros(2, dtype=torch.float64, device=self.device)  # of parts, of whole parameters
         for parameter, gradient in gradients.items():

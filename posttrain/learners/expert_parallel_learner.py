@@ -6,16 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
 
 from posttrain.core.protocols import Learner, Model
 from posttrain.learners.gradient_sums import sum_gradients
-from posttrain.learners.local_learner import REFERENCE, Optimization, TrainedModule
+from posttrain.learners.local_learner import REFERENCE, Optimization
 from posttrain.learners.lockstep import LockstepLearner
 from posttrain.learners.process_group import Processes
 from posttrain.learners.process_mesh import ProcessMesh
 from posttrain.models.hf.expert_parallel import divide_experts
-from posttrain.models.row_shards import marked, part_of
 
 
 class ExpertParallelLearner(LockstepLearner):
@@ -60,19 +58,9 @@ class ExpertParallelLearner(LockstepLearner):
             elif self._same.size > 1:
                 sum_gradients(self._same, experts)
 
-    def _in_parts(self, parameter: nn.Parameter) -> bool:
-        return part_of(parameter) is not None
-
     @property
     def _holders(self) -> Processes:
         return self.experts
-
-    def _clip_part(self, part: TrainedModule, limit: float) -> float:
-        return self._clip_in_parts(part, limit)
-
-    def _as_stored(self, parameter: nn.Parameter, moment: Tensor) -> Tensor:
-        part = part_of(parameter)
-        return moment if part is None or moment.shape != parameter.shape else marked(moment.view_as(moment), part)
 
 
 if TYPE_CHECKING:

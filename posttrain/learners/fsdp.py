@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from posttrain.core.protocols import Learner, Model
 from posttrain.learners.gradient_sums import sum_gradients
-from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization, TrainedModule
+from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
 from posttrain.learners.lockstep import LockstepLearner
 from posttrain.learners.process_group import Processes
 from posttrain.learners.sharded_decoder import forget_order, gathered, open_shards
@@ -107,9 +107,6 @@ class FSDPLearner(LockstepLearner):
                 assert rows.data_ptr() == here(parameter).data_ptr(), "torch has moved the rows"
                 rows.grad = here(parameter.grad) if there and parameter.grad is not None else None
                 parameter.grad = None
-
-    def _clip_part(self, part: TrainedModule, limit: float) -> float:
-        return self._clip_in_parts(part, limit)
 
     def _in_parts(self, parameter: nn.Parameter) -> bool:
         return parameter in self._held

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 
 from posttrain.core.batch import Outputs, Packed
 from posttrain.core.protocols import Learner, Model
 from posttrain.learners.data_parallel import DataParallelLearner
 from posttrain.learners.gradient_sums import sum_gradients
-from posttrain.learners.local_learner import Optimization, TrainedModule
+from posttrain.learners.local_learner import Optimization
 from posttrain.learners.process_group import Processes
 from posttrain.learners.process_mesh import ProcessMesh
 from posttrain.models.backbone import decoders_in
 from posttrain.models.native.tensor_parallel import divide
-from posttrain.models.row_shards import is_sharded, marked, part_of
+from posttrain.models.row_shards import is_sharded
 
 
 class TensorParallelLearner(DataParallelLearner):
@@ -70,19 +70,9 @@ class TensorParallelLearner(DataParallelLearner):
             if partial and any(p.grad is not None for p in part.parameters.values()):
                 sum_gradients(self.tensor, partial)
 
-    def _in_parts(self, parameter: nn.Parameter) -> bool:
-        return part_of(parameter) is not None
-
     @property
     def _holders(self) -> Processes:
         return self.tensor
-
-    def _clip_part(self, part: TrainedModule, limit: float) -> float:
-        return self._clip_in_parts(part, limit)
-
-    def _as_stored(self, parameter: nn.Parameter, moment: Tensor) -> Tensor:
-        part = part_of(parameter)
-        return moment if part is None or moment.shape != parameter.shape else marked(moment.view_as(moment), part)
 
 
 if TYPE_CHECKING:

@@ -32,11 +32,11 @@ def _names(*groups: type[Any]) -> frozenset[str]:
 
 SAMPLED = _names(EpisodeGroup, SamplingGroup)
 SHOWN = _names(ChatTemplateGroup) | {"chat", "system"}
-"""How a model is shown prompts: a run's checkpoints know it themselves."""
+"""Options about chat templates. The checkpoints of a run record their own."""
 REWARD = _names(StepRewardGroup, EnvLimitGroup) | {"env", "success"}
 COLUMNS = frozenset({"fields", "prompt_template", "too_long"})
 FROM_PYTHON = re.compile(r"\d+ rows in memory|rows (?:made by|of) .+")
-"""How run.json names rows that a program gave."""
+"""Names in run.json of rows that came from a program."""
 
 
 def as_trained(config: Evaluation, rows_given: bool) -> tuple[Evaluation, list[str]]:
@@ -55,7 +55,7 @@ def as_trained(config: Evaluation, rows_given: bool) -> tuple[Evaluation, list[s
     found = evaluation_options(recorded["config"], given | ({"tasks": ""} if rows_given else {}), str(run))
     found = {name: value for name, value in found.items() if name not in SHOWN}
     told = chosen_options(filled(Evaluation, found, f"{run}: "))
-    line = [f"as in {run}, where no option says otherwise: {', '.join(told)}"] if told else []
+    line = [f"taken from {run}: {', '.join(told)}"] if told else []
     return filled(type(config), {**given, **found}, f"{run}: "), line
 
 
@@ -86,7 +86,7 @@ def _held_out(trained: Mapping[str, Any], given: Mapping[str, Any], where: str) 
         sets = held_out_sets(_listed(trained.get("eval_tasks")))
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"{where}: held_out, seed or eval_tasks has a value of another kind: {one_line(error)}"
+            f"{where}: held_out and seed must be numbers, eval_tasks names of files: {one_line(error)}"
         ) from error
     split = {"held_out": share, "split_seed": seed} if share else {}
     if "tasks" in given:

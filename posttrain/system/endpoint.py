@@ -272,7 +272,10 @@ def proxy_for(address: str) -> str | None:
         return None
     proxy = found if "://" in found else f"http://{found}"
     if not proxy.startswith(("http://", "https://")):
-        raise UserError(f"the environment names the proxy {proxy}: give one of http:// or https://, or set NO_PROXY")
+        scheme = proxy.partition("://")[0]  # the rest may hold a password
+        raise UserError(
+            f"the environment names the proxy {scheme}://...: give one of http:// or https://, or set NO_PROXY"
+        )
     return proxy
 
 

@@ -32,24 +32,6 @@ class FinishedStep:
     fed: int = 0  # tokens in the updates' micro-batches
 
 
-def train(
-    learner: Learner,
-    source: Source,
-    objective: Objective,
-    hooks: Sequence[Hook],
-    *,
-    first: int,
-    steps: int,
-    phase: Callable[[int, str], AbstractContextManager[None]] = lambda number, name: nullcontext(),
-) -> int:
-    """Run steps `first` to `steps`, or fewer if a hook ends training; return the number of the last one done.
-
-    `phase` returns a context manager for each phase of a step, "rollout" and "update".
-    """
-    with _rare_collections():
-        return _train(learner, source, objective, hooks, first, steps, phase)
-
-
 @contextmanager
 def _rare_collections() -> Iterator[None]:
     """Context without models, rows and libraries in collections: full ones would traverse them every few steps."""
@@ -65,15 +47,21 @@ def _rare_collections() -> Iterator[None]:
             gc.unfreeze()
 
 
-def _train(
+@_rare_collections()
+def train(
     learner: Learner,
     source: Source,
     objective: Objective,
     hooks: Sequence[Hook],
+    *,
     first: int,
     steps: int,
-    phase: Callable[[int, str], AbstractContextManager[None]],
+    phase: Callable[[int, str], AbstractContextManager[None]] = lambda number, name: nullcontext(),
 ) -> int:
+    """Run steps `first` to `steps`, or fewer if a hook ends training; return the number of the last one done.
+
+    `phase` returns a context manager for each phase of a step, "rollout" and "update".
+    """
     number, updated = first - 1, time.perf_counter()
     while number < steps:
         number += 1

@@ -219,3 +219,26 @@ def test_what_has_to_be_put_right_before_the_first_run_is_one_list(
     assert out.count("first       ") == 4 and all(words in out for words in told)
     plain = files(tmp_path, dpo_sh="trl dpo --model_name_or_path runs/sft --dataset_name pairs.jsonl")
     assert "Before the first run" not in imported(plain)[0]
+
+
+LONG = "0x" + "f" * 5000
+SCRIPT = "from trl import GRPOConfig\nGRPOConfig({})\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.py", SCRIPT.format(f"max_steps={LONG}"), "max_steps has an integer of more than 64 bits"),
+        ("a.py", SCRIPT.format(f"learning_rate={LONG}"), "learning_rate has an integer of more than 64 bits"),
+        ("a.py", SCRIPT.format(f"output_dir=[{LONG}]"), "output_dir has an integer of more than 64 bits"),
+        ("grpo.yaml", f"own: &own {{a: {{b: [*own, {LONG}]}}}}\n", "own.a.b has an integer of more than 64 bits"),
+        ("grpo.yaml", "a: " + "[" * 1500 + "]" * 1500, "grpo.yaml is nested too deeply"),
+    ],
+)
+def test_integers_that_python_cannot_show_and_deep_nesting_are_refused_in_one_line(
+    name: str, content: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    assert main(["import", str(tmp_path / name)]) == 2
+    told = capsys.readouterr()
+    assert said in told.err and told.err.count("\n") == 1 and not told.out

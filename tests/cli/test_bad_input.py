@@ -74,6 +74,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Ite
         "type.toml": '[rl]\nsteps = "many"\n',
         "malformed.toml": "[rl\nsteps = 3\n",
         "binary.toml": "\x00\x01",
+        "huge.toml": f"[rl]\nsteps = 0x{'f' * 5000}\n",
     }
     for name, text in recipes.items():
         (folder / name).write_text(text)
@@ -255,6 +256,7 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "missing recipe": (["rl", "--config", "nowhere.toml"], ("nowhere.toml", "no such file")),
     "recipe without a name": (["rl", "--config"], ("--config needs a file",)),
     "malformed recipe": (["rl", "--config", "malformed.toml"], ("malformed.toml: not valid TOML", "line 1")),
+    "recipe with a huge integer": (["rl", "--config", "huge.toml"], ("[rl] steps has an integer of more than 64 bits",)),
     "recipe of bytes": (["rl", "--config=binary.toml"], ("binary.toml: not valid TOML",)),
     "unknown option in a recipe": (["rl", "--config", "typo.toml"], ("[rl]", "'stesp'", "did you mean 'steps'?")),
     "wrong type in a recipe": (["rl", "--config", "type.toml"], ("steps", "many")),

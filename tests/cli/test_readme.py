@@ -73,7 +73,7 @@ SAID = re.sub(
     "\n".join((ROOT / name).read_text(encoding="utf-8") for name in OWN),
     flags=re.MULTILINE | re.DOTALL,
 )
-"""What these pages say of the command and its options; the commands of other trainers are left out."""
+"""The text of these pages without the commands of other trainers."""
 WORDS = {
     "--nnodes",
     "--nproc-per-node",

@@ -257,7 +257,7 @@ def ranks(rank: int, port: int, size: int, out: Path, parts: str) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two processes did with one kind of model."""
+    """The folder with results of two processes, of one kind of model."""
     out = tmp_path_factory.mktemp("learners")
     make(KINDS[0], out / KINDS[0])
     in_processes(ranks, (free_port(), 2, out, "quick"), 2)
@@ -344,7 +344,7 @@ def test_what_cannot_be_divided_is_refused_in_one_line(tmp_path: Path) -> None:
         "--expert-parallel 2 needs 2 processes for each layer's experts, and the run has 1: give --processes 2": lambda: (
             posttrain.sft(SUMS, out="never", model=str(tmp_path / "experts"), **DIVIDED)
         ),
-        "--expert-parallel leaves everything but experts whole, and --shard divides more: leave out one": lambda: validate(
+        "--expert-parallel cannot be combined with --shard, which divides more: leave out one": lambda: validate(
             SFT(tasks="x", shard=True, **DIVIDED)
         ),
         "--expert-parallel 3 divides experts, and this model has 4 per layer: give a divisor of 4": lambda: divide_experts(

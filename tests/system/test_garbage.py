@@ -21,7 +21,7 @@ from posttrain.training import training_run
 
 
 def tell(descriptor: int) -> None:
-    """What a child process is told to do."""
+    """Send the collector's threshold and whether anything is frozen. A child process runs this."""
     os.write(descriptor, json.dumps([gc.get_threshold()[0], gc.get_freeze_count() > 0]).encode())
 
 

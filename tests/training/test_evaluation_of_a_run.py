@@ -60,7 +60,7 @@ def test_a_run_alone_is_evaluated_on_its_held_out_tasks_with_its_reward_and_limi
     assert set(found.rewards) == held_out(held_out=0.3, seed=5)
     assert all(rollout.n_sampled <= 3 and rollout.reward <= 0.2 for rollout in found.rollouts)
     assert found.figures["accuracy"]["mean"] == 0, "SUCCESS belongs to the reward"
-    [line] = [note for note in found.notes if note.startswith("as in share, ")]
+    [line] = [note for note in found.notes if note.startswith("taken from share: ")]
     for told in ("env my.py:reward,most=2", "tasks sums.jsonl", "max_tokens 3", "temperature 0.5", "held_out 0.3"):
         assert told in line
 
@@ -74,7 +74,7 @@ def test_a_checkpoint_in_a_run_is_evaluated_as_the_run(place: Path) -> None:
 def test_options_that_are_given_replace_those_of_the_run(place: Path) -> None:
     found = posttrain.evaluate("other.jsonl", model="share", max_tokens=1, success=0.1, samples=1, **QUICKLY)
     assert len(found.rewards) == 4 and all(rollout.n_sampled == 1 for rollout in found.rollouts)
-    [line] = [note for note in found.notes if note.startswith("as in share, ")]
+    [line] = [note for note in found.notes if note.startswith("taken from share: ")]
     assert "max_tokens" not in line and "tasks" not in line and "held_out" not in line and "env my.py" in line
     other = posttrain.evaluate("other.jsonl", lambda task, reply: 0.25, "share", samples=1, **QUICKLY)
     assert set(map(tuple, other.rewards.values())) == {(0.25,)} and "accuracy" not in other.figures
@@ -124,9 +124,9 @@ def test_what_follows_from_training(trained: dict[str, Any], given: dict[str, An
             "it got its tasks from a program: give a file of them with --tasks",
         ),
         ({"tasks": "rows made by f", "held_out": 0.2}, "it got its tasks from a program"),
-        ({"held_out": "lots"}, "it: held_out, seed or eval_tasks has a value of another kind: could not convert"),
-        ({"eval_tasks": [1]}, "it: held_out, seed or eval_tasks has a value of another kind"),
-        ({"held_out": 0.1, "seed": [1]}, "it: held_out, seed or eval_tasks has a value of another kind"),
+        ({"held_out": "lots"}, "it: held_out and seed must be numbers, eval_tasks names of files: could not convert"),
+        ({"eval_tasks": [1]}, "it: held_out and seed must be numbers, eval_tasks names of files"),
+        ({"held_out": 0.1, "seed": [1]}, "it: held_out and seed must be numbers, eval_tasks names of files"),
     ],
 )
 def test_a_damaged_record_and_tasks_of_a_program_are_refused_in_one_line(trained: dict[str, Any], told: str) -> None:
@@ -153,7 +153,7 @@ def test_a_recipe_of_rl_alone_evaluates_its_model_before_it_has_run_and_its_run_
     words = "eval --config recipe.toml --samples 1 --threads 1 --no-compiled --out found.json".split()
     assert main(words) == 0
     told = capsys.readouterr()
-    assert "as in [rl] of recipe.toml, where no option says otherwise: model, " in told.err and "start" in told.out
+    assert "taken from [rl] of recipe.toml: model, " in told.err and "start" in told.out
     found = json.loads((place / "found.json").read_text())
     assert set(found["rewards"]) == held_out(held_out=0.3, seed=5)
     assert main([*words, "--tasks", "other.jsonl"]) == 0
@@ -162,7 +162,7 @@ def test_a_recipe_of_rl_alone_evaluates_its_model_before_it_has_run_and_its_run_
     recipe.write_text(recipe.read_text().replace('"later"', '"share"'))
     assert main(words) == 0
     told = capsys.readouterr()
-    assert "the model is the run of [rl] of recipe.toml: share" in told.err and "as in share, " in told.out
+    assert "evaluating share, the run of [rl] of recipe.toml" in told.err and "taken from share: " in told.out
     assert set(json.loads((place / "found.json").read_text())["rewards"]) == held_out(held_out=0.3, seed=5)
 
 

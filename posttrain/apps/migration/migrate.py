@@ -8,6 +8,9 @@ from typing import Any
 from posttrain.apps.migration import openrlhf_recipe, trl_recipe, verl_recipe
 from posttrain.apps.migration.recipe_draft import RecipeDraft
 from posttrain.apps.migration.recognition import read
+from posttrain.core.coerce import has_wide_integer
+from posttrain.core.messages import clip
+from posttrain.core.types import UserError
 
 Rules = Callable[[RecipeDraft, int | None, int | None], None]
 
@@ -27,6 +30,11 @@ _FRAMEWORKS: dict[str, tuple[Rules, Mapping[str, Mapping[str, Any]], Mapping[str
 def recipe_for(source: str, devices: int | None, rows: int | None, trainer: str | None) -> RecipeDraft:
     """Return the recipe for the run in a file. Raises UserError where it cannot be read or has no counterpart."""
     run = read(source, trainer)
+    for name, value in run.options.items():
+        if has_wide_integer(value):
+            raise UserError(
+                f"{run.framework}'s {clip(name)} has an integer of more than 64 bits: correct it in {clip(source)}"
+            )
     rules, defaults, verbs, other = _FRAMEWORKS[run.framework]
     draft = RecipeDraft(run, verbs.get(run.trainer, other), defaults[run.trainer])
     rules(draft, devices, rows)

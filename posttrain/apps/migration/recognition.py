@@ -233,7 +233,9 @@ def _mapping(text: str, name: str) -> dict[str, Any]:
 
     try:
         content = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except RecursionError:
+        raise UserError(f"{clip(name)} is nested too deeply: an option of TRL is two levels deep at most") from None
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{clip(name)} is not valid YAML: {one_line(error)}") from None
     if not isinstance(content, dict):
         raise UserError(f"{clip(name)} is not a configuration of TRL: it has no options (name: value)")

@@ -18,6 +18,7 @@ from posttrain.config.training import RL
 from posttrain.core.types import Outcome, Rollout
 from posttrain.runs.run_record import RunRecord
 from posttrain.runs.tracking.follower import read_state
+from posttrain.runs.tracking.prometheus import PrometheusTracker
 from posttrain.runs.tracking.trackers import Trackers
 
 pytestmark = pytest.mark.timeout(600)
@@ -162,6 +163,17 @@ def test_swanlab_offline_holds_the_run(config: RL, tmp_path: Path, monkeypatch: 
     [file] = (tmp_path / "swanlog").rglob(found.value.items[0].filename)
     assert found.step == 2 and file.read_text() == FINDING[2]
     assert all("lr:" in file.read_text() for file in (tmp_path / "swanlog").rglob("config.yaml"))
+
+
+def test_prometheus_keeps_a_metric_that_the_next_step_lacks() -> None:
+    tracker = PrometheusTracker()
+    tracker.labels, tracker.options, tracker.values, tracker.findings = {"run": "a"}, {}, {}, {}
+    tracker.log(1, {"eval/accuracy": 0.5, "reward": 0.1})
+    tracker.log(2, {"reward": 0.2})
+    lines = tracker.page().splitlines()
+    assert {'posttrain_eval_accuracy{run="a"} 0.5', 'posttrain_reward{run="a"} 0.2', 'posttrain_step{run="a"} 2.0'} <= {
+        *lines
+    }
 
 
 def test_prometheus_serves_the_last_step_over_http(config: RL) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Collection, Container, Iterable
 from posttrain.core.foreign_options import ANSWERS, ELSEWHERE
 from posttrain.core.messages import near
 
+HERE = "; here it is "
+ALMOST = 0.85  # similarity of a word to another trainer's name from which it counts as a slip
 OPTION = re.compile(r"\{([\w.]+)\}")
 _OF_VERBS = re.compile(r"(\{\w+\}) \((rl|sft)\) or (\{\w+\}(?: = [^()]+)?) \((rl|sft)\)")
 _OR = re.compile(r", or \{(\w+)\}$")
@@ -64,6 +66,8 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
     A word of the command line ("--stesp") is answered with one ("--steps").
     """
+    from difflib import get_close_matches
+
     plain = _plain(word).rpartition(".")[2]
     names = [name.replace("-", "_") for name in known]
     flags = word.startswith("--")
@@ -77,9 +81,15 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     key, other = entry(word, ELSEWHERE), entry(word, ANSWERS)
     meant = _of_this_verb(ELSEWHERE.get(key, ""), names) if key not in names else ""
     if any(name.partition(".")[0] in names for name in OPTION.findall(meant)) and len(key) >= len(other):
-        return "; here it is " + OPTION.sub(option, meant)
+        return HERE + OPTION.sub(option, meant)
     if other and other not in names:
         return "; " + OPTION.sub(option, ANSWERS[other])
     if plain in names and plain != _plain(word):
-        return f"; here it is {named(plain)}"
-    return re.sub(r"'(\w+)'", option, near(plain, names)) if flags else near(plain, names)
+        return f"{HERE}{named(plain)}"
+    if close := near(plain, names):
+        return re.sub(r"'(\w+)'", option, close) if flags else close
+    for foreign in get_close_matches(plain, ELSEWHERE, 1, ALMOST):
+        here = suggestion(f"--{foreign}" if flags else foreign, known)
+        if here.startswith(HERE):
+            return f"; {named(foreign)} is {here.removeprefix(HERE)} here"
+    return ""

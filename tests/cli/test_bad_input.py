@@ -478,6 +478,8 @@ def test_names_of_other_trainers_and_of_another_case_are_understood() -> None:
     assert suggestion("--warmup-ratio", ["warmup"]) == "; here it is --warmup (a number of updates)"
     assert suggestion("--scale-rewards", ["scale", "group"]) == "; here it is --scale (none, batch or group)"
     assert suggestion("--beta", ["lr"]) == "", "an option that this verb does not have is no answer"
+    assert suggestion("--num-generation", ["group"]) == "; --num-generations is --group here"
+    assert suggestion("--num-generation", ["lr"]) == ""
 
 
 ASKED = """num_generations max_completion_length steps_per_generation beta epsilon epsilon_high delta reward_weights

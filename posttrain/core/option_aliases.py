@@ -88,7 +88,7 @@ def suggestion(word: str, known: Iterable[str]) -> str:
         return f"{HERE}{named(plain)}"
     if close := near(plain, names):
         return re.sub(r"'(\w+)'", option, close) if flags else close
-    for foreign in get_close_matches(plain, ELSEWHERE, 1, ALMOST):
+    for foreign in [] if plain in ELSEWHERE else get_close_matches(plain, ELSEWHERE, 1, ALMOST):
         here = suggestion(f"--{foreign}" if flags else foreign, known)
         if here.startswith(HERE):
             return f"; {named(foreign)} is {here.removeprefix(HERE)} here"

@@ -595,7 +595,7 @@ class RLOptions(
     gae_alpha: float
     """Length-adaptive lambda of GAE: 1 - 1 / (alpha x tokens of the reply), at least 0."""
     bootstrap_truncated: bool
-    """Where an episode was cut off, the critic's value of its last state stands in for its final reward."""
+    """Where an episode was cut off, the critic's value of its last state replaces the rewards of its last token."""
     k_step: int
     """k-step advantage: rewards of this many tokens, then the critic's value."""
     turn_weight: float

@@ -454,8 +454,9 @@ class GAE(Advantage):
     alpha     a lambda of its own for every length, 1 - 1 / (alpha n_i), at least 0 (VAPO, arXiv 2504.05118, eq. 8).
     whiten    (A - mean) / (std + eps) over all tokens of the batch.
     bootstrap a reply that was cut off has not ended: the critic's value of the last observed state, before the last
-              token, replaces the rewards of the last token, whose own advantage is 0 (fixed-length segments: PPO,
-              arXiv 1707.06347, section 5; time limits: Pardo et al. 2018, arXiv 1712.00378, section 3).
+              token, replaces the rewards and penalties of the last token. Its own advantage is 0, and whitening does not
+              count it (fixed-length segments: PPO, arXiv 1707.06347, section 5; time limits: Pardo et al. 2018, arXiv
+              1712.00378, section 3).
     """
 
     gamma: float = setting(1.0, "gamma", "Discount factor per sampled token.", least=0, most=1)
@@ -467,7 +468,7 @@ class GAE(Advantage):
     bootstrap: bool = setting(
         False,
         "bootstrap-truncated",
-        "Where an episode was cut off, the critic's value of its last state stands in for its final reward.",
+        "Where an episode was cut off, the critic's value of its last state replaces the rewards of its last token.",
     )
     eps: float = setting(1e-8, above=0)
     needs = frozenset({Need.VALUE})
@@ -488,7 +489,9 @@ class GAE(Advantage):
 
     def __call__(self, scores: Scores) -> list[Tensor]:
         out = self.estimate(scores)
-        return [x.to(scores.reward.dtype) for x in (whitened(out, self.eps) if self.whiten else out)]
+        if self.whiten:
+            out = whitened(out, self.eps, scores.truncated if self.bootstrap else None)
+        return [x.to(scores.reward.dtype) for x in out]
 
     def returns(self, scores: Scores, lam: float | None) -> list[Tensor]:
         """Return the estimate with this lambda plus the critic's values, float64 [n_i] for each rollout."""
@@ -527,7 +530,7 @@ class KStep(Advantage):
     bootstrap: bool = setting(
         False,
         "bootstrap-truncated",
-        "Where an episode was cut off, the critic's value of its last state stands in for its final reward.",
+        "Where an episode was cut off, the critic's value of its last state replaces the rewards of its last token.",
     )
     eps: float = setting(1e-8, above=0)
     needs = frozenset({Need.VALUE})
@@ -543,7 +546,9 @@ class KStep(Advantage):
 
     def __call__(self, scores: Scores) -> list[Tensor]:
         out = self.estimate(scores)
-        return [x.to(scores.reward.dtype) for x in (whitened(out, self.eps) if self.whiten else out)]
+        if self.whiten:
+            out = whitened(out, self.eps, scores.truncated if self.bootstrap else None)
+        return [x.to(scores.reward.dtype) for x in out]
 
     def returns(self, scores: Scores, lam: float | None) -> list[Tensor]:
         """Return the estimate plus the critic's values, float64 [n_i] for each rollout; `lam` is not used."""

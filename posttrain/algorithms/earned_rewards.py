@@ -98,11 +98,20 @@ def discounted_sums(x: list[Tensor], discount: Tensor) -> list[Tensor]:
     return [last_first[: len(own), i].flip(0) for i, own in enumerate(x)]
 
 
-def whitened(x: list[Tensor], eps: float) -> list[Tensor]:
-    """Return (x - mean) / (std + eps), with mean and std over the tokens of all rollouts."""
-    every = torch.cat(x)
+def whitened(x: list[Tensor], eps: float, open_end: Tensor | None = None) -> list[Tensor]:
+    """Return (x - mean) / (std + eps), with mean and std over the tokens of all rollouts.
+
+    `open_end`, bool [S]: rollouts whose last token has no estimate of its own. It is not counted, and gets 0.
+    """
+    skipped = [False] * len(x) if open_end is None else open_end.tolist()
+    every = torch.cat([own[:-1] if skip else own for own, skip in zip(x, skipped, strict=True)])
     spread = every.std() if len(every) > 1 else every.new_zeros(())
-    return [(own - every.mean()) / (spread + eps) for own in x]
+    mean = every.mean() if len(every) else every.new_zeros(())
+    out = [(own - mean) / (spread + eps) for own in x]
+    for own, skip in zip(out, skipped, strict=True):
+        if skip:
+            own[-1] = 0
+    return out
 
 
 def per_token(advantage: Tensor | list[Tensor], scores: Scores) -> list[Tensor]:

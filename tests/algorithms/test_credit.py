@@ -536,6 +536,18 @@ def test_a_rollout_that_was_cut_off_is_worth_what_the_critic_gives_its_last_stat
         assert torch.equal(replace(advantage, bootstrap=True)(ended)[0], advantage(whole)[0])
 
 
+@pytest.mark.parametrize("advantage", [GAE(1.0, 0.9, bootstrap=True), KStep(2, bootstrap=True)])
+def test_whitening_neither_counts_nor_moves_the_token_at_which_a_rollout_was_cut_off(advantage: GAE | KStep) -> None:
+    draws = torch.rand(7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    lengths = {"group": torch.tensor([0, 0]), "length": doubles(4, 3)}
+    scores = Scores(doubles(1, 0), **lengths, value=draws.split([4, 3]), truncated=torch.tensor([False, True]))
+    plain = advantage(scores)
+    counted = torch.cat([plain[0], plain[1][:2]])
+    found = replace(advantage, whiten=True)(scores)
+    assert torch.allclose(torch.cat(found)[:6], (counted - counted.mean()) / (counted.std() + 1e-8), atol=1e-12)
+    assert found[1][2] == 0
+
+
 def test_golden_reward_floor() -> None:
     """Under -1..1 a right reply at the limit of DAPO's penalty is worth 0, half of the way to a wrong one."""
     lengths = {"group": torch.tensor([0, 0]), "length": doubles(10, 3), "sampled": doubles(10, 3)}

@@ -299,11 +299,17 @@ def as_data(algorithm: AlgorithmBase) -> dict[str, Any]:
                 "paper": algorithm.paper,
                 "objective": objective(algorithm),
                 "parts": [{"what": w, "formula": f, "source": s} for w, f, s in components(algorithm)],
+                "readings": readings(algorithm),
                 "settings": settings_of(algorithm),
             }
         )
     )
     return plain
+
+
+def readings(algorithm: AlgorithmBase) -> list[str]:
+    """Return how its components read what their papers leave open, a sentence or two each."""
+    return list(dict.fromkeys(part.reading for _, part in algorithm.components if part.reading))
 
 
 def symbols(algorithm: AlgorithmBase) -> str:
@@ -365,6 +371,7 @@ def page(algorithm: AlgorithmBase, beside: AlgorithmBase, measured: Sequence[str
     ]
     if isinstance(algorithm, Algorithm) and (reward := _reward(algorithm)):
         lines += [f"In the reward, token by token: {reward}.", ""]
+    lines += [line for part in readings(algorithm) for line in (part, "")]
     if algorithm.name != beside.name:
         others = differences(algorithm, beside)
         lines += [f"Differences from `{beside.name}`:", "", *(f"- {line}" for line in others), ""]

@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+COVARIANCE = (
+    "The paper computes cov from the log-probabilities of each update, verl from those of each micro-batch; here it is "
+    "computed once, at the step's start."
+)
+
+
 @dataclass(frozen=True)
 class DynamicSampling(Component):
     """Keeps the number of groups with a signal constant as tasks become too easy or stay too hard.
@@ -143,9 +149,7 @@ class CovarianceClip(TokenSelection):
 
     These are likely tokens with a high advantage, or unlikely ones with a low one: the entropy falls by the covariance of
     lp and A over all tokens of the step (Clip-Cov, arXiv 2505.22617). cov = (old - mean(old)) (A - mean(A)). Of the
-    tokens with low < cov < high, share x (tokens of the step) get advantage 0, at least one. The paper draws them at
-    random; here they are evenly spaced in the order of cov, which needs no random numbers. It computes the covariance
-    from the log-probabilities of each update (verl: of each micro-batch); here it is computed at the step's start.
+    tokens with low < cov < high, share x (tokens of the step) get advantage 0, at least one.
     """
 
     share: float = setting(
@@ -161,6 +165,10 @@ class CovarianceClip(TokenSelection):
     option = "--clip-cov"
     needs = frozenset({Need.OLD})
     source = "Clip-Cov, arXiv 2505.22617"
+    reading = (
+        "The paper draws the tokens that are left out at random; here they are evenly spaced in the order of cov, which "
+        "needs no random numbers. " + COVARIANCE
+    )
 
     @property
     def formula(self) -> str:
@@ -187,7 +195,7 @@ class CovariancePenalty(Component):
 
     coefficient x |lp - old| is subtracted from what is maximised at the `share` of the step's tokens with the highest cov
     = (old - mean(old)) (A - mean(A)), at least one (KL-Cov, arXiv 2505.22617). |lp - old| in place of the KL is as in the
-    authors' code. The covariance is computed at the step's start, as with --clip-cov.
+    authors' code.
     """
 
     share: float = setting(
@@ -203,6 +211,7 @@ class CovariancePenalty(Component):
     coefficient: float = setting(1.0, above=0)
     needs = frozenset({Need.OLD})
     source = "KL-Cov, arXiv 2505.22617, and the authors' code"
+    reading = COVARIANCE
 
     @property
     def formula(self) -> str:

@@ -29,9 +29,7 @@ class SoftOverlong(Shaping):
     """Penalises replies that approach the token budget, instead of only those that are cut off.
 
     Added to the reward of an episode of m_i sampled tokens: 0 up to limit - cache, then falling linearly to -1 at the
-    limit, -1 above (DAPO, arXiv 2503.14476, eq. 13). With rewards of 0 and 1 that is the whole distance between wrong and
-    right: a right reply at the limit earns as much as a short wrong one. With -1 and 1, as in the paper, it is half the
-    distance (--reward-floor -1).
+    limit, -1 above (DAPO, arXiv 2503.14476, eq. 13).
     """
 
     limit: int | None = setting(
@@ -45,6 +43,11 @@ class SoftOverlong(Shaping):
         absent=0,
     )
     source = "DAPO, arXiv 2503.14476, eq. 13"
+    reading = (
+        "With rewards of 0 and 1, as most rewards here give them, the overlong penalty of 1 is the whole distance between "
+        "wrong and right: a right reply at the limit earns as much as a short wrong one. With rewards of -1 and 1, as in "
+        "the paper, it is half of that distance: `--reward-floor -1`."
+    )
 
     @property
     def formula(self) -> str:

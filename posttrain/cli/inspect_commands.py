@@ -37,7 +37,17 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
         Write a page for every algorithm into this folder.
     """
     from posttrain.algorithms.all_algorithms import EVERY, beside, find_any
-    from posttrain.algorithms.describe import as_data, curves_in, describe, differences, index, page, settings, symbols
+    from posttrain.algorithms.describe import (
+        as_data,
+        curves_in,
+        describe,
+        differences,
+        index,
+        page,
+        readings,
+        settings,
+        symbols,
+    )
     from posttrain.algorithms.policy_table import TABLE
     from posttrain.algorithms.preference_table import PREFERENCES
     from posttrain.algorithms.reward_model_table import REWARD_MODELS
@@ -71,7 +81,7 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
         print("\n".join(f"    {line}" for line in others))
     print("  settings (--set PLACE=VALUE; none: the run's own options decide):")
     print("\n".join(f"    {line}" for line in settings(algorithm)))
-    print(symbols(algorithm))
+    print("\n".join([*readings(algorithm), symbols(algorithm)]))
     return 0
 
 

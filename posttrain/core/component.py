@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from posttrain.core.types import UserError
 
@@ -163,6 +163,8 @@ def setting_of(f: dataclasses.Field[Any]) -> Setting:
 
 class Component:
     """Base class. A subclass is a frozen dataclass; its fields are its settings."""
+
+    reading: ClassVar[str] = ""  # how a place is read here that the paper leaves open, and who reads it otherwise
 
     @property
     def formula(self) -> str:

@@ -123,6 +123,7 @@ ELSEWHERE = {
     "importance_sampling_level": "{ratio} (token, or sequence-mean as in GSPO)",
     "num_generations_eval": "{eval_samples}",
     "entropy_coef": "{entropy}",
+    "reward_range": "{reward_floor} -1 (makes rewards of 0 to 1 those of -1 to 1)",
     "use_adaptive_entropy": "{entropy_target} (in nats per token)",
     "delta": "{clip_dual}",
     "reward_weights": "{part_weights}, or weights of the terms of {env}",

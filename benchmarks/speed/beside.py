@@ -81,11 +81,7 @@ def grpo(machine: Machine, plan: Plan) -> list[Table]:
         "A step of GRPO from end to end, 8 prompts x 8 rollouts, sampled tokens per second",
         ("model, reward", "posttrain", "TRL", "ratio", "goal", "posttrain s/step", "of it update", "TRL s/step"),
     )
-    memory = Table(
-        "Most memory in these steps, MiB",
-        ("model, reward", "posttrain, added", "TRL, added", "ratio", "goal", "posttrain, all", "TRL, all", "ratio"),
-        notes=["Added: over imports and one loaded model. posttrain's includes the process that scores."],
-    )
+    memory = _memory_table("model, reward")
     for rival in plan.rivals:
         common = _settings(machine, rival)
         way, note = _choose(machine, plan, rival)
@@ -136,6 +132,15 @@ def _add_step(table: Table, name: str, mine: list[dict[str, Any]], peer: list[di
     table.add(name, ours, theirs, ratio, goal.judge(ratio.median), seconds, update, theirs_seconds)
 
 
+def _memory_table(first: str) -> Table:
+    """A table of what `_add_memory` adds, whose first column has this name."""
+    return Table(
+        "Most memory in these steps, MiB",
+        (first, "posttrain, added", "TRL, added", "ratio", "goal", "posttrain, all", "TRL, all", "ratio"),
+        notes=["Added: over imports and one loaded model. posttrain's includes the process that scores."],
+    )
+
+
 def _add_memory(table: Table, name: str, mine: dict[str, Any], peer: dict[str, Any]) -> None:
     ratio = mine["added"] / peer["added"]
     cells = [number(x) for x in (mine["added"], peer["added"], ratio)]
@@ -153,6 +158,7 @@ def sft(machine: Machine, plan: Plan) -> list[Table]:
         ("model", "posttrain", "TRL, padded", "TRL, packed", "ratio to the better", "goal"),
         notes=["Learned: tokens of the solutions; prompts are read but not learned. Preparing the data is left out."],
     )
+    memory = _memory_table("model, TRL's way")
     count = 1000
     for rival in plan.rivals:
         model = rival.model
@@ -160,6 +166,7 @@ def sft(machine: Machine, plan: Plan) -> list[Table]:
         packed = _packed_rows(machine.model(model), count)
         ways = {"padded": {"packed": False, "batch": SFT_ROWS}, "packed": {"packed": True, "batch": packed}}
         ours, theirs = dict[str, Figure](), dict[str, Figure]()
+        last: dict[tuple[str, str], dict[str, Any]] = {}
         for way, how in ways.items():  # one after the other: both at once do not fit into 24 GiB with a real vocabulary
             speed: dict[str, list[float]] = {"ours": [], way: []}
             with Sides(machine) as sides:
@@ -169,14 +176,15 @@ def sft(machine: Machine, plan: Plan) -> list[Table]:
                 }
                 for _ in range(plan.rounds["sft"][model]):
                     for name, side in running.items():
-                        found = side.ask(steps=plan.sft_steps[model])
+                        last[way, name] = found = side.ask(steps=plan.sft_steps[model])
                         speed[name].append(found["tokens"] / found["seconds"])
             ours[way], theirs[way] = Figure.of(speed["ours"]), Figure.of(speed[way])
         better = max(theirs, key=lambda way: theirs[way].median)
         ratio = ours[better].over(theirs[better])
         table.add(rival.name, ours[better], *theirs.values(), ratio, Goal(4).judge(ratio.median))
+        _add_memory(memory, f"{rival.name}, {better}", last[better, "ours"], last[better, better])
     table.notes.append(f"TRL packs into rows of 1,024 tokens, {packed} of them a step: about {SFT_ROWS} rows of GSM8K.")
-    return [table]
+    return [table, memory]
 
 
 # -- models of transformers -------------------------------------------------------------------------------------------
@@ -188,10 +196,7 @@ def backed(machine: Machine, plan: Plan) -> list[Table]:
         f"Models that transformers computes on both sides: GRPO, 8 prompts x 8 rollouts of {BACKED_TOKENS} tokens",
         ("model", "posttrain", "TRL", "ratio", "goal", "posttrain s/step", "of it update", "TRL s/step"),
     )
-    memory = Table(
-        "Most memory in these steps, MiB",
-        ("model", "posttrain, added", "TRL, added", "ratio", "goal", "posttrain, all", "TRL, all", "ratio"),
-    )
+    memory = _memory_table("model")
     learned = Table(
         f"The same models: SFT, {SFT_ROWS} rows of GSM8K a step, learned tokens per second",
         ("model", "posttrain", "TRL, padded", "ratio", "goal"),
@@ -230,15 +235,16 @@ def backed(machine: Machine, plan: Plan) -> list[Table]:
 
 def dpo(machine: Machine, plan: Plan) -> list[Table]:
     """Steps of DPO, the reference's log-probabilities computed beforehand on both sides."""
-    return [_of_pairs("dpo", "DPO", {"gsm8k": Goal(4), "short": Goal(3)}, machine, plan)]
+    return _of_pairs("dpo", "DPO", {"gsm8k": Goal(4), "short": Goal(3)}, machine, plan)
 
 
 def reward(machine: Machine, plan: Plan) -> list[Table]:
     """Steps of a reward model."""
-    return [_of_pairs("reward", "Reward model", {"gsm8k": Goal(3), "short": Goal(3)}, machine, plan)]
+    return _of_pairs("reward", "Reward model", {"gsm8k": Goal(3), "short": Goal(3)}, machine, plan)
 
 
-def _of_pairs(part: str, title: str, goals: dict[str, Goal], machine: Machine, plan: Plan) -> Table:
+def _of_pairs(part: str, title: str, goals: dict[str, Goal], machine: Machine, plan: Plan) -> list[Table]:
+    memory = _memory_table("model, pairs")
     table = Table(
         f"{title}, {PAIRS} pairs a step, pairs per second",
         ("model", "pairs", "posttrain", "TRL", "ratio", "goal", "of the peak", "goal is", "TRL, pairs at once"),
@@ -256,6 +262,7 @@ def _of_pairs(part: str, title: str, goals: dict[str, Goal], machine: Machine, p
             common = {"model": machine.model(model), "precision": rival.precision, "kind": kind}
             steps = KINDS_OF_PAIRS[kind] // PAIRS
             found: dict[str, list[float]] = {"posttrain": [], "trl": []}
+            last: dict[str, dict[str, Any]] = {}
             with Sides(machine) as sides:
                 running = {
                     "posttrain": sides.start("posttrain", part, **common),
@@ -269,6 +276,8 @@ def _of_pairs(part: str, title: str, goals: dict[str, Goal], machine: Machine, p
                         lap = side.ask(steps=steps * plan.passes[model])
                         _same_tokens(side, lap, part, kind, machine.model(model), plan.passes[model])
                         found[name].append(lap["pairs"] / lap["seconds"])
+                        last[name] = lap
+            _add_memory(memory, f"{rival.name}, {kind}", last["posttrain"], last["trl"])
             mine, peer = (Figure.of(values) for values in found.values())
             ratio = mine.over(peer)
             goal = goals.get(kind)
@@ -278,7 +287,7 @@ def _of_pairs(part: str, title: str, goals: dict[str, Goal], machine: Machine, p
                 judged = goal.judge(ratio.median)
                 reached, needed = f"{mine.median * share:.0%}", f"{goal.bound * peer.median * share:.0%}"
             table.add(rival.name, kind, mine, peer, ratio, judged, reached, needed, way)
-    return table
+    return [table, memory]
 
 
 def _work_of_a_pair(part: str, folder: str, kind: str) -> float:

@@ -66,10 +66,13 @@ CONVERTED = {
     "Alpaca": "prompt from 'instruction' and 'input', response from 'output'",
 }
 """Shapes that are converted -> the columns that the conversion reads."""
+MESSAGES = ("prompt", "chosen", "rejected", "response", "completion")
+"""Columns of messages: a list of them, one of them, or turns of ShareGPT."""
 
 
 def reshaped(row: Row) -> Row:
     """Return the row with the columns of this package if it has such a shape; any other row unchanged."""
+    row = _with_lists(row)
     there = _there(row)
     if not {"prompt", "messages"} & there:
         if "conversations" in there:
@@ -79,6 +82,25 @@ def reshaped(row: Row) -> Row:
     elif _shaped_like("data_source", "reward_model", "prompt")(there) and "answer" not in row:
         return _of_verl(row)
     return row
+
+
+def _with_lists(row: Row) -> Row:
+    """Return the row with lists of messages where a column has one message, or has turns of ShareGPT."""
+    changed: dict[str, Any] = {}
+    for name in MESSAGES:
+        value = row.get(name)
+        turns = [value] if _is_turn(value) else value
+        if isinstance(turns, list) and any(map(_is_turn, turns)) and (turns is not value or not _has_roles(turns)):
+            changed[name] = [_message(turn, f"{name}: turn {number}") for number, turn in enumerate(turns, 1)]
+    return {**row, **changed} if changed else row
+
+
+def _is_turn(value: Any) -> bool:
+    return isinstance(value, Mapping) and ({"role", "content"} <= value.keys() or {"from", "value"} <= value.keys())
+
+
+def _has_roles(turns: Sequence[Any]) -> bool:
+    return all(isinstance(turn, Mapping) and "role" in turn for turn in turns)
 
 
 def _of_verl(row: Row) -> Row:
@@ -112,12 +134,11 @@ def _of_sharegpt(row: Row) -> Task:
         raise UserError(f'conversations must be a list of {{"from": ..., "value": ...}}, and is {short(turns)}')
     system = row.get("system")
     messages = [{"role": "system", "content": _text(system, "system")}] if system else []
-    messages += [_message(turn, number) for number, turn in enumerate(turns, 1)]
+    messages += [_message(turn, f"conversations: turn {number}") for number, turn in enumerate(turns, 1)]
     return {**row, "messages": messages}
 
 
-def _message(turn: Any, number: int) -> dict[str, Any]:
-    where = f"conversations: turn {number}"
+def _message(turn: Any, where: str) -> dict[str, Any]:
     if isinstance(turn, Mapping) and {"role", "content"} <= turn.keys():
         return dict(turn)
     if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():

@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from posttrain.core.types import Task, UserError
-from posttrain.data.row_shapes import shape_of
+from posttrain.data.row_shapes import reshaped, shape_of
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import to_tasks
 
@@ -44,6 +44,27 @@ def test_calls_of_sharegpt_are_those_of_messages_with_tools() -> None:
     assert task["tools"] == [{"name": "f"}] and [m["role"] for m in task["messages"]] == ["user", "assistant", "tool",
                                                                                          "assistant"]  # fmt: skip
     assert task["messages"][1]["tool_calls"] == [{"type": "function", "function": call}]
+
+
+@pytest.mark.parametrize("role, content", [("role", "content"), ("from", "value")])
+@pytest.mark.parametrize("alone", [True, False])
+def test_one_message_or_turns_of_sharegpt_are_a_list_of_messages(role: str, content: str, alone: bool) -> None:
+    """As in LLaMA-Factory's rows of preferences, whose chosen and rejected are one turn each."""
+
+    def turns(who: str, text: str) -> Any:
+        turn = {role: who, content: text}
+        return turn if alone else [turn]
+
+    user, assistant = ("user", "assistant") if role == "role" else ("human", "gpt")
+    row = reshaped({"prompt": turns(user, "hi"), "chosen": turns(assistant, "yo"), "rejected": turns(assistant, "go")})
+    assert row == {
+        "prompt": said(("user", "hi")),
+        "chosen": said(("assistant", "yo")),
+        "rejected": said(("assistant", "go")),
+    }
+    assert only({"prompt": turns(user, "hi"), "completion": turns(assistant, "yo")})["messages"][-1]["content"] == "yo"
+    row = reshaped({"conversations": [{"from": "human", "value": "hi"}], "chosen": turns(assistant, "yo")})
+    assert (row["messages"], row["chosen"]) == (said(("user", "hi")), said(("assistant", "yo")))
 
 
 def test_instruction_and_input_of_alpaca_are_the_prompt() -> None:

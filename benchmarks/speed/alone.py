@@ -16,7 +16,7 @@ from flops import BACKWARD, config_of, forward, trunk
 from plan import Plan
 from sides import ROOT, Machine, Side, Sides
 from tables import Figure, Goal, Table, number
-from work import CASES, GROUP, PROMPTS, REQUESTS, requests, tasks, tokens_of
+from work import CASES, GROUP, PROMPTS, REQUESTS, requests, rows, tasks, tokens_of
 
 from posttrain.models.native.decoder_shape import DecoderConfig
 
@@ -24,24 +24,34 @@ from posttrain.models.native.decoder_shape import DecoderConfig
 
 
 def peak(machine: Machine, plan: Plan) -> list[Table]:
-    """Useful FLOP per second beside what the machine's matrix products reach in the same round."""
+    """Useful FLOP per second beside what the machine's matrix products reach in the same round; weights read per second."""
     table = Table(
         "Share of the measured peak of matrix products (float32)",
         ("model, work", "GFLOP/s, useful", "GFLOP/s, peak", "share, %", "goal"),
         notes=[
             "Useful: prompts once per group, output head at scored tokens only, the causal half of attention, no padding, "
-            "no recomputation. Updates: the ragged work, 3 forward passes' worth."
+            "no recomputation. Updates: the ragged work, 3 forward passes' worth. Prefill: 64 different prompts."
         ],
+    )
+    reading = Table(
+        "One request at a time: weights read, beside the best product of a large matrix and a vector (float32)",
+        ("model", "GB/s, weights", "GB/s, peak", "share, %", "goal"),
     )
     for model in plan.models:
         folder = machine.model(model)
-        useful = {"update": BACKWARD * _flops(folder, "ragged"), **{case: _flops(folder, case) for case in CASES}}
-        rates: dict[str, list[float]] = {name: [] for name in ("peak", *useful)}
+        useful = {"update": BACKWARD * _flops(folder, "ragged"), "prefill": _of_prompts(folder)}
+        useful |= {case: _flops(folder, case) for case in CASES}
+        config = config_of(folder)
+        weights = 4 * (trunk(config) + config.vocab * config.hidden)
+        rates: dict[str, list[float]] = {name: [] for name in ("peak", *useful, "bandwidth", "weights")}
         with Sides(machine) as sides:
             side = sides.start("posttrain", "serve", model=folder)
             for first in (True, *[False] * plan.rounds["peak"][model]):
-                found = {"peak": side.ask(do="peak")["flops"]}
-                found["update"] = useful["update"] / side.ask(do="update")["seconds"]
+                best = side.ask(do="peak")
+                found = {"peak": best["flops"], "bandwidth": best["bandwidth"]}
+                found["weights"] = weights / side.ask(do="decode", running=1, compiled=True)["seconds"]
+                for work in ("update", "prefill"):
+                    found[work] = useful[work] / side.ask(do=work)["seconds"]
                 for case in CASES:
                     found[case] = useful[case] / side.ask(do="sample", case="warm" if first else case)["seconds"]
                 if not first:
@@ -51,9 +61,18 @@ def peak(machine: Machine, plan: Plan) -> list[Table]:
         for name in useful:
             rate = Figure.of(rates[name])
             share = Figure.of([100 * x for x in rate.over(top).values])
-            goal = Goal(60 if name == "update" else 40, unit="%").judge(share.median)
-            table.add(f"{model}, {'update' if name == 'update' else 'sampling, ' + name}", rate, top, share, goal)
-    return [table]
+            goal = Goal(40 if name in CASES else 70, unit="%").judge(share.median)
+            table.add(f"{model}, {'sampling, ' + name if name in CASES else name}", rate, top, share, goal)
+        rate, top = Figure.of(rates["weights"]), Figure.of(rates["bandwidth"])
+        share = Figure.of([100 * x for x in rate.over(top).values])
+        reading.add(model, rate, top, share, Goal(60, unit="%").judge(share.median))
+    return [table, reading]
+
+
+def _of_prompts(folder: str) -> float:
+    """FLOP of reading the prompts of the action `prefill`, and of a token for each."""
+    lengths = map(len, tokens_of(folder, [row["prompt"] for row in rows(REQUESTS)]))
+    return forward(config_of(folder), [(length, [1]) for length in lengths])
 
 
 def _flops(folder: str, case: str) -> float:

@@ -31,6 +31,12 @@ from work import (
     tokens_of_pairs,
 )
 
+OF_THE_PEAK = (
+    "Of the peak: useful arithmetic (the prompt of a pair once, no padding) over what matrix products reach here at best; "
+    "goal is: what the goal would take, at the speed of TRL in this run."
+)
+
+
 # -- sampling ----------------------------------------------------------------------------------------------------------
 
 
@@ -155,8 +161,11 @@ def sft(machine: Machine, plan: Plan) -> list[Table]:
     """Steps over GSM8K's worked solutions."""
     table = Table(
         f"SFT, {SFT_ROWS} rows of GSM8K a step, learned tokens per second",
-        ("model", "posttrain", "TRL, padded", "TRL, packed", "ratio to the better", "goal"),
-        notes=["Learned: tokens of the solutions; prompts are read but not learned. Preparing the data is left out."],
+        ("model", "posttrain", "TRL, padded", "TRL, packed", "ratio to the better", "goal", "of the peak", "goal is"),
+        notes=[
+            "Learned: tokens of the solutions; prompts are read but not learned. Preparing the data is left out.",
+            f"{OF_THE_PEAK} In float32 alone.",
+        ],
     )
     memory = _memory_table("model, TRL's way")
     count = 1000
@@ -181,10 +190,24 @@ def sft(machine: Machine, plan: Plan) -> list[Table]:
             ours[way], theirs[way] = Figure.of(speed["ours"]), Figure.of(speed[way])
         better = max(theirs, key=lambda way: theirs[way].median)
         ratio = ours[better].over(theirs[better])
-        table.add(rival.name, ours[better], *theirs.values(), ratio, Goal(4).judge(ratio.median))
+        goal, shares = Goal(4), ("", "")
+        if rival.precision == "float32":
+            share = _work_of_a_token(machine.model(model), count) / _peak(machine, model)
+            shares = (f"{ours[better].median * share:.0%}", f"{goal.bound * theirs[better].median * share:.0%}")
+        table.add(rival.name, ours[better], *theirs.values(), ratio, goal.judge(ratio.median), *shares)
         _add_memory(memory, f"{rival.name}, {better}", last[better, "ours"], last[better, better])
     table.notes.append(f"TRL packs into rows of 1,024 tokens, {packed} of them a step: about {SFT_ROWS} rows of GSM8K.")
     return [table, memory]
+
+
+def _work_of_a_token(folder: str, count: int) -> float:
+    """Useful FLOP of an update for each learned token of these rows."""
+    some = rows(count)
+    prompts, replies = (
+        list(map(len, tokens_of(folder, [row[name] for row in some]))) for name in ("prompt", "response")
+    )
+    groups = [(p, [r + 1]) for p, r in zip(prompts, replies, strict=True)]
+    return BACKWARD * forward(config_of(folder), groups) / sum(r + 1 for r in replies)
 
 
 # -- models of transformers -------------------------------------------------------------------------------------------
@@ -252,8 +275,7 @@ def _of_pairs(part: str, title: str, goals: dict[str, Goal], machine: Machine, p
             "gsm8k: a problem with its solution and that of another problem; short: prompts and replies of a line or two. "
             "A round is whole passes over the pairs, so both sides have the same ones, and the same tokens.",
             "TRL pads, and takes as many pairs at once as was fastest (in brackets: seconds per 1,000 tokens of each way).",
-            "Of the peak: useful arithmetic (a prompt once for both responses, no padding) over what matrix products "
-            "reach here at best; goal is: what the goal would take, at the speed of TRL in this run.",
+            OF_THE_PEAK,
         ],
     )
     for kind, rivals in plan.pairs[part].items():

@@ -68,6 +68,18 @@ def product_peak(
     return best
 
 
+def reading_peak(mib: int = 512, seconds: float = 0.5) -> float:
+    """Bytes per second that a product of a float32 matrix of so many MiB and a vector reads at best."""
+    rows, columns = mib * 2**20 // (4 * 4096), 4096
+    a, x = torch.randn(rows, columns), torch.randn(columns)
+    best, begin = 0.0, time.perf_counter()
+    while time.perf_counter() - begin < seconds:
+        start = time.perf_counter()
+        torch.mv(a, x)
+        best = max(best, 4 * rows * columns / (time.perf_counter() - start))
+    return best
+
+
 def peak_shapes(config: DecoderConfig) -> list[tuple[int, int, int]]:
     """What the peak is looked for among: squares, and the model's own matrices with many rows."""
     return [(512,) * 3, (1024,) * 3, (2048,) * 3, *own_shapes(config, 2048)]

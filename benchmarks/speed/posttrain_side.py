@@ -17,10 +17,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flops import peak_shapes, product_peak
+from flops import peak_shapes, product_peak, reading_peak
 from rewards import REWARDS
 from side import Laps, Line, Memory, use_threads
-from work import DISTILLED, GROUP, LEARNING_RATE, PAIRS, PROMPTS, SFT_ROWS, pairs, requests, rows, tasks, tokens_of
+from work import (
+    DISTILLED,
+    GROUP,
+    LEARNING_RATE,
+    PAIRS,
+    PROMPTS,
+    REQUESTS,
+    SFT_ROWS,
+    pairs,
+    requests,
+    rows,
+    tasks,
+    tokens_of,
+)
 
 from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.policy import policy_objective
@@ -83,8 +96,13 @@ class Bench:
             self.batches = self.laid(wanted, self.sampled(wanted)[1])
         return {"seconds": self.updated(self.batches)}
 
+    def prefill(self) -> dict[str, Any]:
+        """Different prompts, a token each."""
+        wanted = self._requests([(row["prompt"], 1) for row in rows(REQUESTS)])
+        return {"seconds": self.sampled(wanted)[0]}
+
     def peak(self) -> dict[str, Any]:
-        return {"flops": product_peak(peak_shapes(self.model.config))}
+        return {"flops": product_peak(peak_shapes(self.model.config)), "bandwidth": reading_peak()}
 
     def profile(self) -> dict[str, Any]:
         """Shares of an update's time inside operations, by kind."""
@@ -186,7 +204,7 @@ class Bench:
 
 def serve(line: Line, settings: dict[str, Any]) -> None:
     bench = Bench(settings["model"], settings["threads"], precision=settings.get("precision", "float32"))
-    actions = ("sample", "update", "peak", "profile", "phases", "decode", "context", "prompt")
+    actions = ("sample", "update", "prefill", "peak", "profile", "phases", "decode", "context", "prompt")
     line.serve({name: getattr(bench, name) for name in actions})
 
 

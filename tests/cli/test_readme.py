@@ -86,6 +86,7 @@ WORDS = {
     "--json",
     "--kind",
     "--page",
+    "--arms",
     "--browser",
     "--count",
     "--num-generations",

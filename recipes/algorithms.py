@@ -195,7 +195,7 @@ def report(common: CommonTask, results: Results, docs: Path) -> Path:
         "",
         *common.text,
         "",
-        f"{len(learned)} of {len(results)} rows are above {common.target} with every seed.",
+        f"{len(learned)} of {len(results)} algorithms end above {common.target} with every seed.",
         "",
         *table(common, results),
         "",
@@ -208,8 +208,8 @@ def report(common: CommonTask, results: Results, docs: Path) -> Path:
 
 def table(common: CommonTask, results: Results) -> list[str]:
     """A Markdown table, one line per algorithm. Gains over GRPO are of the same seeds, whose starts differ."""
-    columns = ["row", "before", "after, each seed", "after, mean and 95% interval", "above grpo, seed by seed", "steps",
-               "seconds", "settings of its own"]  # fmt: skip
+    columns = ["algorithm", "before", "after, each seed", "after, mean and 95% interval", "minus grpo, seed by seed",
+               "steps", "seconds", "settings of its own"]  # fmt: skip
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row, seeds in results.items():
         found = list(seeds.values())

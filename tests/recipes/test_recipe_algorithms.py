@@ -82,7 +82,7 @@ def test_the_report_has_every_task_seed_interval_and_learned_row(recipe: ModuleT
     text = recipe.report(recipe.TASKS["sums"], found, tmp_path).read_text()
     other = recipe.report(recipe.TASKS["worked-sums"], {"rloo": found["rloo"]}, tmp_path).read_text()
     assert "| 0.950, 0.960, 0.970 | 0.960 [0.935, 0.985] |" in text  # 4.303 * 0.01 / sqrt(3) = 0.0248
-    assert "1 of 2 rows are above 0.9 with every seed" in text and "1 of 1 rows are above 0.6" in other
+    assert "1 of 2 algorithms end above 0.9 with every seed" in text and "1 of 1 algorithms end above 0.6" in other
     assert "--task worked-sums --seeds 0\n" in other
     curves = ("curves/grpo.png", "curves/rloo.png", "curves-worked-sums/rloo.png")
     assert {(folder, f"{name}.md") for folder, name in recipe.PLACES.values()} == {

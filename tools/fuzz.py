@@ -126,8 +126,8 @@ def document(lines: list[str], results: Sequence[Result], seconds: float, chosen
         f"commit {revision.stdout.strip()}, {seconds / 60:.0f} minutes with {chosen.workers} workers on "
         f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}, Python {platform.python_version()}.",
         "",
-        "Every input must be refused in one line with exit code 2 that says where the mistake is, or work. "
-        f"The columns behind `accepted` count what did neither: {VERDICTS_SAID}.",
+        "Every input must work, or be refused in one line with exit code 2 that names the place of the mistake. "
+        f"The columns after `accepted` count the inputs that did neither: {VERDICTS_SAID}.",
         "",
         *lines,
         "",

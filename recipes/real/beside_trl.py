@@ -152,7 +152,7 @@ def table(found: Found, seeds: Sequence[int]) -> list[str]:
     ratio = [[found[f"{side} {seed}"]["seconds"][-1] for side in SIDES] for seed in seeds]
     lines += [
         "",
-        f"At the end, seed by seed: posttrain above TRL {over_seeds([a - b for a, b in last], '+.3f')} "
+        f"At the end, seed by seed: posttrain minus TRL {over_seeds([a - b for a, b in last], '+.3f')} "
         f"({', '.join(f'{a:.3f} and {b:.3f}' for a, b in last)}). TRL takes "
         f"{over_seeds([b / a for a, b in ratio], '.1f')} times as long.",
     ]

@@ -175,14 +175,14 @@ def page(study: Study, count: int, sizes: dict[str, int]) -> list[str]:
         *study.head("expert_iteration"),
         f"{count} held-out problems, {SAMPLES} replies each at temperature 1. Mean over seeds with its 95% interval "
         f"(Student), then every seed. SFT imitates {sizes['written']} written solutions. A round of expert iteration "
-        f"samples {SAMPLES} replies to {sizes['round']} problems at temperature {TEMPERATURE}. GRPO plays "
+        f"samples {SAMPLES} replies to {sizes['round']} problems at temperature {TEMPERATURE}. GRPO trains on "
         f"{sizes['learned']} other problems, 8 replies each.",
         "",
         *study.table(ARMS, {**columns, "tokens": "tokens of a reply", "minutes": "minutes"}),
         "",
-        "Rounds of expert iteration:",
+        "Replies sampled in each round of expert iteration:",
         "",
-        "| round | right of the sampled | distinct right solutions so far |",
+        "| round | share of right replies | distinct right solutions so far |",
         "|---|---|---|",
         *(
             f"| {n} | {with_seeds(study.values(EXPERT, f'right in round {n}'))} | "
@@ -191,7 +191,7 @@ def page(study: Study, count: int, sizes: dict[str, int]) -> list[str]:
         ),
         "",
         *(
-            f"- {arm} above {over}, seed by seed: pass@1 {study.gain(arm, over, 'pass@1')}; pass@8 "
+            f"- {arm} minus {over}, seed by seed: pass@1 {study.gain(arm, over, 'pass@1')}; pass@8 "
             f"{study.gain(arm, over, 'pass@8')}; maj@8 {study.gain(arm, over, 'maj@8')}."
             for arm, over in ((SFT_GRPO, SFT), (EXPERT, START), (EXPERT_GRPO, EXPERT), (EXPERT_GRPO, SFT_GRPO))
         ),

@@ -200,7 +200,7 @@ def page(study: Study, count: int, shown: int, trained: int) -> list[str]:
     kept = {"trained": "trained kinds", "new": "new kinds", "two": "two at once", "minutes": "minutes"}
     about = {
         "trained about": "names the topic",
-        "trained both": "kept and names it",
+        "trained both": "keeps the constraint and names the topic",
         "words": "words",
         "distinct": "distinct",
     }
@@ -208,7 +208,7 @@ def page(study: Study, count: int, shown: int, trained: int) -> list[str]:
     lines = [
         *study.head("instructions"),
         f"{count} held-out prompts of each set, greedy. Mean over seeds with its 95% interval (Student), then every seed. "
-        f"SFT sees at most {shown} prompts, GRPO {trained} others. Share of replies that keep their constraints:",
+        f"SFT sees at most {shown} prompts, GRPO {trained} others. The table shows the share of replies that keep their constraints:",
         "",
         *study.table(ARMS, kept),
         "",
@@ -216,10 +216,10 @@ def page(study: Study, count: int, shown: int, trained: int) -> list[str]:
         "",
         *study.table(ARMS, about),
         "",
-        f"GRPO above SFT, seed by seed: trained kinds {study.gain('GRPO', 'SFT', 'trained')}, "
+        f"GRPO minus SFT, seed by seed: trained kinds {study.gain('GRPO', 'SFT', 'trained')}, "
         f"new kinds {study.gain('GRPO', 'SFT', 'new')}, two at once {study.gain('GRPO', 'SFT', 'two')}.",
         "",
-        "Kept by kind, mean over seeds:",
+        "Share of kept constraints by kind, mean over seeds:",
         "",
         f"| | {' | '.join(ARMS)} |",
         "|---" * (len(ARMS) + 1) + "|",

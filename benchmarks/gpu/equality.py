@@ -56,14 +56,14 @@ def equality(setting: Setting, found: Findings) -> None:
     golden.write_data(place)
     folder = random_model(place)
     table = found.table(
-        f"{setting.device} beside cpu: relative differences of one update",
+        f"{setting.device} compared with cpu: relative differences of one update",
         "",
         *COLUMNS,
         "bound",
         notes=(
             "A small random decoder; `through transformers` is the same model as transformers computes it.",
-            "Of vectors |a - b| / |a|; a loss smaller than 1 is compared as if it were 1. bfloat16: beside the "
-            "processor in float32.",
+            "Vectors: |a - b| / |a|; a loss smaller than 1 is compared as if it were 1. bfloat16 is compared with "
+            "the CPU in float32.",
         ),
     )
     runs = _runs(place, folder)
@@ -72,7 +72,7 @@ def equality(setting: Setting, found: Findings) -> None:
             _compare(setting, found, table, name, _stopped(runs[name]))
     with found.trying("grpo through transformers"), _backed():
         _compare(setting, found, table, "grpo through transformers", _stopped(runs["grpo"]))
-    table = found.table("Greedy tokens of the embedded engine", "", "replies", "equal to the processor's")
+    table = found.table("Greedy tokens of the embedded engine", "", "replies", "equal to the CPU's")
     with found.trying("greedy tokens"):
         _compare_greedy(setting, found, table, folder)
     with found.trying("greedy tokens through transformers"), _backed():

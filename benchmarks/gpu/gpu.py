@@ -47,13 +47,13 @@ class Part:
 
 
 PARTS = {
-    "about": Part(60, "about:about", "Card, software, and the card's ceilings as measured"),
-    "equality": Part(120, "equality:equality", "One update of each verb on the card beside the processor"),
+    "about": Part(60, "about:about", "Card, software, and the measured ceilings of the card"),
+    "equality": Part(120, "equality:equality", "One update of each verb on the card compared with the CPU"),
     "verbs": Part(120, "verbs:verbs", "The runs of tools/golden.py on the card"),
     "steps": Part(300, "steps:steps", "Whole steps at the shapes of Qwen2.5-0.5B and 1.5B"),
     "lora7b": Part(240, "steps:lora7b", "GRPO of adapters at the shape of Qwen2.5-7B", longer=360),
     "sampling": Part(120, "sampling:sampling", "The embedded engine, and vLLM where it is installed"),
-    "trl": Part(190, "trl_steps:trl", "Steps beside TRL's, where it is installed"),
+    "trl": Part(190, "trl_steps:trl", "Steps compared with TRL's, where it is installed"),
     "resume": Part(60, "resume:resume", "A run that is interrupted and resumed"),
     "profile": Part(70, "profiling:profiling", "Time by kind of operation and by kernel"),
     "tests": Part(240, "fast_tests:fast_tests", "The fast tests of the repository"),

@@ -41,7 +41,7 @@ def write(into: Path, out: Path, parts: Sequence[str], command: str) -> None:
     found = results(out)
     shown = [found[name] for name in parts if name in found]
     lines = ["# posttrain on a CUDA card", "", f"Made by `{command}`, the newest result of each part.", ""]
-    lines += [f"Goals: {GOALS}.", "", "| part | what became of it | seconds |", "| --- | --- | --- |"]
+    lines += [f"Goals: {GOALS}.", "", "| part | outcome | seconds |", "| --- | --- | --- |"]
     lines += [f"| {row['part']} | {WORDS[row['ended']]} | {row['seconds']:.0f} |" for row in shown]
     failures = [f"- {row['part']}: {_plain(line)}" for row in shown for line in row.get("failures", ())]
     lines += ["", "## What failed", "", *(failures or ["Nothing."]), ""]

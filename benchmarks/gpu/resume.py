@@ -37,11 +37,11 @@ def resume(setting: Setting, found: Findings) -> None:
     run_training(replace(parted, overwrite=False, resume=True))
     one, other = (_metrics(Path(run.out)) for run in (whole, parted))
     table = found.table(
-        f"GRPO, {STEPS} steps, interrupted after {STOPPED} and resumed, beside the uninterrupted run",
+        f"GRPO, {STEPS} steps, interrupted after {STOPPED} and resumed, compared with the uninterrupted run",
         "step",
         "largest relative difference of metrics",
         "of",
-        notes=("With --deterministic, where posttrain has it; else CUDA may add in another order each time.",),
+        notes=("With --deterministic; without it CUDA may add in another order each time.",),
     )
     assert one.keys() == other.keys(), "the runs have different metrics"
     for step in range(1, STEPS + 1):

@@ -56,11 +56,11 @@ def steps(setting: Setting, found: Findings) -> None:
         *COLUMNS,
         *MORE,
         notes=(
-            f"Medians of {setting.rounds} steps after one that is thrown away [least-most]. Weights, gradients and moments "
+            f"Medians of {setting.rounds} steps after a discarded first one [minimum-maximum]. Weights, gradients and moments "
             "in float32, arithmetic in bfloat16, defaults otherwise (record, scoring process, micro-batches).",
             "tokens/s: sampled (GRPO) or learned (SFT, DPO) ones over the whole step. MFU: FLOP that the result needs "
             "(prompts once per group, no recomputation, no padding) over seconds of the update and the card's peak.",
-            "DPO's reference speaks before the first step, outside of what is measured.",
+            "DPO's reference log-probabilities are computed before the first step and not measured.",
         ),
     )
     sampled = Work(4, 4, 8) if tiny else Work(16, 16, 512)
@@ -141,19 +141,19 @@ def lora7b(setting: Setting, found: Findings) -> None:
         *COLUMNS,
         *MORE,
         notes=(
-            f"Options that this posttrain has of --recompute layers and --frozen-weights bfloat16: {options or 'none'}. "
-            "MFU counts the forward pass and once as much backwards: frozen matrices have no gradients.",
+            f"Options used, of --recompute layers and --frozen-weights bfloat16: {options or 'none'}. "
+            "MFU counts a backward pass as much as the forward pass, because frozen matrices have no gradients.",
         ),
     )
     if setting.cuda:  # a larger card answers for one of 80 GB
         room = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, 1e9 * FITS.bound / room))
-        table.notes.append(f"PyTorch is given {FITS.bound:g} GB of the card's {room / 1e9:.1f}.")
+        table.notes.append(f"PyTorch may use {FITS.bound:g} GB of the card's {room / 1e9:.1f}.")
     folder = Path()
     with found.trying("making the model"):
         seconds = timed(lambda: model_folder("7b", setting))
         folder = model_folder("7b", setting)
-        table.notes.append(f"the model was made and saved, or found, in {number(seconds)} s")
+        table.notes.append(f"creating and saving the model, or finding it, took {number(seconds)} s")
     lengths = (8, 16) if setting.tiny else (1024, 4096)
     for tokens in lengths if setting.long or setting.tiny else lengths[:1]:
         _fitted(setting, found, table, folder, Work(2, 2, tokens) if setting.tiny else Work(4, 8, tokens), options)

@@ -29,7 +29,7 @@ Make = Callable[[int, Callable[[], bool]], Any]
 
 def trl(setting: Setting, found: Findings) -> None:
     table = found.table(
-        "0.5B beside TRL, bfloat16", "", "s a step", "tokens/s", "most memory, GB", "posttrain over TRL"
+        "0.5B compared with TRL, bfloat16", "", "s a step", "tokens/s", "most memory, GB", "posttrain over TRL"
     )
     if not importlib.util.find_spec("trl"):
         table.notes.append("TRL cannot be imported here: pip install trl==1.16.0 measures it too.")
@@ -44,7 +44,7 @@ def trl(setting: Setting, found: Findings) -> None:
             setting, found, table, "GRPO", grpo(setting, folder, sampled), label, make, _sizes(setting, whole)
         )
         told = GOAL.judge(ratio) if vllm else "not judged: vLLM is not installed here"
-        table.notes.append(f"GRPO: goal beside TRL with vLLM, {told}")
+        table.notes.append(f"GRPO: goal against TRL with vLLM: {told}")
     with found.trying("SFT"):
         _beside(
             setting, found, table, "SFT", sft(setting, folder, given), "TRL",

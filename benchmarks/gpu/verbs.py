@@ -54,7 +54,7 @@ def _report(
     runs: Mapping[str, tuple[Future[CompletedProcess[str]], Future[CompletedProcess[str]]]],
 ) -> None:
     table = found.table(
-        f"The fourteen short runs of tools/golden.py on {setting.device} beside cpu",
+        f"The fourteen short runs of tools/golden.py on {setting.device} compared with cpu",
         "run",
         "exit code",
         "cpu",

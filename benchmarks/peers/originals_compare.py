@@ -186,7 +186,7 @@ def page(findings: list[Finding], recipes: dict[str, str]) -> Iterator[str]:
     runs = list(dict.fromkeys(finding.run for finding in findings))
     same = sum(finding.same for finding in findings)
     told = len(findings) - same
-    yield f"{len(runs)} runs, {len(findings)} quantities: {same} equal, {told} different and told in the recipe."
+    yield f"{len(runs)} runs, {len(findings)} quantities: {same} equal, {told} different and named in the recipe."
     yield "\n| run | equal | loss, TRL | loss, posttrain | gradient norm, TRL | gradient norm, posttrain |"
     yield "|---|---|---|---|---|---|"
     for run in runs:
@@ -195,8 +195,8 @@ def page(findings: list[Finding], recipes: dict[str, str]) -> Iterator[str]:
             loss, norm = own["loss"], own["gradient norm"]
             equal = f"{sum(f.same for f in own.values())} of {len(own)}"
             yield f"| {run} | {equal} | {loss.theirs} | {loss.ours} | {norm.theirs} | {norm.ours} |"
-    yield "\n## Differences, and how the recipe tells them\n"
-    yield "| run | quantity | there | here | words of the recipe |\n|---|---|---|---|---|"
+    yield "\n## Differences, and how the recipe names them\n"
+    yield "| run | quantity | original | posttrain | message in the recipe |\n|---|---|---|---|---|"
     for f in findings:
         if not f.same:
             words = _told(f.run, f.quantity) or "NOT TOLD"

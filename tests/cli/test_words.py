@@ -22,7 +22,7 @@ RETIRED = {
     r"(?:an? part|parts) (?:of an algorithm|with a setting)": "component",
     r"rows? of (?:the table|policy gradients|distillation)|algorithms? (?:is|are) (?:an? )?rows?": "algorithm",
     r"row's (?:paper|bias|correction|components?|settings?|updates?|ratio)": "algorithm",
-    r"items?(?! of a (?:list|dict))": "preference example",
+    r"(?<!\.)items?(?! of a (?:list|dict))": "preference example",
     r"hand(?:s|ed|ing)?[- ]?over": "weight sync; syncs, passes",
     r"play(?:s|ed|ing)? ahead": "asynchronous rollouts",
     rf"play(?:s|ed|ing)? (?:(?:an?|the|its|all|every|each|whole|these|those|of) )*{EPISODES}": "run an episode",
@@ -32,7 +32,7 @@ RETIRED = {
     r"canar(?:y|ies)": "weight probe",
     r"says?|said|saying": "returns, reports, defines, lists; replies, if it is the policy",
     r"tells?|told|telling": "reports, gets a message, is refused; distinguishes",
-    r"lies|lie(?! about)|stands?(?!-?in\b| in for)|stood|standing": "is, is stored",
+    r"lies|lie(?! about)|stands?(?!-?ins?\b| in for)|stood|standing": "is, is stored",
     r"accounts? for|accounted for|accounting for": "corrects, explains",
     r"who(?:so)?ever": "a noun: the user, the process",
     r"lets? go of": "frees, evicts, deletes",
@@ -65,8 +65,7 @@ ITEMS = {"openai_responses.py", "functions.py"}
 def documents() -> Iterator[tuple[str, str]]:
     for page in (ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").rglob("*.md"))):
         name = str(page.relative_to(ROOT))
-        of_docstrings = name == "docs/guides/verifiers-by-name.md"
-        if not name.startswith("docs/results/") and not of_docstrings:
+        if name != "docs/guides/verifiers-by-name.md":  # it consists of docstrings
             yield name, prose(page.read_text(encoding="utf-8").partition("## Words that are not used")[0])
 
 
@@ -91,9 +90,12 @@ def docstrings(*folders: str) -> Iterator[tuple[str, str]]:
 
 
 def prose(text: str) -> str:
-    """The text without code, headings, targets of links and quotations, each paragraph in one line."""
+    """The text without code, headings, targets of links and quotations, each paragraph in one line.
+
+    Also without replies that a page shows: quoted lines, and rows of a table with their rewards, such as (0.50).
+    """
     text = re.sub(r"^```.*?^```$|<!--.*?-->|!\[.*?\]\(.*?\)", "", text, flags=re.DOTALL | re.MULTILINE)
-    text = re.sub(r"^(?: {4}|#).*$", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^(?: {4}|#|>|\|.*\(\d\.\d\d\) \|).*$", "", text, flags=re.MULTILINE)
     text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`|--[\w.-]+|\w+\.(?:jsonl?|toml|py)\b", "`code`", text))
     text = re.sub(r"\"[^\"\n]*\"|\u201c[^\u201d]*\u201d", "quoted", re.sub(r"\n +(?=\w)", " ", text))
     text = re.sub(r"(?<!\n)\n(?!\n|[|#]|- |\d+\. )", " ", text)
@@ -114,7 +116,7 @@ def test_documents_and_help_use_the_words_of_the_field() -> None:
 
 def test_retired_words_are_found_in_prose_and_neither_in_code_nor_in_questions() -> None:
     page = "# What it says\n\nWhat is here?\n\n    say it\n\nThe option `--items` is\nnot told. "
-    page += "What follows lies.\n\n```\nplayed\n```\n"
+    page += "What follows lies.\n\n```\nplayed\n```\n\n> Mom said.\n\n| The cat told him. (0.50) |\n"
     assert [word.partition(":")[0] for word in retired(prose(page))] == ["'told'", "'lies'", "'What follows lies.'"]
     assert retired("it plays all episodes; an item; the row's papers are handed over") != []
     assert retired(prose("The judge stands in for people. The policy plays both sides.")) == []

@@ -56,8 +56,8 @@ def steps(setting: Setting, found: Findings) -> None:
         *COLUMNS,
         *MORE,
         notes=(
-            f"Medians of {setting.rounds} steps after a discarded first one [minimum-maximum]. Weights, gradients and moments "
-            "in float32, arithmetic in bfloat16, defaults otherwise (record, scoring process, micro-batches).",
+            f"Medians of {setting.rounds} steps after a discarded first one [minimum-maximum]. Weights, gradients and "
+            "moments in float32, arithmetic in bfloat16, defaults otherwise (record, scoring process, micro-batches).",
             "tokens/s: sampled (GRPO) or learned (SFT, DPO) ones over the whole step. MFU: FLOP that the result needs "
             "(prompts once per group, no recomputation, no padding) over seconds of the update and the card's peak.",
             "DPO's reference log-probabilities are computed before the first step and not measured.",

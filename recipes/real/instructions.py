@@ -208,7 +208,8 @@ def page(study: Study, count: int, shown: int, trained: int) -> list[str]:
     lines = [
         *study.head("instructions"),
         f"{count} held-out prompts of each set, greedy. Mean over seeds with its 95% interval (Student), then every seed. "
-        f"SFT sees at most {shown} prompts, GRPO {trained} others. The table shows the share of replies that keep their constraints:",
+        f"SFT sees at most {shown} prompts, GRPO {trained} others. The table shows the share of replies that keep their "
+        "constraints:",
         "",
         *study.table(ARMS, kept),
         "",

@@ -350,7 +350,7 @@ class SFTOptions(EnvLimitOptions, RetrieverOptions, PassesOptions, total=False):
     is never trained."""
     token_weight: Literal["equal", "probability", "uncertainty"]
     """Weight of each token in the loss, without a gradient: equal, its probability p (Dynamic Fine-Tuning), or
-    uncertainty, p (1 - p)."""
+    uncertainty: p (1 - p), largest at p = 1/2."""
     min_reward: float | None
     """Keep rollouts with at least this reward: of a recorded run, or of replies that run through --env."""
     hidden: int

@@ -239,8 +239,8 @@ class SFT(EnvLimitGroup, RetrieverGroup, Passes):
     message; earlier ones are context), or all (every token, prompts too). A message with "train": false or "weight": 0
     is never trained."""
     token_weight: Literal["equal", "probability", "uncertainty"] = option("equal", group="optimisation")
-    """Weight of each token in the loss, without a gradient: equal, its probability p (Dynamic Fine-Tuning), or uncertainty,
-    p (1 - p)."""
+    """Weight of each token in the loss, without a gradient: equal, its probability p (Dynamic Fine-Tuning), or
+    uncertainty: p (1 - p), largest at p = 1/2."""
     min_reward: float | None = option(None, group="data")
     """Keep rollouts with at least this reward: of a recorded run, or of replies that run through --env."""
     lr: float = option(1e-4, above=0)

@@ -110,8 +110,8 @@ def one(
 
 def report(results: dict[str, Any], rows: Sequence[str], seeds: Sequence[int]) -> str:
     """A Markdown table: a line each kind, its seeds, mean and 95% interval (Student), and that of its loss of accuracy."""
-    head = "| row | ahead | accounts | accuracy of each seed | mean | beside none ahead | KL to sampler | effective share |"
-    found = [head, "|---|---|---|---|---|---|---|---|"]
+    head = "| algorithm | async steps | correction | accuracy of each seed | mean | difference to synchronous "
+    found = [f"{head}| KL to sampler | effective share |", "|---|---|---|---|---|---|---|---|"]
     for row, ahead, accounting in kinds(rows):
         own = [results[f"{row} {accounting} {ahead} {seed}"] for seed in seeds]
         base = [results[f"{row} ratio 0 {seed}"]["accuracy"] for seed in seeds]

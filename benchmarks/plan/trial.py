@@ -1,4 +1,4 @@
-"""A simulated trial: what playing ahead wins, what the longest replies of a version cost, and what cutting them wins back.
+"""A simulated trial: the gain of asynchronous rollouts, the cost of the longest replies, and what `--tokens-per-step` gains back.
 
     python benchmarks/plan/trial.py
 
@@ -15,13 +15,13 @@ from posttrain.apps.planning.simulation import Simulation
 
 PROMPTS, GROUP, MEAN, LONGEST, ENGINES = 128, 8, 2000, 16_000, 8
 SETTINGS = {
-    "ahead 1": PlanSetting(ENGINES, async_steps=1),
-    "ahead 2": PlanSetting(ENGINES, async_steps=2),
-    "ahead 4": PlanSetting(ENGINES, async_steps=4),
-    "clock": PlanSetting(ENGINES, async_steps=4, clock=True),
-    "ahead 1, 2,000 a step": PlanSetting(ENGINES, async_steps=1, tokens=MEAN),
-    "ahead 2, 2,000 a step": PlanSetting(ENGINES, async_steps=2, tokens=MEAN),
-    "ahead 2, 1,000 a step": PlanSetting(ENGINES, async_steps=2, tokens=MEAN // 2),
+    "async 1": PlanSetting(ENGINES, async_steps=1),
+    "async 2": PlanSetting(ENGINES, async_steps=2),
+    "async 4": PlanSetting(ENGINES, async_steps=4),
+    "in flight": PlanSetting(ENGINES, async_steps=4, clock=True),
+    "async 1, 2,000 a step": PlanSetting(ENGINES, async_steps=1, tokens=MEAN),
+    "async 2, 2,000 a step": PlanSetting(ENGINES, async_steps=2, tokens=MEAN),
+    "async 2, 1,000 a step": PlanSetting(ENGINES, async_steps=2, tokens=MEAN // 2),
 }
 
 
@@ -38,7 +38,7 @@ def job(spread: float, update: float, first: float, further: float) -> Job:
 
 
 def main() -> None:
-    print("| spread | update | decoding step | step in turns |", " | ".join(SETTINGS), "|")
+    print("| spread | update | decoding step | synchronous step |", " | ".join(SETTINGS), "|")
     print("|---" * (4 + len(SETTINGS)) + "|")
     for spread, update, first, further in (
         (0.5, 95, 0.01, 0.0001),

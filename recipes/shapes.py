@@ -107,7 +107,8 @@ def new_model(folder: Path, seed: int) -> Path:
 def report(results: dict[str, Any]) -> str:
     """A Markdown table: a row a seed, then the means with their 95% intervals (Student)."""
     columns = [(who, when) for who in ("seeing", "blind") for when in ("sft", "rl")]
-    rows = ["| seed | " + " | ".join(f"{who}, after {when}" for who, when in columns) + " |", "|---" * 5 + "|"]
+    rows = ["| seed | with pictures, after sft | with pictures, after rl | without, after sft | without, after rl |"]
+    rows.append("|---" * 5 + "|")
     for seed, found in results.items():
         rows.append(f"| {seed} | " + " | ".join(f"{found[who][when]:.3f}" for who, when in columns) + " |")
     if len(results) > 1:

@@ -1,4 +1,4 @@
-"""A simulated trial: the gain of asynchronous rollouts, the cost of the longest replies, and what `--tokens-per-step` gains back.
+"""A simulated trial: what asynchronous rollouts gain, what the longest replies cost, what `--tokens-per-step` wins back.
 
     python benchmarks/plan/trial.py
 

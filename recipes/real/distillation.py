@@ -162,10 +162,10 @@ def page(study: Study, steps: int) -> list[str]:
         *study.table(trained, {f"after {step}": f"after {step} steps" for step in early}),
         "",
         "Seed by seed, held-out pairs: "
-        f"distillation above GRPO {study.gain(DISTILLED, GRPO, 'pairs')}, "
-        f"above SFT on the teacher {study.gain(DISTILLED, IMITATED, 'pairs')}; "
-        f"self-distillation above its longer prompt {study.gain(SELF, PROMPTED, 'pairs')}, "
-        f"above SFT on it {study.gain(SELF, SELF_IMITATED, 'pairs')}.",
+        f"distillation minus GRPO {study.gain(DISTILLED, GRPO, 'pairs')}, "
+        f"minus SFT on the teacher {study.gain(DISTILLED, IMITATED, 'pairs')}; "
+        f"self-distillation minus its longer prompt {study.gain(SELF, PROMPTED, 'pairs')}, "
+        f"minus SFT on it {study.gain(SELF, SELF_IMITATED, 'pairs')}.",
         "",
         "Replies to the same held-out questions, of the first seed:",
         "",

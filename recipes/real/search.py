@@ -163,22 +163,22 @@ def queries(rollouts: Sequence[Rollout]) -> list[list[str]]:
 
 def page(study: Study, count: int, shown: int, trained: int) -> list[str]:
     """The part of the page that the recipe writes."""
-    columns = {"exact": "exact match", "found": "the answer stands in the passage", "minutes": "minutes"}
-    acts = {"searches": "searches", "answered": "answered", "form": "in form"}
+    columns = {"exact": "exact match", "found": "the passage contains the answer", "minutes": "minutes"}
+    acts = {"searches": "searches", "answered": "answered", "form": "format kept"}
     played = [arm for arm in ARMS if arm not in (SCRIPTED, GOLD)]
     lines = [
         *study.head("search"),
         f"{count} held-out questions, greedy. Mean over seeds with its 95% interval (Student), then every seed. "
-        f"SFT imitates {shown} episodes; GRPO plays {trained} questions after it.",
+        f"SFT imitates {shown} episodes; GRPO then samples rollouts for {trained} questions.",
         "",
         *study.table(ARMS, columns),
         "",
-        "What the policies do, as shares of episodes:",
+        "Behaviour of the policies, as shares of episodes:",
         "",
         *study.table(played, acts),
         "",
-        f"With search above without, seed by seed: {study.gain('GRPO', 'without search, GRPO', 'exact')}. "
-        f"GRPO above its SFT: {study.gain('GRPO', 'SFT', 'exact')}.",
+        f"Exact match, seed by seed: with search minus without {study.gain('GRPO', 'without search, GRPO', 'exact')}; "
+        f"GRPO minus its SFT {study.gain('GRPO', 'SFT', 'exact')}.",
         "",
         "Queries of the first seed after GRPO:",
         "",

@@ -196,14 +196,14 @@ def page(study: Study, count: int, shown: int, trained: int) -> list[str]:
     lines = [
         *study.head("tools"),
         f"{count} held-out problems, greedy. Mean over seeds with its 95% interval (Student), then every seed. "
-        f"SFT imitates {shown} episodes; GRPO then plays {trained} other problems, 8 replies each.",
+        f"SFT imitates {shown} episodes; GRPO then samples 8 rollouts for each of {trained} other problems.",
         "",
         *study.table(ARMS, columns),
         "",
         "Right answers, seed by seed: "
-        f"GRPO above SFT with the calculator {study.gain('GRPO', 'SFT', 'right')}, "
+        f"GRPO minus SFT with the calculator {study.gain('GRPO', 'SFT', 'right')}, "
         f"with Python {study.gain('GRPO, Python', 'SFT, Python', 'right')}; "
-        f"with the calculator above no tool {study.gain('GRPO', 'GRPO, no tool', 'right')}.",
+        f"with the calculator minus no tool {study.gain('GRPO', 'GRPO, no tool', 'right')}.",
         "",
     ]
     for tool in TOOLS[:2]:

@@ -180,15 +180,16 @@ Results = dict[str, dict[str, list[dict[str, Any]]]]
 """Group -> name -> results, one a seed."""
 
 TOLD = {
-    "pairs": "1,100 pairs (prompt, chosen, rejected; six are equal and left out). Scores at the last token are what "
-    "transformers opens; the mean over the reply is not.",
+    "pairs": "1,100 pairs (prompt, chosen, rejected; six are equal and left out). transformers can load a reward model "
+    "that scores the last token, and none that takes the mean over the reply.",
     "k-wise": "500 prompts with 4 responses and 6 comparisons each, ties left out.",
-    "steps": f"The first {SOLUTIONS} solutions of each file, cut behind their first mistake; every step is scored at its "
-    "end. Of the arithmetic solutions that are marked as without mistake, 18 of 62 end in a wrong answer: they are left "
-    "out. `always the commoner`: every step is called what most are. What is longer than the model's 512 tokens is left "
-    "out too: of shuffled objects 178 of 300, and the files of logical deduction (none of 300 fits) and word sorting (6).",
-    "by heart": f"Of the first {RANKED} prompts with comparisons. One element a prompt: 8 prompts an update. Shuffled: each "
-    "comparison is a pair of its own, 40 an update, those of a prompt in different batches.",
+    "steps": f"The first {SOLUTIONS} solutions of each file, cut after their first mistake; every step is scored at its "
+    "end. Of the arithmetic solutions that are labelled as without mistake, 18 of 62 end in a wrong answer: they are left "
+    "out. `always the commoner`: every step gets the more frequent label. Solutions of more than 512 tokens, the model's "
+    "limit, are left out too: of shuffled objects 178 of 300, and the files of logical deduction (none of 300 fits) and "
+    "word sorting (6).",
+    "by heart": f"Of the first {RANKED} prompts with comparisons. One element a prompt: 8 prompts per update. Shuffled: "
+    "each comparison is a pair of its own, 40 per update, and those of a prompt are in different batches.",
 }
 
 
@@ -207,9 +208,9 @@ def page(results: Results, docs: Path, seeds: Sequence[int]) -> Path:
         f"{first['machine']['cores']} cores, one thread, Python {first['versions']['python']}, torch "
         f"{first['versions']['torch']}, float32. {len(flat)} runs, {minutes:.0f} minutes of a core.",
         "",
-        "All start from stories260K (260,032 parameters) after one epoch of 1,100 instructions. A fifth of the prompts is",
-        "held out, chosen by the seed, which also draws the head and the order. Common settings, chosen on seed 0:",
-        f"{common}. Intervals are Student's 95% over seeds.",
+        "All runs start from stories260K (260,032 parameters) after one epoch of 1,100 instructions. A fifth of the prompts",
+        "is held out, chosen by the seed, which also sets the initial head and the order. Common",
+        f"settings, chosen on seed 0: {common}. Intervals are Student's 95% over seeds.",
     ]
     for group, names in results.items():
         lines += ["", f"## {group.capitalize()}", "", TOLD[group], "", *table(names)]

@@ -271,13 +271,13 @@ def report(found: dict[int, dict[str, Any]], command: str) -> list[str]:
     seeds = sorted(found)
     date = time.strftime("%Y-%m-%d")
     lines = [
-        "# Classic RLHF on stories, beside what learns from the same comparisons directly",
+        "# Classic RLHF on stories, compared with methods that learn from the same comparisons directly",
         "",
         f"    {command}",
         "",
-        f"{date}, torch {torch.__version__}, float32. How often a judge that no learner has seen prefers a story to the "
-        f"start's of the same held-out prompt, {SAMPLES} stories each, ties half. 95% intervals over prompts; of the mean, "
-        "Student's over seeds.",
+        f"{date}, torch {torch.__version__}, float32. How often a judge that no learner has seen prefers the "
+        f"policy's story to the start's for the same held-out prompt, {SAMPLES} stories each, ties half. 95% intervals over "
+        "prompts; of the mean, Student's over seeds.",
         "",
         "| | " + " | ".join(f"seed {seed}" for seed in seeds) + " | mean | KL, nats a story | gold | tokens |",
         "|---" * (len(seeds) + 5) + "|",
@@ -301,18 +301,18 @@ def report(found: dict[int, dict[str, Any]], command: str) -> list[str]:
         + ", ".join(f"{s['length']:.3g}" for s in starts)
         + ". Pairs: "
         + ", ".join(str(found[s]["pairs"]) for s in seeds)
-        + ". Reward model, held-out accuracy beside a bag of words (a tenth of the labels is wrong): "
+        + ". Reward model, held-out accuracy, and that of a bag of words (a tenth of the labels is wrong): "
         + ", ".join(
             f"{found[s]['reward model']['eval/accuracy']:.3f} beside {found[s]['reward model']['eval/bag_of_words']:.3f}"
             for s in seeds
         )
         + ".",
         "",
-        "What PPO needs was chosen on seeds 8 and 9, which are not reported. With 24 stories a prompt instead of 48, so "
-        "with some 3,500 comparisons for the reward model, its rate was 0.711 [0.664, 0.758] on seed 9, and between 0.450 "
-        "and 0.556 on seed 8 with KL coefficients of 0.12 and 0.2, fixed or controlled; with 13,500 comparisons it was "
-        "0.795 [0.744, 0.842] on seed 8. The options of the others are those of a trial on seed 0 with 16 stories a prompt; "
-        "they take as many updates as before, a quarter of a pass over the pairs.",
+        "The settings of PPO were chosen on seeds 8 and 9, which are not reported. With 24 stories a prompt instead of 48, "
+        "so with some 3,500 comparisons for the reward model, its rate was 0.711 [0.664, 0.758] on seed 9, and between "
+        "0.450 and 0.556 on seed 8 with KL coefficients of 0.12 and 0.2, fixed or adaptive; with 13,500 comparisons it was "
+        "0.795 [0.744, 0.842] on seed 8. The options of the other methods are those of a trial on seed 0 with 16 stories a "
+        "prompt; they take as many updates as there, a quarter of an epoch over the pairs.",
         "",
         f"Stories of seed {seeds[0]}, the first of some held-out prompts, with the judge's score:",
         "",

@@ -280,9 +280,9 @@ def page(study: Study) -> list[str]:
     """The part of the page that the recipe writes."""
     compared = [figures["comparisons"] for figures in study.figures(OWN)]
     judged = {
-        "greedy mark": "mark, greedy", "sampled mark": "mark, sampled", "sampled mark wins": "judge prefers it",
-        "sampled score wins": "reward model prefers it", "greedy tokens": "tokens, greedy",
-        "sampled ended": "ended by itself",
+        "greedy mark": "judge's score, greedy", "sampled mark": "judge's score, sampled",
+        "sampled mark wins": "judge prefers it", "sampled score wins": "reward model prefers it",
+        "greedy tokens": "tokens, greedy", "sampled ended": "ended by itself",
     }  # fmt: skip
     scored = {
         "accuracy": "accuracy", "before": "before training", "bag": "bag of words", "longer": "longer wins",
@@ -295,22 +295,22 @@ def page(study: Study) -> list[str]:
     }
     return [
         *study.head("preferences"),
-        "Mean over seeds with its 95% interval (Student), then every seed. Reward models, share of held-out comparisons "
-        "that are won:",
+        "Mean over seeds with its 95% interval (Student), then every seed. Reward models, accuracy on "
+        "held-out comparisons:",
         "",
         *study.table((GIVEN, OWN), scored),
         "",
-        "Comparisons of own replies, learned from and held out: "
+        "Comparisons of own replies, training and held-out: "
         + ", ".join(f"{learned} and {unseen}" for learned, unseen in compared)
         + ".",
         "",
-        f"Policies on held-out prompts: the judge's mark, and how often a sampled reply ({SAMPLED} a prompt) is "
+        f"Policies on held-out prompts: the judge's score, and how often a sampled reply ({SAMPLED} a prompt) is "
         "preferred to the start's, ties half:",
         "",
         *study.table(POLICIES, {**judged, "minutes": "minutes"}),
         "",
-        "What learns from comparisons directly, on the held-out ones: accuracy of the score that it compares, and "
-        "log-probability of a reply in nats:",
+        "DPO, KTO and SimPO on held-out comparisons: accuracy of the score that the loss compares, and log-probability of "
+        "a reply in nats:",
         "",
         *study.table(tuple(DIRECT), likelihoods),
         "",
@@ -322,10 +322,10 @@ def page(study: Study) -> list[str]:
 
 def steps_of_ppo(study: Study) -> list[str]:
     """PPO along its steps, two steps a line, every seed."""
-    columns = {"score": "reward model's score", "mark": "judge's mark", "kl": "KL, nats a reply", "tokens": "tokens"}
+    columns = {"score": "reward model's score", "mark": "judge's score", "kl": "KL, nats a reply", "tokens": "tokens"}
     runs = [figures["steps"] for figures in study.figures("PPO")]
     lines = [
-        "PPO on the prompts that it learns from, sampled, every seed:",
+        "PPO on its training prompts, sampled, every seed:",
         "",
         f"| steps | {' | '.join(columns.values())} |",
         "|---" * (len(columns) + 1) + "|",
@@ -338,10 +338,10 @@ def steps_of_ppo(study: Study) -> list[str]:
 
 
 def replies(study: Study) -> list[str]:
-    """The first greedy replies to held-out prompts, of the first seed, with the judge's mark."""
+    """The first greedy replies to held-out prompts, of the first seed, with the judge's score."""
     shown = ("start", "DPO", "PPO")
     lines = [
-        "Greedy replies to held-out prompts, of the first seed, with the judge's mark:",
+        "Greedy replies to held-out prompts, of the first seed, with the judge's score:",
         "",
         f"| prompt | {' | '.join(shown)} |",
         "|---" * (len(shown) + 1) + "|",

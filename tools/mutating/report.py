@@ -16,7 +16,7 @@ Rows = dict[str, dict[str, Any]]
 
 
 def table(rows: Rows, drawn: Drawn) -> tuple[list[str], float]:
-    """Lines of Markdown, and the share of those that are no equivalents that were noticed."""
+    """Lines of Markdown, and the share of the mistakes that are not equivalent that were noticed."""
     lines = ["| module | sites | drawn | tried | killed | of these by time-out | equivalent | survived |"]
     lines.append("|---|---|---|---|---|---|---|---|")
     sums = [0] * 7
@@ -31,7 +31,7 @@ def table(rows: Rows, drawn: Drawn) -> tuple[list[str], float]:
         lines.append(f"| `{module}` | {' | '.join(map(str, counts))} |")
     lines.append(f"| all | {' | '.join(map(str, sums))} |")
     share = sums[3] / max(1, sums[2] - sums[5])
-    lines.append(f"\n{sums[3]} of {sums[2] - sums[5]} that are no equivalents are noticed: {share:.1%}.")
+    lines.append(f"\nThe tests notice {sums[3]} of the {sums[2] - sums[5]} mistakes that are not equivalent: {share:.1%}.")
     return lines, share
 
 
@@ -40,7 +40,7 @@ def write(file: Path, rows: Rows, drawn: Drawn, command: str) -> None:
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     lines, _ = table(rows, drawn)
     text = [
-        "# Mistakes that tests notice",
+        "# Mutation tests: which mistakes do the tests notice?",
         "",
         f"`{command}`, {date.today()}, commit {commit}, {_machine()}, Python {platform.python_version()}.",
         "",
@@ -49,7 +49,7 @@ def write(file: Path, rows: Rows, drawn: Drawn, command: str) -> None:
         "",
         *lines,
         "",
-        "## What survived and is no equivalent",
+        "## Survivors that are not equivalent",
         "",
         *(_list([r for r in alive if not r["reason"]]) or ["Nothing."]),
         "",

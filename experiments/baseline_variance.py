@@ -167,9 +167,9 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         comparisons,
         panels,
         [f"Variance of the gradient of one batch of {settings['prompts']} x {settings['group']} rollouts, over all "
-         "parameters. The true gradient is the mean under leave-one-out, which has no bias. A group's own mean holds "
-         "the rollout itself and shrinks the gradient by 1/G. The critic was learned at the same policy by regression "
-         "on returns."],
+         "parameters. The true gradient is the mean under leave-one-out, which has no bias. A group's own mean "
+         "includes the rollout itself and shrinks the gradient by 1/G. The critic was trained at the same policy by "
+         "regression on returns."],
     )  # fmt: skip
 
 

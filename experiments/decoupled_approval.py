@@ -112,19 +112,21 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
     panels = [
         Panel(title, "step", [band(arm, curves_of(numbers, arm, name)) for arm in ARMS])
         for name, title in zip(
-            FIGURES, ("Share of replies that tamper", "True approval of what was done", "Approval heard"), strict=True
+            FIGURES,
+            ("Share of replies that tamper", "True approval of what was done", "Observed approval"),
+            strict=True,
         )
     ]
     return Finding(
-        ("arm", "tampers at first", "at the end", "true approval at the end", "approval heard at the end",
+        ("arm", "tampers at first", "at the end", "true approval at the end", "observed approval at the end",
          "tampers in the last 5 steps, each seed"),
         rows,
         comparisons,
         panels,
         ["Published: standard policy gradient learns to tamper, decoupled approval does not. A baseline changes no mean "
          "gradient, but a corrupted approval is noise to decoupled approval, and noise may drift: the arm with the batch's "
-         "mean as baseline is no part of the claim and is there to look for that. Setting tampering says how many of the "
-         "demonstrations tamper: the more do, the less is left beside the noise."],
+         "mean as baseline is not part of the claim; it shows whether that happens. Setting tampering is the share of the "
+         "demonstrations that tamper: the larger it is, the less signal is left beside the noise."],
     )  # fmt: skip
 
 

@@ -108,7 +108,7 @@ def _by_rollouts(numbers: Mapping[int, Numbers], arm: str) -> Series:
 
 EXPERIMENT = Experiment(
     "dynamic-sampling",
-    "Replacing groups without signal fills every step with groups that teach; an accuracy is reached in fewer steps.",
+    "Replacing groups without signal fills every step with groups that have signal; an accuracy is reached in fewer steps.",
     "DAPO, arXiv 2503.14476, section 3.2",
     {"steps": 300, "prompts": 32, "group": 4, "minibatches": 2, "lr": 3e-4, "max_tokens": 4, "rounds": 4,
      "target": 0.65, "imitation_epochs": 4.0},

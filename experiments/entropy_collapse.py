@@ -89,7 +89,7 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         comparisons,
         panels,
         ["Published (arXiv 2505.22617, figure 1): without a remedy the entropy falls to almost nothing early in "
-         "training, and then accuracy stands still."],
+         "training, and then accuracy no longer rises."],
     )  # fmt: skip
 
 

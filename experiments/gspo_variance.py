@@ -106,7 +106,7 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         comparisons,
         [Panel("Standard deviation of the log ratio, nats", "reply length, tokens", lines, log_x=True, log_y=True)],
         ["Published: token ratios bring noise that accumulates over long replies; the length-normalised ratio of a "
-         "sequence has little, whence its clip of 3e-4 in place of 0.2. The paper gives no spreads to compare with."],
+         "sequence has little, so its clip is 3e-4 instead of 0.2. The paper gives no spreads to compare with."],
     )  # fmt: skip
 
 

@@ -135,9 +135,9 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         rows,
         comparisons,
         _panels(numbers, far),
-        ["The gradient of k1 is the score, whose mean is 0: as a loss it adds nothing but noise (its distance is 1). "
-         "That of k2 is the reverse KL's, that of k3 the forward KL's, both per token: of the KL of a reply, in which a "
-         "token also counts for where it leads, k1 in the reward has the gradient."],
+        ["The gradient of k1 is the score, whose mean is 0: as a loss it adds only noise (its distance is 1). That of k2 "
+         "is the reverse KL's, that of k3 the forward KL's, both per token. The KL of a whole reply, in which a token "
+         "also counts for what follows it, has the gradient of k1 in the reward."],
     )  # fmt: skip
 
 

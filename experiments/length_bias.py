@@ -132,8 +132,8 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         comparisons,
         panels,
         ["Published (figure 5, Qwen2.5-1.5B): with GRPO's mean over each reply the wrong ones grow far longer than the "
-         "right ones; with a constant in its place their length stays. What right and wrong replies share is drift: "
-         "dots neither help nor harm."],
+         "right ones; with a constant instead, their length stays the same. Growth that right and wrong replies share is "
+         "drift: dots neither help nor harm."],
     )  # fmt: skip
 
 

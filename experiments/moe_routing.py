@@ -139,8 +139,8 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         comparisons,
         panels,
         ["Published (section 5.3, Qwen3-30B-A3B, 48 layers): after each update about 10% of the experts differ; GRPO "
-         "does not converge without routing replay, GSPO does. Replay there is of the old policy's experts; here of "
-         "those that sampled, which are the old policy's of a step before."],
+         "does not converge without routing replay, GSPO does. There, replay uses the old policy's experts; here, "
+         "those of the policy that sampled, which is one step older."],
     )  # fmt: skip
 
 

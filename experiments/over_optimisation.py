@@ -195,7 +195,7 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         _comparisons(seeds, settings),
         _panels(seeds, names, settings["every"]),
         [f"Rewards in standard deviations of the start's replies; the end is the last fifth of the run. On the start's "
-         f"replies the single proxy prefers the better of two in {fit} of the pairs; comparisons learned from, each "
+         f"replies the single proxy prefers the better of two in {fit} of the pairs; training comparisons of each "
          f"seed: {pairs}. For best-of-N the correlation is that over the start's replies.",
          f"A KL of {seeds[0]['best of N']['single']['kl'][-1]:.2f} nats is that of {BEST}: there, gold of it minus gold of "
          f"{PLAIN} is among the claims; proxy of it minus proxy of {PLAIN} is {_of_best(seeds, 'proxy')}. At the end of "

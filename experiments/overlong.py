@@ -141,15 +141,15 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
 
 EXPERIMENT = Experiment(
     "overlong",
-    "Leaving cut-off replies out of the loss, or punishing softly what comes near the limit, ends in a higher "
-    "accuracy; the soft punishment also shortens replies.",
+    "Leaving cut-off replies out of the loss, or a soft punishment near the limit, ends in a higher accuracy; the "
+    "soft punishment also shortens replies.",
     "DAPO, arXiv 2503.14476, section 3.4",
     {"steps": 150, "prompts": 32, "group": 8, "minibatches": 2, "lr": 3e-4, "max_tokens": 16, "cache": 4, "filler": 20,
      "imitation_epochs": 4.0, "arms": [NONE, "filter", "soft"]},
     measure,
     conclude,
     elsewhere={CHECKED: {
-        "claim": "Leaving cut-off replies out of the loss, or punishing softly what comes near the limit, ends in a higher "
+        "claim": "Leaving cut-off replies out of the loss, or a soft punishment near the limit, ends in a higher "
         "accuracy; the soft punishment also shortens replies. With a mean over each reply, GRPO's or GSPO's, instead of the "
         "token mean, tokens of long replies count for less, and more replies are cut off.",
         "paper": "DAPO, arXiv 2503.14476, sections 3.3 and 3.4; GSPO, arXiv 2507.18071",

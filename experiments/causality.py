@@ -200,7 +200,8 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         [f"All figures are exact sums over all replies. Variance: of the gradient of one rollout, so {scale} is the noise "
          "scale (arXiv 1812.06162): a batch of that many rollouts has as much noise as gradient. Bias: distance of the mean "
          "gradient from the true one, over its norm. Rewards to go, and the weight of the whole reply without a cap, have a "
-         f"bias of at most {off:.1e}, as theory says. The advantage is the credit less its mean at that place of a reply."],
+         f"bias of at most {off:.1e}, as theory predicts. The advantage is the credit less its mean at that place of a "
+         "reply."],
     )  # fmt: skip
 
 
@@ -217,9 +218,9 @@ def panels(numbers: Mapping[int, Numbers], settings: Settings) -> list[Panel]:
 
 EXPERIMENT = Experiment(
     "causality",
-    "Rewards to go leave the gradient where it is and lower its variance; rollouts of older weights bias it, a weight per "
-    "token removes a part of that, the weight of the whole reply all of it at a higher variance, and a cap trades the one "
-    "for the other.",
+    "Rewards to go leave the mean gradient unchanged and lower its variance; rollouts of older weights bias it; a weight "
+    "per token removes a part of that bias, the weight of the whole reply all of it at a higher variance, and a cap trades "
+    "bias for variance.",
     "Sutton et al. 2000; McCandlish et al., arXiv 1812.06162; Yao et al. 2025; Liu et al. 2025, When speed kills stability",
     {"demonstrations": 2048, "imitation_epochs": 2.0, "group": 16, "lr": 1e-3, "ages": [1, 4, 16]},
     measure,

@@ -200,13 +200,13 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         claims.append(Comparison(what, over(name, LITTLE, change), at_least=0.0))
         claims.append(Comparison(f"{what}, minus dpo's", minus((name, LITTLE), ("dpo", LITTLE)), at_least=0.0))
     return Finding(
-        ("rejected has", "row", "chosen goes", "change of log p, chosen", "rejected", "margin", "accuracy"),
+        ("rejected has", "algorithm", "chosen goes", "change of log p, chosen", "rejected", "margin", "accuracy"),
         rows,
         claims,
         panels(numbers),
         [f"Log-probabilities are those of whole responses of {LONG + 1} tokens to {len(HELD_OUT)} held-out prompts, in "
-         "nats. Accuracy: share of held-out pairs whose margin is above the start's. All rows have the same rate, pairs "
-         "and order, and each the beta of its row; a rate that suits one row does not suit all."],
+         "nats. Accuracy: share of held-out pairs whose margin is above the start's. All algorithms have the same "
+         "learning rate, pairs and order, and each its own beta; a rate that suits one does not suit all."],
     )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ ARMS: dict[str, Arm] = {
     "one token: grpo, exact KL in the loss": Arm("grpo", EXACT, 1, scaled_optimum),
     "one token: grpo, no std, exact KL in the loss": Arm("grpo", {**SUM, **EXACT}, 1),
     "one token: grpo, no std, k3 in the loss": Arm("grpo", SUM, 1, forward_optimum),
-    "one token: grpo, no std, weighed k3 in the loss": Arm("grpo", {**SUM, "kl_weighed": True}, 1),
+    "one token: grpo, no std, weighted k3 in the loss": Arm("grpo", {**SUM, "kl_weighed": True}, 1),
     PAIRED: Arm("dpo", pairs=1.0),
     ANY: Arm("dpo", pairs=1.0, anything=True),
     FEW: Arm("dpo", pairs=0.125),
@@ -234,13 +234,13 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         claimed += claims(numbers, beta)
     return Finding(
         ("beta", "algorithm", "KL to the optimum at the start, nats", "at the end", "share left",
-         "regularised reward short by", "probability of what is no letters", "KL to its own optimum at the end"),
+         "regularised reward below the optimum", "probability of non-letters", "KL to its own optimum at the end"),
         rows,
         claimed,
         panels(numbers, settings),
         [f"{len(PROMPTS)} prompts; replies of up to {LONGEST} tokens, or of one. The optimum is pi_ref exp(r / beta), "
-         "normalised; its own is what theory predicts for that form: with rewards divided by their group's deviation, "
-         "that of beta times that deviation; with k3 in the loss, that of the forward KL; for IPO, that of the share of "
+         "normalised; its own is the optimum that theory predicts for that form: with rewards divided by their group's "
+         "deviation, that of beta times that deviation; with k3 in the loss, that of the forward KL; for IPO, that of the share of "
          "comparisons won. Nothing is predicted for KTO."],
     )  # fmt: skip
 
@@ -260,7 +260,7 @@ def claims(numbers: Mapping[int, Numbers], beta: float) -> list[Comparison]:
         return over_seeds([a - b for a, b in pairs])
 
     exact = [name for name, arm in ARMS.items() if arm.options == IN_REWARD or name in (PAIRED, ANY)]
-    exact += ["one token: grpo, no std, exact KL in the loss", "one token: grpo, no std, weighed k3 in the loss"]
+    exact += ["one token: grpo, no std, exact KL in the loss", "one token: grpo, no std, weighted k3 in the loss"]
     found = [
         Comparison(f"beta {beta:g}, {name}: share of the distance left", over_seeds(each(name, left)), at_most=NEAR)
         for name in exact
@@ -307,8 +307,8 @@ def panels(numbers: Mapping[int, Numbers], settings: Settings) -> list[Panel]:
 EXPERIMENT = Experiment(
     "closed-form",
     "With the KL's k1 in the reward, policy gradients end at pi_ref exp(r / beta), and so does DPO on pairs labelled by "
-    "that reward; a division by the group's deviation, k3 in the loss, and a KL token by token each lead elsewhere, where "
-    "theory says.",
+    "that reward; a division by the group's deviation, k3 in the loss, and a KL per token each lead to another optimum, "
+    "which theory predicts.",
     "DPO, arXiv 2305.18290, eq. 4; Korbak et al., arXiv 2205.11275; IPO, arXiv 2310.12036; GRPO, arXiv 2402.03300",
     {"betas": [1.0, 0.4], "steps": 120, "group": 16, "lr": 3e-3, "pairs": 4096, "rows": 128, "pair_lr": 2e-3,
      "passes": 2, "points": 8, "demonstrations": 2048, "imitation_epochs": 2.0},

@@ -189,7 +189,7 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
     pairs = " ".join(str(n["pairs"]) for n in seeds)
     return Finding(
         ("arm", "KL at the end", "proxy at the end", "gold at the end", "gold if stopped early", "KL there",
-         "correlation of proxy and gold at the end", "letters repeated at the end", "no letters at the end",
+         "correlation of proxy and gold at the end", "letters repeated at the end", "non-letters at the end",
          "gold, early and at the end, each seed"),
         rows,
         _comparisons(seeds, settings),

@@ -240,8 +240,8 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
         panels(numbers, settings),
         [f"{len(PROMPTS)} prompts; replies of up to {LONGEST} tokens, or of one. The optimum is pi_ref exp(r / beta), "
          "normalised; its own is the optimum that theory predicts for that form: with rewards divided by their group's "
-         "deviation, that of beta times that deviation; with k3 in the loss, that of the forward KL; for IPO, that of the share of "
-         "comparisons won. Nothing is predicted for KTO."],
+         "deviation, that of beta times that deviation; with k3 in the loss, that of the forward KL; for IPO, that of "
+         "the share of comparisons won. Nothing is predicted for KTO."],
     )  # fmt: skip
 
 

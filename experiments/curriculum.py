@@ -111,13 +111,13 @@ def conclude(numbers: Mapping[int, Numbers], settings: Settings) -> Finding:
     start = [str(over_seeds([n[UNIFORM]["sets"][named(level)][0][1] for n in numbers.values()])) for level in levels]
     return Finding(
         ("order", "held-out accuracy of each seed", "mean over levels", *(f"{level} numbers" for level in levels),
-         "groups whose rewards differ", "numbers practised", "numbers practised at the end"),
+         "groups whose rewards differ", "numbers per task trained on", "at the end"),
         rows,
         comparisons,
         panels,
         [f"Held-out accuracy of the start with {', '.join(map(str, levels))} numbers: {', '.join(start)}. All arms have "
          f"{settings['steps']} steps of {settings['prompts']} prompts with {settings['group']} replies, the same tasks and "
-         "the same start. Groups whose rewards differ, and numbers practised, are means over the run.",
+         "the same start. Groups whose rewards differ, and numbers per task, are means over the run.",
          "Published (Kimi k1.5, section 2.3.4 and its ablation of the curriculum): a uniform phase and then hard problems "
          "ends higher than uniform sampling; problems are sampled in proportion to one minus their solve rate. The order by "
          "solve rate here prefers tasks solved half of the time."],

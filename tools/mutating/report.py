@@ -31,7 +31,9 @@ def table(rows: Rows, drawn: Drawn) -> tuple[list[str], float]:
         lines.append(f"| `{module}` | {' | '.join(map(str, counts))} |")
     lines.append(f"| all | {' | '.join(map(str, sums))} |")
     share = sums[3] / max(1, sums[2] - sums[5])
-    lines.append(f"\nThe tests notice {sums[3]} of the {sums[2] - sums[5]} mistakes that are not equivalent: {share:.1%}.")
+    lines.append(
+        f"\nThe tests notice {sums[3]} of the {sums[2] - sums[5]} mistakes that are not equivalent: {share:.1%}."
+    )
     return lines, share
 
 

@@ -33,7 +33,9 @@ def show_figures(config: Evaluation, found: Evaluated) -> None:
         gaps = list(found.against[0].differences)
         head = ["minus", *(f"difference in {name}" for name in gaps)]
         compared = [([one.model, *(_cell(one.differences[name]) for name in gaps)], one.wins) for one in found.against]
-        _compared(config.model, head, compared)
+        _compared(_minus(config), head, compared)
+        rated = [([one.model, _cell(one.win_rate)], one.win_rate["wins"]) for one in found.against if one.win_rate]
+        _compared(_win_rate(config), ["against", "win rate"], rated)
     reasons: dict[str, dict[str, None]] = {}  # reason for a missing interval -> names of its figures
     for name, figure in _all_figures(found, names):
         if "why" in figure:
@@ -49,12 +51,23 @@ def _all_figures(found: Evaluated, names: Sequence[str]) -> Iterator[tuple[str, 
         yield from ((name, figures[name]) for name in names if name in figures)
     for one in found.against:
         yield from ((f"difference in {name}", figure) for name, figure in one.differences.items())
+        yield from [("win rate", one.win_rate)] if one.win_rate else []
 
 
-def _compared(model: str, head: Sequence[str], rows: Sequence[Row]) -> None:
-    """Print one row for each comparison."""
+def _minus(config: Evaluation) -> str:
+    return f"{config.model} minus other models, task by task"
+
+
+def _win_rate(config: Evaluation) -> str:
+    return f"How often {config.scorer} prefers the reply of {config.model}, ties half"
+
+
+def _compared(title: str, head: Sequence[str], rows: Sequence[Row]) -> None:
+    """Print one row for each comparison, if there are any."""
+    if not rows:
+        return
     several = len(rows) > 1  # then p is corrected
-    title = f"{model} minus other models, task by task (won, lost, tied: tasks; p: sign test"
+    title += " (won, lost, tied: tasks; p: sign test"
     title += f", corrected for {len(rows)} comparisons by Holm's method)" if several else ")"
     columns = [*head, "won", "lost", "tied", "p", *(["p corrected"] if several else []), "verdict"]
     keys = ["won", "lost", "tied", "p", *(["p_holm"] if several else []), "verdict"]
@@ -105,14 +118,18 @@ def evaluate_suite(config: Evaluation) -> int:
     for place, model in enumerate(config.against):
         table(model, HEAD, [_line(name, told["against"][place], told) for name, told in found.parts.items()])
     if config.against:
-        each = ((name, one) for name, told in found.parts.items() for one in told["against"])
+        each = [(name, one) for name, told in found.parts.items() for one in told["against"]]
         rows = [([name, one["model"], _cell(headline(one["differences"]))], one["wins"]) for name, one in each]
-        _compared(config.model, ["part", "minus", "difference"], rows)
+        _compared(_minus(config), ["part", "minus", "difference"], rows)
+        rated = [(name, one["model"], one["win_rate"]) for name, one in each if "win_rate" in one]
+        rows = [([name, model, _cell(rate)], rate["wins"]) for name, model, rate in rated]
+        _compared(_win_rate(config), ["part", "against", "win rate"], rows)
     for name, average in found.averages.items():
         label = f"mean of {average['parts']} part{'s'[: average['parts'] - 1]}{'' if name == 'all' else f' {name}'}"
         say(f"{label}: {told(average)}")
         for one in average.get("against", ()):
-            say(f"    {one['model']}: {told(one['figures'])}; difference {told(one['difference'])}")
+            rate = f"; win rate {told(one['win_rate'])}" if "win_rate" in one else ""
+            say(f"    {one['model']}: {told(one['figures'])}; difference {told(one['difference'])}{rate}")
     if config.out:
         say(f"figures     {config.out}; of each part, with its rollouts: {suite.beside(Path(config.out), 'PART')}")
     return 0

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from posttrain.config.inference import Chat, Check, Evaluation, Label, Sample
+from posttrain.config.inference import Chat, Check, Evaluation, Sample
 from posttrain.config.mixture_options import parts_of
-from posttrain.config.service_options import named_services, process_model
+from posttrain.config.service_options import ScorerOption, named_services, process_model
 from posttrain.config.shared_options import StepRewardGroup
 from posttrain.config.training import RL, SFT
 from posttrain.core.doing import doing
@@ -43,7 +43,7 @@ from posttrain.training.frozen_weights import frozen_type
 from posttrain.training.role_devices import JUDGES, REWARD_MODELS, refuse_idle_roles, role_device
 from posttrain.training.setup import rehearse
 
-Serving = RL | SFT | Evaluation | Check | Sample | Label | Chat
+Serving = RL | SFT | Evaluation | Check | Sample | ScorerOption | Chat
 """The options of a command that may open judges, reward models and retrievers."""
 
 

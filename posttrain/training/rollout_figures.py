@@ -37,6 +37,16 @@ def votes_by_task(rollouts: Sequence[Rollout]) -> dict[str, list[str]]:
     return _by_task(rollouts, lambda valid: voted_answer(valid.text))
 
 
+def paired(own: Sequence[Rollout], other: Sequence[Rollout]) -> list[tuple[int, int]]:
+    """Return the rollouts of two models in pairs, by their places: the same task (and side), and the same number among its
+    samples. Those without a counterpart are left out.
+    """
+    waiting: dict[str, list[int]] = {}
+    for place in reversed(range(len(other))):
+        waiting.setdefault(_key(other[place]), []).append(place)
+    return [(place, waiting[_key(r)].pop()) for place, r in enumerate(own) if waiting.get(_key(r))]
+
+
 def task_of_each(rollouts: Sequence[Rollout]) -> dict[str, str]:
     """Return key of `rewards_by_task` -> task id, of which each side has a key."""
     return {_key(rollout): rollout.task["id"] for rollout in rollouts}

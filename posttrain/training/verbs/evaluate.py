@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from posttrain.training.harness_figures import Figures, harness_figures, harness
 from posttrain.training.held_out_check import overlap, split_seed_of
 from posttrain.training.model_comparison import ModelComparison, Played, compare, with_verdicts
 from posttrain.training.playground import open_playground, service_counts
+from posttrain.training.reply_scorer import RolloutScorer, ScorerResults
 from posttrain.training.rollout_figures import outcomes_by_task, repeated, rewards_by_task, task_of_each, votes_by_task
 from posttrain.training.row_warnings import warn_unread
 from posttrain.training.search_setup import searching
@@ -100,8 +101,13 @@ def evaluate_as_given(
     paths = [resolve(folder) for folder in folders]
     day = next(filter(None, map(day_of, paths)), None)  # all checkpoints get the same date
     searched: list[dict[str, Any]] = []  # figures of the searches of each side
-    with run_date.fixed(day), open_playground(config, env, data, device, models=paths) as ground:
+    with (
+        run_date.fixed(day),
+        ExitStack() as opened,
+        open_playground(config, env, data, device, models=paths) as ground,
+    ):
         said.extend(ground.about)
+        scorer = RolloutScorer(config, device, opened) if config.scorer else None
 
         def played(folder: str, place: int) -> list[Rollout]:
             known = ground.models[place]
@@ -133,26 +139,51 @@ def evaluate_as_given(
 
         every = [played(folder, place) for place, folder in enumerate(folders)]
         said.extend(service_counts(ground.services))
-    earned = [
-        Played(rewards_by_task(rollouts), outcomes_by_task(rollouts), task_of_each(rollouts)) for rollouts in every
-    ]
-    wanted, too_few = _of_valid(_wanted(config), [one.rewards for one in earned])
-    ks = {kind: [k for own, k in wanted if own == kind] for kind in ("pass", "maj")}
-    figures = [
-        summary(list(one.rewards.values()), ks["pass"], success, outcomes=list(one.outcomes.values()))
-        | majorities(list(votes_by_task(rollouts).values()), list(one.outcomes.values()), ks["maj"], success)
-        | (searched[place] if searched else {})
-        for place, (one, rollouts) in enumerate(zip(earned, every, strict=True))
-    ]
+        scored = (
+            scorer.results(every, said.append) if scorer is not None else ScorerResults([], [{} for _ in every[1:]])
+        )
+    figures = _figures(config, every, success, said.append)
+    for place, rollouts in enumerate(every):
+        figures[place] |= scored.figures(place, rollouts) | (searched[place] if searched else {})
     invalid = sum(isinstance(r.reward, Invalid) for r in every[0])
     of_invalid = [note for side in zip(folders, every, figures, strict=True) for note in _of_invalid(*side)]
-    notes = (*dict.fromkeys(said), *too_few, *of_invalid)
+    notes = (*dict.fromkeys(said), *of_invalid)
+    against = _comparisons(config, every, figures, success, scored)
+    harness = harness_figures(config) if config.harness is not None else {}
+    return Evaluated(figures[0], rewards_by_task(every[0]), every[0], invalid, notes, against, harness)
+
+
+def _figures(
+    config: Evaluation, every: Sequence[Sequence[Rollout]], success: float | None, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Return the figures of each model's rollouts."""
+    rewards = [rewards_by_task(rollouts) for rollouts in every]
+    wanted, too_few = _of_valid(_wanted(config), rewards)
+    for line in too_few:
+        say(line)
+    ks = {kind: [k for own, k in wanted if own == kind] for kind in ("pass", "maj")}
+    found = []
+    for earned, rollouts in zip(rewards, every, strict=True):
+        outcomes = list(outcomes_by_task(rollouts).values())
+        figures = summary(list(earned.values()), ks["pass"], success, outcomes=outcomes)
+        found.append(figures | majorities(list(votes_by_task(rollouts).values()), outcomes, ks["maj"], success))
+    return found
+
+
+def _comparisons(
+    config: Evaluation,
+    every: Sequence[list[Rollout]],
+    figures: Sequence[dict[str, Any]],
+    success: float | None,
+    scored: ScorerResults,
+) -> tuple[ModelComparison, ...]:
+    """Return the comparison of the first model with each of the others."""
+    earned = [Played(rewards_by_task(own), outcomes_by_task(own), task_of_each(own)) for own in every]
     compared = [compare(earned[0], other, success) for other in earned[1:]]
     wins = with_verdicts([won for _, won in compared])
-    found = zip(config.against, figures[1:], [gaps for gaps, _ in compared], wins, every[1:], strict=True)
-    against = tuple(ModelComparison(*one) for one in found)
-    harness = harness_figures(config) if config.harness is not None else {}
-    return Evaluated(figures[0], earned[0].rewards, every[0], invalid, notes, against, harness)
+    gaps = [gaps for gaps, _ in compared]
+    found = zip(config.against, figures[1:], gaps, wins, scored.win_rates, every[1:], strict=True)
+    return tuple(ModelComparison(*one) for one in found)
 
 
 def read(

@@ -907,6 +907,9 @@ class EvaluationOptions(
     scorer: str
     """Scorer of replies, besides the reward: reward-model=FOLDER, judge=RECIPE.toml, or a reward function
     (my.py:reward, verify:NAME). With --against it gives win rates, for which a judge may also be pairwise."""
+    best: Sequence[int]
+    """Values of k for best@k (best-of-N): the share of tasks where the reply with the highest score of --scorer among k
+    replies is right."""
     success: float | None
     """Reward from which a reply counts as right. Default: the environment's own SUCCESS."""
     out: str | None

@@ -57,6 +57,9 @@ class Evaluation(
     scorer: str = option("", group="evaluation", value="SCORER")
     """Scorer of replies, besides the reward: reward-model=FOLDER, judge=RECIPE.toml, or a reward function
     (my.py:reward, verify:NAME). With --against it gives win rates, for which a judge may also be pairwise."""
+    best: tuple[int, ...] = option((), above=0, group="evaluation", value="K")
+    """Values of k for best@k (best-of-N): the share of tasks where the reply with the highest score of --scorer among k
+    replies is right."""
     success: float | None = option(None, group="environment", first_hour=True, value="REWARD")
     """Reward from which a reply counts as right. Default: the environment's own SUCCESS."""
     out: str | None = option(None, group="record", first_hour=True, value="FILE")

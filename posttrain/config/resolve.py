@@ -87,8 +87,12 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
 
 
 def _validate_figures(config: Evaluation) -> None:
-    """Refuse pass@k and maj@k of more replies than a task gets."""
-    for name in ("k", "maj"):
+    """Refuse figures of more replies than a task gets, and best@k without scores."""
+    if config.best and not config.scorer:
+        raise UserError(
+            "--best needs scores: add --scorer, such as reward-model=FOLDER, judge=RECIPE.toml or my.py:reward"
+        )
+    for name in ("k", "maj", "best"):
         most = max(getattr(config, name) if name in config.given else (), default=0)
         if most > config.samples:
             raise UserError(

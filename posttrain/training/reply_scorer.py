@@ -82,10 +82,9 @@ class RolloutScorer:
         """Open what `--scorer` names, which `opened` closes. Raises UserError if it cannot be opened or has no use."""
         self._config = config
         self._scorer = ReplyScorer(ScorerOption(config.scorer), config, device, opened)
-        if self._scorer.pairwise and not config.against:
-            raise UserError(
-                f"--scorer {config.scorer} compares two replies: add --against, or give a judge that scores"
-            )
+        if self._scorer.pairwise and (config.best or not config.against):
+            way = "leave out --best" if config.best else "add --against"
+            raise UserError(f"--scorer {config.scorer} compares two replies: {way}, or give a judge that scores")
 
     def results(self, every: Sequence[Sequence[Rollout]], say: Callable[[str], None]) -> ScorerResults:
         """Score the rollouts of every model, and compare those of the first with each of the others."""

@@ -32,6 +32,17 @@ def outcomes_by_task(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
     return _by_task(rollouts, lambda valid: valid.outcome)
 
 
+def ranked_by_task(
+    rollouts: Sequence[Rollout], scores: Sequence[float | Invalid]
+) -> dict[str, list[tuple[float, float]]]:
+    """Return task id -> (score, outcome) of its samples whose reward and score are valid, for best@k."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for rollout, score in zip(rollouts, scores, strict=True):
+        if not isinstance(rollout.reward, Invalid) and not isinstance(score, Invalid):
+            found.setdefault(_key(rollout), []).append((score, rollout.outcome))
+    return found
+
+
 def votes_by_task(rollouts: Sequence[Rollout]) -> dict[str, list[str]]:
     """Return task id -> final answers of its valid samples, for maj@k."""
     return _by_task(rollouts, lambda valid: voted_answer(valid.text))

@@ -1,10 +1,14 @@
-"""--scorer: win rates of two models by a judge or a score, task by task."""
+"""--scorer: win rates of two models by a judge or a score, task by task, and the best of k replies by score."""
 
 from __future__ import annotations
 
 import json
+import random
+import re
 from collections.abc import Callable
+from itertools import combinations
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -17,6 +21,7 @@ from posttrain.cli.main import main
 from posttrain.core.intervals import holm, share_interval, sign_test
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.figures import best_at_k
 from posttrain.training.model_comparison import preferences, win_rate
 
 REWARDS = """
@@ -206,3 +211,61 @@ def test_invalid_scores_decide_nothing() -> None:
     assert (rate["mean"], rate["tasks"], rate["pairs"]) == (0.625, 2, 3)
     assert rate["wins"] == {"won": 1, "lost": 1, "tied": 0, "p": 1.0}
     assert win_rate(["a"], [bad]) == {}
+
+
+def by_hand(scores: list[float], right: list[bool], k: int) -> float:
+    """Best-of-k over every choice of k samples, the best ones of a choice equally often."""
+    found = []
+    for chosen in combinations(range(len(scores)), k):
+        most = max(scores[i] for i in chosen)
+        found.append(fmean(right[i] for i in chosen if scores[i] == most))
+    return fmean(found)
+
+
+def test_best_of_k_is_the_mean_over_all_choices_of_k_samples_with_ties_shared() -> None:
+    draw = random.Random(0)
+    for _ in range(60):
+        n = draw.randint(1, 7)
+        scores, right = [float(draw.randint(0, 3)) for _ in range(n)], [draw.random() < 0.5 for _ in range(n)]
+        for k in range(1, n + 1):
+            assert best_at_k(scores, right, k) == pytest.approx(by_hand(scores, right, k), abs=1e-12)
+    with pytest.raises(ValueError, match="best@3 needs k from 1"):
+        best_at_k([1.0, 2.0], [True, False], 3)
+
+
+def test_best_at_k_is_that_of_the_replies_with_a_valid_score() -> None:
+    found = evaluated("rewards.py:picky", env="rewards.py:even", success=1.0, samples=4, best=(1, 2, 4))
+    for k in (1, 2):
+        own = []
+        for task in dict.fromkeys(r.task["id"] for r in found.rollouts):
+            texts = [r.text for r in found.rollouts if r.task["id"] == task and len(r.text) > 2]
+            if len(texts) >= k:
+                own.append(by_hand([float(len(text)) for text in texts], [len(text) % 2 == 0 for text in texts], k))
+        assert 0 < len(own) <= 8
+        assert found.figures[f"best@{k}"]["mean"] == pytest.approx(fmean(own))
+        assert found.figures[f"best@{k}"]["tasks"] == len(own)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (
+            {"best": (2,)},
+            "--best needs scores: add --scorer, such as reward-model=FOLDER, judge=RECIPE.toml or my.py:reward",
+        ),
+        (
+            {"best": (4,), "scorer": "rewards.py:length", "success": 1.0},
+            "--best 4 needs 4 replies of each task, and there",
+        ),
+        ({"best": (2,), "scorer": "rewards.py:length"}, "--best needs to know which replies are right"),
+        (
+            {"best": (2,), "scorer": "judge=pair.toml", "success": 1.0, "against": "other"},
+            "--scorer judge=pair.toml compares two replies: leave out --best, or give a judge that scores",
+        ),
+    ],
+)
+def test_a_best_reply_needs_scores_and_enough_samples(given: dict[str, Any], told: str) -> None:
+    with serving() as server:
+        write_recipe(Path("pair.toml"), server.address, kind="pairwise", timeout=60.0)
+        with pytest.raises(UserError, match=re.escape(told)):
+            posttrain.evaluate("rows.jsonl", "rewards.py:reward", "model", **{**HOW, **given})

@@ -27,13 +27,20 @@ from posttrain.runs.record.rollout_tables import rollouts_table
 from posttrain.runs.record.table_writer import write_table
 from posttrain.runs.run_folder import day_of
 from posttrain.runs.trained_options import as_trained
-from posttrain.training.figures import majorities, summary
+from posttrain.training.figures import bests, majorities, summary
 from posttrain.training.harness_figures import Figures, harness_figures, harness_tasks
 from posttrain.training.held_out_check import overlap, split_seed_of
 from posttrain.training.model_comparison import ModelComparison, Played, compare, with_verdicts
 from posttrain.training.playground import open_playground, service_counts
 from posttrain.training.reply_scorer import RolloutScorer, ScorerResults
-from posttrain.training.rollout_figures import outcomes_by_task, repeated, rewards_by_task, task_of_each, votes_by_task
+from posttrain.training.rollout_figures import (
+    outcomes_by_task,
+    ranked_by_task,
+    repeated,
+    rewards_by_task,
+    task_of_each,
+    votes_by_task,
+)
 from posttrain.training.row_warnings import warn_unread
 from posttrain.training.search_setup import searching
 from posttrain.training.setup import (
@@ -142,9 +149,9 @@ def evaluate_as_given(
         scored = (
             scorer.results(every, said.append) if scorer is not None else ScorerResults([], [{} for _ in every[1:]])
         )
-    figures = _figures(config, every, success, said.append)
-    for place, rollouts in enumerate(every):
-        figures[place] |= scored.figures(place, rollouts) | (searched[place] if searched else {})
+    figures = _figures(config, every, success, scored, said.append)
+    for place, own in enumerate(searched):
+        figures[place] |= own
     invalid = sum(isinstance(r.reward, Invalid) for r in every[0])
     of_invalid = [note for side in zip(folders, every, figures, strict=True) for note in _of_invalid(*side)]
     notes = (*dict.fromkeys(said), *of_invalid)
@@ -154,19 +161,27 @@ def evaluate_as_given(
 
 
 def _figures(
-    config: Evaluation, every: Sequence[Sequence[Rollout]], success: float | None, say: Callable[[str], None]
+    config: Evaluation,
+    every: Sequence[Sequence[Rollout]],
+    success: float | None,
+    scored: ScorerResults,
+    say: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """Return the figures of each model's rollouts."""
     rewards = [rewards_by_task(rollouts) for rollouts in every]
-    wanted, too_few = _of_valid(_wanted(config), rewards)
-    for line in too_few:
+    ranked = [ranked_by_task(*side) for side in zip(every, scored.scores, strict=True)] if scored.scores else []
+    wanted, few = _of_valid(_wanted(config, ("pass", "maj")), rewards)
+    chosen, fewer = _of_valid(_wanted(config, ("best",)), ranked, "rewards and scores") if ranked else ([], ())
+    for line in (*few, *fewer):
         say(line)
-    ks = {kind: [k for own, k in wanted if own == kind] for kind in ("pass", "maj")}
+    ks = {kind: [k for own, k in (*wanted, *chosen) if own == kind] for kind in ("pass", "maj", "best")}
     found = []
-    for earned, rollouts in zip(rewards, every, strict=True):
+    for place, (earned, rollouts) in enumerate(zip(rewards, every, strict=True)):
         outcomes = list(outcomes_by_task(rollouts).values())
         figures = summary(list(earned.values()), ks["pass"], success, outcomes=outcomes)
-        found.append(figures | majorities(list(votes_by_task(rollouts).values()), outcomes, ks["maj"], success))
+        figures |= majorities(list(votes_by_task(rollouts).values()), outcomes, ks["maj"], success)
+        figures |= bests(list(ranked[place].values()), ks["best"], success) if ranked else {}
+        found.append(figures | scored.figures(place, rollouts))
     return found
 
 
@@ -191,7 +206,7 @@ def read(
 ) -> tuple[float | None, Tasks | Stream]:
     """Return the reward from which a reply counts as right, and the tasks. Raises UserError for mistakes in either."""
     success = success_of(env or config.env, config.success)
-    for name in ("k", "maj"):
+    for name in ("k", "maj", "best"):
         if success is None and name in config.given:
             raise UserError(
                 f"--{name} needs to know which replies are right: give the reward of a right reply with --success"
@@ -260,19 +275,19 @@ def _example(rollout: Rollout, place: int) -> dict[str, Any]:
     return {**told, "prompt": rollout.prompt, "reply": rollout.text}
 
 
-def _wanted(config: Evaluation) -> list[tuple[str, int]]:
-    """Return ("pass" or "maj", k) of the figures that the samples suffice for, as not all default values of --k do."""
-    asked = [("pass", k) for k in config.k] + [("maj", k) for k in config.maj]
-    return [(kind, k) for kind, k in asked if k <= config.samples]
+def _wanted(config: Evaluation, kinds: Sequence[str]) -> list[tuple[str, int]]:
+    """Return (kind, k) of the figures that the samples suffice for, as not all default values of --k do."""
+    asked = {"pass": config.k, "maj": config.maj, "best": config.best}
+    return [(kind, k) for kind in kinds for k in asked[kind] if k <= config.samples]
 
 
 def _of_valid(
-    wanted: list[tuple[str, int]], sides: Sequence[Mapping[str, Sequence[float]]]
+    wanted: list[tuple[str, int]], sides: Sequence[Mapping[str, Sequence[Any]]], what: str = "rewards"
 ) -> tuple[list[tuple[str, int]], tuple[str, ...]]:
     """Return those for which each side has a task with enough valid rewards, and a note on the others."""
     most = min(max(map(len, rewards.values()), default=0) for rewards in sides)
     few = [f"{kind}@{k}" for kind, k in wanted if k > most]
-    told = f"{', '.join(few)} left out: no task has more than {most} valid rewards"
+    told = f"{', '.join(few)} left out: no task has more than {most} valid {what}"
     return [(kind, k) for kind, k in wanted if k <= most], (told,) if few else ()
 
 

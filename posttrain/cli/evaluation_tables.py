@@ -19,6 +19,8 @@ from posttrain.training.verbs import suite
 from posttrain.training.verbs.evaluate import Evaluated
 
 HEAD = ["part", "tasks", "accuracy or reward", "tokens", "cut off", "invalid", "distribution"]
+WIDTH, SPACE, DIGITS = 80, 3, 6
+"""Columns of a terminal, those between two columns of a table, and the most that a mean takes."""
 Row = tuple[list[Any], Mapping[str, Any]]  # the first cells of a row, and the `ModelComparison.wins` of its last ones
 
 
@@ -117,6 +119,9 @@ def evaluate_suite(config: Evaluation) -> int:
     table(config.model, HEAD, [_line(name, told, told) for name, told in found.parts.items()])
     for place, model in enumerate(config.against):
         table(model, HEAD, [_line(name, told["against"][place], told) for name, told in found.parts.items()])
+    for place, model in enumerate((config.model, *config.against)):
+        own = {name: told if place == 0 else told["against"][place - 1] for name, told in found.parts.items()}
+        _further(model, own)
     if config.against:
         each = [(name, one) for name, told in found.parts.items() for one in told["against"]]
         rows = [([name, one["model"], _cell(headline(one["differences"]))], one["wins"]) for name, one in each]
@@ -133,6 +138,28 @@ def evaluate_suite(config: Evaluation) -> int:
     if config.out:
         say(f"figures     {config.out}; of each part, with its rollouts: {suite.beside(Path(config.out), 'PART')}")
     return 0
+
+
+def _further(model: str, sides: Mapping[str, dict[str, Any]]) -> None:
+    """Print the means for which the first table of a model has no room: pass@k and the like, as far as it has them."""
+    cells = {part: _means(side) for part, side in sides.items()}
+    names = list(dict.fromkeys(name for own in cells.values() for name in own))
+    while names:
+        room, columns = WIDTH - max(map(len, ("part", *cells))), list[str]()
+        while names and (not columns or room >= len(names[0]) + SPACE):
+            columns.append(names.pop(0))
+            room -= max(len(columns[-1]), DIGITS) + SPACE
+        table(f"{model}, means", ["part", *columns], [[part, *map(own.get, columns)] for part, own in cells.items()])
+
+
+def _means(side: dict[str, Any]) -> dict[str, float]:
+    """Return the means of a side of a part beside its headline."""
+    shown = ("reward", "accuracy")
+    return {
+        name: figure["mean"]
+        for name, figure in side["figures"].items()
+        if isinstance(figure, dict) and name not in shown
+    }
 
 
 def _line(name: str, side: dict[str, Any], part: dict[str, Any]) -> list[Any]:

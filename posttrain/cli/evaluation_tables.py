@@ -43,6 +43,8 @@ def show_figures(config: Evaluation, found: Evaluated) -> None:
         if "why" in figure:
             reasons.setdefault(figure["why"], {})[name] = None
     say(*(f"{', '.join(of)}: {why}" for why, of in reasons.items()), *found.notes)
+    if found.cost is not None:
+        say(f"cost        {found.cost:.4g}, of judges")
     if found.harness:
         _harness_table(config, found.harness)
 
@@ -135,6 +137,9 @@ def evaluate_suite(config: Evaluation) -> int:
         for one in average.get("against", ()):
             rate = f"; win rate {told(one['win_rate'])}" if "win_rate" in one else ""
             say(f"    {one['model']}: {told(one['figures'])}; difference {told(one['difference'])}{rate}")
+    if found.costs:
+        each_cost = ", ".join(f"{name} {cost:.4g}" for name, cost in found.costs.items())
+        say(f"cost        {sum(found.costs.values()):.4g}, of judges: {each_cost}")
     if config.out:
         say(f"figures     {config.out}; of each part, with its rollouts: {suite.beside(Path(config.out), 'PART')}")
     return 0

@@ -294,11 +294,18 @@ def _open_retrievers(config: Serving, services: Services, resumed: bool) -> None
             _warn_or_refuse(problem, resumed)
 
 
-def service_counts(services: Services) -> Sequence[str]:
-    """Return the services' counts for the end of an evaluation, a line for each service."""
+def service_counts(services: Services) -> dict[str, dict[str, float]]:
+    """Return the counts of each service since the last call, without zeros: requests, tokens, and the cost by its prices."""
     counts = services.counts()
-    lines = []
-    for name in services.named:
-        own = {k.removeprefix(name + "/"): v for k, v in counts.items() if k.startswith(name + "/") and v}
-        lines.append(f"{name}: " + (", ".join(f"{what} {value:g}" for what, value in own.items()) or "not asked"))
-    return lines
+    return {
+        name: {what.removeprefix(f"{name}/"): n for what, n in counts.items() if what.startswith(f"{name}/") and n}
+        for name in services.named
+    }
+
+
+def count_lines(counts: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return these counts as text, a line for each service."""
+    return [
+        f"{name}: " + (", ".join(f"{what} {value:g}" for what, value in own.items()) or "not asked")
+        for name, own in counts.items()
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import fsum
 from typing import Any
 
@@ -62,6 +62,7 @@ class ScorerResults:
 
     scores: list[list[float | Invalid]]  # by model: of each rollout; of a pairwise judge []
     win_rates: list[dict[str, Any]]  # by model of --against: see `win_rate`; {}: no valid comparison
+    counts: dict[str, dict[str, float]] = field(default_factory=dict)  # of its service: see `service_counts`
 
     def figures(self, place: int, rollouts: Sequence[Rollout]) -> dict[str, Any]:
         """Return the mean score of a model's rollouts, each task counted once: {"score": {"mean": ...}}."""
@@ -103,9 +104,8 @@ class RolloutScorer:
                 )
                 say(f"{left_out}; the first: {reasons[0]}")
             rates.append(win_rate([every[0][i].task["id"] for i, _ in pairs], preferred))
-        for line in service_counts(self._scorer.services):
-            say(f"--scorer {line}")
-        return ScorerResults(scores, verdicts_of_rates(rates))
+        counts = {f"--scorer {name}": own for name, own in service_counts(self._scorer.services).items()}
+        return ScorerResults(scores, verdicts_of_rates(rates), counts)
 
     def _scores(self, rollouts: Sequence[Rollout]) -> list[float | Invalid]:
         tasks: dict[str, Task] = {}  # one object for a task, whose replies are a group

@@ -213,6 +213,28 @@ def test_invalid_scores_decide_nothing() -> None:
     assert win_rate(["a"], [bad]) == {}
 
 
+def test_the_cost_of_judging_is_that_of_all_answers_by_the_prices_of_the_recipe(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    prices = {"prompt_price": 200.0, "reply_price": 5000.0}
+    part = 'tasks = "rows.jsonl"\nenv = "rewards.py:reward"\nenv_workers = 0\nthreads = 1\ncompiled = false\n'
+    Path("priced.toml").write_text(f"max_tokens = 4\nsamples = 1\n[near]\n{part}[far]\n{part}seed = 5\n")
+    with serving() as server:
+        write_recipe(Path("judge.toml"), server.address, kind="pairwise", timeout=60.0, **prices)
+        found = evaluated("judge=judge.toml", against=["other"], samples=1)
+        alone = len(server.asked)
+        words = ["--model", "model", "--against", "other", "--scorer", "judge=judge.toml", "--out", "priced.json"]
+        assert main(["eval", "--suite", "priced.toml", *words]) == 0
+        suite = len(server.asked) - alone
+    each = (100 * 200 + 10 * 5000) / 1e6  # tokens that the server reports, at these prices
+    assert found.cost == pytest.approx(alone * each) and alone > 8
+    content = json.loads(Path("priced.json").read_text())
+    assert content["cost"] == pytest.approx(suite * each)
+    costs = {name: part["services"]["--scorer judge"]["cost"] for name, part in content["parts"].items()}
+    printed = f"cost        {suite * each:.4g}, of judges: near {costs['near']:.4g}, far {costs['far']:.4g}"
+    assert printed in capsys.readouterr().out and costs["near"] == pytest.approx(found.cost)
+
+
 def by_hand(scores: list[float], right: list[bool], k: int) -> float:
     """Best-of-k over every choice of k samples, the best ones of a choice equally often."""
     found = []

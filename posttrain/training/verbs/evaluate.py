@@ -31,7 +31,7 @@ from posttrain.training.figures import bests, majorities, summary
 from posttrain.training.harness_figures import Figures, harness_figures, harness_tasks
 from posttrain.training.held_out_check import overlap, split_seed_of
 from posttrain.training.model_comparison import ModelComparison, Played, compare, with_verdicts
-from posttrain.training.playground import open_playground, service_counts
+from posttrain.training.playground import count_lines, open_playground, service_counts
 from posttrain.training.reply_scorer import RolloutScorer, ScorerResults
 from posttrain.training.rollout_figures import (
     outcomes_by_task,
@@ -66,6 +66,13 @@ class Evaluated:
     notes: tuple[str, ...] = ()  # remarks, such as figures left out and why
     against: tuple[ModelComparison, ...] = ()  # with the other checkpoints, in the order of --against
     harness: dict[str, Figures] = field(default_factory=dict)  # checkpoint -> figures of `--harness`
+    services: dict[str, dict[str, float]] = field(default_factory=dict)  # counts of each: see `service_counts`
+
+    @property
+    def cost(self) -> float | None:
+        """The cost of all judges, by the prices in their recipes; None: they have none, or were not asked."""
+        costs = [own["cost"] for own in self.services.values() if "cost" in own]
+        return sum(costs) if costs else None
 
     @property
     def examples(self) -> dict[str, int]:
@@ -145,10 +152,12 @@ def evaluate_as_given(
             return rollouts
 
         every = [played(folder, place) for place, folder in enumerate(folders)]
-        said.extend(service_counts(ground.services))
+        counts = service_counts(ground.services)
         scored = (
             scorer.results(every, said.append) if scorer is not None else ScorerResults([], [{} for _ in every[1:]])
         )
+    counts |= scored.counts
+    said.extend(count_lines(counts))
     figures = _figures(config, every, success, scored, said.append)
     for place, own in enumerate(searched):
         figures[place] |= own
@@ -157,7 +166,7 @@ def evaluate_as_given(
     notes = (*dict.fromkeys(said), *of_invalid)
     against = _comparisons(config, every, figures, success, scored)
     harness = harness_figures(config) if config.harness is not None else {}
-    return Evaluated(figures[0], rewards_by_task(every[0]), every[0], invalid, notes, against, harness)
+    return Evaluated(figures[0], rewards_by_task(every[0]), every[0], invalid, notes, against, harness, counts)
 
 
 def _figures(
@@ -250,6 +259,7 @@ def save(found: Evaluated, path: Path) -> list[Path]:
         "figures": found.figures,
         "against": [comparison.as_dict() for comparison in found.against],
         "harness": found.harness,
+        "services": found.services,
         "rewards": found.rewards,
         "examples": {name: _example(found.rollouts[place], place) for name, place in found.examples.items()},
     }

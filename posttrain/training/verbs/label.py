@@ -26,7 +26,7 @@ from posttrain.data.tasks import Stream, Tasks
 from posttrain.runs import fingerprint
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.jsonl_writer import Lines, write_rows
-from posttrain.training.playground import service_counts
+from posttrain.training.playground import count_lines, service_counts
 from posttrain.training.reply_scorer import ReplyScorer
 from posttrain.training.setup import choose_device, load_tasks, use_threads
 from posttrain.training.verbs.sample import digest_of, scored_columns
@@ -71,7 +71,7 @@ def label(config: Label, rows: Any = None, env: Callable[..., Any] | None = None
             block = [tasks[place] for place in range(first, min(len(tasks), first + BLOCK))]
             found = labeller.label(block, first) if labeller is not None else block
             lines.write([flip(row, config.flip, config.seed) if config.flip else row for row in found])
-        notes = [*(service_counts(labeller.services) if labeller is not None else ()), *_notes(lines)]
+        notes = [*count_lines(service_counts(labeller.services) if labeller is not None else {}), *_notes(lines)]
         best, pairs = derive(config, lines)
         return LabelSummary(lines.path, lines.count, best, pairs, tuple(notes))
 

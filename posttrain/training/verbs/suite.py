@@ -37,6 +37,11 @@ class EvaluatedSuite:
     evaluated: dict[str, Evaluated]
     """For each part, everything: rollouts too."""
 
+    @property
+    def costs(self) -> dict[str, float]:
+        """The cost of the judges of each part: see `Evaluated.cost`."""
+        return {name: found.cost for name, found in self.evaluated.items() if found.cost is not None}
+
 
 def evaluate_suite(
     config: Evaluation, say: Callable[[str, Evaluated], None] = lambda name, found: None
@@ -71,7 +76,9 @@ def evaluate_suite(
     _with_verdicts(told)
     result = EvaluatedSuite(told, _averages(told), evaluated)
     if config.out:
-        content = {"model": config.model, "against": config.against, "averages": result.averages, "parts": told}
+        content: dict[str, Any] = {"model": config.model, "against": config.against, "averages": result.averages}
+        content |= {"parts": told}
+        content |= {"cost": sum(result.costs.values())} if result.costs else {}
         try:
             user_files.writable(Path(config.out)).write_bytes(json_document(content))
         except OSError as error:
@@ -95,6 +102,7 @@ def beside(out: Path, part: str) -> Path:
 
 def _told(part: Part, found: Evaluated) -> dict[str, Any]:
     told = {"in_distribution": not part.out_of_distribution, "figures": found.figures, "rates": rates(found.rollouts)}
+    told |= {"services": found.services} if found.services else {}
     if not found.against:
         return told
     others = [one.as_dict() | {"rates": rates(one.rollouts)} for one in found.against]

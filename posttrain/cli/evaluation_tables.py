@@ -14,13 +14,14 @@ from posttrain.core.json_text import json_document
 from posttrain.core.types import UserError
 from posttrain.runs.terminal.printing import say, table
 from posttrain.training.harness_figures import Figures, harness_figures
-from posttrain.training.rollout_figures import headline
+from posttrain.training.rollout_figures import headline, rates
 from posttrain.training.verbs import suite
 from posttrain.training.verbs.evaluate import Evaluated
 
 HEAD = ["part", "tasks", "accuracy or reward", "tokens", "cut off", "invalid", "distribution"]
 WIDTH, SPACE, DIGITS = 80, 3, 6
 """Columns of a terminal, those between two columns of a table, and the most that a mean takes."""
+CALLS, PART = ("tool_calls", "valid_calls"), "part/"  # of `rates`
 Row = tuple[list[Any], Mapping[str, Any]]  # the first cells of a row, and the `ModelComparison.wins` of its last ones
 
 
@@ -43,10 +44,20 @@ def show_figures(config: Evaluation, found: Evaluated) -> None:
         if "why" in figure:
             reasons.setdefault(figure["why"], {})[name] = None
     say(*(f"{', '.join(of)}: {why}" for why, of in reasons.items()), *found.notes)
+    for model, rollouts in [(config.model, found.rollouts), *((one.model, one.rollouts) for one in found.against)]:
+        say(f"{model}: {_rates(rates(rollouts))}")
     if found.cost is not None:
         say(f"cost        {found.cost:.4g}, of judges")
     if found.harness:
         _harness_table(config, found.harness)
+
+
+def _rates(found: Mapping[str, float]) -> str:
+    """Return rates as text: "12.5 tokens a rollout, 0.1 cut off, 0 invalid, 1.5 tool calls (0.9 well-formed)"."""
+    text = f"{found['tokens']:.4g} tokens a rollout, {found['truncated']:.4g} cut off, {found['invalid']:.4g} invalid"
+    if "tool_calls" in found:
+        text += f", {found['tool_calls']:.4g} tool calls ({found['valid_calls']:.4g} well-formed)"
+    return text
 
 
 def _all_figures(found: Evaluated, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -158,26 +169,25 @@ def _further(model: str, sides: Mapping[str, dict[str, Any]]) -> None:
 
 
 def _means(side: dict[str, Any]) -> dict[str, float]:
-    """Return the means of a side of a part beside its headline."""
-    shown = ("reward", "accuracy")
-    return {
-        name: figure["mean"]
-        for name, figure in side["figures"].items()
-        if isinstance(figure, dict) and name not in shown
-    }
+    """Return the means of a side of a part beside those of the first table, with the named parts of its rewards."""
+    first = ("reward", "accuracy")
+    means = {name: one["mean"] for name, one in side["figures"].items() if isinstance(one, dict) and name not in first}
+    calls = {name.replace("_", " "): side["rates"][name] for name in CALLS if name in side["rates"]}
+    parts = {name.removeprefix(PART): rate for name, rate in side["rates"].items() if name.startswith(PART)}
+    return means | calls | parts
 
 
 def _line(name: str, side: dict[str, Any], part: dict[str, Any]) -> list[Any]:
     """Return the row of a part. `side`: what one of the models did."""
-    figures, rates = side["figures"], side["rates"]
+    figures, own = side["figures"], side["rates"]
     place = "in" if part["in_distribution"] else "out"
     return [
         name,
         figures["tasks"],
         _cell(headline(figures)),
-        rates["tokens"],
-        rates["truncated"],
-        rates["invalid"],
+        own["tokens"],
+        own["truncated"],
+        own["invalid"],
         place,
     ]
 

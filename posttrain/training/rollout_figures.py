@@ -86,7 +86,8 @@ def rates(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return rates of these rollouts, and means per rollout.
 
     "invalid", "truncated": shares of all rollouts. "tokens": mean number sampled. "part/NAME": mean of a named part of
-    the reward, over the rollouts that have it. "total_tokens": sum of sampled tokens.
+    the reward, over the rollouts that have it. "total_tokens": sum of sampled tokens. If there are tool calls,
+    "tool_calls": mean number, and "valid_calls": share of the calls that are well-formed, so that they can be executed.
     """
     sampled = [rollout.n_sampled for rollout in rollouts]
     found = {
@@ -95,6 +96,9 @@ def rates(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "tokens": float(np.mean(sampled)),
         "total_tokens": float(sum(sampled)),
     }
+    calls = [call.problem is None for rollout in rollouts for turn in rollout.turns for call in turn.calls]
+    if calls:
+        found |= {"tool_calls": len(calls) / len(rollouts), "valid_calls": float(np.mean(calls))}
     for name in sorted({name for rollout in rollouts for name in rollout.rewards}):
         found[f"part/{name}"] = float(np.mean([r.rewards[name] for r in rollouts if name in r.rewards]))
     return found

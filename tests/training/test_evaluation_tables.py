@@ -1,4 +1,4 @@
-"""The tables of `posttrain eval`: a suite has room for every mean."""
+"""The tables of `posttrain eval`: what they have room for, and the rates beside the figures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from posttrain.cli.evaluation_tables import _further
+from posttrain import Rollout
+from posttrain.cli.evaluation_tables import _further, _rates
+from posttrain.core.types import PlayedTurn, SpanKind, ToolCall
+from posttrain.training.rollout_figures import rates
 
 
 def side(names: list[str], draw: random.Random, **own: float) -> dict[str, Any]:
@@ -20,13 +23,13 @@ def test_a_suite_shows_every_mean_beside_the_headline_within_80_columns(
     count: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     draw, names = random.Random(count), [f"{kind}@{2**k}" for k in range(7) for kind in ("pass", "maj", "best")][:count]
-    sides = {"arithmetic": side(names, draw), "code": side(names[:2], draw)}
+    sides = {"arithmetic": side(names, draw, **{"part/format": 0.25}), "code": side(names[:2], draw, tool_calls=1.5)}
     _further("model", sides)
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 80 for line in lines)
     shown: dict[str, dict[str, str]] = {part: {} for part in sides}
     for line in lines:
-        cells = line.split()
+        cells = line.replace("tool calls", "tool-calls").split()
         if cells[0] == "part":
             head = cells[1:]
         elif cells[0] in shown:
@@ -35,8 +38,24 @@ def test_a_suite_shows_every_mean_beside_the_headline_within_80_columns(
         means = {name: own["figures"][name]["mean"] for name in names if name in own["figures"]}
         assert {name: shown[part][name] for name in means} == {name: f"{mean:.4g}" for name, mean in means.items()}
     assert all(shown["code"][name] == "-" for name in names[2:])
+    assert (shown["arithmetic"]["format"], shown["code"]["tool-calls"]) == ("0.25", "1.5")
 
 
 def test_a_suite_without_further_means_has_no_second_table(capsys: pytest.CaptureFixture[str]) -> None:
     _further("model", {"sums": side([], random.Random(0))})
     assert capsys.readouterr().out == ""
+
+
+def test_well_formed_tool_calls_are_counted_over_all_rollouts() -> None:
+    good, bad = ToolCall("add", {"a": 1}), ToolCall("", {}, problem="no JSON")
+    calls: list[list[tuple[ToolCall, ...]]] = [[(good, bad), (good,)], [()], [(good,)], []]
+    made = [
+        Rollout(
+            {"id": "t"}, "t", [], 1.0, turns=[PlayedTurn(SpanKind.SAMPLED, "", 0, 0, 0, calls=own) for own in turns]
+        )
+        for turns in calls
+    ]
+    found = rates(made)
+    assert (found["tool_calls"], found["valid_calls"]) == (1.0, 0.75)
+    assert "1 tool calls (0.75 well-formed)" in _rates(found)
+    assert "tool_calls" not in rates(made[1:2]) and "tool" not in _rates(rates(made[1:2]))

@@ -29,7 +29,7 @@ def show_figures(config: Evaluation, found: Evaluated) -> None:
     """Print the figures of an evaluation, its comparisons, and the reasons for missing intervals."""
     sides = [(config.model, found.figures), *((one.model, one.figures) for one in found.against)]
     names = [name for name, figure in found.figures.items() if isinstance(figure, dict)]
-    rows = [[name, *(_cell(figures[name]) for _, figures in sides)] for name in names]
+    rows = [[name, *(_cell(own[name]) if name in own else None for _, own in sides)] for name in names]
     title = f"{found.figures['tasks']} tasks, {config.samples} sample{'s'[: config.samples - 1]} each"
     table(title, ["", *(model for model, _ in sides)], rows, upright=len(sides) > 2)
     if found.against:

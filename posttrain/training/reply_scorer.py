@@ -90,6 +90,8 @@ class RolloutScorer:
     def results(self, every: Sequence[Sequence[Rollout]], say: Callable[[str], None]) -> ScorerResults:
         """Score the rollouts of every model, and compare those of the first with each of the others."""
         scores = [] if self._scorer.pairwise else [self._scores(rollouts) for rollouts in every]
+        for model, own in zip((self._config.model, *self._config.against), scores, strict=False):
+            _note_invalid(own, f"scores of {model}", say)
         rates = []
         for model, (place, other) in zip(self._config.against, enumerate(every[1:], 1), strict=True):
             pairs = paired(every[0], other)
@@ -97,12 +99,7 @@ class RolloutScorer:
                 preferred = preferences([scores[0][i] for i, _ in pairs], [scores[place][j] for _, j in pairs])
             else:
                 preferred = self._preferences([(every[0][i], other[j]) for i, j in pairs])
-            reasons = [value.reason for value in preferred if isinstance(value, Invalid)]
-            if reasons:
-                left_out = (
-                    f"{len(reasons)} of {len(pairs)} comparisons with {model} by --scorer are left out as invalid"
-                )
-                say(f"{left_out}; the first: {reasons[0]}")
+                _note_invalid(preferred, f"comparisons with {model}", say)
             rates.append(win_rate([every[0][i].task["id"] for i, _ in pairs], preferred))
         counts = {f"--scorer {name}": own for name, own in service_counts(self._scorer.services).items()}
         return ScorerResults(scores, verdicts_of_rates(rates), counts)
@@ -121,6 +118,12 @@ class RolloutScorer:
             value = answer["reward"] if isinstance(answer, Mapping) else answer
             [found[place]] = preferences([value], [0.5])
         return found
+
+
+def _note_invalid(values: Sequence[float | Invalid], what: str, say: Callable[[str], None]) -> None:
+    reasons = [value.reason for value in values if isinstance(value, Invalid)]
+    if reasons:
+        say(f"{len(reasons)} of {len(values)} {what} by --scorer are left out as invalid; the first: {reasons[0]}")
 
 
 def _shown(rollout: Rollout) -> Task:

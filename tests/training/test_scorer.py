@@ -36,6 +36,9 @@ def even(task, reply):
 def length(task, reply):
     return float(len(reply))
 
+def never(task, reply):
+    return Invalid("never")
+
 def picky(task, reply):
     return Invalid("too short") if len(reply) < 3 else float(len(reply))
 """
@@ -138,6 +141,8 @@ def test_several_models_are_compared_by_their_scores_and_corrected_together(caps
             valid.setdefault(rollout.task["id"], []).append(len(rollout.text))
     means = [sum(own) / len(own) for own in valid.values()]
     assert found.figures["score"]["mean"] == pytest.approx(sum(means) / len(means))
+    invalid = 24 - sum(map(len, valid.values()))
+    assert f"{invalid} of 24 scores of model by --scorer are left out as invalid; the first: too short" in found.notes
     words = ["--against", "other", "third", "--scorer", "rewards.py:picky", "--out", "found.json", "--max-tokens", "4"]
     words += ["--samples", "3", "--env-workers", "0", "--threads", "1", "--env", "rewards.py:reward", "--no-compiled"]
     assert main(["eval", "--tasks", "rows.jsonl", "--model", "model", *words]) == 0
@@ -233,6 +238,28 @@ def test_the_cost_of_judging_is_that_of_all_answers_by_the_prices_of_the_recipe(
     costs = {name: part["services"]["--scorer judge"]["cost"] for name, part in content["parts"].items()}
     printed = f"cost        {suite * each:.4g}, of judges: near {costs['near']:.4g}, far {costs['far']:.4g}"
     assert printed in capsys.readouterr().out and costs["near"] == pytest.approx(found.cost)
+
+
+def test_models_without_a_valid_score_have_no_win_rate(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [
+        "--tasks",
+        "rows.jsonl",
+        "--env",
+        "rewards.py:reward",
+        "--model",
+        "model",
+        "--against",
+        "other",
+        "--samples",
+        "1",
+    ]
+    words += ["--max-tokens", "4", "--env-workers", "0", "--threads", "1", "--no-compiled", "--out", "none.json"]
+    assert main(["eval", *words, "--scorer", "rewards.py:never"]) == 0
+    content = json.loads(Path("none.json").read_text())
+    assert "win_rate" not in content["against"][0] and "score" not in content["figures"]
+    assert "8 of 8 scores of other by --scorer are left out as invalid; the first: never" in capsys.readouterr().out
 
 
 def by_hand(scores: list[float], right: list[bool], k: int) -> float:

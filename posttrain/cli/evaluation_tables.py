@@ -74,7 +74,8 @@ def _minus(config: Evaluation) -> str:
 
 
 def _win_rate(config: Evaluation) -> str:
-    return f"How often {config.scorer} prefers the reply of {config.model}, ties half"
+    scorer = config.scorer or "the scorer"  # parts of a suite may each have their own
+    return f"How often {scorer} prefers the reply of {config.model}, ties half"
 
 
 def _compared(title: str, head: Sequence[str], rows: Sequence[Row]) -> None:

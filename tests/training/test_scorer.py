@@ -23,6 +23,7 @@ from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.figures import best_at_k
 from posttrain.training.model_comparison import preferences, win_rate
+from posttrain.training.verbs.suite import _with_verdicts
 
 REWARDS = """
 from posttrain import Invalid
@@ -167,6 +168,23 @@ def test_a_suite_corrects_the_win_rates_of_all_parts_together_and_averages_them(
     average = found["averages"]["all"]["against"][0]["win_rate"]
     assert average["mean"] == pytest.approx(sum(own["mean"] for own in rates) / 2)
     assert f"win rate {average['mean']:.3f}" in capsys.readouterr().out
+
+
+def test_win_rates_of_all_parts_share_a_correction_of_their_own() -> None:
+    def compared(p: float | None) -> dict[str, Any]:
+        wins = {"won": 9, "lost": 1, "tied": 0}
+        return {
+            "wins": {**wins, "p": 0.001},
+            **({} if p is None else {"win_rate": {"mean": 0.9, "wins": {**wins, "p": p}}}),
+        }
+
+    parts = {name: {"against": [compared(p)]} for name, p in (("near", 0.03), ("none", None), ("far", 0.04))}
+    _with_verdicts(parts)
+    rates = {name: part["against"][0].get("win_rate") for name, part in parts.items()}
+    assert rates["none"] is None
+    for name in ("near", "far"):
+        assert (rates[name]["wins"]["p_holm"], rates[name]["wins"]["verdict"]) == (0.06, "undecided")
+    assert all(part["against"][0]["wins"]["verdict"] == "better" for part in parts.values())
 
 
 def test_an_episode_without_a_prompt_of_its_own_is_compared_by_the_first_one_that_was_shown() -> None:

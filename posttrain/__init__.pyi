@@ -904,6 +904,12 @@ class EvaluationOptions(
     """Values of k for maj@k (self-consistency): the share of tasks whose most frequent final answer among k replies is
     right. A reply votes with the content of \boxed{} or <answer>, with what follows "the answer is", else with its last
     number."""
+    scorer: str
+    """Scorer of replies, besides the reward: reward-model=FOLDER, judge=RECIPE.toml, or a reward function
+    (my.py:reward, verify:NAME). With --against it gives win rates, for which a judge may also be pairwise."""
+    best: Sequence[int]
+    """Values of k for best@k (best-of-N): the share of tasks where the reply with the highest score of --scorer among k
+    replies is right."""
     success: float | None
     """Reward from which a reply counts as right. Default: the environment's own SUCCESS."""
     out: str | None

@@ -31,11 +31,12 @@ from pages import write_page
 
 import posttrain
 from posttrain import Ask, Reply, Rollout, Turn
-from posttrain.core.intervals import share_interval, stated, student_interval, told
+from posttrain.core.intervals import student_interval, told
 from posttrain.core.types import StopReason
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.losses.likelihood import token_logp
 from posttrain.runs.checkpoint import resolve
+from posttrain.training.model_comparison import preferences, win_rate
 from posttrain.training.sources.packing import pack, split_microbatches
 
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -176,15 +177,11 @@ def played(tasks: Sequence[dict[str, Any]], model: str | Path, seed: int, sample
     return found.rollouts
 
 
-def win_rate(own: Sequence[Rollout], start: Sequence[Rollout]) -> dict[str, Any]:
+def over_start(own: Sequence[Rollout], start: Sequence[Rollout]) -> dict[str, Any]:
     """How often the judge prefers a story to the start's of the same prompt and number; ties count half."""
-    won: dict[str, list[float]] = {}
-    for mine, theirs in zip(own, start, strict=True):
-        assert mine.task["id"] == theirs.task["id"]
-        a, b = float(mine.reward), float(theirs.reward)  # type: ignore[arg-type]
-        won.setdefault(str(mine.task["id"]), []).append(0.5 if a == b else float(a > b))
-    sums, counts = [sum(w) for w in won.values()], [float(len(w)) for w in won.values()]
-    return stated(sum(sums) / sum(counts), share_interval(sums, counts, of="prompts"))
+    tasks = [str(rollout.task["id"]) for rollout in own]
+    assert tasks == [str(rollout.task["id"]) for rollout in start]
+    return win_rate(tasks, preferences([r.reward for r in own], [r.reward for r in start]))
 
 
 @torch.no_grad()
@@ -235,7 +232,7 @@ def one(seed: int, place: Path, steps: int, threads: int) -> dict[str, Any]:
     def measure(name: str, folder: Path, since: float) -> None:
         stories = played(held_out, folder, seed + 1000)
         found["policies"][name] = {
-            "win rate": win_rate(stories, before),
+            "win rate": over_start(stories, before),
             "gold": _mean(stories),
             "kl": divergence(stories, folder, start),
             "length": sum(r.n_sampled for r in stories) / len(stories),

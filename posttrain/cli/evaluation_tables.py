@@ -14,11 +14,14 @@ from posttrain.core.json_text import json_document
 from posttrain.core.types import UserError
 from posttrain.runs.terminal.printing import say, table
 from posttrain.training.harness_figures import Figures, harness_figures
-from posttrain.training.rollout_figures import headline
+from posttrain.training.rollout_figures import headline, rates
 from posttrain.training.verbs import suite
 from posttrain.training.verbs.evaluate import Evaluated
 
 HEAD = ["part", "tasks", "accuracy or reward", "tokens", "cut off", "invalid", "distribution"]
+WIDTH, SPACE, DIGITS = 80, 3, 6
+"""Columns of a terminal, those between two columns of a table, and the most that a mean takes."""
+CALLS, PART = ("tool_calls", "valid_calls"), "part/"  # of `rates`
 Row = tuple[list[Any], Mapping[str, Any]]  # the first cells of a row, and the `ModelComparison.wins` of its last ones
 
 
@@ -26,21 +29,35 @@ def show_figures(config: Evaluation, found: Evaluated) -> None:
     """Print the figures of an evaluation, its comparisons, and the reasons for missing intervals."""
     sides = [(config.model, found.figures), *((one.model, one.figures) for one in found.against)]
     names = [name for name, figure in found.figures.items() if isinstance(figure, dict)]
-    rows = [[name, *(_cell(figures[name]) for _, figures in sides)] for name in names]
+    rows = [[name, *(_cell(own[name]) if name in own else None for _, own in sides)] for name in names]
     title = f"{found.figures['tasks']} tasks, {config.samples} sample{'s'[: config.samples - 1]} each"
     table(title, ["", *(model for model, _ in sides)], rows, upright=len(sides) > 2)
     if found.against:
         gaps = list(found.against[0].differences)
         head = ["minus", *(f"difference in {name}" for name in gaps)]
         compared = [([one.model, *(_cell(one.differences[name]) for name in gaps)], one.wins) for one in found.against]
-        _compared(config.model, head, compared)
+        _compared(_minus(config), head, compared)
+        rated = [([one.model, _cell(one.win_rate)], one.win_rate["wins"]) for one in found.against if one.win_rate]
+        _compared(_win_rate(config), ["against", "win rate"], rated)
     reasons: dict[str, dict[str, None]] = {}  # reason for a missing interval -> names of its figures
     for name, figure in _all_figures(found, names):
         if "why" in figure:
             reasons.setdefault(figure["why"], {})[name] = None
     say(*(f"{', '.join(of)}: {why}" for why, of in reasons.items()), *found.notes)
+    for model, rollouts in [(config.model, found.rollouts), *((one.model, one.rollouts) for one in found.against)]:
+        say(f"{model}: {_rates(rates(rollouts))}")
+    if found.cost is not None:
+        say(f"cost        {found.cost:.4g}, of judges")
     if found.harness:
         _harness_table(config, found.harness)
+
+
+def _rates(found: Mapping[str, float]) -> str:
+    """Return rates as text: "12.5 tokens a rollout, 0.1 cut off, 0 invalid, 1.5 tool calls (0.9 well-formed)"."""
+    text = f"{found['tokens']:.4g} tokens a rollout, {found['truncated']:.4g} cut off, {found['invalid']:.4g} invalid"
+    if "tool_calls" in found:
+        text += f", {found['tool_calls']:.4g} tool calls ({found['valid_calls']:.4g} well-formed)"
+    return text
 
 
 def _all_figures(found: Evaluated, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -49,12 +66,24 @@ def _all_figures(found: Evaluated, names: Sequence[str]) -> Iterator[tuple[str, 
         yield from ((name, figures[name]) for name in names if name in figures)
     for one in found.against:
         yield from ((f"difference in {name}", figure) for name, figure in one.differences.items())
+        yield from [("win rate", one.win_rate)] if one.win_rate else []
 
 
-def _compared(model: str, head: Sequence[str], rows: Sequence[Row]) -> None:
-    """Print one row for each comparison."""
+def _minus(config: Evaluation) -> str:
+    return f"{config.model} minus other models, task by task"
+
+
+def _win_rate(config: Evaluation) -> str:
+    scorer = config.scorer or "the scorer"  # parts of a suite may each have their own
+    return f"How often {scorer} prefers the reply of {config.model}, ties half"
+
+
+def _compared(title: str, head: Sequence[str], rows: Sequence[Row]) -> None:
+    """Print one row for each comparison, if there are any."""
+    if not rows:
+        return
     several = len(rows) > 1  # then p is corrected
-    title = f"{model} minus other models, task by task (won, lost, tied: tasks; p: sign test"
+    title += " (won, lost, tied: tasks; p: sign test"
     title += f", corrected for {len(rows)} comparisons by Holm's method)" if several else ")"
     columns = [*head, "won", "lost", "tied", "p", *(["p corrected"] if several else []), "verdict"]
     keys = ["won", "lost", "tied", "p", *(["p_holm"] if several else []), "verdict"]
@@ -104,31 +133,62 @@ def evaluate_suite(config: Evaluation) -> int:
     table(config.model, HEAD, [_line(name, told, told) for name, told in found.parts.items()])
     for place, model in enumerate(config.against):
         table(model, HEAD, [_line(name, told["against"][place], told) for name, told in found.parts.items()])
+    for place, model in enumerate((config.model, *config.against)):
+        own = {name: told if place == 0 else told["against"][place - 1] for name, told in found.parts.items()}
+        _further(model, own)
     if config.against:
-        each = ((name, one) for name, told in found.parts.items() for one in told["against"])
+        each = [(name, one) for name, told in found.parts.items() for one in told["against"]]
         rows = [([name, one["model"], _cell(headline(one["differences"]))], one["wins"]) for name, one in each]
-        _compared(config.model, ["part", "minus", "difference"], rows)
+        _compared(_minus(config), ["part", "minus", "difference"], rows)
+        rated = [(name, one["model"], one["win_rate"]) for name, one in each if "win_rate" in one]
+        rows = [([name, model, _cell(rate)], rate["wins"]) for name, model, rate in rated]
+        _compared(_win_rate(config), ["part", "against", "win rate"], rows)
     for name, average in found.averages.items():
         label = f"mean of {average['parts']} part{'s'[: average['parts'] - 1]}{'' if name == 'all' else f' {name}'}"
         say(f"{label}: {told(average)}")
         for one in average.get("against", ()):
-            say(f"    {one['model']}: {told(one['figures'])}; difference {told(one['difference'])}")
+            rate = f"; win rate {told(one['win_rate'])}" if "win_rate" in one else ""
+            say(f"    {one['model']}: {told(one['figures'])}; difference {told(one['difference'])}{rate}")
+    if found.costs:
+        each_cost = ", ".join(f"{name} {cost:.4g}" for name, cost in found.costs.items())
+        say(f"cost        {sum(found.costs.values()):.4g}, of judges: {each_cost}")
     if config.out:
         say(f"figures     {config.out}; of each part, with its rollouts: {suite.beside(Path(config.out), 'PART')}")
     return 0
 
 
+def _further(model: str, sides: Mapping[str, dict[str, Any]]) -> None:
+    """Print the means for which the first table of a model has no room: pass@k and the like, as far as it has them."""
+    cells = {part: _means(side) for part, side in sides.items()}
+    names = list(dict.fromkeys(name for own in cells.values() for name in own))
+    while names:
+        room, columns = WIDTH - max(map(len, ("part", *cells))), list[str]()
+        while names and (not columns or room >= len(names[0]) + SPACE):
+            columns.append(names.pop(0))
+            room -= max(len(columns[-1]), DIGITS) + SPACE
+        table(f"{model}, means", ["part", *columns], [[part, *map(own.get, columns)] for part, own in cells.items()])
+
+
+def _means(side: dict[str, Any]) -> dict[str, float]:
+    """Return the means of a side of a part beside those of the first table, with the named parts of its rewards."""
+    first = ("reward", "accuracy")
+    means = {name: one["mean"] for name, one in side["figures"].items() if isinstance(one, dict) and name not in first}
+    calls = {name.replace("_", " "): side["rates"][name] for name in CALLS if name in side["rates"]}
+    parts = {name.removeprefix(PART): rate for name, rate in side["rates"].items() if name.startswith(PART)}
+    return means | calls | parts
+
+
 def _line(name: str, side: dict[str, Any], part: dict[str, Any]) -> list[Any]:
     """Return the row of a part. `side`: what one of the models did."""
-    figures, rates = side["figures"], side["rates"]
+    figures, own = side["figures"], side["rates"]
     place = "in" if part["in_distribution"] else "out"
     return [
         name,
         figures["tasks"],
         _cell(headline(figures)),
-        rates["tokens"],
-        rates["truncated"],
-        rates["invalid"],
+        own["tokens"],
+        own["truncated"],
+        own["invalid"],
         place,
     ]
 

@@ -1,13 +1,12 @@
 """Options of what uses models and data without training: eval, check, sample, label, chat, serve-policy and retriever."""
 
-import re
 from dataclasses import dataclass
 from typing import Literal
 
 from posttrain.config.option_groups import OptionGroup
 from posttrain.config.row_options import ChatTemplateGroup, Data, FromRows
 from posttrain.config.search_options import SearchedGroup, SearchGroup
-from posttrain.config.service_options import LABELLERS
+from posttrain.config.service_options import ScorerOption
 from posttrain.config.shared_options import (
     EnvLimitGroup,
     EnvWorkerGroup,
@@ -55,6 +54,12 @@ class Evaluation(
     """Values of k for maj@k (self-consistency): the share of tasks whose most frequent final answer among k replies is
     right. A reply votes with the content of \\boxed{} or <answer>, with what follows "the answer is", else with its last
     number."""
+    scorer: str = option("", group="evaluation", value="SCORER")
+    """Scorer of replies, besides the reward: reward-model=FOLDER, judge=RECIPE.toml, or a reward function
+    (my.py:reward, verify:NAME). With --against it gives win rates, for which a judge may also be pairwise."""
+    best: tuple[int, ...] = option((), above=0, group="evaluation", value="K")
+    """Values of k for best@k (best-of-N): the share of tasks where the reply with the highest score of --scorer among k
+    replies is right."""
     success: float | None = option(None, group="environment", first_hour=True, value="REWARD")
     """Reward from which a reply counts as right. Default: the environment's own SUCCESS."""
     out: str | None = option(None, group="record", first_hour=True, value="FILE")
@@ -233,23 +238,13 @@ class Label(EnvWorkerGroup, SeedGroup, FromRows, group="labels"):
         object.__setattr__(self, "tasks", self.items or self.tasks)
 
     @property
+    def labeller(self) -> ScorerOption:
+        return ScorerOption(self.with_)
+
+    @property
     def env(self) -> str:
-        """Return the environment that uses the service, or scores."""
-        return self.service or ("" if re.match(r"[\w-]*=", self.with_) else self.with_)
-
-    @property
-    def service(self) -> str:
-        """The service that labels, "reward-model" or "judge"; "": none."""
-        kind, equals, file = self.with_.partition("=")
-        return kind if equals and file and kind in LABELLERS else ""
-
-    @property
-    def reward_model(self) -> tuple[str, ...]:
-        return (self.with_.partition("=")[2],) if self.service == "reward-model" else ()
-
-    @property
-    def judge(self) -> tuple[str, ...]:
-        return (self.with_.partition("=")[2],) if self.service == "judge" else ()
+        """The environment that labels."""
+        return self.labeller.env
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from posttrain.config.mixture_options import check_mixture, parts_of
 from posttrain.config.option_groups import on_resume
 from posttrain.config.row_options import FromRows
 from posttrain.config.search_options import check_search
-from posttrain.config.service_options import LABELLERS, SERVICES, named_services
+from posttrain.config.service_options import SERVICES, ScorerOption, named_services
 from posttrain.config.training import RL, ROLES, Distill, Passes, Prefer, RewardModelling, Training
 from posttrain.core import user_files
 from posttrain.core.coerce import convert, fits
@@ -24,8 +24,6 @@ from posttrain.core.component import setting_of
 from posttrain.core.messages import near_or_all
 from posttrain.core.option_aliases import suggestion
 from posttrain.core.types import UserError
-from posttrain.envs.play.env_options import split_options
-from posttrain.envs.play.load_env import BUILTIN
 
 AnyTraining = TypeVar("AnyTraining", bound=Training)
 AnyConfig = TypeVar("AnyConfig", bound=FromRows)
@@ -89,8 +87,12 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
 
 
 def _validate_figures(config: Evaluation) -> None:
-    """Refuse pass@k and maj@k of more replies than a task gets."""
-    for name in ("k", "maj"):
+    """Refuse figures of more replies than a task gets, and best@k without scores."""
+    if config.best and not config.scorer:
+        raise UserError(
+            "--best needs scores: add --scorer, such as reward-model=FOLDER, judge=RECIPE.toml or my.py:reward"
+        )
+    for name in ("k", "maj", "best"):
         most = max(getattr(config, name) if name in config.given else (), default=0)
         if most > config.samples:
             raise UserError(
@@ -100,6 +102,7 @@ def _validate_figures(config: Evaluation) -> None:
 
 
 def _validate_against(config: Evaluation) -> None:
+    ScorerOption(config.scorer).check("--scorer", "a scorer")
     if twice := next((name for name in config.against if config.against.count(name) > 1), None):
         raise UserError(f"--against names {twice} twice: give each model once")
     if not all(config.against):
@@ -265,12 +268,7 @@ def _validate_label(config: Label) -> None:
         return
     if not config.tasks:
         raise UserError("--items is missing: give a file of rows with responses, such as posttrain sample writes")
-    named = not config.with_ or config.service or ":" in config.env
-    if not named and split_options(config.with_)[0] not in set(BUILTIN) - set(LABELLERS):
-        raise UserError(
-            f"--with {config.with_:.60} is not a labeller: write --with reward-model=FOLDER, "
-            "--with judge=RECIPE.toml, or --with my.py:reward"
-        )
+    config.labeller.check("--with", "a labeller")
     if config.human and config.flip:
         raise UserError("--flip does not go with --human: label first, then run --items LABELS --flip SHARE")
     if config.human and not config.rater.strip():

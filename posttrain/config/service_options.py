@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from posttrain.config.named_values import named_value
 from posttrain.core.reply_steps import expression_of
 from posttrain.core.types import UserError
+from posttrain.envs.play.env_options import split_options
+from posttrain.envs.play.load_env import BUILTIN
 
 LABELLERS = ("reward-model", "judge")
 """Services that can label."""
@@ -27,6 +29,46 @@ def named_services(values: Sequence[str], kind: str) -> list[tuple[str, str]]:
     if None in found:
         raise UserError(f"--{kind} is empty: leave it out, or give a file or folder")
     return [(name or kind, value) for name, value in filter(None, found)]
+
+
+@dataclass(frozen=True)
+class ScorerOption:
+    """A scorer of replies, as options name it: reward-model=FOLDER, judge=RECIPE.toml, or a reward function (my.py:reward,
+    verify:NAME).
+    """
+
+    text: str
+
+    @property
+    def env(self) -> str:
+        """The environment that uses the service, or scores."""
+        return self.service or ("" if re.match(r"[\w-]*=", self.text) else self.text)
+
+    @property
+    def service(self) -> str:
+        """The service: "reward-model" or "judge"; "": none."""
+        kind, equals, file = self.text.partition("=")
+        return kind if equals and file and kind in LABELLERS else ""
+
+    @property
+    def reward_model(self) -> tuple[str, ...]:
+        return self._places("reward-model")
+
+    @property
+    def judge(self) -> tuple[str, ...]:
+        return self._places("judge")
+
+    def _places(self, kind: str) -> tuple[str, ...]:
+        return (self.text.partition("=")[2],) if self.service == kind else ()
+
+    def check(self, option: str, noun: str) -> None:
+        """Raise UserError if it is neither a service nor a reward function. `noun`: what it has to be, with its article."""
+        known = not self.text or self.service or ":" in self.env
+        if not known and split_options(self.text)[0] not in set(BUILTIN) - set(LABELLERS):
+            raise UserError(
+                f"{option} {self.text:.60} is not {noun}: write {option} reward-model=FOLDER, {option} judge=RECIPE.toml, "
+                f"or {option} my.py:reward"
+            )
 
 
 def play_the_only_service(config: Any) -> None:

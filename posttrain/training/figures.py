@@ -50,6 +50,25 @@ def _vote(answers: Sequence[str], correct: Sequence[bool]) -> float:
     return float(np.mean([c for answer, c in zip(answers, correct, strict=True) if answer in chosen]))
 
 
+def best_at_k(scores: Sequence[float], correct: Sequence[bool], k: int) -> float:
+    """Return how often the sample with the highest score of k is correct: best-of-k, the mean over all choices of k of n.
+
+    Of n samples, let a(s) have at most the score s, and b(s) less. The best of k has the score s in
+    (C(a, k) - C(b, k)) / C(n, k) of the choices, and each sample with that score is chosen equally often. Raises ValueError
+    if k > n: there are too few samples.
+    """
+    n = len(scores)
+    if not 1 <= k <= n:
+        raise ValueError(f"best@{k} needs k from 1 to the number of samples, {n}")
+    found, below = 0.0, 0
+    for score in sorted(set(scores)):
+        own = [c for s, c in zip(scores, correct, strict=True) if s == score]
+        upto = below + len(own)
+        found += (comb(upto, k) - comb(below, k)) / comb(n, k) * (sum(own) / len(own))
+        below = upto
+    return float(found)
+
+
 def summary(
     per_task_rewards: Sequence[Sequence[float]],
     ks: Sequence[int] = (),
@@ -107,6 +126,20 @@ def majorities(
         pairs = zip(answers, outcomes, strict=True)
         rates = [majority_at_k(own, succeeds(np.asarray(won), success), k) for own, won in pairs if len(own) >= k]
         found[f"maj@{k}"] = _share(rates)
+    return found
+
+
+def bests(ranked: Sequence[Sequence[tuple[float, float]]], ks: Sequence[int], success: float | None) -> dict[str, Any]:
+    """Return {"best@8": {...}} for each k, in the form of `summary`: see `best_at_k`.
+
+    `ranked`: for each task, (score, outcome) of its valid samples. From best@k tasks with fewer than k are left out.
+    """
+    found: dict[str, Any] = {}
+    if success is None:
+        return found
+    for k in ks:
+        groups = [([score for score, _ in own], [outcome for _, outcome in own]) for own in ranked if len(own) >= k]
+        found[f"best@{k}"] = _share([best_at_k(s, succeeds(np.asarray(won), success), k) for s, won in groups])
     return found
 
 

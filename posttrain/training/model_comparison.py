@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from math import fsum
 from typing import Any
 
-from posttrain.core.intervals import LEVEL, holm, sign_test
-from posttrain.core.types import Rollout, UserError
+from posttrain.core.intervals import LEVEL, holm, share_interval, sign_test, stated
+from posttrain.core.types import Invalid, Rollout, UserError
 from posttrain.training.figures import differences
 
 UNDECIDED = "undecided"
@@ -22,11 +22,13 @@ class ModelComparison:
     figures: dict[str, Any]  # of the other model
     differences: dict[str, dict[str, Any]]  # in reward and accuracy: the evaluated model minus the other one
     wins: dict[str, Any]  # see `with_verdicts`
+    win_rate: dict[str, Any] = field(default_factory=dict)  # with a scorer: see `win_rate`, and its "wins" as above
     rollouts: list[Rollout] = field(default_factory=list, repr=False)  # of the other model
 
     def as_dict(self) -> dict[str, Any]:
         """Return JSON data, without rollouts."""
-        return {"model": self.model, "figures": self.figures, "differences": self.differences, "wins": self.wins}
+        told = {"model": self.model, "figures": self.figures, "differences": self.differences, "wins": self.wins}
+        return told | ({"win_rate": self.win_rate} if self.win_rate else {})
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,46 @@ def compare(own: Played, other: Played, success: float | None) -> tuple[dict[str
 
     found = differences(pairs(lambda played: played.rewards), success, outcomes=pairs(lambda played: played.outcomes))
     gaps = [_mean([_mean(own.rewards[key]) - _mean(other.rewards[key]) for key in keys]) for keys in sides.values()]
+    return found, _wins(gaps)
+
+
+def _wins(gaps: Sequence[float]) -> dict[str, Any]:
+    """Return on how many tasks the first model is better, worse and equal, and the p of the sign test."""
     won, lost = sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps)
     p = sign_test([1.0] * won + [-1.0] * lost)
-    return found, {"won": won, "lost": lost, "tied": len(gaps) - won - lost, "p": p}
+    return {"won": won, "lost": lost, "tied": len(gaps) - won - lost, "p": p}
+
+
+def preferences(own: Sequence[float | Invalid], other: Sequence[float | Invalid]) -> list[float | Invalid]:
+    """Return for each pair of scores 1 if the first is higher, 0 if it is lower, 0.5 if they are equal, or Invalid."""
+    found: list[float | Invalid] = []
+    for a, b in zip(own, other, strict=True):
+        if isinstance(a, Invalid) or isinstance(b, Invalid):
+            found.append(a if isinstance(a, Invalid) else b)
+        else:
+            found.append(0.5 if a == b else float(a > b))
+    return found
+
+
+def win_rate(tasks: Sequence[str], preferred: Sequence[float | Invalid]) -> dict[str, Any]:
+    """Return how often the replies of a model are preferred to those of another one; ties count half.
+
+    `tasks`: the task of each pair of replies; `preferred`: see `preferences`. A task counts once, with the mean of its
+    pairs; it is won if that is above 1/2, and the sign test is that of `compare`. The result:
+
+        {"mean": 0.62, "low": 0.51, "high": 0.72, "tasks": 40, "pairs": 160, "wins": {"won": 25, "lost": 10, ...}}
+
+    Invalid pairs are left out; {}: all are.
+    """
+    by_task: dict[str, list[float]] = {}
+    for task, value in zip(tasks, preferred, strict=True):
+        if not isinstance(value, Invalid):
+            by_task.setdefault(task, []).append(value)
+    if not by_task:
+        return {}
+    shares = [_mean(own) for own in by_task.values()]
+    figure = stated(_mean(shares), share_interval(shares), tasks=len(shares), pairs=sum(map(len, by_task.values())))
+    return figure | {"wins": _wins([share - 0.5 for share in shares])}
 
 
 def _mean(rewards: Sequence[float]) -> float:
@@ -92,3 +131,9 @@ def with_verdicts(wins: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         }
         for one, p in zip(wins, corrected, strict=True)
     ]
+
+
+def verdicts_of_rates(rates: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return these results of `win_rate` with the verdict of each, corrected for all of them."""
+    verdicts = iter(with_verdicts([rate["wins"] for rate in rates if rate]))
+    return [{**rate, "wins": next(verdicts)} if rate else {} for rate in rates]

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from posttrain.config.inference import Chat, Check, Evaluation, Label, Sample
+from posttrain.config.inference import Chat, Check, Evaluation, Sample
 from posttrain.config.mixture_options import parts_of
-from posttrain.config.service_options import named_services, process_model
+from posttrain.config.service_options import ScorerOption, named_services, process_model
 from posttrain.config.shared_options import StepRewardGroup
 from posttrain.config.training import RL, SFT
 from posttrain.core.doing import doing
@@ -43,7 +43,7 @@ from posttrain.training.frozen_weights import frozen_type
 from posttrain.training.role_devices import JUDGES, REWARD_MODELS, refuse_idle_roles, role_device
 from posttrain.training.setup import rehearse
 
-Serving = RL | SFT | Evaluation | Check | Sample | Label | Chat
+Serving = RL | SFT | Evaluation | Check | Sample | ScorerOption | Chat
 """The options of a command that may open judges, reward models and retrievers."""
 
 
@@ -294,11 +294,18 @@ def _open_retrievers(config: Serving, services: Services, resumed: bool) -> None
             _warn_or_refuse(problem, resumed)
 
 
-def service_counts(services: Services) -> Sequence[str]:
-    """Return the services' counts for the end of an evaluation, a line for each service."""
+def service_counts(services: Services) -> dict[str, dict[str, float]]:
+    """Return the counts of each service since the last call, without zeros: requests, tokens, and the cost by its prices."""
     counts = services.counts()
-    lines = []
-    for name in services.named:
-        own = {k.removeprefix(name + "/"): v for k, v in counts.items() if k.startswith(name + "/") and v}
-        lines.append(f"{name}: " + (", ".join(f"{what} {value:g}" for what, value in own.items()) or "not asked"))
-    return lines
+    return {
+        name: {what.removeprefix(f"{name}/"): n for what, n in counts.items() if what.startswith(f"{name}/") and n}
+        for name in services.named
+    }
+
+
+def count_lines(counts: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return these counts as text, a line for each service."""
+    return [
+        f"{name}: " + (", ".join(f"{what} {value:g}" for what, value in own.items()) or "not asked")
+        for name, own in counts.items()
+    ]

@@ -32,9 +32,30 @@ def outcomes_by_task(rollouts: Sequence[Rollout]) -> dict[str, list[float]]:
     return _by_task(rollouts, lambda valid: valid.outcome)
 
 
+def ranked_by_task(
+    rollouts: Sequence[Rollout], scores: Sequence[float | Invalid]
+) -> dict[str, list[tuple[float, float]]]:
+    """Return task id -> (score, outcome) of its samples whose reward and score are valid, for best@k."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for rollout, score in zip(rollouts, scores, strict=True):
+        if not isinstance(rollout.reward, Invalid) and not isinstance(score, Invalid):
+            found.setdefault(_key(rollout), []).append((score, rollout.outcome))
+    return found
+
+
 def votes_by_task(rollouts: Sequence[Rollout]) -> dict[str, list[str]]:
     """Return task id -> final answers of its valid samples, for maj@k."""
     return _by_task(rollouts, lambda valid: voted_answer(valid.text))
+
+
+def paired(own: Sequence[Rollout], other: Sequence[Rollout]) -> list[tuple[int, int]]:
+    """Return the rollouts of two models in pairs, by their places: the same task (and side), and the same number among its
+    samples. Those without a counterpart are left out.
+    """
+    waiting: dict[str, list[int]] = {}
+    for place in reversed(range(len(other))):
+        waiting.setdefault(_key(other[place]), []).append(place)
+    return [(place, waiting[_key(r)].pop()) for place, r in enumerate(own) if waiting.get(_key(r))]
 
 
 def task_of_each(rollouts: Sequence[Rollout]) -> dict[str, str]:
@@ -65,7 +86,8 @@ def rates(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Return rates of these rollouts, and means per rollout.
 
     "invalid", "truncated": shares of all rollouts. "tokens": mean number sampled. "part/NAME": mean of a named part of
-    the reward, over the rollouts that have it. "total_tokens": sum of sampled tokens.
+    the reward, over the rollouts that have it. "total_tokens": sum of sampled tokens. If there are tool calls,
+    "tool_calls": mean number, and "valid_calls": share of the calls that are well-formed, so that they can be executed.
     """
     sampled = [rollout.n_sampled for rollout in rollouts]
     found = {
@@ -74,6 +96,9 @@ def rates(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "tokens": float(np.mean(sampled)),
         "total_tokens": float(sum(sampled)),
     }
+    calls = [call.problem is None for rollout in rollouts for turn in rollout.turns for call in turn.calls]
+    if calls:
+        found |= {"tool_calls": len(calls) / len(rollouts), "valid_calls": float(np.mean(calls))}
     for name in sorted({name for rollout in rollouts for name in rollout.rewards}):
         found[f"part/{name}"] = float(np.mean([r.rewards[name] for r in rollouts if name in r.rewards]))
     return found

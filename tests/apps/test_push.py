@@ -205,10 +205,19 @@ def test_figures_have_the_intervals_of_the_evaluation(hub: ModelHub, tmp_path: P
     assert len({row["task"] for row in rows}) == len(rows) > 5
     low, high = share_interval(rewards)
     figures = {"tasks": 9, "pass@4": {"mean": 0.5, "low": 0.4, "high": 0.6, "tasks": 9}}
-    (tmp_path / "test.json").write_text(json.dumps({"figures": figures}))
+    against = [
+        {"model": "/home/me/runs/sft", "win_rate": {"mean": 0.75, "low": 0.6, "high": 0.9, "tasks": 9, "wins": {}}}
+    ]
+    against.append({"model": "base", "figures": {}})
+    (tmp_path / "test.json").write_text(json.dumps({"figures": figures, "against": against}))
     card = text_of("rl", str(tmp_path / "test.json"))
     assert f"| held out | accuracy | {sum(rewards) / len(rows):.4g} | [{low:.4g}, {high:.4g}] | {len(rows)} |" in card
     assert "| test | pass@4 | 0.5 | [0.4, 0.6] | 9 |" in card
+    assert (
+        "| test | win rate over sft | 0.75 | [0.6, 0.9] | 9 |" in card
+        and "/home" not in card
+        and "over base" not in card
+    )
     report = json.loads(Path("reward-model/report.json").read_text())["figures"]["accuracy"]
     card = text_of("reward-model")
     assert f"| held out | accuracy | {report['mean']:.4g} |" in card

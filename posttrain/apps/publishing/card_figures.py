@@ -84,9 +84,11 @@ def _recorded(published: Published, known: Mapping[str, FigureRow]) -> list[Figu
 
 
 def _of_file(file: str) -> list[FigureRow]:
-    figures: Any = _data(Path(file)).get("figures")
+    content, of = _data(Path(file)), Path(file).stem
     try:
-        return [_row(Path(file).stem, n, f) for n, f in figures.items() if isinstance(f, dict)]
+        found = [_row(of, name, figure) for name, figure in content["figures"].items() if isinstance(figure, dict)]
+        rated = [(Path(one["model"]).name, one["win_rate"]) for one in content.get("against", ()) if "win_rate" in one]
+        return found + [_row(of, f"win rate over {model}", rate) for model, rate in rated]
     except (AttributeError, LookupError, TypeError):
         raise UserError(f"--eval {clip(file)} has no figures: give a file that posttrain eval --out wrote") from None
 

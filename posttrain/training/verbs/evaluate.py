@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,20 @@ from posttrain.runs.record.rollout_tables import rollouts_table
 from posttrain.runs.record.table_writer import write_table
 from posttrain.runs.run_folder import day_of
 from posttrain.runs.trained_options import as_trained
-from posttrain.training.figures import majorities, summary
+from posttrain.training.figures import bests, majorities, summary
 from posttrain.training.harness_figures import Figures, harness_figures, harness_tasks
 from posttrain.training.held_out_check import overlap, split_seed_of
 from posttrain.training.model_comparison import ModelComparison, Played, compare, with_verdicts
-from posttrain.training.playground import open_playground, service_counts
-from posttrain.training.rollout_figures import outcomes_by_task, repeated, rewards_by_task, task_of_each, votes_by_task
+from posttrain.training.playground import count_lines, open_playground, service_counts
+from posttrain.training.reply_scorer import RolloutScorer, ScorerResults
+from posttrain.training.rollout_figures import (
+    outcomes_by_task,
+    ranked_by_task,
+    repeated,
+    rewards_by_task,
+    task_of_each,
+    votes_by_task,
+)
 from posttrain.training.row_warnings import warn_unread
 from posttrain.training.search_setup import searching
 from posttrain.training.setup import (
@@ -58,6 +66,13 @@ class Evaluated:
     notes: tuple[str, ...] = ()  # remarks, such as figures left out and why
     against: tuple[ModelComparison, ...] = ()  # with the other checkpoints, in the order of --against
     harness: dict[str, Figures] = field(default_factory=dict)  # checkpoint -> figures of `--harness`
+    services: dict[str, dict[str, float]] = field(default_factory=dict)  # counts of each: see `service_counts`
+
+    @property
+    def cost(self) -> float | None:
+        """The cost of all judges, by the prices in their recipes; None: they have none, or were not asked."""
+        costs = [own["cost"] for own in self.services.values() if "cost" in own]
+        return sum(costs) if costs else None
 
     @property
     def examples(self) -> dict[str, int]:
@@ -100,8 +115,13 @@ def evaluate_as_given(
     paths = [resolve(folder) for folder in folders]
     day = next(filter(None, map(day_of, paths)), None)  # all checkpoints get the same date
     searched: list[dict[str, Any]] = []  # figures of the searches of each side
-    with run_date.fixed(day), open_playground(config, env, data, device, models=paths) as ground:
+    with (
+        run_date.fixed(day),
+        ExitStack() as opened,
+        open_playground(config, env, data, device, models=paths) as ground,
+    ):
         said.extend(ground.about)
+        scorer = RolloutScorer(config, device, opened) if config.scorer else None
 
         def played(folder: str, place: int) -> list[Rollout]:
             known = ground.models[place]
@@ -132,27 +152,62 @@ def evaluate_as_given(
             return rollouts
 
         every = [played(folder, place) for place, folder in enumerate(folders)]
-        said.extend(service_counts(ground.services))
-    earned = [
-        Played(rewards_by_task(rollouts), outcomes_by_task(rollouts), task_of_each(rollouts)) for rollouts in every
-    ]
-    wanted, too_few = _of_valid(_wanted(config), [one.rewards for one in earned])
-    ks = {kind: [k for own, k in wanted if own == kind] for kind in ("pass", "maj")}
-    figures = [
-        summary(list(one.rewards.values()), ks["pass"], success, outcomes=list(one.outcomes.values()))
-        | majorities(list(votes_by_task(rollouts).values()), list(one.outcomes.values()), ks["maj"], success)
-        | (searched[place] if searched else {})
-        for place, (one, rollouts) in enumerate(zip(earned, every, strict=True))
-    ]
+        counts = service_counts(ground.services)
+        scored = (
+            scorer.results(every, said.append) if scorer is not None else ScorerResults([], [{} for _ in every[1:]])
+        )
+    counts |= scored.counts
+    said.extend(count_lines(counts))
+    figures = _figures(config, every, success, scored, said.append)
+    for place, own in enumerate(searched):
+        figures[place] |= own
     invalid = sum(isinstance(r.reward, Invalid) for r in every[0])
     of_invalid = [note for side in zip(folders, every, figures, strict=True) for note in _of_invalid(*side)]
-    notes = (*dict.fromkeys(said), *too_few, *of_invalid)
+    notes = (*dict.fromkeys(said), *of_invalid)
+    against = _comparisons(config, every, figures, success, scored)
+    harness = harness_figures(config) if config.harness is not None else {}
+    return Evaluated(figures[0], rewards_by_task(every[0]), every[0], invalid, notes, against, harness, counts)
+
+
+def _figures(
+    config: Evaluation,
+    every: Sequence[Sequence[Rollout]],
+    success: float | None,
+    scored: ScorerResults,
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """Return the figures of each model's rollouts."""
+    rewards = [rewards_by_task(rollouts) for rollouts in every]
+    ranked = [ranked_by_task(*side) for side in zip(every, scored.scores, strict=True)] if scored.scores else []
+    wanted, few = _of_valid(_wanted(config, ("pass", "maj")), rewards)
+    chosen, fewer = _of_valid(_wanted(config, ("best",)), ranked, "rewards and scores") if ranked else ([], ())
+    for line in (*few, *fewer):
+        say(line)
+    ks = {kind: [k for own, k in (*wanted, *chosen) if own == kind] for kind in ("pass", "maj", "best")}
+    found = []
+    for place, (earned, rollouts) in enumerate(zip(rewards, every, strict=True)):
+        outcomes = list(outcomes_by_task(rollouts).values())
+        figures = summary(list(earned.values()), ks["pass"], success, outcomes=outcomes)
+        figures |= majorities(list(votes_by_task(rollouts).values()), outcomes, ks["maj"], success)
+        figures |= bests(list(ranked[place].values()), ks["best"], success) if ranked else {}
+        found.append(figures | scored.figures(place, rollouts))
+    return found
+
+
+def _comparisons(
+    config: Evaluation,
+    every: Sequence[list[Rollout]],
+    figures: Sequence[dict[str, Any]],
+    success: float | None,
+    scored: ScorerResults,
+) -> tuple[ModelComparison, ...]:
+    """Return the comparison of the first model with each of the others."""
+    earned = [Played(rewards_by_task(own), outcomes_by_task(own), task_of_each(own)) for own in every]
     compared = [compare(earned[0], other, success) for other in earned[1:]]
     wins = with_verdicts([won for _, won in compared])
-    found = zip(config.against, figures[1:], [gaps for gaps, _ in compared], wins, every[1:], strict=True)
-    against = tuple(ModelComparison(*one) for one in found)
-    harness = harness_figures(config) if config.harness is not None else {}
-    return Evaluated(figures[0], earned[0].rewards, every[0], invalid, notes, against, harness)
+    gaps = [gaps for gaps, _ in compared]
+    found = zip(config.against, figures[1:], gaps, wins, scored.win_rates, every[1:], strict=True)
+    return tuple(ModelComparison(*one) for one in found)
 
 
 def read(
@@ -160,7 +215,7 @@ def read(
 ) -> tuple[float | None, Tasks | Stream]:
     """Return the reward from which a reply counts as right, and the tasks. Raises UserError for mistakes in either."""
     success = success_of(env or config.env, config.success)
-    for name in ("k", "maj"):
+    for name in ("k", "maj", "best"):
         if success is None and name in config.given:
             raise UserError(
                 f"--{name} needs to know which replies are right: give the reward of a right reply with --success"
@@ -204,6 +259,7 @@ def save(found: Evaluated, path: Path) -> list[Path]:
         "figures": found.figures,
         "against": [comparison.as_dict() for comparison in found.against],
         "harness": found.harness,
+        "services": found.services,
         "rewards": found.rewards,
         "examples": {name: _example(found.rollouts[place], place) for name, place in found.examples.items()},
     }
@@ -229,19 +285,19 @@ def _example(rollout: Rollout, place: int) -> dict[str, Any]:
     return {**told, "prompt": rollout.prompt, "reply": rollout.text}
 
 
-def _wanted(config: Evaluation) -> list[tuple[str, int]]:
-    """Return ("pass" or "maj", k) of the figures that the samples suffice for, as not all default values of --k do."""
-    asked = [("pass", k) for k in config.k] + [("maj", k) for k in config.maj]
-    return [(kind, k) for kind, k in asked if k <= config.samples]
+def _wanted(config: Evaluation, kinds: Sequence[str]) -> list[tuple[str, int]]:
+    """Return (kind, k) of the figures that the samples suffice for, as not all default values of --k do."""
+    asked = {"pass": config.k, "maj": config.maj, "best": config.best}
+    return [(kind, k) for kind in kinds for k in asked[kind] if k <= config.samples]
 
 
 def _of_valid(
-    wanted: list[tuple[str, int]], sides: Sequence[Mapping[str, Sequence[float]]]
+    wanted: list[tuple[str, int]], sides: Sequence[Mapping[str, Sequence[Any]]], what: str = "rewards"
 ) -> tuple[list[tuple[str, int]], tuple[str, ...]]:
     """Return those for which each side has a task with enough valid rewards, and a note on the others."""
     most = min(max(map(len, rewards.values()), default=0) for rewards in sides)
     few = [f"{kind}@{k}" for kind, k in wanted if k > most]
-    told = f"{', '.join(few)} left out: no task has more than {most} valid rewards"
+    told = f"{', '.join(few)} left out: no task has more than {most} valid {what}"
     return [(kind, k) for kind, k in wanted if k <= most], (told,) if few else ()
 
 

@@ -23,13 +23,11 @@ from posttrain.core.seeds import seed_of
 from posttrain.core.types import Invalid, Reply, StopReason, Task, UserError
 from posttrain.data.labels import best_rows, flip, pair_row, to_labelled, to_responses
 from posttrain.data.tasks import Stream, Tasks
-from posttrain.envs.play.env_pool import EnvPool
-from posttrain.envs.play.service_client import Services
-from posttrain.envs.score_replies import compare, score
 from posttrain.runs import fingerprint
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.jsonl_writer import Lines, write_rows
-from posttrain.training.playground import open_services, service_counts
+from posttrain.training.playground import count_lines, service_counts
+from posttrain.training.reply_scorer import ReplyScorer
 from posttrain.training.setup import choose_device, load_tasks, use_threads
 from posttrain.training.verbs.sample import digest_of, scored_columns
 
@@ -73,7 +71,7 @@ def label(config: Label, rows: Any = None, env: Callable[..., Any] | None = None
             block = [tasks[place] for place in range(first, min(len(tasks), first + BLOCK))]
             found = labeller.label(block, first) if labeller is not None else block
             lines.write([flip(row, config.flip, config.seed) if config.flip else row for row in found])
-        notes = [*(service_counts(labeller.services) if labeller is not None else ()), *_notes(lines)]
+        notes = [*count_lines(service_counts(labeller.services) if labeller is not None else {}), *_notes(lines)]
         best, pairs = derive(config, lines)
         return LabelSummary(lines.path, lines.count, best, pairs, tuple(notes))
 
@@ -135,18 +133,15 @@ class _Labeller:
         """`opened`: closes its services and its environment."""
         self.config = config
         self.name = config.with_ or getattr(env, "__qualname__", "function")
-        self.services: Services = opened.enter_context(open_services(config, choose_device(config.device)))
-        judge = self.services.named.get("judge")
-        self.pairwise = judge is not None and getattr(getattr(judge, "recipe", None), "kind", "") == "pairwise"
-        if config.comparisons is not None and not self.pairwise:
+        self.scorer = ReplyScorer(config.labeller, config, choose_device(config.device), opened, env)
+        self.services = self.scorer.services
+        if config.comparisons is not None and not self.scorer.pairwise:
             raise UserError("--comparisons needs a pairwise judge: leave it out, or give the recipe of one with --with")
-        limits = 0 if config.service else config.env_workers, config.env_timeout, config.env_memory
-        self.pool = None if self.pairwise else opened.enter_context(EnvPool(env or config.env, *limits))
 
     def label(self, block: Sequence[Task], first: int) -> list[Row]:
         """Return the labelled rows of these preference examples. Raises UserError if none could be labelled."""
         self.services.begin(first)  # another block may repeat requests without an answer
-        rows, reasons, valid = self._compared(block) if self.pairwise else self._scored(block)
+        rows, reasons, valid = self._compared(block) if self.scorer.pairwise else self._scored(block)
         if reasons and not valid:
             raise UserError(
                 f"none of rows {first + 1} to {first + len(block)} could be labelled, and they are not written: "
@@ -155,8 +150,7 @@ class _Labeller:
         return [{**row, "labeller": self.name} for row in rows]
 
     def _scored(self, block: Sequence[Task]) -> tuple[list[Row], list[str], int]:
-        assert self.pool is not None
-        done = iter(score(self.pool, self.services, [(task, reply) for task in block for reply in _replies(task)]))
+        done = iter(self.scorer.score([(task, reply) for task in block for reply in _replies(task)]))
         rows, reasons, valid = [], [], 0
         for task in block:
             own = [next(done) for _ in task["responses"]]
@@ -167,8 +161,8 @@ class _Labeller:
 
     def _compared(self, block: Sequence[Task]) -> tuple[list[Row], list[str], int]:
         """Return (rows with comparisons by a pairwise judge, reasons of invalid ones, number of valid ones)."""
-        asked = [(task, pair) for task in block for pair in self._pairs(task)]
-        answers = iter(compare(self.services, "judge", [_question(task, pair) for task, pair in asked]))
+        asked = [(task, task["responses"][i], task["responses"][j]) for task in block for i, j in self._pairs(task)]
+        answers = iter(self.scorer.compare(asked))
         rows, reasons, valid = [], [], 0
         for task in block:
             row: Row = {**task, "comparisons": [], "ties": [], "invalid": []}
@@ -207,11 +201,6 @@ def _replies(task: Task) -> list[Reply]:
     return [Reply(text, StopReason(s) if s in known else StopReason.EOS) for text, s in zip(texts, stops, strict=True)]
 
 
-def _question(task: Task, pair: tuple[int, int]) -> dict[str, object]:
-    asked = {"messages": task["messages"]} if "messages" in task else {"prompt": task["prompt"]}
-    return {**asked, "responses": [task["responses"][place] for place in pair]}
-
-
 def _notes(lines: Lines) -> Iterator[str]:
     """Yield notes for the reader of the labels."""
     invalid = flipped = 0
@@ -233,6 +222,6 @@ def _follows_from(
     found |= {name: getattr(config, name) for name in ("with_", "flip", "seed", "comparisons")}
     for service in labeller.services.named.values() if labeller is not None else ():
         found["labeller"] = service.identity
-    for folder in config.reward_model:
+    for folder in config.labeller.reward_model:
         found["reward model"] = fingerprint.path_digest(resolve(folder))
     return {**found, "code": fingerprint.code_digest(env or config.env) if labeller is not None else None}

@@ -44,7 +44,7 @@ from posttrain.runs import fingerprint
 from posttrain.runs.chat_choice import Chatting
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.jsonl_writer import Lines
-from posttrain.training.playground import open_playground, service_counts
+from posttrain.training.playground import count_lines, open_playground, service_counts
 from posttrain.training.row_warnings import warn_unread
 from posttrain.training.search_setup import searching
 from posttrain.training.setup import end_tokens, load_tasks, prepare, reply_length_note
@@ -150,7 +150,7 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
         if not fitting:
             raise UserError(f"no prompt fits into the context of {' and '.join(config.model)}: shorten them")
         _Sampler(config, grids, players, scored=spec is not None).write(tasks, fitting, lines, say)
-        said += service_counts(ground.services)
+        said += count_lines(service_counts(ground.services))
         return Written(lines.path, lines.count, tuple(dict.fromkeys(said)))
 
 

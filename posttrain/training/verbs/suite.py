@@ -16,7 +16,7 @@ from posttrain.core import user_files
 from posttrain.core.intervals import Interval, stated
 from posttrain.core.json_text import json_document
 from posttrain.core.types import UserError
-from posttrain.training.model_comparison import with_verdicts
+from posttrain.training.model_comparison import verdicts_of_rates, with_verdicts
 from posttrain.training.rollout_figures import headline, rates
 from posttrain.training.verbs import evaluate
 from posttrain.training.verbs.evaluate import Evaluated
@@ -32,10 +32,15 @@ class EvaluatedSuite:
     comparisons of all parts."""
     averages: dict[str, dict[str, Any]]
     """"all", and where there are both "in distribution" and "out of distribution": the mean over parts of their accuracy, or
-    of their reward where a part has no threshold; with other models "against", a list of "model", "figures" and
-    "difference"."""
+    of their reward where a part has no threshold; with other models "against", a list of "model", "figures",
+    "difference", and with a scorer "win_rate"."""
     evaluated: dict[str, Evaluated]
     """For each part, everything: rollouts too."""
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """The cost of the judges of each part: see `Evaluated.cost`."""
+        return {name: found.cost for name, found in self.evaluated.items() if found.cost is not None}
 
 
 def evaluate_suite(
@@ -71,7 +76,9 @@ def evaluate_suite(
     _with_verdicts(told)
     result = EvaluatedSuite(told, _averages(told), evaluated)
     if config.out:
-        content = {"model": config.model, "against": config.against, "averages": result.averages, "parts": told}
+        content: dict[str, Any] = {"model": config.model, "against": config.against, "averages": result.averages}
+        content |= {"parts": told}
+        content |= {"cost": sum(result.costs.values())} if result.costs else {}
         try:
             user_files.writable(Path(config.out)).write_bytes(json_document(content))
         except OSError as error:
@@ -95,6 +102,7 @@ def beside(out: Path, part: str) -> Path:
 
 def _told(part: Part, found: Evaluated) -> dict[str, Any]:
     told = {"in_distribution": not part.out_of_distribution, "figures": found.figures, "rates": rates(found.rollouts)}
+    told |= {"services": found.services} if found.services else {}
     if not found.against:
         return told
     others = [one.as_dict() | {"rates": rates(one.rollouts)} for one in found.against]
@@ -106,6 +114,9 @@ def _with_verdicts(parts: Mapping[str, dict[str, Any]]) -> None:
     every = [one for part in parts.values() for one in part.get("against", ())]
     for one, wins in zip(every, with_verdicts([one["wins"] for one in every]), strict=True):
         one["wins"] = wins
+    rated = [one for one in every if "win_rate" in one]
+    for one, rate in zip(rated, verdicts_of_rates([one["win_rate"] for one in rated]), strict=True):
+        one["win_rate"] = rate
 
 
 def _averages(parts: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -131,7 +142,10 @@ def _of_other(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the means over parts of another model, and of the differences from it."""
     difference = macro_average([headline(part["differences"]) for part in parts])
     figures = macro_average([headline(part["figures"]) for part in parts])
-    return {"model": parts[0]["model"], "figures": figures, "difference": difference}
+    found = {"model": parts[0]["model"], "figures": figures, "difference": difference}
+    if all("win_rate" in part for part in parts):
+        found["win_rate"] = macro_average([part["win_rate"] for part in parts])
+    return found
 
 
 def macro_average(figures: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

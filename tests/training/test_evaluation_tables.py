@@ -1,0 +1,61 @@
+"""The tables of `posttrain eval`: what they have room for, and the rates beside the figures."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from posttrain import Rollout
+from posttrain.cli.evaluation_tables import _further, _rates
+from posttrain.core.types import PlayedTurn, SpanKind, ToolCall
+from posttrain.training.rollout_figures import rates
+
+
+def side(names: list[str], draw: random.Random, **own: float) -> dict[str, Any]:
+    figures: dict[str, Any] = {name: {"mean": draw.random()} for name in ("reward", "accuracy", *names)}
+    return {"figures": {"tasks": 8, "samples": 64, **figures}, "rates": {"tokens": 5.0, "invalid": 0.0, **own}}
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 8, 20])
+def test_a_suite_shows_every_mean_beside_the_headline_within_80_columns(
+    count: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draw, names = random.Random(count), [f"{kind}@{2**k}" for k in range(7) for kind in ("pass", "maj", "best")][:count]
+    sides = {"arithmetic": side(names, draw, **{"part/format": 0.25}), "code": side(names[:2], draw, tool_calls=1.5)}
+    _further("model", sides)
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    shown: dict[str, dict[str, str]] = {part: {} for part in sides}
+    for line in lines:
+        cells = line.replace("tool calls", "tool-calls").split()
+        if cells[0] == "part":
+            head = cells[1:]
+        elif cells[0] in shown:
+            shown[cells[0]] |= dict(zip(head, cells[1:], strict=True))
+    for part, own in sides.items():
+        means = {name: own["figures"][name]["mean"] for name in names if name in own["figures"]}
+        assert {name: shown[part][name] for name in means} == {name: f"{mean:.4g}" for name, mean in means.items()}
+    assert all(shown["code"][name] == "-" for name in names[2:])
+    assert (shown["arithmetic"]["format"], shown["code"]["tool-calls"]) == ("0.25", "1.5")
+
+
+def test_a_suite_without_further_means_has_no_second_table(capsys: pytest.CaptureFixture[str]) -> None:
+    _further("model", {"sums": side([], random.Random(0))})
+    assert capsys.readouterr().out == ""
+
+
+def test_well_formed_tool_calls_are_counted_over_all_rollouts() -> None:
+    good, bad = ToolCall("add", {"a": 1}), ToolCall("", {}, problem="no JSON")
+    calls: list[list[tuple[ToolCall, ...]]] = [[(good, bad), (good,)], [()], [(good,)], []]
+    made = [
+        Rollout(
+            {"id": "t"}, "t", [], 1.0, turns=[PlayedTurn(SpanKind.SAMPLED, "", 0, 0, 0, calls=own) for own in turns]
+        )
+        for turns in calls
+    ]
+    found = rates(made)
+    assert (found["tool_calls"], found["valid_calls"]) == (1.0, 0.75)
+    assert "1 tool calls (0.75 well-formed)" in _rates(found)
+    assert "tool_calls" not in rates(made[1:2]) and "tool" not in _rates(rates(made[1:2]))

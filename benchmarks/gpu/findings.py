@@ -19,8 +19,10 @@ from typing import Any
 
 from tables import Table
 
+from posttrain.models.gpu_speed import DENSE_BF16
+
 ROOT = Path(__file__).resolve().parents[2]
-DATASHEET = 989e12
+DATASHEET = dict(DENSE_BF16)["H200"]
 """FLOP/s of dense bfloat16 products, from the datasheets of H100 and H200 (SXM)."""
 CEILINGS = "ceilings.json"
 SQUARE = 8192

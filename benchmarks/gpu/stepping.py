@@ -6,15 +6,19 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
-from findings import Setting, Watch
+import torch
+from findings import Setting
 from posttrain_side import also, leave
 
 from posttrain.config.training import RL
 from posttrain.learners.local_learner import LocalLearner
+from posttrain.models.free_memory import gpu_memory
+from posttrain.runs.run_reading import read_timing
 from posttrain.training.loop import FinishedStep
+from posttrain.training.memory_plan import plan_memory
 from posttrain.training.training_run import run_training
 
 SPARE = 5  # seconds
@@ -50,13 +54,32 @@ def waiting(setting: Setting) -> Iterator[None]:
         LocalLearner.update = original  # type: ignore[method-assign]
 
 
-def laps_of(setting: Setting, config: Any, warm: bool = True) -> tuple[list[Lap], float]:
-    """(each measured step, the most memory in GB) of a run that is left after them.
+@dataclass(frozen=True)
+class Memory:
+    """Memory of the card in GB: the most that the tensors of a run had, nan on a processor, and the estimate before it."""
+
+    most: float
+    estimated: float
+
+    @property
+    def ratio(self) -> float:
+        return self.estimated / self.most
+
+
+def memory_of(setting: Setting, config: Any) -> Memory:
+    """The memory that a run took by its timing.jsonl, beside the estimate of `posttrain memory`."""
+    peaks = [row["memory/policy"] for row in read_timing(config.out)] if setting.cuda else []
+    room = gpu_memory(torch.device(setting.device)) or 80e9
+    return Memory(max(peaks, default=float("nan")), plan_memory(config, float(room)).found.total / 1e9)
+
+
+def laps_of(setting: Setting, config: Any, warm: bool = True) -> tuple[list[Lap], Memory]:
+    """(each measured step, memory) of a run that is left after them.
 
     Its first step is thrown away; not `warm`: it is the one that is measured. Fewer steps are measured where another one
     would not fit into the time of the part.
     """
-    watch, laps, ended = Watch(setting), list[Lap](), list[float]()
+    laps, ended = list[Lap](), list[float]()
 
     def after(trained: FinishedStep) -> bool | None:
         setting.wait()
@@ -64,7 +87,7 @@ def laps_of(setting: Setting, config: Any, warm: bool = True) -> tuple[list[Lap]
         whole = ended[-1] - ended[-2] if len(ended) > 1 else sum(trained.seconds.values())
         if len(ended) > 1 or not warm:
             own = {**trained.step.seconds, **trained.seconds, "between": trained.between}
-            laps.append({**own, "step": whole, "tokens": trained.step.tokens, "fed": trained.fed})
+            laps.append({**own, "step": whole, "tokens": trained.step.tokens, "fed": trained.work.fed})
         late = setting.left() < 1.3 * whole + SPARE
         leave(len(laps) >= (setting.rounds if warm else 1) or bool(laps and late))
         return None
@@ -72,7 +95,7 @@ def laps_of(setting: Setting, config: Any, warm: bool = True) -> tuple[list[Lap]
     with stepping(after), waiting(setting), suppress(SystemExit):
         run_training(config)
     assert laps, "the run ended before a step was measured"
-    return laps, watch.most()
+    return laps, memory_of(setting, config)
 
 
 def common(setting: Setting, name: str) -> dict[str, Any]:

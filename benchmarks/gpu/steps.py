@@ -11,17 +11,18 @@ from typing import Any
 
 import torch
 from findings import DATASHEET, Findings, Setting, ceilings
-from flops import BACKWARD, forward
+from flops import forward
 from shapes import SIGNAL, model_folder, pairs, prompts, rows, shape_of, tasks, write_rows
 from side import timed
-from stepping import Lap, common, known, laps_of
+from stepping import Lap, Memory, common, known, laps_of
 from tables import Figure, Goal, Table, number
 from work import LEARNING_RATE
 
 from posttrain.config.training import RL, SFT, Prefer
+from posttrain.models.native.decoder_flops import BACKWARD
 
 COLUMNS = ("", "s a step", "s, sampling", "s, update", "tokens/s", "MFU of the update, measured peak, %")
-MORE = ("of 989 TFLOP/s, %", "most memory, GB")
+MORE = ("of 989 TFLOP/s, %", "most memory, GB", "estimated, GB", "estimate / most")
 PHASES = ("step", "rollout", "update", "tokens", "fed", "between")
 MFU = Goal(45, unit=" %")
 FITS = Goal(80, least=False, unit=" GB")
@@ -60,6 +61,7 @@ def steps(setting: Setting, found: Findings) -> None:
             "moments in float32, arithmetic in bfloat16, defaults otherwise (record, scoring process, micro-batches).",
             "tokens/s: sampled (GRPO) or learned (SFT, DPO) ones over the whole step. MFU: FLOP that the result needs "
             "(prompts once per group, no recomputation, no padding) over seconds of the update and the card's peak.",
+            "Memory: the most that tensors had in any step, and what posttrain memory estimates of the same options.",
             "DPO's reference log-probabilities are computed before the first step and not measured.",
         ),
     )
@@ -83,14 +85,21 @@ def steps(setting: Setting, found: Findings) -> None:
                 table.notes.append(f"{label}: goal {MFU.judge(share)}")
 
 
-def add_steps(setting: Setting, table: Table, label: str, laps: Sequence[Lap], memory: float, useful: float) -> float:
+def add_steps(setting: Setting, table: Table, label: str, laps: Sequence[Lap], memory: Memory, useful: float) -> float:
     """A row of `COLUMNS` and `MORE`; returns the median share of the measured peak, in percent."""
     peak = ceilings(setting)["product"]
     seconds = {name: Figure.of([lap[name] for lap in laps]) for name in ("step", "rollout", "update")}
     shares = Figure.of([100 * useful / lap["update"] / peak for lap in laps])
     speed = Figure.of([lap["tokens"] / lap["step"] for lap in laps])
     sheet = 100 * useful / seconds["update"].median / DATASHEET
-    table.add(label, *seconds.values(), speed, shares, number(sheet), number(memory))
+    table.add(
+        label,
+        *seconds.values(),
+        speed,
+        shares,
+        number(sheet),
+        *map(number, (memory.most, memory.estimated, memory.ratio)),
+    )
     others = sorted({name for lap in laps for name in lap} - set(PHASES))
     parts = [f"{name} {number(median(lap.get(name, 0.0) for lap in laps))} s" for name in (*others, "between")]
     table.notes.append(f"{label}: {number(laps[-1]['fed'])} tokens fed; within a step {', '.join(parts)}")
@@ -176,8 +185,8 @@ def _fitted(setting: Setting, found: Findings, table: Table, folder: Path, work:
                 full = True
                 raise
             add_steps(setting, table, label, laps, memory, work.flops(shape_of("7b", setting)) * 2 / 3)
-            told = FITS.judge(memory) if long else "of replies of 4,096 tokens is not judged: --long measures it"
+            told = FITS.judge(memory.most) if long else "of replies of 4,096 tokens is not judged: --long measures it"
             table.notes.append(f"{label}: goal {told}")
-            found.figures[f"7B LoRA, {label}: GB"] = memory
+            found.figures[f"7B LoRA, {label}: GB"] = memory.most
         if not full:
             return

@@ -60,9 +60,9 @@ def _beside(
     setting: Setting, found: Findings, table: Table, name: str, config: Any, label: str, make: Make, sizes: list[int]
 ) -> float:
     """Two rows, ours and TRL's; returns how many times faster ours is."""
-    laps, memory = laps_of(setting, config)
+    laps, taken = laps_of(setting, config)
     ours, tokens = Figure.of([lap["step"] for lap in laps]), laps[0]["tokens"]
-    table.add(f"{name}, posttrain", ours, Figure.of([tokens / s for s in ours.values]), number(memory), "")
+    table.add(f"{name}, posttrain", ours, Figure.of([tokens / s for s in ours.values]), number(taken.most), "")
     found.write()
     tried: dict[int, float] = {}
     for size in sizes:

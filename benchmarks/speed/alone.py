@@ -12,12 +12,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from flops import BACKWARD, config_of, forward, trunk
+from flops import config_of, forward
 from plan import Plan
 from sides import ROOT, Machine, Side, Sides
 from tables import Figure, Goal, Table, number
 from work import CASES, GROUP, PROMPTS, REQUESTS, requests, rows, tasks, tokens_of
 
+from posttrain.models.native.decoder_flops import BACKWARD, trunk
 from posttrain.models.native.decoder_shape import DecoderConfig
 
 # -- share of the peak -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from flops import BACKWARD, config_of, forward
+from flops import config_of, forward
 from plan import Plan, Rival
 from sides import Failed, Machine, Side, Sides
 from tables import Figure, Goal, Table, number
@@ -31,11 +31,12 @@ from work import (
     tokens_of_pairs,
 )
 
+from posttrain.models.native.decoder_flops import BACKWARD
+
 OF_THE_PEAK = (
     "Of the peak: useful arithmetic (the prompt of a pair once, no padding) over what matrix products reach here at best; "
     "goal is: what the goal would take, at the speed of TRL in this run."
 )
-
 
 # -- sampling ----------------------------------------------------------------------------------------------------------
 

@@ -14,19 +14,12 @@ import torch
 
 from posttrain.models.json_files import read_json
 from posttrain.models.native.decoder_config import read_config
+from posttrain.models.native.decoder_flops import forward_flop
 from posttrain.models.native.decoder_shape import DecoderConfig
-
-BACKWARD = 3  # an update is a forward pass and twice as much backwards; recomputation is not useful
 
 
 def config_of(folder: str | Path) -> DecoderConfig:
     return read_config(Path(folder), read_json(Path(folder) / "config.json"))
-
-
-def trunk(config: DecoderConfig) -> int:
-    """Matrix parameters that every token goes through."""
-    attention = config.hidden * config.head_size * (2 * config.heads + 2 * config.kv_heads)
-    return config.layers * (attention + 3 * config.hidden * config.intermediate)
 
 
 def forward(config: DecoderConfig, groups: list[tuple[int, list[int]]]) -> float:
@@ -39,8 +32,7 @@ def forward(config: DecoderConfig, groups: list[tuple[int, list[int]]]) -> float
         fed += prompt + sum(n - 1 for n in replies)
         scored += sum(replies)
         seen += prompt * (prompt + 1) // 2 + sum((n - 1) * prompt + n * (n - 1) // 2 for n in replies)
-    attention = 4 * config.layers * config.heads * config.head_size * seen
-    return 2.0 * trunk(config) * fed + 2.0 * config.vocab * config.hidden * scored + attention
+    return forward_flop(config, fed, scored, seen)
 
 
 def product_peak(

@@ -1,4 +1,4 @@
-"""Measures free memory, so that allocations that cannot succeed are refused beforehand."""
+"""Measures free memory, so that allocations that cannot succeed are refused beforehand, and the memory that was used."""
 
 from __future__ import annotations
 
@@ -34,6 +34,15 @@ def available_memory(device: torch.device) -> float:
 def gpu_memory(device: torch.device) -> int:
     """Return the whole memory of a GPU in bytes; 0 for a processor."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that this process's tensors had on a GPU since the last call; 0 for a processor."""
+    if device.type != "cuda":
+        return 0
+    most = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return most
 
 
 def in_gib(size: float) -> str:

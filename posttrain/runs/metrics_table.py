@@ -64,6 +64,7 @@ class Metric:
 
 _SIDES = {"chosen": ("Better", "better", "blue"), "rejected": ("Other", "other", "red")}
 _RESPONSES = "Responses, nats per token"
+MEMORY = "Peak memory of GPUs, GB"
 _LOST = "Cut off, invalid"
 _RATIO = "Ratio, least and greatest"
 
@@ -207,6 +208,8 @@ _TIMING = (
     Metric("tokens_per_second/sampled", "Speed of sampling", "tokens per second", "Sampled tokens of a step over its seconds.", LEARNING, zero=True, plotted=True, terminal="tok/s", form=",.0f"),
     Metric("tokens_per_second/read", "Speed of reading", "tokens per second", "Tokens of the updates' micro-batches over the seconds of the step.", LEARNING, zero=True, plotted=True, terminal="tok/s read", form=",.0f"),
     Metric("tokens_per_second/learned", "Speed of learning", "tokens per second", "Tokens of responses that are learned over the seconds of the step.", LEARNING, zero=True, plotted=True, terminal="tok/s learned", form=",.0f"),
+    Metric("mfu", "MFU of the updates", "share", "Model FLOP utilization: TFLOP/s of the updates over the peak of the card's dense products in bfloat16, by its data sheet.", LEARNING, zero=True, plotted=True),
+    Metric("update/tflops", "Arithmetic of the updates", "TFLOP/s", "FLOP that the updates' micro-batches need, over the seconds of the updates and the training processes: 2 for each token and matrix weight, 2 for each scored token and weight of the output head, 4 x heads x head size for each pair in attention; three times that, or twice with adapters, for the backward pass. Of policy and critic, on native decoders. Recomputed layers, padding, references and teachers do not count."),
     *(Metric(f"seconds/{stage}", f"Seconds: {stage}", "seconds", f"Time of a step {what}.") for stage, what in {
         "rollout": "until its batches are ready: sampling, rewards, credit", "update": "for its updates", "load": "for weight sync to the engine",
         "play": "for rollouts in progress", "credit": "for old and reference log-probabilities, values and advantages",
@@ -214,6 +217,8 @@ _TIMING = (
         "between": "between the update before and this one: record, evaluation, checkpoint"}.items()),
     *(Metric(f"seconds/turn/{who}{end}", f"Seconds of a turn: {who}{word}", "seconds", f"{of} time of a turn of {whose}.")
       for who, whose in {"reply": "the policy", "environment": "the environment"}.items() for end, word, of in (("", "", "Mean"), ("/max", ", longest", "Longest"))),
+    Metric("memory/{role}", "Peak memory: GPU of {role}", "GB", "Most memory that tensors had since the step before on the GPU of a role: of the policy and all that is with it, or of one of `--role-devices`; of several training processes, in the one with the most.", STABLE, MEMORY, "{role}", zero=True),
+    Metric("engines/memory", "Peak memory: GPU of an engine", "GB", "Most memory that tensors had since the weight sync before in an engine of `--replicas` with a process of its own, the one with the most.", STABLE, MEMORY, "engine", "green", zero=True),
     Metric("update/tokens", "Tokens of the updates", "tokens", "Tokens that went through the updates of a step, prompts among them."),
     Metric("decoding/{requests}/steps", "Decoding steps at {requests} requests", "count", "Decoding steps with this number of running requests, up to twice as many."),
     Metric("decoding/{requests}/rows", "Tokens decoded at {requests} requests", "tokens", "Tokens sampled in those steps."),

@@ -14,6 +14,7 @@ from queue import SimpleQueue
 from posttrain.core.batch import Stats, TrainingStep
 from posttrain.core.protocols import Learner, Objective, Source
 from posttrain.system.garbage import YOUNG
+from posttrain.training.update_work import UpdateWork
 
 TOGETHER = 0.5  # seconds in which signals are one request to stop
 
@@ -29,7 +30,7 @@ class FinishedStep:
     stats: Stats  # statistics of source and updates
     seconds: dict[str, float]  # "rollout" (the source), "update"
     between: float = 0.0  # seconds between the previous step's update and this step: its record, evaluation, checkpoint
-    fed: int = 0  # tokens in the updates' micro-batches
+    work: UpdateWork = UpdateWork()
 
 
 @contextmanager
@@ -65,7 +66,7 @@ def train(
     number, updated = first - 1, time.perf_counter()
     while number < steps:
         number += 1
-        begin, fed = time.perf_counter(), 0
+        begin, work = time.perf_counter(), UpdateWork()
         with phase(number, "rollout"):
             step = source.produce(number)
         produced = time.perf_counter()
@@ -74,7 +75,7 @@ def train(
             made = 0
             for build in step.updates:
                 batches = build()
-                fed += sum(batch.layout.tokens.numel() for batch in batches)
+                work = work.adding(batches)
                 found = learner.update(batches, objective)
                 stats.merge(found)
                 made += 1
@@ -84,7 +85,7 @@ def train(
         source.learned(step, stats)
         between, updated = begin - updated, time.perf_counter()
         seconds = {"rollout": produced - begin, "update": updated - produced}
-        ended = [hook(FinishedStep(step, stats, seconds, between, fed)) for hook in hooks]
+        ended = [hook(FinishedStep(step, stats, seconds, between, work)) for hook in hooks]
         if any(ended):
             break
     return number

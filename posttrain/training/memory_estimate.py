@@ -15,6 +15,7 @@ from torch import nn
 
 from posttrain.config.training import RL, Training
 from posttrain.core.protocols import Model
+from posttrain.core.types import UserError
 from posttrain.engines.local.cuda_step import COPIED_SHARE, RESTING_SHARE
 from posttrain.engines.local.step_cache import row_bucket, token_bucket
 from posttrain.learners.host_memory import CHUNK
@@ -28,8 +29,11 @@ from posttrain.training.role_devices import CRITIC, TEACHERS
 
 TIGHT = 0.95
 """Share of a GPU's memory beyond which a run may not fit, because of fragmentation and libraries."""
+SURE = 1.1
+"""Multiple of a GPU's memory above which a run cannot fit, as estimates are within a tenth of what is measured."""
+SHARDS = 1024  # most processes that advice names
 FEW_TOKENS = 1024  # tokens of a micro-batch below which a GPU waits for the host
-LORA_RANK = 16
+LORA_OFFER = "--lora 16 with --frozen-weights bfloat16"
 KL_LOGITS = 5  # float32 copies of the logits of a chunk in the backward pass of the exact KL
 
 
@@ -99,20 +103,13 @@ def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate |
     if not isinstance(shape, DecoderConfig) or learner.trust_region is not None:
         return None
     narrow = learner.precision == "bfloat16"
-    critic = None if CRITIC in size.elsewhere else learner.critic
-    learned = _unique((learner.model, critic))
+    critic, here = _placed(learner, size)
     compared = learner.compared(size.wants)
-    here = {name: other for name, other in learner.others.items() if _role(name) not in size.elsewhere}
-    away = {name for name in separate(learner.model, here) if "reference" in size.offload and name not in compared}
-    held = _unique((learner.model, critic, *(other for name, other in here.items() if name not in away)))
+    away = _fetched(learner, size)
     read = _unique((learner.model, critic, *(other for name, other in here.items() if name in compared)))
-    sharded = _sharded(learner) if size.shares > 1 else set()
-    trained = _bytes_here((p for p in learned if p.requires_grad), sharded, size.shares)
     tokens = size.tokens / size.context
     parts = {
-        "weights": _bytes_here(held, sharded, size.shares),
-        "gradients": trained,
-        "moments": _bytes_at_once(learned, trained, size) * _moments_of_a_byte(learner),
+        **_lasting(learner, size),
         "copies in bfloat16": sum(2.0 * p.numel() for p in read if p.dtype == torch.float32 and p.ndim == 2)
         * (narrow and size.shares == 1),
         "gathered": _gathered_bytes(learner, narrow) if size.shares > 1 else 0.0,
@@ -131,6 +128,33 @@ def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate |
         if size.shares > 1 or size.tensor > 1:  # it samples with weights of its own
             parts["engine's weights"] = 4.0 * shape.parameters
     return MemoryEstimate(parts)
+
+
+def _placed(learner: LocalLearner, size: UpdateSize) -> tuple[nn.Module | None, dict[str, Model]]:
+    """Return the critic and the frozen models, by name, that have no device of their own."""
+    critic = None if CRITIC in size.elsewhere else cast(nn.Module | None, learner.critic)
+    return critic, {name: other for name, other in learner.others.items() if _role(name) not in size.elsewhere}
+
+
+def _fetched(learner: LocalLearner, size: UpdateSize) -> set[str]:
+    """Return the names of the frozen models that are on the host in an update."""
+    _, here = _placed(learner, size)
+    compared = learner.compared(size.wants)
+    return {name for name in separate(learner.model, here) if "reference" in size.offload and name not in compared}
+
+
+def _lasting(learner: LocalLearner, size: UpdateSize) -> dict[str, float]:
+    """Return the bytes that an update has on the GPU whatever its micro-batches are."""
+    critic, here = _placed(learner, size)
+    learned, away = _unique((learner.model, critic)), _fetched(learner, size)
+    held = _unique((learner.model, critic, *(other for name, other in here.items() if name not in away)))
+    sharded = _sharded(learner) if size.shares > 1 else set()
+    trained = _bytes_here((p for p in learned if p.requires_grad), sharded, size.shares)
+    return {
+        "weights": _bytes_here(held, sharded, size.shares),
+        "gradients": trained,
+        "moments": _bytes_at_once(learned, trained, size) * _moments_of_a_byte(learner),
+    }
 
 
 def _role(name: str) -> str:
@@ -223,27 +247,79 @@ def memory_lines(learner: LocalLearner, size: UpdateSize) -> list[str]:
     return [] if found is None else [str(found), *advice(found, learner, size)]
 
 
+def refuse_too_large(learner: LocalLearner, size: UpdateSize) -> None:
+    """Raise UserError if a run cannot fit into the GPU, however small its micro-batches are."""
+    if problem := _too_large(learner, size):
+        raise UserError(problem)
+
+
+def _too_large(learner: LocalLearner, size: UpdateSize) -> str:
+    """Return why a run cannot fit, with options that take less; "" if it may fit."""
+    if learner.trust_region is not None:  # the moments of its optimizer stay empty
+        return ""
+    parts = _lasting(learner, size)
+    needed = sum(parts.values())
+    if needed <= SURE * size.room:
+        return ""
+    told = " + ".join(f"{name} {bytes_ / 2**30:.1f}" for name, bytes_ in parts.items() if bytes_ >= 0.05 * 2**30)
+    offers = [(way, sum(_lasting(learner, changed).values())) for way, changed in _offloaded(learner, size).items()]
+    if _can_adapt(learner):
+        offers.append((LORA_OFFER, parts["weights"] / 2))
+    ways = [f"{way} ({in_gib(less)})" for way, less in offers if less < needed]
+    ways += _more_shards(learner, size)
+    less = f": {', '.join(ways)} would take less" if ways else ": use a smaller model"
+    return f"this run needs {in_gib(needed)} ({told}) beside its activations, and the GPU has {in_gib(size.room)}{less}"
+
+
+def _more_shards(learner: LocalLearner, size: UpdateSize) -> list[str]:
+    """Return the option that shards over the fewest GPUs, a power of two, that hold what lasts; [] if none do."""
+    if size.tensor > 1 or size.context > 1 or size.offload or size.elsewhere:  # which refuse --shard
+        return []
+    if not learner.optimization.choice.row.by_number:  # see `OptimizerChoice.check`
+        return []
+    shares = 2 * size.shares
+    while shares <= SHARDS:
+        less = sum(_lasting(learner, replace(size, shares=shares)).values())
+        if less <= TIGHT * size.room:
+            return [f"--shard --processes {shares} on as many GPUs ({in_gib(less)} each)"]
+        shares *= 2
+    return []
+
+
+def _offloaded(learner: LocalLearner, size: UpdateSize) -> dict[str, UpdateSize]:
+    """Return the sizes of updates with more on the host, by the option; {} if weights or micro-batches are divided."""
+    if not size.shares == size.tensor == size.context == 1:
+        return {}
+    whats = (
+        *(["optimizer"] if not learner.optimization.choice.row.extra else []),  # see `OptimizerChoice.check`
+        "activations",
+        *(["reference"] if REFERENCE in separate(learner.model, learner.others) else []),
+    )
+    found = [size.offload | {what} for what in whats]
+    return {f"--offload {' '.join(sorted(offload))}": replace(size, offload=offload) for offload in found}
+
+
+def _can_adapt(learner: LocalLearner) -> bool:
+    """Return whether the policy could have adapters, and has none."""
+    return learner.model.decoder is not None and learner.model.decoder.lora is None
+
+
 def advice(found: MemoryEstimate, learner: LocalLearner, size: UpdateSize) -> list[str]:
     """Return a line with options that save memory, if the estimate exceeds the GPU's memory; else []."""
     if found.total <= TIGHT * size.room:
         return []
+    if problem := _too_large(learner, size):
+        return [problem]
     fewer = max(FEW_TOKENS, size.tokens // 4)
     other = {
         "--recompute layers": replace(size, recompute=True),
         f"--tokens-per-microbatch {fewer}": replace(size, tokens=fewer),
+        **_offloaded(learner, size),
     }
-    if size.shares == size.tensor == size.context == 1:
-        for what in (
-            *(["optimizer"] if not learner.optimization.choice.row.extra else []),  # see `OptimizerChoice.check`
-            "activations",
-            *(["reference"] if REFERENCE in separate(learner.model, learner.others) else []),
-        ):
-            offload = size.offload | {what}
-            other[f"--offload {' '.join(sorted(offload))}"] = replace(size, offload=offload)
     saving = [(way, estimate_memory(learner, changed)) for way, changed in other.items()]
     ways = [f"{way} ({in_gib(less.total)})" for way, less in saving if less is not None and less.total < found.total]
-    if learner.model.decoder is not None and learner.model.decoder.lora is None:
-        ways.append(f"--lora {LORA_RANK} with --frozen-weights bfloat16 ({in_gib(_with_adapters(found))})")
+    if _can_adapt(learner):
+        ways.append(f"{LORA_OFFER} ({in_gib(_with_adapters(found))})")
     told = f": {', '.join(ways)} would take less" if ways else ""
     return [f"this may not fit into the GPU's {in_gib(size.room)}{told}"]
 

@@ -16,15 +16,16 @@ from torch import nn
 
 from posttrain.algorithms.all_algorithms import find
 from posttrain.config.resolve import check_bounds, check_divisions
-from posttrain.config.training import RL, Distill, Prefer, Training
+from posttrain.config.training import RL, SFT, Distill, Prefer, Training
 from posttrain.core.component import Need
 from posttrain.core.types import UserError
 from posttrain.learners.local_learner import REFERENCE, LocalLearner
+from posttrain.models.adapters.adapter_config import is_adapter
 from posttrain.models.adapters.lora import LoRA, attach, named_targets, targets_of
 from posttrain.models.backbone import decoders_in
 from posttrain.models.checkpoint_location import checkpoint_folder
 from posttrain.models.critic import Critic, ValueModel
-from posttrain.models.free_memory import in_gib
+from posttrain.models.free_memory import gpu_memory, in_gib
 from posttrain.models.json_files import read_json
 from posttrain.models.native.decoder import Decoder
 from posttrain.models.native.decoder_config import read_config
@@ -40,10 +41,14 @@ from posttrain.training.memory_estimate import (
     UpdateSize,
     advice,
     estimate_memory,
+    refuse_too_large,
 )
 from posttrain.training.open_learner import refuse_idle, refuse_without_lora
+from posttrain.training.preference_choice import chosen_preference
 from posttrain.training.setup import ACTIVATION_SHARE, optimization, tokens_of_activations
-from posttrain.training.verbs.prefer import chosen
+
+ESTIMATED = (SFT, RL, Prefer, Distill)
+"""Options of verbs whose models `shapes_of` makes."""
 
 
 @dataclass(frozen=True)
@@ -78,19 +83,42 @@ def plan_memory(config: Training, room: float) -> MemoryPlan:
     Raises UserError for what the estimate does not know: models that transformers backs, quantized weights, critics of
     actions, trust regions.
     """
-    check_bounds(config)
-    _refuse(config)
-    shape = shape_of(config.model or "")
-    learner = shapes_of(config, shape)
-    shares = config.processes if config.shard else 1
-    tokens = config.tokens_per_microbatch or tokens_of_activations(shape, room * ACTIVATION_SHARE)
-    size = UpdateSize.of(config, tokens, room, _wants(config), shares)
+    learner, size = _sized(config, config.model or "", config.processes, room)
     found = estimate_memory(learner, size)
     assert found is not None, "the shape is known"
-    return MemoryPlan(found, room, tokens, tuple(advice(found, learner, size)))
+    return MemoryPlan(found, room, size.tokens, tuple(advice(found, learner, size)))
 
 
-def _refuse(config: Training) -> None:
+def refuse_impossible(config: Training, start: Path | None, processes: int, device: torch.device) -> None:
+    """Raise UserError before weights are read, if a run on this GPU cannot fit however small its micro-batches are.
+    `start`: the folder of its model.
+
+    Options that the estimate does not know pass, and so do mistakes, which the run itself reports.
+    """
+    if device.type != "cuda" or type(config) not in ESTIMATED or start is None:
+        return
+    if config.lora is None and is_adapter(start):  # adapters that continue
+        return
+    try:
+        learner, size = _sized(config, str(start), processes, float(gpu_memory(device)))
+    except UserError:
+        return
+    refuse_too_large(learner, size)
+
+
+def _sized(config: Training, model: str, processes: int, room: float) -> tuple[LocalLearner, UpdateSize]:
+    """Return the learner of a run, of shapes without numbers, and the size of its updates. Raises UserError for what the
+    estimate does not know.
+    """
+    check_bounds(config)
+    _refuse(config, processes)
+    shape = shape_of(model)
+    learner = shapes_of(config, shape)
+    tokens = config.tokens_per_microbatch or tokens_of_activations(shape, room * ACTIVATION_SHARE)
+    return learner, UpdateSize.of(config, tokens, room, _wants(config), processes if config.shard else 1)
+
+
+def _refuse(config: Training, processes: int) -> None:
     """Raise UserError for options that the estimate does not know."""
     if not config.model:
         raise UserError(
@@ -105,10 +133,10 @@ def _refuse(config: Training) -> None:
     ):
         if value:
             raise UserError(f"posttrain memory cannot estimate {name} yet: leave it out")
-    if config.shard and config.processes == 1:
+    if config.shard and processes == 1:
         raise UserError(SHARD_ALONE)
     check_divisions(config)
-    refuse_uneven(config, config.processes)
+    refuse_uneven(config, processes)
 
 
 def shape_of(model: str) -> DecoderConfig:
@@ -123,7 +151,7 @@ def shape_of(model: str) -> DecoderConfig:
 def _wants(config: Training) -> frozenset[str]:
     """Return the outputs that the loss of a run reads, as far as they take memory."""
     if isinstance(config, Prefer):
-        return chosen(config).wants
+        return chosen_preference(config).wants
     return adjust(find(config.algorithm), config).wants if isinstance(config, RL) else frozenset()
 
 
@@ -141,7 +169,7 @@ def shapes_of(config: Training, shape: DecoderConfig) -> LocalLearner:
         refuse_without_lora(config)
     others: dict[str, Decoder] = {}
     critic: Critic | None = None
-    moves = isinstance(config, Prefer) and chosen(config).moving is not None
+    moves = isinstance(config, Prefer) and chosen_preference(config).moving is not None
     if moves and config.lora is None:
         others[REFERENCE] = _held(_decoder(shape).requires_grad_(False), frozen)
     if isinstance(config, RL):

@@ -33,6 +33,7 @@ from posttrain.runs.terminal.notices import tell
 from posttrain.runs.tracking.tracker import Status
 from posttrain.runs.tracking.trackers import Trackers
 from posttrain.system.worker_thread import WorkerThread
+from posttrain.training.gpu_use import gpus_by_role, peaks, speed
 from posttrain.training.hooks import Hooks
 from posttrain.training.loop import FinishedStep, interruptible, train
 from posttrain.training.step_profiler import StepProfiler
@@ -92,6 +93,8 @@ class Trainer:
         self.config: Training = run.config
         self.measure, self.steps = measure, steps
         self.folder = run.path
+        self.gpus = gpus_by_role(self.config, learner.device)
+        self.scores = False  # whether a head of one output reads the policy
         self.display = Display(quiet=self.config.quiet)
         self.saved = run.checkpoint  # the newest checkpoint
         self.saving: Future[Path] | None = None  # the checkpoint that is being written
@@ -110,6 +113,7 @@ class Trainer:
 
         `sizes` and `formula` describe the run; they are shown and recorded.
         """
+        self.scores = "score" in objective.wants
         if self.saved:
             self._restore(self.saved)
         self.record = self.opened.open({"sizes": sizes, "objective": formula})
@@ -247,7 +251,8 @@ class Trainer:
         held_out = self.measure(stats) if self.measure and evaluated else None
         if trained.step.played:
             stats.add("rollouts", len(trained.step.played))
-        metrics, timing = stats.means(), _timing(trained)
+        metrics, timing = stats.means(), _timing(trained) | peaks(self.gpus, self.world)
+        timing |= speed(self.learner, trained.work, trained.seconds["update"], self.world.size, self.scores)
         with writing(self.folder):
             if trained.step.outcomes:
                 self.record.rollouts(number, trained.step.outcomes, config.verb)
@@ -370,7 +375,7 @@ def _timing(trained: FinishedStep) -> dict[str, float]:
     timing = {f"seconds/{name}": value for name, value in seconds.items()}
     taken = max(1e-9, sum(trained.seconds.values()))
     given = not trained.step.played  # given rows, whose prompts are read and responses trained
-    speeds = {"learned": trained.step.tokens, "read": trained.fed} if given else {"sampled": trained.step.tokens}
+    speeds = {"learned": trained.step.tokens, "read": trained.work.fed} if given else {"sampled": trained.step.tokens}
     timing |= {f"tokens_per_second/{name}": tokens / taken for name, tokens in speeds.items()}
     took: dict[str, list[float]] = {"environment": [], "reply": []}
     for rollout in trained.step.played:
@@ -381,5 +386,5 @@ def _timing(trained: FinishedStep) -> dict[str, float]:
         timing |= (
             {f"seconds/turn/{who}": sum(turns) / len(turns), f"seconds/turn/{who}/max": max(turns)} if turns else {}
         )
-    timing |= {"seconds/between": trained.between, "update/tokens": trained.fed}
+    timing |= {"seconds/between": trained.between, "update/tokens": trained.work.fed}
     return {**timing, **trained.step.counts, **trained.step.work}

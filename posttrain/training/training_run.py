@@ -25,7 +25,8 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_folder import RunFolder
 from posttrain.training.distributed_setup import open_world
 from posttrain.training.hooks import Hooks
-from posttrain.training.memory_estimate import UpdateSize, memory_lines
+from posttrain.training.memory_estimate import UpdateSize, memory_lines, refuse_too_large
+from posttrain.training.memory_plan import refuse_impossible
 from posttrain.training.setup import microbatch_tokens, prepare
 from posttrain.training.sources.length_filter import TooLong
 from posttrain.training.suite_check import suite_check
@@ -80,6 +81,7 @@ def run_training(
         validate(run.config)
         watching = Hooks([*run.config.hook, *hooks])
         device = prepare(run.config)
+        refuse_impossible(run.config, run.start, world.size, device)
         parts = build(RunContext(run, device, resources, rows, env))
         measured = forgetting(run, parts.learner, parts.tokenizer, device)
         sampled = suite_check(run, parts.learner, parts.tokenizer, device, resources)
@@ -107,10 +109,14 @@ def _together(before: Sequence[Callable[[Stats], None]], last: Measure | None) -
 
 
 def _memory(config: Training, parts: RunParts, device: torch.device) -> list[str]:
-    """Describe the GPU memory that the run takes; [] on a CPU, if it is spread over several GPUs, or with --float8."""
+    """Describe the GPU memory that the run takes; [] on a CPU, if it is spread over several GPUs, or with --float8.
+
+    Raises UserError if it cannot fit.
+    """
     learner = parts.learner
-    if device.type != "cuda" or config.divisions or config.float8 or not isinstance(learner, LocalLearner):
+    if device.type != "cuda" or config.divisions or not isinstance(learner, LocalLearner):
         return []
     tokens = microbatch_tokens(config, learner.model)
-    room = float(gpu_memory(device))
-    return memory_lines(learner, UpdateSize.of(config, tokens, room, parts.objective.wants))
+    size = UpdateSize.of(config, tokens, float(gpu_memory(device)), parts.objective.wants)
+    refuse_too_large(learner, size)
+    return [] if config.float8 else memory_lines(learner, size)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,9 +19,13 @@ from places import TESTS
 import posttrain
 from posttrain.apps.planning.job import Group, Job, JobEpisode, JobTurn, Learning, PlanSetting, Speed
 from posttrain.apps.planning.pilot import read_pilot, rising
-from posttrain.apps.planning.plan_command import _about
+from posttrain.apps.planning.plan_command import _about, command_of
 from posttrain.apps.planning.simulation import Simulation, SimulationResult
+from posttrain.cli.commands import _training_of
 from posttrain.cli.main import main
+from posttrain.config.command_words import command_words
+from posttrain.config.scale import Plan
+from posttrain.config.training import RL
 from posttrain.core.types import UserError
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_reading import read_timing
@@ -240,6 +246,10 @@ def test_the_command_fits_a_terminal_and_gives_data(pilot: Path, capsys: pytest.
     wide = [line for line in lines if len(line) > 80 and str(pilot) not in line]
     assert len(lines) <= 24 and not wide, wide
     assert any(line.startswith("best of 6 GPUs: ") for line in lines)
+    (command,) = (line.partition("posttrain ")[2] for line in lines if line.startswith("command   posttrain "))
+    read = _training_of(shlex.split(command), "plan")
+    assert isinstance(read, RL) and read.out == f"{pilot / 'rl'}-6" and read.max_tokens == 12 and read.lr == 1e-3
+    assert read.processes * (1 if read.replicas else 6) + read.replicas == (6 if read.replicas else 36)
     assert (
         main(["plan", str(pilot / "rl"), "--engines", "1", "3", "--async-steps", "0", "1", "--steps", "12", "--json"])
         == 0
@@ -330,3 +340,52 @@ def test_options_that_say_nothing_are_refused(pilot: Path, tmp_path: Path) -> No
         assert said in " ".join(lines)
     with pytest.raises(UserError, match="holds no run"):
         read_pilot(str(tmp_path))
+
+
+def run_options(**changed: Any) -> RL:
+    own: dict[str, Any] = {"tasks": "my rows.jsonl", "env": "my.py:reward", "model": "runs/sft", "out": "runs/pilot"}
+    return RL(**{**own, **changed})
+
+
+def read_back(command: str) -> Any:
+    """The options that the command line reads from a printed command."""
+    name, *words = shlex.split(command)
+    assert name == "posttrain"
+    return _training_of(words, "plan", checked=False)
+
+
+def test_the_printed_command_is_that_of_the_split_with_the_other_options_of_the_pilot(pilot: Path) -> None:
+    of = partial(replace, read_pilot(str(pilot / "rl")))
+    own = run_options(prompts=7, settings={"surrogate.high": "0.28"}, overwrite=True, steps=20)
+    seven = of(options=own, size=(7, 4))
+    split = PlanSetting(5, 3, async_steps=2, tokens=64)
+    expected = {
+        **{"prompts": 7, "group": 4, "out": "runs/pilot-8", "overwrite": False, "processes": 3, "replicas": 5},
+        **{"async_steps": 2, "tokens_per_step": 64},
+    }
+    gpus = {"learner_devices": (0, 1, 2), "engine_devices": (3, 4, 5, 6, 7)}
+    assert read_back(command_of(seven, split, Plan(gpus=8))) == replace(own, **expected, **gpus)
+    assert read_back(command_of(seven, split, Plan())) == replace(own, **expected)
+    on_cpu = of(options=replace(own, device="cpu"), size=(7, 4))
+    assert read_back(command_of(on_cpu, split, Plan(gpus=8))) == replace(own, device="cpu", **expected)
+    turns = read_back(command_of(seven, PlanSetting(4, 4, shared=True), Plan(gpus=4)))
+    assert turns == replace(own, group=4, out="runs/pilot-4", overwrite=False, processes=4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"settings": {"surrogate.high": "0.28", "kl": "0.0"}, "learner_devices": (0, 2), "betas": (0.8, 0.95)},
+        {"fields": {"prompt": "the question"}, "role_devices": {"reference": "1"}, "offload": ("optimizer",)},
+        {"chat_template_kwargs": {"enable_thinking": False}, "quiet": True, "warmup": 3, "lora": 8},
+        {
+            "optimizer": "sgd",
+            "optimizer_options": {"momentum": 0.95, "nesterov": True},
+            "prompt_template": "-{prompt}\n",
+        },
+        {"mixture": {"a": {"tasks": "a.jsonl", "env": "my.py:one"}, "b": {"tasks": "b.jsonl", "env": "my.py:two"}}},
+    ],
+)
+def test_words_of_options_are_read_as_these_options(options: dict[str, Any]) -> None:
+    own = run_options(**options)
+    assert read_back(shlex.join(["posttrain", "rl", *command_words(own)])) == own

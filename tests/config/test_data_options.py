@@ -18,11 +18,13 @@ from posttrain.cli.main import main
 from posttrain.config.training import RL, SFT
 from posttrain.data import rows as rows_module
 from posttrain.data.tasks import Stream, Tasks
+from posttrain.models.native.decoder_flops import forward_flop
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_reading import read_metrics, read_run, read_timing
 from posttrain.runs.terminal.panel import figures
+from posttrain.training.memory_plan import shape_of
 from posttrain.training.setup import load_tasks, split_tasks
 
 SMALL = "--tokenizer characters --hidden 16 --layers 1 --heads 2 --context 40 --rows 4 --threads 1 --quiet".split()
@@ -312,6 +314,11 @@ def test_speed_counts_what_was_sampled_or_of_given_rows_what_was_read_and_what_w
     taken = given["seconds/rollout"] + given["seconds/update"]
     assert given[f"{name}/learned"] * taken == pytest.approx(2 * len(rows), rel=1e-3)
     assert given[f"{name}/read"] * taken == pytest.approx(sum(map(len, rows)) + len(rows), rel=1e-3)
+    seen = len(rows) * sum(range(1, 6))  # of 5 tokens each
+    flop = given["update/tflops"] * 1e12 * given["seconds/update"]
+    assert flop == pytest.approx(
+        3 * forward_flop(shape_of(str(place / "sft")), 5 * len(rows), 2 * len(rows), seen), rel=1e-3
+    )
     (metrics,) = read_metrics(place / "rl")
     taken = played["seconds/rollout"] + played["seconds/update"]
     assert played[f"{name}/sampled"] * taken == pytest.approx(metrics["length"] * metrics["rollouts"], rel=1e-3)

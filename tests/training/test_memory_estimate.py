@@ -13,6 +13,7 @@ from torch import nn
 
 from posttrain.config.resolve import filled
 from posttrain.config.training import SFT
+from posttrain.core.types import UserError
 from posttrain.learners.gradient_sums import BUCKET
 from posttrain.learners.local_learner import LocalLearner
 from posttrain.learners.natural_gradient import TrustRegion
@@ -21,6 +22,7 @@ from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.linear import accumulating
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.memory_estimate import SamplingSize, UpdateSize, advice, estimate_memory, memory_lines
+from posttrain.training.memory_estimate import refuse_too_large as refuse
 from posttrain.training.memory_plan import shapes_of
 
 QWEN = DecoderConfig(
@@ -120,7 +122,7 @@ def test_a_run_that_may_not_fit_is_shown_what_would_take_less() -> None:
     assert all(f"{way} (" in line for way in ("--recompute layers", "--tokens-per-microbatch 4096", "--lora 16 with "
                                                "--frozen-weights bfloat16"))  # fmt: skip
     assert "--offload optimizer (" in line and "--offload activations (" in line and "--offload reference" not in line
-    less = replace(size, offload=frozenset(["optimizer"]), room=10e9)
+    less = replace(size, offload=frozenset(["optimizer"]), room=14e9)
     [line] = advice(estimate_memory(learner, less), learner, less)  # type: ignore[arg-type]
     assert "--offload activations optimizer (" in line and "--offload optimizer (" not in line
     assert advice(found, learner, replace(size, room=H200)) == []
@@ -128,3 +130,38 @@ def test_a_run_that_may_not_fit_is_shown_what_would_take_less() -> None:
     [line] = advice(found, learner, size)
     assert "--offload activations (" in line and "--offload optimizer" not in line
     assert str(found).startswith("memory of the GPU: about ") and "activations 2" in str(found)
+
+
+def test_a_run_is_refused_from_a_tenth_beyond_the_gpu_on_whatever_its_micro_batches_are() -> None:
+    learner, size = learner_of(QWEN_7B), UpdateSize(1024, False, None, 80 * 2.0**30)
+    needed = 4.0 * 4 * QWEN_7B.parameters  # weights, gradients, two moments
+    with pytest.raises(UserError) as told:
+        refuse(learner, size)
+    assert str(told.value) == (
+        "this run needs 113.5 GiB (weights 28.4 + gradients 28.4 + moments 56.7) beside its activations, and the GPU has "
+        "80.0 GiB: --offload optimizer (60.8 GiB), --lora 16 with --frozen-weights bfloat16 (14.2 GiB), --shard --processes "
+        "2 on as many GPUs (56.7 GiB each) would take less"
+    )
+    assert memory_lines(learner, size)[1:] == [str(told.value)]
+    for tokens in (1, 100_000):
+        refuse(learner, replace(size, tokens=tokens, room=needed / 1.1 + 1))
+        with pytest.raises(UserError):
+            refuse(learner, replace(size, tokens=tokens, room=needed / 1.1 - 1))
+    refuse(learner, replace(size, offload=frozenset(["optimizer"])))
+    refuse(learner_of(QWEN_7B, adapted=True), size)
+    refuse(learner, replace(size, shares=2))
+
+
+def test_a_refusal_names_nothing_that_other_options_exclude() -> None:
+    learner, size = learner_of(QWEN_7B, adapted=True), UpdateSize(1, False, None, 8 * 2.0**30)
+    with pytest.raises(UserError, match="--shard --processes 4 on as many GPUs") as told:
+        refuse(learner, size)
+    assert "--lora" not in str(told.value) and "--offload" not in str(told.value)
+    with pytest.raises(UserError, match="use a smaller model") as told:
+        refuse(learner, replace(size, offload=frozenset(["activations"])))
+    assert "--shard" not in str(told.value)
+    learner.optimization = replace(learner.optimization, optimizer="lion")  # which --shard refuses
+    with pytest.raises(UserError, match="use a smaller model"):
+        refuse(learner, size)
+    learner.trust_region = TrustRegion()  # without moments
+    refuse(learner, size)

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from posttrain.cli.main import main
 from posttrain.config.resolve import filled
 from posttrain.config.training import RL, SFT, Distill, Prefer, Training
 from posttrain.core.types import UserError
+from posttrain.training import memory_plan, training_run
 from posttrain.training.memory_plan import plan_memory
 
 QWEN = {
@@ -122,11 +124,32 @@ def test_the_command_prints_parts_advice_and_whether_it_fits(models: Path, capsy
     words = "-- rl --model 7b --precision bfloat16".split()
     assert main(["memory", *words]) == 1
     out = capsys.readouterr().out
-    assert "weights                56.7 GiB" in out and "this may not fit into the GPU's 80.0 GiB" in out
+    assert (
+        "weights                56.7 GiB" in out and "this run needs 141.9 GiB (weights 56.7 + gradients 28.4 " in out
+    )
     assert "--lora 16 with --frozen-weights bfloat16" in out
+    assert main(["memory", "--gpu-memory", "90", *words, "--offload", "optimizer"]) == 1
+    assert "this may not fit into the GPU's 90.0 GiB: --recompute layers (" in capsys.readouterr().out
     small = "--lora 16 --frozen-weights bfloat16 --recompute layers".split()
     assert main(["memory", "--gpu-memory", "40", *words, *small]) == 0
     assert "it fits into 40.0 GiB: " in capsys.readouterr().out
+
+
+def test_a_run_that_cannot_fit_is_refused_before_weights_are_read(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(training_run, "prepare", lambda config: torch.device("cuda"))
+    monkeypatch.setattr(memory_plan, "gpu_memory", lambda device: 80 * GIB)
+    (models / "rows.jsonl").write_text(json.dumps({"prompt": "a", "response": "b"}) + "\n")
+    (models / "my.py").write_text("def reward(task, reply):\n    return 0.0\n")
+    words = "--tasks rows.jsonl --model 7b --precision bfloat16 --out run --threads 1 --quiet".split()
+    for verb, needed in {"sft": "113.5", "rl": "141.9"}.items():
+        assert main([verb, *words, *(["--env", "my.py:reward"] if verb == "rl" else [])]) == 2
+        err = capsys.readouterr().err.strip()
+        assert "\n" not in err and f"this run needs {needed} GiB (weights" in err and "the GPU has 80.0 GiB" in err
+        assert not Path("run").exists()
+    assert main(["sft", *words, "--lora", "8"]) == 2  # 7b has no weights here, which only a run that may fit misses
+    assert "this run needs" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -186,6 +209,7 @@ def test_processes_that_divide_weights_or_tokens_take_their_parts(models: Path) 
 
 @pytest.mark.parametrize("how", [{"tensor_parallel": 2}, {"context_parallel": 2}, {"shard": True}])
 def test_advice_names_no_option_that_is_refused_beside_others(models: Path, how: dict[str, Any]) -> None:
-    (whole,) = plan_memory(config(SFT, model="7b"), 8 * GIB).advice
-    (divided,) = plan_memory(config(SFT, model="7b", processes=2, **how), 8 * GIB).advice
+    room = 24 if "context_parallel" in how else 12  # in which the weights fit, and activations do not
+    (whole,) = plan_memory(config(SFT, model="1b"), 24 * GIB).advice
+    (divided,) = plan_memory(config(SFT, model="1b", processes=2, **how), room * GIB).advice
     assert "--offload" in whole and "--recompute layers" in divided and "--offload" not in divided

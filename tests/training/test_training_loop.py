@@ -17,6 +17,7 @@ from posttrain.core.batch import Stats, TrainingStep
 from posttrain.system.garbage import YOUNG
 from posttrain.training import loop
 from posttrain.training.loop import FinishedStep, interruptible, train
+from posttrain.training.update_work import UpdateWork
 
 
 def counted(**figures: float) -> Stats:
@@ -26,7 +27,10 @@ def counted(**figures: float) -> Stats:
     return stats
 
 
-A, B = (SimpleNamespace(layout=SimpleNamespace(tokens=torch.zeros(n))) for n in (3, 4))
+A, B = (
+    SimpleNamespace(layout=SimpleNamespace(tokens=torch.zeros(n), length=(n,), prefix=(-1,)), target=torch.zeros(n - 1))
+    for n in (3, 4)
+)
 
 
 class Fake:
@@ -101,7 +105,7 @@ def test_every_step_is_produced_learned_from_and_told_of_in_order(monkeypatch: p
         (3, (3.0, 1.0), (1.0, 1.0)),
         (4, (4.0, 1.0), (1.0, 1.0)),
     ]
-    assert seen[0].seconds == {"rollout": 11.0, "update": 201.0} and seen[0].fed == 7
+    assert seen[0].seconds == {"rollout": 11.0, "update": 201.0} and seen[0].work == UpdateWork(7, 5, 6 + 10)
     assert "loss" not in seen[0].step.stats  # what the source told stays as it was
     assert fake.run(5, 4) == 4
 

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from random import Random
+from typing import cast
 
 from posttrain.apps.planning.job import Group, Job, JobEpisode, JobTurn, Learning, Speed
-from posttrain.config.verbs import sampling
+from posttrain.config.training import RL
+from posttrain.config.verbs import VERBS, sampling
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import SpanKind, UserError
 from posttrain.runs.record.rollout_reading import timed_rollouts
@@ -34,6 +36,7 @@ class Pilot:
     """Measurements of a job on the pilot's machine."""
 
     folder: str
+    options: RL
     job: Job
     groups: tuple[Group, ...]
     steps: int  # that were measured
@@ -84,7 +87,18 @@ def read_pilot(
     took = _mean(rows, "seconds/rollout") + _mean(rows, "seconds/update") + between
     episodes = [episode for g in groups for episode in g.episodes]
     waits = sum(e.reward + sum(stage.wait for stage in e.stages) for e in episodes) / len(episodes)
-    return Pilot(str(folder), job, groups, len(rows), size, size != own, 3600 / took, 1 / learning, waits)
+    return Pilot(
+        str(folder),
+        _options(folder, run["verb"], config),
+        job,
+        groups,
+        len(rows),
+        size,
+        size != own,
+        3600 / took,
+        1 / learning,
+        waits,
+    )
 
 
 def _check_kind(folder: str, verb: str, config: Row) -> None:
@@ -101,6 +115,17 @@ def _check_kind(folder: str, verb: str, config: Row) -> None:
             )
     if not all(type(config.get(name)) is int and config[name] > 0 for name in ("prompts", "group")):
         raise UserError(f"{Path(folder) / 'run.json'} is damaged (no valid prompts or group): put a copy of it back")
+
+
+def _options(folder: str, verb: str, config: Row) -> RL:
+    """Return the options of the run."""
+    kind = VERBS[verb].options
+    try:
+        return cast(RL, kind(**{name: tuple(v) if isinstance(v, list) else v for name, v in config.items()}))
+    except TypeError as error:
+        raise UserError(
+            f"{folder} was made by another version, with other options ({error}): run a pilot again"
+        ) from None
 
 
 def _measured(folder: str, run: Row) -> list[Row]:

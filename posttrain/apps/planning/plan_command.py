@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from posttrain.apps.planning.job import PlanSetting
 from posttrain.apps.planning.pilot import Pilot, read_pilot
 from posttrain.apps.planning.simulation import Simulation, SimulationResult
+from posttrain.config.command_words import command_words
 from posttrain.config.scale import Plan
 from posttrain.core.types import UserError
 
@@ -19,6 +22,8 @@ SHOWN = 10  # settings, so that all fits a terminal of 24 lines
 SPLITS = 12  # splits of many devices to try before the neighbours of the best one
 FEWEST, MOST, REPLIES = 16, 48, 12_000  # fewest and most steps to simulate, and the replies that suffice
 ALIKE = 0.01  # relative difference in steps per hour below which settings are equal
+OF_A_FOLDER = frozenset(["resume", "overwrite"])
+"""Options about the folder of the pilot, which its command in another setting does not have."""
 HELP = {
     "decoding": "engines decode all the time: more of them, or shorter replies",
     "tail": "engines wait for their longest replies: --tokens-per-step helps",
@@ -45,7 +50,11 @@ def plan(run: str, config: Plan) -> int:
     found = _tried(config, outcome)
     best = _best(found)
     if config.json:
-        print(json.dumps(_data(pilot, alone, found, best), indent=1))
+        print(
+            json.dumps(
+                {**_data(pilot, alone, found, best), "command": command_of(pilot, best.setting, config)}, indent=1
+            )
+        )
     else:
         print("\n".join(_lines(pilot, alone, found, best, config, steps)))
     return 0
@@ -141,7 +150,7 @@ def _lines(
     lines += [_row(o, alone) for o in shown]
     if len(order) > SHOWN:
         lines.append(f"... and {len(order) - SHOWN} slower ones (--json has all)")
-    return [*lines, "", *_advice(best, alone, config)]
+    return [*lines, "", *_advice(pilot, best, alone, config)]
 
 
 def _about(pilot: Pilot, alone: SimulationResult, steps: int) -> list[str]:
@@ -205,23 +214,46 @@ NAMES = {"tail": "longest replies", "reading": "prompts", "loading": "weight syn
 }
 
 
-def _advice(best: SimulationResult, alone: SimulationResult, config: Plan) -> list[str]:
+def _advice(pilot: Pilot, best: SimulationResult, alone: SimulationResult, config: Plan) -> list[str]:
     s, times = best.setting, best.steps_per_hour / alone.steps_per_hour
     what = (
         f"{s.engines} processes that sample and learn in turns"
         if s.shared
         else (f"{s.engines} engine{'s' * (s.engines > 1)}, {s.learners} learner{'s' * (s.learners > 1)}")
     )
-    options = [f"--processes {s.learners}"] if s.learners > 1 else []
-    options += [f"--replicas {s.engines}"] if not s.shared else []
-    options += [f"--async-steps {s.async_steps}"] if s.async_steps else []
-    options += [f"--tokens-per-step {s.tokens}"] if s.tokens else []
     of = f" of {config.gpus} GPUs" if config.gpus else ""
     return [
         f"best{of}: {what}: {_rate(best)} steps/h, {times:.2f} times one process",
-        f"options   {' '.join(options) or 'none: one process'}",
         f"limit     {HELP[best.limit]}",
+        f"command   {command_of(pilot, s, config)}",
     ]
+
+
+def command_of(pilot: Pilot, setting: PlanSetting, config: Plan) -> str:
+    """Return the command that runs the pilot's job in a setting: its other options, then those of the setting. It runs in a
+    folder beside the pilot's.
+
+    With `--gpus` it names the GPUs of learners and engines, unless the pilot was to run on a CPU.
+    """
+    options = pilot.options
+    placed = config.gpus is not None and not setting.shared and options.device != "cpu"
+    gpus = range(setting.devices if placed else 0)
+    own = replace(
+        options,
+        out=f"{options.out.rstrip('/')}-{setting.devices}",
+        prompts=pilot.size[0],
+        group=pilot.size[1],
+    )
+    split: dict[str, Any] = {
+        "processes": setting.learners,
+        "replicas": 0 if setting.shared else setting.engines,
+        "async_steps": setting.async_steps,
+        "tokens_per_step": setting.tokens or 0,
+        "learner_devices": tuple(gpus[: setting.learners]),
+        "engine_devices": tuple(gpus[setting.learners :]),
+    }
+    words = command_words(own, OF_A_FOLDER | split.keys()) + command_words(type(options)(**split))
+    return shlex.join(["posttrain", options.verb, *words])
 
 
 def _data(

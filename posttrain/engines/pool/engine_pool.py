@@ -95,11 +95,12 @@ class EnginePool:
         return f"{len(self.members)} engine{'s' * (len(self.members) > 1)} ({', '.join(kinds)})"
 
     def counts(self) -> dict[str, float]:
-        """Return counters since the beginning, and `probe_gap`: the maximal difference to the learner in the last
-        weight sync, in nats.
+        """Return counters since the beginning; `probe_gap`: the maximal difference to the learner in the last weight
+        sync, in nats; and `memory`, if engines report it: the most that one took of its GPU before it, in GB.
         """
         ready = sum(m.state is MemberState.READY for m in self.members)
-        return {"ready": ready, "probe_gap": self._deviation, **self._counted}
+        most = max((m.memory for m in self.members), default=0)
+        return {"ready": ready, "probe_gap": self._deviation, **self._counted, **({"memory": most} if most else {})}
 
     # -- membership ------------------------------------------------------------------------------------------------------
 
@@ -336,6 +337,8 @@ class EnginePool:
             member.hello, member.state, member.held = hello, MemberState.STALE, None
         elif what == "loaded":
             self._handle_loaded(member, *more)
+        elif what == "memory":
+            member.memory = float(more[0]) / 1e9
         elif what == "done":
             self._handle_done(member, *more)
         elif what == "failed":

@@ -55,6 +55,7 @@ class PoolMember:
     probe: dict[int, int] = field(default_factory=dict)  # open tickets of the weight probe -> number of its request
     probed: dict[int, Completion] = field(default_factory=dict)  # results of the weight probe, by number of the request
     held: int | None = None  # version of the weights that last passed the probe; None: none since its start
+    memory: float = 0.0  # GB: most of its GPU between two weight syncs; 0: not known
     silent: float = 0.0  # seconds without a message
     failures: int = 0  # losses in a row
     restart_at: float = 0.0  # earliest time of the next start

@@ -2,7 +2,8 @@
 
     pool -> engine   ("submit", ticket, id, prompt, own, sampling, keep), ("cancel", id), ("forget", id),
                      ("copy", id, to, tokens), ("load", offer); first of all ("setup", ...)
-    engine -> pool   ("hello", properties), ("loaded", version, checksum), ("done", ticket, completion),
+    engine -> pool   ("hello", properties), ("loaded", version, checksum), ("memory", bytes) after it from a GPU,
+                     ("done", ticket, completion),
                      ("alive",) as a heartbeat while it works, ("failed", reason) before it exits
 
 It also samples while the pool does not listen. A vLLM server gets the same messages through a client of its own (see
@@ -26,6 +27,7 @@ from posttrain.engines.pool.pool_protocol import Gone, Message, Wire, decode_sam
 from posttrain.engines.weight_sync import Offer, Received, checksum_of, offered
 from posttrain.models.backbone import Backbone
 from posttrain.models.checkpoint_folder import allocate
+from posttrain.models.free_memory import peak_memory
 from posttrain.models.json_files import read_json
 from posttrain.models.native.decoder_config import read_config
 from posttrain.models.native.kernels import build
@@ -46,7 +48,7 @@ class LocalHost:
         build.use(setup["compiled"])
         folder, self.layout = Path(setup["folder"]), setup["layout"]
         self.dtype = dtype = getattr(torch, setup["layout"]["dtype"])
-        device = torch.device(setup["device"])
+        self.device = device = torch.device(setup["device"])
         self.model: Backbone
         if setup["backed"] is None:
             config = read_config(folder, read_json(folder / "config.json"))
@@ -108,6 +110,8 @@ def _carry_out(host: LocalHost, wire: Wire, tickets: dict[int, int], message: Me
         host.engine.copy(*more)
     elif what == "load":
         wire.send("loaded", *host.take(*more))
+        if most := peak_memory(host.device):
+            wire.send("memory", most)
     else:
         raise ValueError(f"the pool asked for {what!r}")
 

@@ -8,11 +8,8 @@ from functools import partial
 
 import torch
 
-from posttrain.algorithms.all_algorithms import find_preference
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.preference import PreferenceAlgorithm, PreferenceObjective
-from posttrain.algorithms.responses import LogRatio
-from posttrain.algorithms.settings import change, check_ranges
 from posttrain.config.training import Prefer
 from posttrain.core.batch import Outputs, Packed, Stats
 from posttrain.core.component import Need
@@ -28,9 +25,9 @@ from posttrain.models.native.kernels import build
 from posttrain.runs import fingerprint
 from posttrain.runs.chat_choice import chatting
 from posttrain.runs.run_folder import RunFolder
-from posttrain.training.frozen_weights import refuse_rounded_moves
 from posttrain.training.open_learner import new_learner, policy, reference
 from posttrain.training.passes import check, compared_rows, example_recording, must_end, sizes, updates
+from posttrain.training.preference_choice import chosen_preference
 from posttrain.training.row_warnings import warn_unread
 from posttrain.training.setup import (
     end_tokens,
@@ -46,59 +43,10 @@ from posttrain.training.training_run import RunContext, RunParts
 EVALUATED = 256  # held-out preference examples packed into micro-batches together
 
 
-def chosen(config: Prefer) -> PreferenceAlgorithm:
-    """Return the algorithm of a run.
-
-    Raises UserError, in one line, if its settings do not exist, do not fit or have no effect.
-    """
-    algorithm = change(find_preference(config.algorithm), config.settings)
-    check_ranges(algorithm)
-    margin = algorithm.margin
-    if margin is not None and (margin.constant or margin.scale) and not algorithm.link.takes_margin:
-        raise UserError(
-            f"{algorithm.name}: --margin and --row-margins have no effect, as its loss has no margin: leave them out, or "
-            "choose --link sigmoid or hinge"
-        )
-    _check_transport(algorithm, config)
-    if algorithm.reads_labels and getattr(algorithm.score, "tail", 1.0) != 1:
-        raise UserError(f"{algorithm.name}: labels are of single responses, none is the shorter one: leave out --tail")
-    if algorithm.moving is not None:
-        if Need.REFERENCE not in algorithm.needs:
-            raise UserError(f"{algorithm.name}: --reference-every has no effect, as it has no reference: leave it out")
-        refuse_rounded_moves(config, "--reference-update-rate", algorithm.moving.rate)
-    return algorithm
-
-
-def _check_transport(algorithm: PreferenceAlgorithm, config: Prefer) -> None:
-    """Raise UserError if sorted distributions cannot be compared with these settings."""
-    if algorithm.transport is None:
-        return
-    data = algorithm.transport.data
-    score = algorithm.score
-    linear = isinstance(score, LogRatio) and score.divergence == "reverse-kl"
-    told = {
-        f"--transport {data} compares differences of scores: choose --link sigmoid, robust, square, hinge or reverse-kl": (
-            not algorithm.link.of_difference
-        ),
-        "--transport paired sorts margins of policy and reference: it needs --score log-ratio and the reverse KL": (
-            data == "paired" and not linear
-        ),
-        "--policy-weight weighs pairs, and --transport compares across pairs: leave out --policy-weight": algorithm.weight
-        is not None,
-        "--row-margins are margins of pairs, and --transport compares across pairs: leave out --row-margins": (
-            algorithm.margin is not None and algorithm.margin.scale > 0
-        ),
-        "it sorts the scores of an optimizer batch: --rows must be at least 2": config.rows < 2,
-    }
-    for reason, broken in told.items():
-        if broken:
-            raise UserError(f"{algorithm.name}: {reason}")
-
-
 def prefer(context: RunContext[Prefer]) -> RunParts:
     """Learn from preferences: DPO and its family."""
     config, run, device = context.config, context.run, context.device
-    algorithm = chosen(config)
+    algorithm = chosen_preference(config)
     train_tasks, held_out = compared_rows(config, context.rows, to_judged if algorithm.reads_labels else to_compared)
     must_end(config, train_tasks)
     if isinstance(train_tasks, Stream) and Need.REFERENCE in algorithm.needs and algorithm.moving is None:

@@ -28,7 +28,7 @@ from work import DATA, REAL
 
 HEAD = """# Speed and memory, beside others
 
-What `make bench` found, the newest run last. How it measures, what each row means and why both sides have the same chances:
+The results of `make bench`, the newest run last. How it measures, what each row means and why both sides have the same chances:
 [benchmarks/speed](../../benchmarks/speed/README.md). Figures are medians over rounds with the least and the greatest in
 brackets; ratios are taken within a round, where the sides take turns.
 """

@@ -89,8 +89,9 @@ def _with_lists(row: Row) -> Row:
     changed: dict[str, Any] = {}
     for name in MESSAGES:
         value = row.get(name)
-        turns = [value] if _is_turn(value) else value
-        if isinstance(turns, list) and any(map(_is_turn, turns)) and (turns is not value or not _has_roles(turns)):
+        alone = _is_turn(value)
+        turns = [value] if alone else value
+        if isinstance(turns, list) and any(map(_is_turn, turns)) and (alone or not all(map(_has_role, turns))):
             changed[name] = [_message(turn, f"{name}: turn {number}") for number, turn in enumerate(turns, 1)]
     return {**row, **changed} if changed else row
 
@@ -99,8 +100,8 @@ def _is_turn(value: Any) -> bool:
     return isinstance(value, Mapping) and ({"role", "content"} <= value.keys() or {"from", "value"} <= value.keys())
 
 
-def _has_roles(turns: Sequence[Any]) -> bool:
-    return all(isinstance(turn, Mapping) and "role" in turn for turn in turns)
+def _has_role(turn: Any) -> bool:
+    return isinstance(turn, Mapping) and "role" in turn
 
 
 def _of_verl(row: Row) -> Row:

@@ -6,7 +6,7 @@ export OMP_WAIT_POLICY := passive
 # Tests start hundreds of interpreters: what they import is compiled once, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test slow-tests test-long test-vllm test-verifiers test-openenv mutants fuzz sanitize wheel versions bench gpu golden real-model docs check format clean
+.PHONY: demo test slow-tests test-long test-vllm test-verifiers test-openenv test-trackers mutants fuzz sanitize wheel resolve versions bench gpu golden real-model docs check format clean
 
 demo: .venv/ready
 	$(BIN)/posttrain demo
@@ -34,6 +34,11 @@ test-verifiers: .venv/ready .venv-verifiers/ready
 test-openenv: .venv/ready .venv-openenv/ready
 	$(BIN)/python -m pytest tests/envs/test_bridge_servers.py
 
+# Each tracker with its real library, offline. A skipped test names the library that is missing.
+test-trackers: .venv-trackers/ready
+	.venv-trackers/bin/python -m pytest tests/runs/test_tracker_libraries.py -rs
+	@.venv-trackers/bin/pip list --format freeze | grep -E "^(wandb|trackio|mlflow-skinny|swanlab|tensorboard|prometheus_client)=="
+
 # An hour or two on one core: some 800 small mistakes, one at a time, each against the tests that run its line.
 mutants: .venv/ready
 	mkdir -p runs
@@ -48,9 +53,18 @@ fuzz: .venv/ready
 sanitize: .venv/ready
 	$(BIN)/python tools/sanitize.py
 
-# A wheel of the tracked files, installed into a new environment and used from there.
+# Wheel and source distribution of the tracked files, checked as PyPI does, each used in a new environment.
 wheel: .venv/ready
 	$(BIN)/python tools/wheel.py
+
+# Does every extra resolve on every supported Python? Asks the index, with uv, and installs nothing but that.
+resolve: .venv-uv/ready
+	$(PYTHON) tools/resolve.py --uv .venv-uv/bin/uv
+
+.venv-uv/ready:
+	$(PYTHON) -m venv .venv-uv
+	.venv-uv/bin/pip install --quiet uv
+	touch .venv-uv/ready
 
 # The fast tests with the oldest and the newest torch that pyproject.toml allows. PyTorch's own index has the builds for
 # processors; those of PyPI bring CUDA.
@@ -101,14 +115,14 @@ docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 check: .venv/ready
-	$(BIN)/ruff format --check posttrain experiments tests tools recipes benchmarks
-	$(BIN)/ruff check posttrain experiments tests tools recipes benchmarks
+	$(BIN)/ruff format --check posttrain experiments tests tools recipes benchmarks setup.py
+	$(BIN)/ruff check posttrain experiments tests tools recipes benchmarks setup.py
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests -m "not slow and not long" -n 2
 
 format: .venv/ready
-	$(BIN)/ruff format posttrain experiments tests tools recipes benchmarks
-	$(BIN)/ruff check --fix posttrain experiments tests tools recipes benchmarks
+	$(BIN)/ruff format posttrain experiments tests tools recipes benchmarks setup.py
+	$(BIN)/ruff check --fix posttrain experiments tests tools recipes benchmarks setup.py
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -136,5 +150,13 @@ format: .venv/ready
 	.venv-openenv/bin/pip install --quiet --requirement constraints-openenv.txt
 	touch .venv-openenv/ready
 
+# Trackers, within the ranges of pyproject.toml.
+.venv-trackers/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-trackers
+	.venv-trackers/bin/pip install --quiet "torch==2.13.0"
+	.venv-trackers/bin/pip install --quiet "torch==2.13.0" --editable ".[wandb,trackio,mlflow,swanlab]" \
+		tensorboard prometheus_client pytest pytest-timeout
+	touch .venv-trackers/ready
+
 clean:
-	rm -rf .venv .venv-vllm .venv-verifiers .venv-openenv .venv-oldest .venv-newest runs site
+	rm -rf .venv .venv-vllm .venv-verifiers .venv-openenv .venv-trackers .venv-uv .venv-oldest .venv-newest runs site

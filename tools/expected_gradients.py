@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from feeding import chosen_row
 from torch import Tensor
+from update_cases import chosen_row
 
 from posttrain.algorithms.credit import GAE, Advantage, Baselined, PassAtK, ToGo
 from posttrain.algorithms.penalty import KL

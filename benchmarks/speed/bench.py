@@ -18,17 +18,17 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from alone import growth, memory, peak, profile, start
-from beside import backed, distill, dpo, grpo, reward, sampling, sft
+from comparisons import backed, distill, dpo, grpo, reward, sampling, sft
+from own_figures import growth, memory, peak, profile, start
 from plan import Plan, planned
+from processes import HERE, ROOT, Failed, Machine
 from rich.console import Console
-from sides import HERE, ROOT, Failed, Machine
 from tables import Table
 from work import DATA, REAL
 
 HEAD = """# Speed and memory, beside others
 
-The results of `make bench`, the newest run last. How it measures, what each row means and why both sides have the same chances:
+The results of `make bench`, the newest last. How it measures, what each row means and why both sides have the same chances:
 [benchmarks/speed](../../benchmarks/speed/README.md). Figures are medians over rounds with the least and the greatest in
 brackets; ratios are taken within a round, where the sides take turns.
 """

@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from bench import commit, processor
-from sides import HERE, ROOT, Machine, Sides
+from processes import HERE, ROOT, Machine, Sides
 from tables import Figure, Table
 from work import FIXED, REAL, REQUESTS, requests, tokens_of
 

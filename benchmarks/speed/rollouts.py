@@ -21,8 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from processes import ROOT
 from side import Line
-from sides import ROOT
 from tables import Figure
 
 HERE = Path(__file__).resolve()

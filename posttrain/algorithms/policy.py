@@ -29,7 +29,7 @@ from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.core.component import Component, Need, setting
 from posttrain.core.lazy_torch import torch
 from posttrain.core.protocols import Objective
-from posttrain.learners.natural_gradient import TrustRegion
+from posttrain.core.trust_region import TrustRegion
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -30,7 +30,7 @@ from posttrain.algorithms.surrogate import (
 )
 from posttrain.algorithms.teacher import Distillation
 from posttrain.algorithms.turn_groups import TurnGroups
-from posttrain.learners.natural_gradient import TrustRegion
+from posttrain.core.trust_region import TrustRegion
 
 _ALGORITHMS = (
     # -- reward of the whole response, without a critic ----------------------------------------------------------------

@@ -32,8 +32,8 @@ from posttrain import __version__
 from posttrain.cli.command_table import COMMANDS, FIRST, command_of, is_heading
 from posttrain.config.verbs import VERBS, load, sampling, training
 from posttrain.core import user_files
-from posttrain.core.doing import doing, watch
 from posttrain.core.messages import inline, near, safe
+from posttrain.core.progress import doing, watch
 from posttrain.core.types import UserError
 from posttrain.system import garbage
 

@@ -17,8 +17,8 @@ from cyclopts import Parameter
 
 from posttrain.config.resolve import AnyConfig, AnyTraining, check_bounds, validate
 from posttrain.config.verbs import VERBS, Verb
-from posttrain.core.doing import watch
 from posttrain.core.extras import install, lacking
+from posttrain.core.progress import watch
 from posttrain.core.types import UserError
 from posttrain.system import garbage
 

@@ -25,7 +25,7 @@ from posttrain.envs.play.load_env import success_of, task_set
 from posttrain.envs.play.prompt_tokens import CHARACTERS_OF_A_TOKEN, PROMPT_TOKENS
 from posttrain.envs.play.service_client import Services, made_up
 from posttrain.envs.preview import Seen, Viewer
-from posttrain.envs.tried import FORMS, NOTHING, ORACLE, OWN, SCRIPT, STANDARD, TURNS, Case, Report
+from posttrain.envs.trial_report import FORMS, NOTHING, ORACLE, OWN, SCRIPT, STANDARD, TURNS, Case, Report
 from posttrain.models.tokenizer.tool_parser import HERMES
 
 TASKS = 4  # more would only make the report longer

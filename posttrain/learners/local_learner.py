@@ -21,12 +21,13 @@ from posttrain.core import user_files
 from posttrain.core.batch import Batch, Outputs, Packed, Stats
 from posttrain.core.protocols import TRAINING, Alone, Learner, Measured, Model, Objective, World
 from posttrain.core.token_probe import sink_of
+from posttrain.core.trust_region import TrustRegion
 from posttrain.core.types import UserError
 from posttrain.learners.devices import input_on, moved
 from posttrain.learners.gradient_sums import sum_gradients
 from posttrain.learners.host_memory import HostModel, activations_on_host
 from posttrain.learners.muon import stacked_rows
-from posttrain.learners.natural_gradient import TrustRegion, search
+from posttrain.learners.natural_gradient import search
 from posttrain.learners.optimizers import BETAS, EPS, OptimizerChoice, parameter_groups
 from posttrain.learners.repeated_bits import repeated_bits
 from posttrain.learners.router_losses import RouterLosses, Routing

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.core.doing import doing
+from posttrain.core.progress import doing
 from posttrain.core.protocols import Model
 from posttrain.core.types import UserError
 from posttrain.models.adapters.adapter_config import ADAPTER, CLASSIFIER, PREFIX, is_adapter, read_adapter_config

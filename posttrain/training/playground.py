@@ -19,7 +19,7 @@ from posttrain.config.mixture_options import parts_of
 from posttrain.config.service_options import ScorerOption, named_services, process_model
 from posttrain.config.shared_options import StepRewardGroup
 from posttrain.config.training import RL, SFT
-from posttrain.core.doing import doing
+from posttrain.core.progress import doing
 from posttrain.core.protocols import Alone, Engine, World
 from posttrain.core.types import Env, Sampling, UserError
 from posttrain.data.mixed_tasks import AnyTasks, MixedTasks

@@ -13,7 +13,7 @@ import torch
 from posttrain.config.inference import Evaluation, Label, Sample
 from posttrain.config.row_options import Data
 from posttrain.config.training import Training
-from posttrain.core.doing import doing
+from posttrain.core.progress import doing
 from posttrain.core.protocols import Model
 from posttrain.core.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError
 from posttrain.data.mixed_tasks import AnyTasks, MixedTasks

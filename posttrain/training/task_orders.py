@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from posttrain.config.training import RL
-from posttrain.core.doing import doing
 from posttrain.core.messages import clip
+from posttrain.core.progress import doing
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Task, UserError
 from posttrain.data.mixed_tasks import AnyTasks, MixedTasks

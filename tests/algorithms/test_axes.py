@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny
-from feeding import WORDS, new_learner, new_player
+from update_cases import WORDS, new_learner, new_player
 
 from posttrain.algorithms.advantages import ADVANTAGES
 from posttrain.algorithms.aggregate import AGGREGATES, ConstantLength, PromptMean, SequenceMean, SequenceSum, TokenMean
@@ -71,10 +71,10 @@ from posttrain.cli.main import main
 from posttrain.config.resolve import filled, validate
 from posttrain.config.training import RL, Distill
 from posttrain.core.component import NEVER, Need, setting_of
+from posttrain.core.trust_region import TrustRegion
 from posttrain.core.types import Task, UserError
 from posttrain.envs.demonstration import demonstrate
 from posttrain.learners.local_learner import LocalLearner, Optimization
-from posttrain.learners.natural_gradient import TrustRegion
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.training.adjust import adjust
 from posttrain.training.loop import train

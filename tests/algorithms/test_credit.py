@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_rollouts
-from feeding import WORDS, chosen_row, new_case, new_learner, new_player
 from heads import KINDS, new_head, plain_logits
 from rl_sources import digits
 from torch import Tensor, nn
+from update_cases import WORDS, chosen_row, new_case, new_learner, new_player
 
 from posttrain.algorithms.aggregate import ConstantLength, PromptMean
 from posttrain.algorithms.all_algorithms import find

@@ -9,11 +9,23 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny
-from feeding import SUCCESS, WORDS, Case, board, chosen_row, credit, feed, gradient, new_case, new_learner, new_player
 from heads import unread
 from rl_sources import digits
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from update_cases import (
+    SUCCESS,
+    WORDS,
+    Case,
+    board,
+    chosen_row,
+    credit,
+    feed,
+    gradient,
+    new_case,
+    new_learner,
+    new_player,
+)
 
 from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.critic_loss import Value

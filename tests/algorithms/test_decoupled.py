@@ -10,8 +10,8 @@ from statistics import mean, stdev
 
 import pytest
 import torch
-from feeding import new_learner, new_player
 from torch import Tensor
+from update_cases import new_learner, new_player
 
 from posttrain.algorithms.credit import Baselined, Decoupled
 from posttrain.algorithms.earned_rewards import equal_rewards

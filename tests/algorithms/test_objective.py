@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_rollouts, tiny
-from feeding import (
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rl_sources import one_of_a_kind
+from torch import Tensor
+from transcriptions import LOSSES, TEXTS, Played
+from update_cases import (
     OTHER,
     ROWS,
     SUCCESS,
@@ -31,11 +36,6 @@ from feeding import (
     new_texts,
     old_of,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from rl_sources import one_of_a_kind
-from torch import Tensor
-from transcriptions import LOSSES, TEXTS, Played
 
 from posttrain.algorithms.aggregate import ConstantLength, SequenceMean, SequenceSum, TokenMean
 from posttrain.algorithms.all_algorithms import find

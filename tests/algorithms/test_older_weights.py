@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from feeding import WORDS, new_learner, new_player
+from update_cases import WORDS, new_learner, new_player
 
 from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.penalty import KL

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from feeding import ROWS
 from torch import Tensor
+from update_cases import ROWS
 
 from posttrain.algorithms.credit import Baselined
 from posttrain.algorithms.earned_rewards import per_token

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from comparisons import DRIFT, LOSSES, SHIFT, Asked, Said
 from conftest import tiny
-from feeding import WORDS, clear, gathered
 from processes import in_processes
 from torch import Tensor, nn
+from update_cases import WORDS, clear, gathered
 
 from posttrain.algorithms.comparison_weights import PerComparison, PerPrompt
 from posttrain.algorithms.links import LINKS, Pairs, PlackettLuce, Sigmoid

@@ -7,7 +7,7 @@ from statistics import mean, stdev
 
 import pytest
 import torch
-from feeding import WORDS
+from update_cases import WORDS
 
 import posttrain
 from posttrain.algorithms.credit import Baselined

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from conftest import CHATML
-from feeding import WORDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from update_cases import WORDS
 
 from posttrain.core.types import Task, UserError
 from posttrain.data.labels import to_labelled

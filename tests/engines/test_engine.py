@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny
-from feeding import WORDS
 from sampled import complete, ragged
 from trees import drawn
+from update_cases import WORDS
 
 from posttrain.core.types import Sampling, StopReason, Transcript, UserError
 from posttrain.engines.local.embedded import embedded

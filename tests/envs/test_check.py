@@ -7,12 +7,12 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-import noting
 import pytest
+import recording_envs
 
 from posttrain.core.types import Graded, Reply, SpanReward, Task, Turn, UserError
 from posttrain.envs.check import TASKS, check
-from posttrain.envs.tried import TURNS, Report
+from posttrain.envs.trial_report import TURNS, Report
 
 TASKS_OF_TWO: list[dict[str, Any]] = [
     {"id": "a", "prompt": "1+1=", "answer": "2"},
@@ -39,7 +39,7 @@ def test_a_column_that_a_reward_misses_is_named_with_those_that_there_are() -> N
 
 
 def test_what_an_environment_notes_is_shown() -> None:
-    report = check(noting.scored, [{"id": "a", "prompt": "Q", "answer": "xyz"}])
+    report = check(recording_envs.scored, [{"id": "a", "prompt": "Q", "answer": "xyz"}])
     assert sum('noted letters 3, first "x"' in line for line in report.lines()) == 1
 
 

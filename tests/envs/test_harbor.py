@@ -18,8 +18,8 @@ import pytest
 import stand_in_engine
 from container_engines import REAL, SET, STAND_IN, engine_of
 from processes import descendants, gone
-from said_by_script import Scripted as ScriptedEngine
 from scripted import Scripted, scripted
+from scripted_engine import Scripted as ScriptedEngine
 from served import TOOLS
 
 from posttrain.cli.main import main

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import noting
 import pytest
+import recording_envs
 
 import posttrain
 from posttrain.core.types import Invalid, Outcome, Reply, Rollout
@@ -38,14 +38,14 @@ def ended(env: Callable[..., Any], replies: Sequence[str], workers: int, **task:
 
 
 @pytest.mark.parametrize("workers", PLACES)
-@pytest.mark.parametrize("env", [noting.told, noting.told_waiting])
+@pytest.mark.parametrize("env", [recording_envs.told, recording_envs.told_waiting])
 def test_later_notes_join_and_replace_earlier_ones(env: Callable[..., Any], workers: int) -> None:
     done = ended(env, ["a", "b", "a", "end"], workers)
     assert done.reward == 1.0 and done.notes == {"said": ["a", "b", "a"], "a": 3, "b": 2}
 
 
 @pytest.mark.parametrize("workers", PLACES)
-@pytest.mark.parametrize("env", [noting.told, noting.told_waiting])
+@pytest.mark.parametrize("env", [recording_envs.told, recording_envs.told_waiting])
 def test_what_was_noted_before_an_environment_raised_is_kept(env: Callable[..., Any], workers: int) -> None:
     done = ended(env, ["a", "raise"], workers)
     assert isinstance(done.reward, Invalid) and done.notes == {"said": ["a", "raise"], "a": 1, "raise": 2}
@@ -53,14 +53,14 @@ def test_what_was_noted_before_an_environment_raised_is_kept(env: Callable[..., 
 
 @pytest.mark.parametrize("workers", PLACES)
 def test_a_plain_reward_and_one_of_sides_may_note(workers: int) -> None:
-    assert ended(noting.scored, ["xyz"], workers).notes == {"letters": 3, "first": "x"}
-    done = ended(noting.told, ["a", "end"], workers, sides=True)
+    assert ended(recording_envs.scored, ["xyz"], workers).notes == {"letters": 3, "first": "x"}
+    done = ended(recording_envs.told, ["a", "end"], workers, sides=True)
     assert done.sides[""].reward == 1.0 and done.notes == {"said": ["a"], "a": 1}
 
 
 def test_an_episode_that_is_played_again_has_its_notes_once(tmp_path: Path) -> None:
     """Another one of its worker ends it; both are begun anew, and one of them is blamed."""
-    with EnvPool(noting.told, 1, seconds=20) as pool:
+    with EnvPool(recording_envs.told, 1, seconds=20) as pool:
         for id in (0, 1):
             pool.start(id, {"id": f"{id}", "mark": str(tmp_path / "mark")})
         found: dict[int, Any] = {}
@@ -81,9 +81,9 @@ def test_an_episode_that_is_played_again_has_its_notes_once(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("env", "id", "told"),
     [
-        (noting.strange, "object", "noted something whose content holds a value of type object"),
-        (noting.unnamed, "a", "note takes named values: write note(moves=7), or note(**values) for a dict"),
-        (noting.within, "a", "note was called within a recorded function: call it after `recorded` returned"),
+        (recording_envs.strange, "object", "noted something whose content holds a value of type object"),
+        (recording_envs.unnamed, "a", "note takes named values: write note(moves=7), or note(**values) for a dict"),
+        (recording_envs.within, "a", "note was called within a recorded function: call it after `recorded` returned"),
     ],
 )
 def test_what_cannot_be_noted_makes_the_reward_invalid_and_says_why(
@@ -95,16 +95,16 @@ def test_what_cannot_be_noted_makes_the_reward_invalid_and_says_why(
 
 @pytest.mark.parametrize("workers", PLACES)
 def test_notes_that_are_too_long_are_left_out_and_cost_no_reward(workers: int) -> None:
-    done = ended(noting.long, ["x"], workers)
+    done = ended(recording_envs.long, ["x"], workers)
     assert done.reward == 1.0
     assert done.notes == {"first": "a" * 60_000, "second": OUT, "third": OUT, "after": 2, "before": 3}
 
 
 FAITHFUL = {
-    "columns": noting.HOSTILE["columns"](),
-    "control": noting.HOSTILE["control"](),
+    "columns": recording_envs.HOSTILE["columns"](),
+    "control": recording_envs.HOSTILE["control"](),
     "float64": {"x": 0.1},
-    "largest": noting.HOSTILE["largest"](),
+    "largest": recording_envs.HOSTILE["largest"](),
 }
 LEFT_OUT = {"huge": {"x": OUT}, "huge name": {"further notes": OUT}, "lying": {"x": OUT}, "wide": {"x": OUT}}
 REFUSED = {
@@ -125,8 +125,10 @@ REFUSED = {
 
 @pytest.mark.parametrize("workers", PLACES)
 def test_whatever_is_noted_is_kept_as_it_is_or_named_in_one_line(tmp_path: Path, workers: int) -> None:
-    cases = [case for case in noting.HOSTILE if not (workers and case == "tensor")]  # a worker would load torch for it
-    with EnvPool(noting.hostile, workers, seconds=20) as pool:
+    cases = [
+        case for case in recording_envs.HOSTILE if not (workers and case == "tensor")
+    ]  # a worker loads torch for it
+    with EnvPool(recording_envs.hostile, workers, seconds=20) as pool:
         for place, case in enumerate(cases):
             pool.start(place, {"id": case, "prompt": "Q"})
         found: dict[str, Done] = {}
@@ -154,7 +156,7 @@ def test_whatever_is_noted_is_kept_as_it_is_or_named_in_one_line(tmp_path: Path,
 
 
 def test_a_note_is_what_it_was_when_it_was_made() -> None:
-    assert ended(noting.changed, ["x"], 0).notes == {"x": {"list": [1]}}
+    assert ended(recording_envs.changed, ["x"], 0).notes == {"x": {"list": [1]}}
 
 
 def test_many_notes_cost_what_each_is_long() -> None:
@@ -169,7 +171,7 @@ def test_many_notes_cost_what_each_is_long() -> None:
 
 def test_a_note_outside_of_an_environment_does_nothing() -> None:
     posttrain.note(anything=object())
-    assert noting.scored({}, "xyz") == 1.0
+    assert recording_envs.scored({}, "xyz") == 1.0
 
 
 def test_notes_of_a_worker_are_read_as_strictly_as_all_that_it_says() -> None:
@@ -193,7 +195,7 @@ def test_notes_stand_in_the_record_of_a_run(tmp_path: Path) -> None:
     rows = [{"id": f"{n}", "prompt": f"{n}+1=", "response": f"{n + 1}"} for n in range(8)]
     small: dict[str, Any] = {"quiet": True, "threads": 1, "hidden": 16, "layers": 1, "heads": 2}
     start = posttrain.sft(rows, out=str(tmp_path / "sft"), steps=1, rows=4, tokenizer="characters", **small)
-    run = posttrain.rl(rows, "noting:scored", str(start.path), out=str(tmp_path / "rl"), steps=1, prompts=2, group=2,
+    run = posttrain.rl(rows, "recording_envs:scored", str(start.path), out=str(tmp_path / "rl"), steps=1, prompts=2, group=2,
                        max_tokens=4, env_workers=1, quiet=True, threads=1, held_out=0.2)  # fmt: skip
     for held_out in (False, True):
         for row in read_rollouts(run.path, 1, held_out=held_out):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from retrieved import ROWS, small_index, write_rows
-from said_by_script import Scripted
+from scripted_engine import Scripted
 
 from posttrain.cli.main import main
 from posttrain.core.types import Ask, Invalid, Reply, Sampling, SpanKind, StopReason, Task, Turn, UserError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny
-from feeding import critic_on
+from update_cases import critic_on
 
 from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.policy import Algorithm, policy_objective

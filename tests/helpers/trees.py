@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import numpy as np
-from feeding import WORDS
+from update_cases import WORDS
 
 from posttrain.core.types import Completion, SpanKind, StopReason, Transcript
 

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_rollouts
-from feeding import WORDS, Case, board, chosen_row, credit, feed, new_case
 from torch import Tensor, nn
+from update_cases import WORDS, Case, board, chosen_row, credit, feed, new_case
 
 from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.policy import PolicyObjective, policy_objective
 from posttrain.core.batch import Batch, Outputs, Stats
+from posttrain.core.trust_region import TrustRegion
 from posttrain.learners import local_learner
 from posttrain.learners.local_learner import LocalLearner, Optimization
-from posttrain.learners.natural_gradient import SearchResult, TrustRegion, conjugate_gradient, search
+from posttrain.learners.natural_gradient import SearchResult, conjugate_gradient, search
 from posttrain.models.native.decoder import causal, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.training.sources.packing import pack

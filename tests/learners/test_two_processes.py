@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from feeding import ROWS, Case, board, chosen_row, credit, feed, gathered, new_case, old_of
 from processes import in_processes
 from torch import Tensor, nn
+from update_cases import ROWS, Case, board, chosen_row, credit, feed, gathered, new_case, old_of
 
 from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.policy import Algorithm, policy_objective

@@ -15,7 +15,6 @@ import pytest
 import torch
 from conftest import tiny
 from digit_tasks import TASKS, digits, goes_on_exactly
-from feeding import ROWS, WORDS, board, credit, feed, new_case, old_of
 from models_table import BEGIN, DOCUMENT, END, rows
 from rl_sources import ROW_KINDS
 from safetensors.torch import load_file, save_file
@@ -23,6 +22,7 @@ from sampled import complete, ragged
 from tiny_models import DROPPING, KINDS, Folders, InDouble, make, opened
 from torch import Tensor
 from trees import grown
+from update_cases import ROWS, WORDS, board, credit, feed, new_case, old_of
 
 import posttrain
 from posttrain.algorithms.policy import Algorithm, policy_objective

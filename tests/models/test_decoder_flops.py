@@ -12,8 +12,8 @@ from layouts import segments
 
 from posttrain.config.resolve import filled
 from posttrain.config.training import RL, SFT
+from posttrain.core.trust_region import TrustRegion
 from posttrain.learners.local_learner import LocalLearner
-from posttrain.learners.natural_gradient import TrustRegion
 from posttrain.models.gpu_speed import dense_peak
 from posttrain.models.native.decoder import Decoder
 from posttrain.models.native.decoder_flops import forward_flop, trunk

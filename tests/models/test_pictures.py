@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from feeding import WORDS
 from tiny_models import SEEING, Folders, InDouble, make_seeing, opened
 from torch import Tensor
+from update_cases import WORDS
 
 from posttrain.core.pictures import PICTURES, png
 from posttrain.core.types import Completion, Media, Sampling, SpanKind, StopReason, Transcript, positions_of

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 from digit_tasks import TASKS, digits
-from feeding import WORDS
 from sampled import complete
 from tiny_models import KINDS, Folders, InDouble, make, opened
 from torch import Tensor
 from trees import grown
+from update_cases import WORDS
 
 import posttrain
 from posttrain.algorithms.policy import Algorithm

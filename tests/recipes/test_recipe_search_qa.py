@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 from recipe_modules import recipe_module
 from retrieved import small_index
-from said_by_script import Scripted
+from scripted_engine import Scripted
 
 from posttrain.config.resolve import filled, validate
 from posttrain.config.training import RL, SFT

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from posttrain.core.doing import doing, watch
+from posttrain.core.progress import doing, watch
 from posttrain.core.types import Invalid, PlayedTurn, Rollout, SpanKind, StopReason
 from posttrain.runs.terminal import notices
 from posttrain.runs.terminal.display import Display

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import tiny
-from feeding import WORDS
+from update_cases import WORDS
 
 import posttrain
 from posttrain.cli.main import main

@@ -13,10 +13,10 @@ from torch import nn
 
 from posttrain.config.resolve import filled
 from posttrain.config.training import SFT
+from posttrain.core.trust_region import TrustRegion
 from posttrain.core.types import UserError
 from posttrain.learners.gradient_sums import BUCKET
 from posttrain.learners.local_learner import LocalLearner
-from posttrain.learners.natural_gradient import TrustRegion
 from posttrain.models.native.decoder import Decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.linear import accumulating

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny
-from feeding import WORDS
 from safetensors.torch import load_file
+from update_cases import WORDS
 
 import posttrain
 from posttrain.cli.main import main

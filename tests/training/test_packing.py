@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny
-from feeding import WORDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from trees import drawn, grown, said
+from update_cases import WORDS
 
 from posttrain.core.types import Completion, Media, Rollout, Span, SpanKind, StopReason, Transcript
 from posttrain.models.losses.likelihood import token_logp

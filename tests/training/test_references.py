@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny
-from feeding import WORDS
 from processes import FORKS, commanded
 from run_traces import there, traces
+from update_cases import WORDS
 
 from posttrain.algorithms.all_algorithms import find_preference
 from posttrain.cli.main import main

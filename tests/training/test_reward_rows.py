@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import tiny
-from feeding import WORDS, gathered
 from layouts import segments
 from processes import in_processes
 from reward_rows import GRADED, LABELLED, PAIRS, SEVERAL
 from torch import Tensor
+from update_cases import WORDS, gathered
 
 from posttrain.algorithms.comparison_weights import PerPrompt
 from posttrain.algorithms.links import Pairs

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import CHATML
+from picture_envs import drawn, hostile, looking, message
 from PIL import Image
 from safetensors.torch import load_file
-from seen import drawn, hostile, looking, message
 from tiny_models import make, make_seeing
 
 import posttrain

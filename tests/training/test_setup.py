@@ -14,9 +14,9 @@ from conftest import tiny
 
 import posttrain
 from posttrain.config.training import RL
+from posttrain.core.trust_region import TrustRegion
 from posttrain.learners import repeated_bits as bits
 from posttrain.learners.local_learner import LocalLearner, Optimization
-from posttrain.learners.natural_gradient import TrustRegion
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.setup import microbatch_tokens, tokens_of_activations

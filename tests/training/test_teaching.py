@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_rollouts, tiny
-from feeding import OTHER, WORDS, chosen_row, new_learner, new_player
 from torch import Tensor
+from update_cases import OTHER, WORDS, chosen_row, new_learner, new_player
 
 import posttrain
 from posttrain.algorithms.all_algorithms import find

@@ -13,10 +13,10 @@ import torch
 from conftest import tiny
 from digit_tasks import TASKS
 from episodes import played
-from feeding import WORDS, chosen_row
 from rl_sources import digits, row, run, source
 from tiny_models import make
 from torch import Tensor
+from update_cases import WORDS, chosen_row
 
 import posttrain
 from posttrain.algorithms.all_algorithms import find

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from posttrain.core.conversation import TextEncoder
-from posttrain.core.doing import doing
 from posttrain.core.pictures import PictureError
+from posttrain.core.progress import doing
 from posttrain.core.protocols import Alone, Engine, ReadingEngine, Seeing, World
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import (

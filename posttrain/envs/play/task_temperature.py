@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from posttrain.core.doing import doing
 from posttrain.core.messages import short
+from posttrain.core.progress import doing
 from posttrain.core.types import TEMPERATURES, Task, UserError, is_temperature
 from posttrain.data.mixed_tasks import MixedTasks
 from posttrain.data.rows import value_in

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
-from posttrain.core.doing import watch
 from posttrain.core.messages import safe
+from posttrain.core.progress import watch
 from posttrain.runs.terminal.live_region import Line, Region, size
 from posttrain.runs.terminal.notices import show
 from posttrain.runs.terminal.output import Output, fancy, wrapped

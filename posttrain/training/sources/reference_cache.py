@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.batch import Outputs, Packed
-from posttrain.core.doing import doing
+from posttrain.core.progress import doing
 from posttrain.core.types import PreferenceExample, Transcript
 from posttrain.data.arrow_store import Arrays, digest, keep_arrays
 from posttrain.training.sources.example_stream import ExampleStream

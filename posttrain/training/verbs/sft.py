@@ -11,7 +11,7 @@ import torch
 
 from posttrain.algorithms.token_weights import FORMULAS
 from posttrain.config.training import SFT
-from posttrain.core.doing import doing
+from posttrain.core.progress import doing
 from posttrain.core.protocols import Model
 from posttrain.core.types import Task, Transcript, UserError
 from posttrain.data.mixed_tasks import AnyTasks

@@ -25,8 +25,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from posttrain.core.doing import doing
 from posttrain.core.extras import COMPILERS
+from posttrain.core.progress import doing
 
 HERE = Path(__file__).parent
 FLAGS = ("-O3", "-march=native", "-fPIC", "-std=gnu11", "-fno-math-errno", f"-I{HERE}")

@@ -14,7 +14,7 @@ from typing import Any
 
 from flops import config_of, forward
 from plan import Plan
-from sides import ROOT, Machine, Side, Sides
+from processes import ROOT, Machine, Side, Sides
 from tables import Figure, Goal, Table, number
 from work import CASES, GROUP, PROMPTS, REQUESTS, requests, rows, tasks, tokens_of
 

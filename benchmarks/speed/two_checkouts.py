@@ -1,7 +1,7 @@
 """Is this checkout slower than another one? The same work in both, taking turns.
 
     git worktree add ../before COMMIT
-    python benchmarks/speed/before.py --other ../before --rounds 7      # some 15 minutes on two idle cores
+    python benchmarks/speed/two_checkouts.py --other ../before --rounds 7      # some 15 minutes on two idle cores
 
 Each round asks both checkouts for each piece of work, the first one changing from round to round; ratios are taken within a
 round, so that a machine that becomes slower does so for both. Exit code 1 if the median of a ratio is above --limit.
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from plan import Rival
-from sides import HERE, ROOT, Machine, Side, Sides
+from processes import HERE, ROOT, Machine, Side, Sides
 from tables import Figure, number
 from work import CASES, MAX_TOKENS
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from flops import config_of, forward
 from plan import Plan, Rival
-from sides import Failed, Machine, Side, Sides
+from processes import Failed, Machine, Side, Sides
 from tables import Figure, Goal, Table, number
 from work import (
     BACKED_TOKENS,

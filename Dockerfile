@@ -19,7 +19,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /src
-COPY constraints.txt pyproject.toml README.md LICENSE ./
+COPY constraints.txt pyproject.toml setup.py README.md LICENSE ./
 RUN grep -v "^torch==" constraints.txt > /tmp/constraints.txt \
     && pip install --no-cache-dir --index-url "https://download.pytorch.org/whl/${BUILD}" "torch==${TORCH}"
 COPY posttrain posttrain

@@ -48,7 +48,7 @@ fuzz: .venv/ready
 sanitize: .venv/ready
 	$(BIN)/python tools/sanitize.py
 
-# A wheel of the tracked files, installed into a new environment and used from there.
+# Wheel and source distribution of the tracked files, checked as PyPI does, each used in a new environment.
 wheel: .venv/ready
 	$(BIN)/python tools/wheel.py
 
@@ -101,14 +101,14 @@ docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 check: .venv/ready
-	$(BIN)/ruff format --check posttrain experiments tests tools recipes benchmarks
-	$(BIN)/ruff check posttrain experiments tests tools recipes benchmarks
+	$(BIN)/ruff format --check posttrain experiments tests tools recipes benchmarks setup.py
+	$(BIN)/ruff check posttrain experiments tests tools recipes benchmarks setup.py
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests -m "not slow and not long" -n 2
 
 format: .venv/ready
-	$(BIN)/ruff format posttrain experiments tests tools recipes benchmarks
-	$(BIN)/ruff check --fix posttrain experiments tests tools recipes benchmarks
+	$(BIN)/ruff format posttrain experiments tests tools recipes benchmarks setup.py
+	$(BIN)/ruff check --fix posttrain experiments tests tools recipes benchmarks setup.py
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

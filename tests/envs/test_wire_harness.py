@@ -78,6 +78,12 @@ def test_anthropics_own_client_is_trained_on_exactly_the_tokens_that_were_sample
     check_tokens(*scripted(wire_harnesses.anthropic_agent))
 
 
+@pytest.mark.parametrize("api", ["Responses", "ChatCompletions"])
+def test_an_agent_of_the_agents_sdk_is_trained_on_its_replies_and_not_on_results_of_its_tool(api: str) -> None:
+    pytest.importorskip("agents", reason="OpenAI's Agents SDK is not installed: pip install openai-agents")
+    check_tokens(*scripted(wire_harnesses.sdk_agent(api)))
+
+
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("api", ["messages", "responses"])
 @pytest.mark.parametrize("opened", [True, False])

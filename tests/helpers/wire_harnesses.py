@@ -1,6 +1,7 @@
 """Programs that speak Anthropic's Messages or OpenAI's Responses: what tests of harnesses share.
 
-The bodies are written by hand, so that these tests need no client; `anthropic_agent` and `responses_agent` have real ones.
+The bodies are written by hand, so that these tests need no client; `anthropic_agent`, `responses_agent` and `sdk_agent` have
+real ones.
 """
 
 from __future__ import annotations
@@ -151,6 +152,33 @@ async def responses_agent(task: Task, endpoint: PolicyEndpoint) -> dict[str, flo
             if not items:
                 return {"reward": float(calls), "thoughts": float(thoughts)}
             calls += len(items)
+
+
+def sdk_agent(api: str) -> Any:
+    """A harness whose agent is one of OpenAI's Agents SDK, with a function as its tool; it speaks "Responses" or
+    "ChatCompletions".
+    """
+
+    @harness
+    async def agent(task: Task, endpoint: PolicyEndpoint) -> dict[str, float]:
+        import agents
+        from openai import AsyncOpenAI
+
+        @agents.function_tool
+        def look_up(word: str) -> str:
+            """Look a word up."""
+            return f"{word} is a word"
+
+        async with AsyncOpenAI(base_url=endpoint.url, api_key=endpoint.key, max_retries=0) as client:
+            model = getattr(agents, f"OpenAI{api}Model")("gpt", openai_client=client)
+            seeker = agents.Agent(name="seeker", instructions="s", tools=[look_up], model=model)
+            ran = await agents.Runner.run(seeker, task["prompt"], run_config=agents.RunConfig(tracing_disabled=True))
+        assert ran.final_output.endswith("done"), ran.final_output
+        results = [item for item in ran.new_items if item.type == "tool_call_output_item"]
+        thoughts = [item for item in ran.new_items if item.type == "reasoning_item" or "<think>" in str(item.raw_item)]
+        return {"reward": float(len(results)), "thoughts": float(len(thoughts))}
+
+    return agent
 
 
 @harness

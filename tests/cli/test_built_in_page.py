@@ -61,6 +61,23 @@ def test_table_names_every_environment_that_is_built_in_and_links_lead_to_their_
         assert (PAGE.parent / path).exists(), path
 
 
+def test_the_table_of_bridges_names_the_versions_that_the_tests_run_with() -> None:
+    pinned = {
+        name.lower().replace("_", "-"): version
+        for file in ("constraints.txt", "constraints-openenv.txt", "constraints-verifiers.txt")
+        for name, version in re.findall(r"^([\w.-]+)==(\S+)", (ROOT / file).read_text(), re.MULTILINE)
+        if file == "constraints.txt" or name in ("openenv-core", "verifiers")
+    }
+    told = {
+        name.lower(): cell
+        for name, cell in re.findall(r"^\| \[([\w-]+)\]\([^)]*\) \| ([0-9.]+) \|", TEXT, re.MULTILINE)
+    }
+    assert len(told) == 6
+    assert told == {name: pinned["openenv-core" if name == "openenv" else name] for name in told}
+    for name in ("openai", "anthropic"):
+        assert f"{name} {pinned[name]}" in TEXT
+
+
 def shown(spec: str, rows: Path, number: int, text: str) -> str:
     """The episode of that row with the replies that the page shows, as it would show it."""
     row = json.loads(rows.read_text().splitlines()[number - 1])

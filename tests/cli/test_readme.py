@@ -94,6 +94,8 @@ WORDS = {
     "--num-generations",
     "--replies",
     "--index-url",
+    "--from",
+    "--torch-backend",
     "--enable-scale-out",
     "--logprobs-mode",
     "--generation-config",

@@ -6,7 +6,7 @@ export OMP_WAIT_POLICY := passive
 # Tests start hundreds of interpreters: what they import is compiled once, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test slow-tests test-long test-vllm test-verifiers test-openenv mutants fuzz sanitize wheel versions bench gpu golden real-model docs check format clean
+.PHONY: demo test slow-tests test-long test-vllm test-verifiers test-openenv test-trackers mutants fuzz sanitize wheel versions bench gpu golden real-model docs check format clean
 
 demo: .venv/ready
 	$(BIN)/posttrain demo
@@ -33,6 +33,11 @@ test-verifiers: .venv/ready .venv-verifiers/ready
 
 test-openenv: .venv/ready .venv-openenv/ready
 	$(BIN)/python -m pytest tests/envs/test_bridge_servers.py
+
+# Each tracker with its real library, offline. A skipped test names the library that is missing.
+test-trackers: .venv-trackers/ready
+	.venv-trackers/bin/python -m pytest tests/runs/test_tracker_libraries.py -rs
+	@.venv-trackers/bin/pip list --format freeze | grep -E "^(wandb|trackio|mlflow-skinny|swanlab|tensorboard|prometheus_client)=="
 
 # An hour or two on one core: some 800 small mistakes, one at a time, each against the tests that run its line.
 mutants: .venv/ready
@@ -136,5 +141,13 @@ format: .venv/ready
 	.venv-openenv/bin/pip install --quiet --requirement constraints-openenv.txt
 	touch .venv-openenv/ready
 
+# Trackers, within the ranges of pyproject.toml.
+.venv-trackers/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-trackers
+	.venv-trackers/bin/pip install --quiet "torch==2.13.0"
+	.venv-trackers/bin/pip install --quiet "torch==2.13.0" --editable ".[wandb,trackio,mlflow,swanlab]" \
+		tensorboard prometheus_client pytest pytest-timeout
+	touch .venv-trackers/ready
+
 clean:
-	rm -rf .venv .venv-vllm .venv-verifiers .venv-openenv .venv-oldest .venv-newest runs site
+	rm -rf .venv .venv-vllm .venv-verifiers .venv-openenv .venv-trackers .venv-oldest .venv-newest runs site

@@ -58,7 +58,7 @@ def as_dict_of(config: RL) -> dict[str, Any]:
 
 def followed(config: RL, name: str) -> str:
     """Record and track steps 1 to 3, go on from a checkpoint of step 2, and end with step 5."""
-    record(RunRecord.create(config.out, as_dict(config), "rl", {"objective": "J"}), 1, 2, 3)
+    record(RunRecord.create(config.out, as_dict(config), "rl", {"objective": ["J"]}), 1, 2, 3)
     first = tracked(config, name)
     record(RunRecord.resume(config.out, 2), 3, 4, 5)
     assert tracked(config, name) == first
@@ -93,7 +93,7 @@ def test_wandb_offline_holds_the_run(config: RL, tmp_path: Path, monkeypatch: py
     named = [(r.run_id, r.project, r.run_group, r.display_name, r.job_type) for r in runs]
     assert named == [(name, "sums", "sweep", "a", "rl")] * 2
     options = {update.key: update.value_json for update in runs[0].config.update}
-    assert options["lr"] == "0.25" and json.loads(options["run"])["objective"] == "J"
+    assert options["lr"] == "0.25" and json.loads(options["run"])["objective"] == ["J"]
     rows = [{item.key or "/".join(item.nested_key): item.value_json for item in record.history.item} for record in records
             if record.HasField("history")]  # fmt: skip
     assert [(int(r["_step"]), float(r["reward"]), float(r["pass@8"]), float(r["seconds/update"])) for r in rows] == [
@@ -105,23 +105,22 @@ def test_wandb_offline_holds_the_run(config: RL, tmp_path: Path, monkeypatch: py
 
 
 def test_trackio_holds_the_run(config: RL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("trackio")
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when the library is imported
+    trackio = pytest.importorskip("trackio")
     name = followed(config, "trackio")
-    import sqlite3
+    from trackio.sqlite_storage import SQLiteStorage  # its Api shows no curves and no traces; its command reads these
 
-    with sqlite3.connect(tmp_path / "trackio" / "sums.db") as store:
-        rows = [
-            (step, json.loads(text)) for step, text in store.execute("select step, metrics from metrics order by id")
-        ]
-        [(named, options)] = store.execute("select run_name, config from configs").fetchall()
-        alerts = store.execute("select title, text from alerts").fetchall()
-    assert named == name and name.startswith("a-") and json.loads(options)["lr"] == 0.25
-    curves = [(step, values["reward"], values["pass@8"]) for step, values in rows if "reward" in values]
+    [run] = trackio.Api().runs("sums")
+    assert run.name == name and name.startswith("a-") and run.config["lr"] == 0.25
+    curves = [
+        (row["step"], row["reward"], row["pass@8"]) for row in SQLiteStorage.get_logs("sums", name) if "reward" in row
+    ]
     assert curves == [(step, values["reward"], values["pass@8"]) for step, values in VALUES.items()]
-    samples = {step: values["samples"]["_value"] for step, values in rows if "samples" in values}
-    assert list(samples) == [2, 3, 4, 5] and samples[2] == [{"prompt": "1+1=", "reply": "2", "reward": 0.5}]
-    assert alerts == [("step 2: signal", FINDING[2])]
+    traces = SQLiteStorage.get_traces("sums", name, sort="step_asc")
+    assert [(trace["key"], trace["step"]) for trace in traces] == [("samples", step) for step in (2, 3, 4, 5)]
+    said = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    assert all((trace["messages"], trace["metadata"]) == (said, {"reward": 0.5}) for trace in traces)
+    assert [(alert["title"], alert["text"]) for alert in run.alerts()] == [("step 2: signal", FINDING[2])]
 
 
 def test_mlflow_holds_the_run(config: RL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +133,7 @@ def test_mlflow_holds_the_run(config: RL, tmp_path: Path, monkeypatch: pytest.Mo
     run = client.get_run(name)
     assert (run.info.run_name, run.info.status) == ("a", "FINISHED")
     assert client.get_experiment(run.info.experiment_id).name == "sums"
-    assert run.data.params["lr"] == "0.25" and run.data.params["run.objective"] == "J"
+    assert run.data.params["lr"] == "0.25" and run.data.params["run.objective"] == '["J"]'
     for metric, written in {"reward": "reward", "pass@8": "pass_8"}.items():
         history = sorted((point.step, point.value) for point in client.get_metric_history(name, written))
         assert history == [(step, values[metric]) for step, values in VALUES.items()]

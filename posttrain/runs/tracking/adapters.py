@@ -89,8 +89,14 @@ class TrackioTracker(Tracker):
     def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         import trackio
 
-        data = [list(row.values()) for row in rows]
-        self.run.log({"samples": trackio.Table(columns=list(rows[0]), data=data)}, step=step)
+        traces = [
+            trackio.Trace(
+                [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["reply"]}],
+                {"reward": row["reward"]},
+            )
+            for row in rows
+        ]
+        self.run.log({"samples": traces}, step=step)
 
     def finish(self, status: Status) -> None:
         self.run.finish()

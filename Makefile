@@ -6,7 +6,7 @@ export OMP_WAIT_POLICY := passive
 # Tests start hundreds of interpreters: what they import is compiled once, also where the environment says otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test slow-tests test-long test-vllm test-verifiers test-openenv test-trackers mutants fuzz sanitize wheel versions bench gpu golden real-model docs check format clean
+.PHONY: demo test slow-tests test-long test-vllm test-verifiers test-openenv test-trackers mutants fuzz sanitize wheel resolve versions bench gpu golden real-model docs check format clean
 
 demo: .venv/ready
 	$(BIN)/posttrain demo
@@ -56,6 +56,15 @@ sanitize: .venv/ready
 # Wheel and source distribution of the tracked files, checked as PyPI does, each used in a new environment.
 wheel: .venv/ready
 	$(BIN)/python tools/wheel.py
+
+# Does every extra resolve on every supported Python? Asks the index, with uv, and installs nothing but that.
+resolve: .venv-uv/ready
+	$(PYTHON) tools/resolve.py --uv .venv-uv/bin/uv
+
+.venv-uv/ready:
+	$(PYTHON) -m venv .venv-uv
+	.venv-uv/bin/pip install --quiet uv
+	touch .venv-uv/ready
 
 # The fast tests with the oldest and the newest torch that pyproject.toml allows. PyTorch's own index has the builds for
 # processors; those of PyPI bring CUDA.
@@ -150,4 +159,4 @@ format: .venv/ready
 	touch .venv-trackers/ready
 
 clean:
-	rm -rf .venv .venv-vllm .venv-verifiers .venv-openenv .venv-trackers .venv-oldest .venv-newest runs site
+	rm -rf .venv .venv-vllm .venv-verifiers .venv-openenv .venv-trackers .venv-uv .venv-oldest .venv-newest runs site

@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def resolved(uv: str, version: str, extra: str) -> subprocess.CompletedProcess[str]:
-    """What uv says of posttrain[extra] for Linux and this Python."""
+    """Resolve posttrain[extra] for Linux and this Python."""
     command = [uv, "pip", "compile", "--quiet", "--no-annotate", "--no-header", "--python-platform", "x86_64-manylinux_2_28",
                "--python-version", version, "--extra", extra, "pyproject.toml"]  # fmt: skip
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -117,6 +117,20 @@ def test_a_recipe_on_a_real_model_runs_from_end_to_end_and_only_once(
     assert page.read_text() == text
 
 
+def test_a_suite_of_tasks_is_written_and_evaluated(
+    data: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--trained", model, "--model", model, "--out", tmp_path, "--data", data, "--small"]
+    with pytest.raises(SystemExit) as ended:
+        ran(recipe_module("real.suite"), monkeypatch, *words)
+    assert ended.value.code == 0
+    parts = json.loads((tmp_path / "suite.json").read_text())["parts"]
+    assert {name: part["figures"]["tasks"] for name, part in parts.items()} == {"reading": 8, "sums": 4, "problems": 4}
+    for part in parts.values():
+        [start] = part["against"]
+        assert start["differences"]["accuracy"]["mean"] == 0  # the same model, and the same seeds
+
+
 def test_replies_are_rewritten_so_that_they_keep_their_constraint() -> None:
     recipe = recipe_module("real.instructions")
     rows = recipe.learned(48, 0)

@@ -48,17 +48,20 @@ out_of_distribution = true
 def write(folder: Path, data: Any, count: int) -> Path:
     """Write the tasks of the parts, at most `count` of each, and the suite. Return the suite's file."""
     folder.mkdir(parents=True, exist_ok=True)
-    by_id = {"key": lambda row: number(row["id"])}
-    parts = {
-        "reading": sorted(reading.questions(data)[1], **by_id)[: 2 * count],
+    parts: dict[str, list[Any]] = {
+        "reading": sorted(reading.questions(data)[1], key=_order)[: 2 * count],
         "sums": sums("+*", range(10), 0)[:count],
-        "problems": sorted(problems(data.data)[1], **by_id)[:count],
+        "problems": sorted(problems(data.data)[1], key=_order)[:count],
     }
     for name, rows in parts.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     file = folder / "suite.toml"
     file.write_text(SUITE.format(folder=folder, reward=reading.REWARD, longest=reading.LONGEST))
     return file
+
+
+def _order(row: Any) -> int:
+    return number(row["id"])
 
 
 def main() -> None:

@@ -144,7 +144,7 @@ def test_contradictions_are_refused(options: dict[str, Any], told: str) -> None:
 
 def test_what_cannot_run_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="cannot estimate --float8"):
-        _refuse(Training(model="x", **BF16))
+        _refuse(Training(model="x", **BF16), 1)
     how: dict[str, Any] = {"out": str(tmp_path / "out"), "steps": 1, **QUICK, **BF16, "hidden": 24, "layers": 1}
     with pytest.raises(UserError, match="a multiple of 16 rows and columns, and one here has 72: leave it out"):
         posttrain.sft(SUMS, **how, heads=2, context=32, tokenizer="characters")

@@ -164,7 +164,7 @@ class LocalLearner:
         self.optimization, self.temperature, self.precision = optimization, temperature, precision
         self.trust_region, self.follow = trust_region, follow
         self.router_losses = router_losses or RouterLosses()
-        self.offload, self._product = frozenset(offload), product
+        self.offload, self.product = frozenset(offload), product
         self.version = 0
         self.device = model.head.device
         held = separate(model, self.others) if "reference" in self.offload else {}
@@ -194,7 +194,7 @@ class LocalLearner:
         model = self.model if of == "policy" else self.others[of]
         with (
             torch.no_grad(),
-            multiplying(self._product),
+            multiplying(self.product),
             self._fetched([of] if of != "policy" else self.compared(want)),
         ):
             with working_on(device := model.head.device):
@@ -214,7 +214,7 @@ class LocalLearner:
         routing = None if routed is None else Routing(cast(Any, routed), self.router_losses, self.world, counted)
         with (
             accumulating(keeps=self._keeps),
-            multiplying(self._product),
+            multiplying(self.product),
             repeated_bits(),
             self._fetched(self.compared(objective.wants)),
         ):
@@ -285,7 +285,7 @@ class LocalLearner:
         found = []
         parameters = list(self.parts[0].parameters.values())
         for batch in batches:
-            with multiplying(self._product):
+            with multiplying(self.product):
                 logp = self._outputs(self.model, batch, frozenset()).logp.sum()
             gradients = torch.autograd.grad(logp, parameters, allow_unused=True)
             found.append(sum(g.double().square().sum().item() for g in gradients if g is not None))

@@ -141,9 +141,9 @@ def read_recipe(file: str | Path) -> Recipe | Generative:
     try:
         content = tomllib.loads(user_files.text(file))
     except FileNotFoundError:
-        raise UserError(f"--judge {file}: there is no such file") from None
+        raise UserError(f"the judge's recipe {file}: there is no such file") from None
     except OSError as error:
-        raise UserError(f"--judge {str(file)[:100]} cannot be read: {error.strerror}") from None
+        raise UserError(f"the judge's recipe {str(file)[:100]} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file}: not valid TOML: {error}") from error
     read = generative_of if "template" in content and "endpoint" not in content else recipe_of

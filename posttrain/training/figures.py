@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
 from math import comb
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -60,11 +62,11 @@ def best_at_k(scores: Sequence[float], correct: Sequence[bool], k: int) -> float
     n = len(scores)
     if not 1 <= k <= n:
         raise ValueError(f"best@{k} needs k from 1 to the number of samples, {n}")
-    found, below = 0.0, 0
-    for score in sorted(set(scores)):
-        own = [c for s, c in zip(scores, correct, strict=True) if s == score]
+    found, below, all_choices = 0.0, 0, comb(n, k)
+    for _, equal in groupby(sorted(zip(scores, correct, strict=True)), key=itemgetter(0)):
+        own = [c for _, c in equal]
         upto = below + len(own)
-        found += (comb(upto, k) - comb(below, k)) / comb(n, k) * (sum(own) / len(own))
+        found += (comb(upto, k) - comb(below, k)) / all_choices * (sum(own) / len(own))
         below = upto
     return float(found)
 

@@ -264,7 +264,9 @@ def _too_large(learner: LocalLearner, size: UpdateSize) -> str:
     told = " + ".join(f"{name} {bytes_ / 2**30:.1f}" for name, bytes_ in parts.items() if bytes_ >= 0.05 * 2**30)
     offers = [(way, sum(_lasting(learner, changed).values())) for way, changed in _offloaded(learner, size).items()]
     if _can_adapt(learner):
-        offers.append((LORA_OFFER, parts["weights"] / 2))
+        offers.append((LORA_OFFER, _adapted_bytes(learner, size)))
+    if whole := _whole_bytes(learner):
+        offers.append(("--frozen-weights bfloat16", needed - whole / 2 / size.shares))
     ways = [f"{way} ({in_gib(less)})" for way, less in offers if less < needed]
     ways += _more_shards(learner, size)
     less = f": {', '.join(ways)} would take less" if ways else ": use a smaller model"
@@ -276,6 +278,8 @@ def _more_shards(learner: LocalLearner, size: UpdateSize) -> list[str]:
     if size.tensor > 1 or size.context > 1 or size.offload or size.elsewhere:  # which refuse --shard
         return []
     if not learner.optimization.choice.row.by_number:  # see `OptimizerChoice.check`
+        return []
+    if learner.product is not None or _packed(learner):
         return []
     shares = 2 * size.shares
     while shares <= SHARDS:
@@ -301,7 +305,37 @@ def _offloaded(learner: LocalLearner, size: UpdateSize) -> dict[str, UpdateSize]
 
 def _can_adapt(learner: LocalLearner) -> bool:
     """Return whether the policy could have adapters, and has none."""
-    return learner.model.decoder is not None and learner.model.decoder.lora is None
+    return learner.model.decoder is not None and learner.model.decoder.lora is None and learner.product is None
+
+
+def _packed(learner: LocalLearner) -> bool:
+    """Return whether the frozen weights below adapters are quantized."""
+    decoder = learner.model.decoder
+    return decoder is not None and decoder.lora is not None and bool(decoder.lora.quantize)
+
+
+def _whole_bytes(learner: LocalLearner) -> float:
+    """Return the bytes of the policy's frozen matrices in float32 below adapters."""
+    if learner.model.decoder is None or learner.model.decoder.lora is None or _packed(learner):
+        return 0.0
+    frozen = (p for p in _unique((learner.model,)) if not p.requires_grad and p.ndim == 2)
+    return float(sum(p.nbytes for p in frozen if p.dtype == torch.float32))
+
+
+def _adapted_bytes(learner: LocalLearner, size: UpdateSize) -> float:
+    """Return what lasts on the GPU if the policy is frozen in bfloat16 below adapters, which are its own reference too. A
+    critic is still trained.
+    """
+    critic, here = _placed(learner, size)
+    policy = _unique((learner.model,))
+    gone = {REFERENCE, *_fetched(learner, size)}
+    known = {id(p) for p in policy}
+    kept = [p for p in _unique((critic, *(o for name, o in here.items() if name not in gone))) if id(p) not in known]
+    sharded = _sharded(learner) if size.shares > 1 else set()
+    trained = _bytes_here((p for p in kept if p.requires_grad), sharded, size.shares)
+    moments = _bytes_at_once(kept, trained, size) * _moments_of_a_byte(learner)
+    held = _bytes_here(policy, sharded, size.shares) / 2 + _bytes_here(kept, sharded, size.shares)
+    return held + trained + moments
 
 
 def advice(found: MemoryEstimate, learner: LocalLearner, size: UpdateSize) -> list[str]:
@@ -319,12 +353,7 @@ def advice(found: MemoryEstimate, learner: LocalLearner, size: UpdateSize) -> li
     saving = [(way, estimate_memory(learner, changed)) for way, changed in other.items()]
     ways = [f"{way} ({in_gib(less.total)})" for way, less in saving if less is not None and less.total < found.total]
     if _can_adapt(learner):
-        ways.append(f"{LORA_OFFER} ({in_gib(_with_adapters(found))})")
+        lasting = sum(_lasting(learner, size).values()) + found.parts["copies in bfloat16"]
+        ways.append(f"{LORA_OFFER} ({in_gib(found.total - lasting + _adapted_bytes(learner, size))})")
     told = f": {', '.join(ways)} would take less" if ways else ""
     return [f"this may not fit into the GPU's {in_gib(size.room)}{told}"]
-
-
-def _with_adapters(found: MemoryEstimate) -> float:
-    """Return the total with frozen weights of half the bytes, and almost no gradients, moments and copies."""
-    gone = found.parts["gradients"] + found.parts["moments"] + found.parts["copies in bfloat16"]
-    return found.total - gone - found.parts["weights"] / 2

@@ -7,7 +7,7 @@ before its first step. So it needs no GPU, and of the model's folder only config
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
 
@@ -183,12 +183,13 @@ def shapes_of(config: Training, shape: DecoderConfig) -> LocalLearner:
             )
         if algorithm.critic is not None:
             own = shape_of(config.critic_model) if config.critic_model else shape
-            critic = ValueModel(own.hidden, None if config.critic == "shared" else _decoder(own), 0)
+            headless = replace(own, tied=True)  # see `load_headless`
+            critic = ValueModel(own.hidden, None if config.critic == "shared" else _decoder(headless), 0)
     if isinstance(config, Distill):
         teachers = {**config.teachers, **({"teacher": config.teacher} if config.teacher else {})}
-        shared = config.model if config.lora is not None else None  # adapters share the weights that they leave
+        start = resolve(config.model or "").resolve()
         for name, folder in teachers.items():
-            if folder != shared:
+            if config.lora is None or resolve(folder).resolve() != start:  # adapters share the weights that they leave
                 others[name] = _held(_decoder(shape_of(folder)).requires_grad_(False), frozen)
     refuse_useless(config, model, others)
     refuse_idle(config, model, others, critic)

@@ -27,6 +27,7 @@ tasks = "{folder}/reading.jsonl"
 env = "{reward}"
 max_tokens = {longest}
 temperature = 0
+samples = 1
 success = 1
 
 [sums]

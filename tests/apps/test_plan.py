@@ -243,12 +243,13 @@ def test_a_job_is_what_the_files_say(pilot: Path) -> None:
 def test_the_command_fits_a_terminal_and_gives_data(pilot: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(pilot / "rl"), "--gpus", "6", "--tokens-per-step", "4", "--steps", "12"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    wide = [line for line in lines if len(line) > 80 and str(pilot) not in line]
+    wide = [line for line in lines if len(line) > 80 and str(pilot) not in line and not line.startswith("command")]
     assert len(lines) <= 24 and not wide, wide
     assert any(line.startswith("best of 6 GPUs: ") for line in lines)
-    (command,) = (line.partition("posttrain ")[2] for line in lines if line.startswith("command   posttrain "))
-    read = _training_of(shlex.split(command), "plan")
-    assert isinstance(read, RL) and read.out == f"{pilot / 'rl'}-6" and read.max_tokens == 12 and read.lr == 1e-3
+    (further,) = (
+        line.partition("was started, with ")[2] for line in lines if line.startswith("command   as the pilot")
+    )
+    read = _training_of(["rl", *shlex.split(further)], "plan", checked=False)
     assert read.processes * (1 if read.replicas else 6) + read.replicas == (6 if read.replicas else 36)
     assert (
         main(["plan", str(pilot / "rl"), "--engines", "1", "3", "--async-steps", "0", "1", "--steps", "12", "--json"])
@@ -370,6 +371,28 @@ def test_the_printed_command_is_that_of_the_split_with_the_other_options_of_the_
     assert read_back(command_of(on_cpu, split, Plan(gpus=8))) == replace(own, device="cpu", **expected)
     turns = read_back(command_of(seven, PlanSetting(4, 4, shared=True), Plan(gpus=4)))
     assert turns == replace(own, group=4, out="runs/pilot-4", overwrite=False, processes=4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tasks": "rows made by rows"},
+        {"tasks": "9 rows in memory"},
+        {"env": "reward"},
+        {"chat_template_kwargs": {"a": {"b": 1}}},
+    ],
+)
+def test_a_command_that_the_command_line_would_read_otherwise_is_not_printed(
+    options: dict[str, Any], pilot: Path
+) -> None:
+    own = replace(read_pilot(str(pilot / "rl")), options=replace(run_options(), **options))
+    told = command_of(own, PlanSetting(1, 2), Plan(gpus=3))
+    assert told == "as the pilot was started, with --processes 2 --learner-devices 0 1 --replicas 1 --engine-devices 2"
+
+
+def test_gpus_of_other_models_are_left_to_the_user(pilot: Path) -> None:
+    own = replace(read_pilot(str(pilot / "rl")), options=run_options(role_devices={"reference": "1"}))
+    assert not {"--learner-devices", "--engine-devices"} & set(command_of(own, PlanSetting(1, 1), Plan(gpus=3)).split())
 
 
 @pytest.mark.parametrize(

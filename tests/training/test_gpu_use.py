@@ -68,6 +68,16 @@ def test_of_several_processes_the_highest_peak_is_told(allocated: dict[int, list
     assert peaks({"policy": CARDS[0]}, Three()) == {"memory/policy": 77.0}
 
 
+def test_roles_that_have_a_gpu_in_some_processes_only_are_told(allocated: dict[int, list[float]]) -> None:
+    class Two(Alone):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, {"memory/policy": 7.0, "memory/critic": 9.0}]
+
+    allocated |= {0: [40.0], 1: [5.0]}
+    told = peaks({"policy": CARDS[0], "reference": CARDS[1]}, Two())
+    assert told == {"memory/policy": 40.0, "memory/reference": 5.0, "memory/critic": 9.0}
+
+
 def test_an_engine_on_a_gpu_of_its_own_tells_its_peak_at_each_weight_sync(
     allocated: dict[int, list[float]],
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,20 @@ def test_models_beside_the_policy_are_counted_by_what_the_algorithm_needs(models
     assert adapted == pytest.approx(alone / 2, rel=0.03)  # no reference of its own, and half as many bytes
     taught = weights(models, Distill, teacher="7b")
     assert taught > 4 * alone
+    own = [weights(models, Distill, teacher=folder, **ADAPTED) for folder in ("1b", "1b/", str(models / "1b"))]
+    assert own == pytest.approx([alone / 2] * 3, rel=0.03)  # the weights below the adapters are the teacher
+
+
+def test_the_offer_of_adapters_is_what_they_take(models: Path) -> None:
+    for algorithm in ("ppo", "grpo"):
+        of: dict[str, Any] = {"model": "7b", "env": "e", "algorithm": algorithm}
+        [refused] = plan_memory(config(RL, **of), 80 * GIB).advice
+        taken = plan_memory(config(RL, **of, lora=16, frozen_weights="bfloat16"), 900 * GIB).found.parts
+        found = re.search(r"--lora 16 with --frozen-weights bfloat16 \(([\d.]+) GiB\)", refused)
+        lasting = sum(taken[name] for name in ("weights", "gradients", "moments")) / GIB
+        assert found is not None and float(found[1]) == pytest.approx(lasting, rel=0.05)
+    [refused] = plan_memory(config(RL, model="7b", env="e", lora=16), 24 * GIB).advice
+    assert "--frozen-weights bfloat16 (14." in refused
 
 
 def test_models_that_are_elsewhere_are_not_counted(models: Path) -> None:

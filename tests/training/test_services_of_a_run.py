@@ -213,7 +213,7 @@ def test_an_endpoint_that_is_down_is_told(place: Path, capsys: pytest.CaptureFix
 def test_services_that_cannot_be_are_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     refused(capsys, [*RL, "--reward-model", "start"], "--reward-model start has no score head")
     refused(capsys, [*RL, "--reward-model", "nowhere"], "nowhere")
-    refused(capsys, [*RL, "--judge", "nowhere.toml"], "--judge nowhere.toml: there is no such file")
+    refused(capsys, [*RL, "--judge", "nowhere.toml"], "the judge's recipe nowhere.toml: there is no such file")
     refused(
         capsys, [*RL, "--reward-model", "a=reward", "b=reward"], "--env is missing: give an environment that uses a, b"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -14,6 +15,7 @@ from posttrain.apps.planning.pilot import Pilot, read_pilot
 from posttrain.apps.planning.simulation import Simulation, SimulationResult
 from posttrain.config.command_words import command_words
 from posttrain.config.scale import Plan
+from posttrain.config.training import RL
 from posttrain.core.types import UserError
 
 FAR = 0.1  # relative difference of the pilot's speed to its simulation above which a line gives advice
@@ -231,16 +233,17 @@ def _advice(pilot: Pilot, best: SimulationResult, alone: SimulationResult, confi
 
 def command_of(pilot: Pilot, setting: PlanSetting, config: Plan) -> str:
     """Return the command that runs the pilot's job in a setting: its other options, then those of the setting. It runs in a
-    folder beside the pilot's.
+    folder beside the pilot's. Where a command line cannot express the pilot's options, only those of the setting.
 
-    With `--gpus` it names the GPUs of learners and engines, unless the pilot was to run on a CPU.
+    With `--gpus` it names the GPUs of learners and engines, unless the pilot was to run on a CPU, or placed other models
+    on GPUs.
     """
     options = pilot.options
     placed = config.gpus is not None and not setting.shared and options.device != "cpu"
-    gpus = range(setting.devices if placed else 0)
+    gpus = range(setting.devices if placed and not options.role_devices else 0)
     own = replace(
         options,
-        out=f"{options.out.rstrip('/')}-{setting.devices}",
+        out=f"{options.out.rstrip('/') or '/run'}-{setting.devices}",
         prompts=pilot.size[0],
         group=pilot.size[1],
     )
@@ -252,8 +255,26 @@ def command_of(pilot: Pilot, setting: PlanSetting, config: Plan) -> str:
         "learner_devices": tuple(gpus[: setting.learners]),
         "engine_devices": tuple(gpus[setting.learners :]),
     }
-    words = command_words(own, OF_A_FOLDER | split.keys()) + command_words(type(options)(**split))
-    return shlex.join(["posttrain", options.verb, *words])
+    further = command_words(type(options)(**split))
+    if not _expressible(options):
+        return f"as the pilot was started, with {shlex.join(further) or 'no further option'}"
+    return shlex.join(["posttrain", options.verb, *command_words(own, OF_A_FOLDER | split.keys()), *further])
+
+
+def _expressible(options: RL) -> bool:
+    """Return whether a command line can express the pilot's options: its rows and environment are no Python objects, and the
+    settings of its chat template are plain.
+    """
+    from posttrain.envs.play.load_env import BUILTIN
+
+    by_name = all(":" in env or env in BUILTIN for env in [options.env] if env)
+    rows = any(re.match(r"rows (made by|of) |\d+ rows in memory", tasks) for tasks in _texts(options.tasks))
+    plain = not any(isinstance(value, str | dict | list) for value in (options.chat_template_kwargs or {}).values())
+    return by_name and not rows and plain
+
+
+def _texts(value: Any) -> list[str]:
+    return [value] if isinstance(value, str) else [str(one) for one in value or ()]
 
 
 def _data(

@@ -38,7 +38,7 @@ def show_figures(config: Evaluation, found: Evaluated) -> None:
         compared = [([one.model, *(_cell(one.differences[name]) for name in gaps)], one.wins) for one in found.against]
         _compared(_minus(config), head, compared)
         rated = [([one.model, _cell(one.win_rate)], one.win_rate["wins"]) for one in found.against if one.win_rate]
-        _compared(_win_rate(config), ["against", "win rate"], rated)
+        _compared(_win_rate(config), ["against", "win rate"], rated, "win rate")
     reasons: dict[str, dict[str, None]] = {}  # reason for a missing interval -> names of its figures
     for name, figure in _all_figures(found, names):
         if "why" in figure:
@@ -53,10 +53,15 @@ def show_figures(config: Evaluation, found: Evaluated) -> None:
 
 
 def _rates(found: Mapping[str, float]) -> str:
-    """Return rates as text: "12.5 tokens a rollout, 0.1 cut off, 0 invalid, 1.5 tool calls (0.9 well-formed)"."""
-    text = f"{found['tokens']:.4g} tokens a rollout, {found['truncated']:.4g} cut off, {found['invalid']:.4g} invalid"
+    """Return rates as text: "12.5 tokens a rollout, 1.0% cut off, 0.0% invalid, 1.5 tool calls (90.0% well-formed)", and the
+    means of the named parts of the reward.
+    """
+    text = f"{found['tokens']:.4g} tokens a rollout, {found['truncated']:.1%} cut off, {found['invalid']:.1%} invalid"
     if "tool_calls" in found:
-        text += f", {found['tool_calls']:.4g} tool calls ({found['valid_calls']:.4g} well-formed)"
+        text += f", {found['tool_calls']:.4g} tool calls ({found['valid_calls']:.1%} well-formed)"
+    parts = {name.removeprefix(PART): mean for name, mean in found.items() if name.startswith(PART)}
+    if parts:
+        text += "; " + ", ".join(f"{name} {mean:.4g}" for name, mean in parts.items())
     return text
 
 
@@ -78,12 +83,12 @@ def _win_rate(config: Evaluation) -> str:
     return f"How often {scorer} prefers the reply of {config.model}, ties half"
 
 
-def _compared(title: str, head: Sequence[str], rows: Sequence[Row]) -> None:
+def _compared(title: str, head: Sequence[str], rows: Sequence[Row], what: str = "reward") -> None:
     """Print one row for each comparison, if there are any."""
     if not rows:
         return
     several = len(rows) > 1  # then p is corrected
-    title += " (won, lost, tied: tasks; p: sign test"
+    title += f" (won, lost, tied: tasks, by {what}; p: sign test"
     title += f", corrected for {len(rows)} comparisons by Holm's method)" if several else ")"
     columns = [*head, "won", "lost", "tied", "p", *(["p corrected"] if several else []), "verdict"]
     keys = ["won", "lost", "tied", "p", *(["p_holm"] if several else []), "verdict"]
@@ -142,7 +147,7 @@ def evaluate_suite(config: Evaluation) -> int:
         _compared(_minus(config), ["part", "minus", "difference"], rows)
         rated = [(name, one["model"], one["win_rate"]) for name, one in each if "win_rate" in one]
         rows = [([name, model, _cell(rate)], rate["wins"]) for name, model, rate in rated]
-        _compared(_win_rate(config), ["part", "against", "win rate"], rows)
+        _compared(_win_rate(config), ["part", "against", "win rate"], rows, "win rate")
     for name, average in found.averages.items():
         label = f"mean of {average['parts']} part{'s'[: average['parts'] - 1]}{'' if name == 'all' else f' {name}'}"
         say(f"{label}: {told(average)}")

@@ -362,7 +362,7 @@ def rate_note(plan: Optimization, adapted: bool, size: int) -> list[str]:
         least, usual = 1e-5, "1e-3"
     if lr > least:
         return []
-    return [f"--lr {lr:g} moves a model of {size / 1e6:.1f} million parameters little: {usual} is usual at this size"]
+    return [f"--lr {lr:g} moves a model of {size / 1e6:.2g} million parameters little: {usual} is usual at this size"]
 
 
 def reply_length_note(max_tokens: int, context: int) -> list[str]:

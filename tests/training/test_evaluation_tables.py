@@ -57,5 +57,5 @@ def test_well_formed_tool_calls_are_counted_over_all_rollouts() -> None:
     ]
     found = rates(made)
     assert (found["tool_calls"], found["valid_calls"]) == (1.0, 0.75)
-    assert "1 tool calls (0.75 well-formed)" in _rates(found)
+    assert "1 tool calls (75.0% well-formed)" in _rates(found)
     assert "tool_calls" not in rates(made[1:2]) and "tool" not in _rates(rates(made[1:2]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -85,9 +86,20 @@ def test_a_trust_region_has_no_estimate() -> None:
     assert memory_lines(learner, UpdateSize(1, False, None, H200)) == []
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """With several threads, which an earlier test may have chosen, products on a processor keep further copies."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("narrow", [True, False])
 @pytest.mark.parametrize("recompute", [True, False])
-def test_activations_are_those_that_an_update_keeps(narrow: bool, recompute: bool, tokenizer: Tokenizer) -> None:
+def test_activations_are_those_that_an_update_keeps(
+    narrow: bool, recompute: bool, tokenizer: Tokenizer, one_thread: None
+) -> None:
     model = tiny(tokenizer)
     shape = replace(model.config, hidden=256, layers=6, heads=4, kv_heads=2, head_size=64, intermediate=768, vocab=64)
     model = Decoder(shape)

@@ -149,7 +149,10 @@ def test_several_models_are_compared_by_their_scores_and_corrected_together(caps
     assert main(["eval", "--tasks", "rows.jsonl", "--model", "model", *words]) == 0
     printed, told = capsys.readouterr().out, json.loads(Path("found.json").read_text())["against"]
     assert [one["win_rate"] for one in told] == [one.win_rate for one in found.against]
-    assert "How often rewards.py:picky prefers the reply of model, ties half (won, lost, tied: tasks;" in printed
+    assert (
+        "How often rewards.py:picky prefers the reply of model, ties half (won, lost, tied: tasks, by win rate;"
+        in printed
+    )
 
 
 def test_a_suite_corrects_the_win_rates_of_all_parts_together_and_averages_them(

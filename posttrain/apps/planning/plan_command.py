@@ -27,10 +27,10 @@ ALIKE = 0.01  # relative difference in steps per hour below which settings are e
 OF_A_FOLDER = frozenset(["resume", "overwrite"])
 """Options about the folder of the pilot, which its command in another setting does not have."""
 HELP = {
-    "decoding": "engines decode all the time: more of them, or shorter replies",
+    "decoding": "engines decode all the time: add engines, or shorten replies",
     "tail": "engines wait for their longest replies: --tokens-per-step helps",
     "weights": "engines wait for new weights: --async-steps, or more learners",
-    "learners": "learners work all the time: more of them, not more engines",
+    "learners": "learners work all the time: add learners, not engines",
     "environments": "engines wait for environments: --env-workers, --prompts, --async-steps",
     "reading": "engines spend their time on prompts, and between replies",
     "loading": "the weight sync takes the time: fewer, larger steps",

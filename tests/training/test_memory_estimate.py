@@ -20,6 +20,7 @@ from posttrain.learners.gradient_sums import BUCKET
 from posttrain.learners.local_learner import LocalLearner
 from posttrain.models.native.decoder import Decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.native.kernels import build
 from posttrain.models.native.linear import accumulating
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.memory_estimate import SamplingSize, UpdateSize, advice, estimate_memory, memory_lines
@@ -87,18 +88,18 @@ def test_a_trust_region_has_no_estimate() -> None:
 
 
 @pytest.fixture
-def one_thread() -> Iterator[None]:
-    """With several threads, which an earlier test may have chosen, products on a processor keep further copies."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def compiled() -> Iterator[None]:
+    """With compiled operations, as on a GPU, also where an earlier test's run had none."""
+    before = build.used()
+    build.use(True)
     yield
-    torch.set_num_threads(before)
+    build.use(before)
 
 
 @pytest.mark.parametrize("narrow", [True, False])
 @pytest.mark.parametrize("recompute", [True, False])
 def test_activations_are_those_that_an_update_keeps(
-    narrow: bool, recompute: bool, tokenizer: Tokenizer, one_thread: None
+    narrow: bool, recompute: bool, tokenizer: Tokenizer, compiled: None
 ) -> None:
     model = tiny(tokenizer)
     shape = replace(model.config, hidden=256, layers=6, heads=4, kv_heads=2, head_size=64, intermediate=768, vocab=64)

@@ -40,14 +40,14 @@ SHAPES = {
         LARGE, vocab=128256, hidden=8192, layers=80, heads=64, kv_heads=8, intermediate=28672, qkv_bias=False
     ),
 }
-"""Those of Qwen2.5 and, last, of Llama 3."""
+"""Size -> shape: those of Qwen2.5 and, last, of Llama 3."""
 COMMON = {"tasks": "x", "precision": "bfloat16", "recompute": "layers"}
 ADAPTED = {"lora": 16, "frozen_weights": "bfloat16"}
 JOBS: dict[str, tuple[type[Training], dict[str, Any]]] = {
     "without a reference": (SFT, {}),
     "with a reference": (RL, {"env": "e", "algorithm": "grpo"}),
 }
-"""What a run holds beside the policy; adapters share the weights of their reference."""
+"""Title of a row -> verb and options of its runs. A reference of a policy with adapters takes no memory of its own."""
 
 
 def fits(learner: LocalLearner, shape: DecoderConfig, shares: int) -> bool:

@@ -74,7 +74,7 @@ def memory_of(setting: Setting, config: Any) -> Memory:
 
 
 def laps_of(setting: Setting, config: Any, warm: bool = True) -> tuple[list[Lap], Memory]:
-    """(each measured step, memory) of a run that is left after them.
+    """Return each measured step of a run, and its memory. The run ends after them.
 
     Its first step is thrown away; not `warm`: it is the one that is measured. Fewer steps are measured where another one
     would not fit into the time of the part.

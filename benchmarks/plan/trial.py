@@ -1,4 +1,4 @@
-"""A simulated trial: what asynchronous rollouts gain, what the longest replies cost, what `--tokens-per-step` wins back.
+"""Simulates asynchronous rollouts: their gain, the cost of the longest replies, and the effect of `--tokens-per-step`.
 
     python benchmarks/plan/trial.py
 

@@ -299,7 +299,7 @@ def as_data(algorithm: AlgorithmBase) -> dict[str, Any]:
                 "paper": algorithm.paper,
                 "objective": objective(algorithm),
                 "parts": [{"what": w, "formula": f, "source": s} for w, f, s in components(algorithm)],
-                "readings": readings(algorithm),
+                "interpretations": interpretations(algorithm),
                 "settings": settings_of(algorithm),
             }
         )
@@ -307,9 +307,9 @@ def as_data(algorithm: AlgorithmBase) -> dict[str, Any]:
     return plain
 
 
-def readings(algorithm: AlgorithmBase) -> list[str]:
-    """Return how its components read what their papers leave open, a sentence or two each."""
-    return list(dict.fromkeys(part.reading for _, part in algorithm.components if part.reading))
+def interpretations(algorithm: AlgorithmBase) -> list[str]:
+    """Return how its components interpret what their papers leave open, a sentence or two each."""
+    return list(dict.fromkeys(part.interpretation for _, part in algorithm.components if part.interpretation))
 
 
 def symbols(algorithm: AlgorithmBase) -> str:
@@ -371,7 +371,7 @@ def page(algorithm: AlgorithmBase, beside: AlgorithmBase, measured: Sequence[str
     ]
     if isinstance(algorithm, Algorithm) and (reward := _reward(algorithm)):
         lines += [f"In the reward, token by token: {reward}.", ""]
-    lines += [line for part in readings(algorithm) for line in (part, "")]
+    lines += [line for part in interpretations(algorithm) for line in (part, "")]
     if algorithm.name != beside.name:
         others = differences(algorithm, beside)
         lines += [f"Differences from `{beside.name}`:", "", *(f"- {line}" for line in others), ""]

@@ -165,7 +165,7 @@ class CovarianceClip(TokenSelection):
     option = "--clip-cov"
     needs = frozenset({Need.OLD})
     source = "Clip-Cov, arXiv 2505.22617"
-    reading = (
+    interpretation = (
         "The paper draws the tokens that are left out at random; here they are evenly spaced in the order of cov, which "
         "needs no random numbers. " + COVARIANCE
     )
@@ -211,7 +211,7 @@ class CovariancePenalty(Component):
     coefficient: float = setting(1.0, above=0)
     needs = frozenset({Need.OLD})
     source = "KL-Cov, arXiv 2505.22617, and the authors' code"
-    reading = COVARIANCE
+    interpretation = COVARIANCE
 
     @property
     def formula(self) -> str:

@@ -43,7 +43,7 @@ class SoftOverlong(Shaping):
         absent=0,
     )
     source = "DAPO, arXiv 2503.14476, eq. 13"
-    reading = (
+    interpretation = (
         "With rewards of 0 and 1, as most rewards here give them, the overlong penalty of 1 is the whole distance between "
         "wrong and right: a right reply at the limit earns as much as a short wrong one. With rewards of -1 and 1, as in "
         "the paper, it is half of that distance: `--reward-floor -1`."

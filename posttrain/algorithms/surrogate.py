@@ -311,7 +311,7 @@ class ExpectedQ(Surrogate):
 
     formula = "sum_a pi(a) min(Q_1(a), Q_2(a))"
     source = "discrete soft actor-critic, Christodoulou 2019, arXiv 1910.07207, eq. 12"
-    reading = (
+    interpretation = (
         "Actions are tokens of a vocabulary, so the expectation over them is exact: the papers' Gaussian policy and its "
         "reparametrised gradient do not apply."
     )

@@ -43,8 +43,8 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
         describe,
         differences,
         index,
+        interpretations,
         page,
-        readings,
         settings,
         symbols,
     )
@@ -81,7 +81,7 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
         print("\n".join(f"    {line}" for line in others))
     print("  settings (--set PLACE=VALUE; none: the run's own options decide):")
     print("\n".join(f"    {line}" for line in settings(algorithm)))
-    print("\n".join([*readings(algorithm), symbols(algorithm)]))
+    print("\n".join([*interpretations(algorithm), symbols(algorithm)]))
     return 0
 
 

@@ -164,7 +164,7 @@ def setting_of(f: dataclasses.Field[Any]) -> Setting:
 class Component:
     """Base class. A subclass is a frozen dataclass; its fields are its settings."""
 
-    reading: ClassVar[str] = ""  # how a place is read here that the paper leaves open, and who reads it otherwise
+    interpretation: ClassVar[str] = ""  # of what the paper leaves open, and who interprets it otherwise
 
     @property
     def formula(self) -> str:

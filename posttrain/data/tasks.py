@@ -155,7 +155,7 @@ class Stream(Sequence[Task]):
         return f"row {self._last[0]}"
 
     def examples(self, count: int = 3) -> list[Task]:
-        """Return the first `count`."""
+        """Return the first `count` tasks."""
         return self[:count]
 
     def taken(self) -> str:

@@ -1,10 +1,10 @@
-"""Does a real model that learned one task still do others? Writes a suite of three tasks, and evaluates a run with it:
+"""Evaluates a run of a real model on a suite of three tasks, compared with the model that it started from:
 
 python -m recipes.real.suite --trained runs/real/reading-120/grpo-0
 
 reading    questions on a text, of held-out articles: what the recipe `reading` trains
 sums       one-digit sums and products, worded as `posttrain demo --real` asks them
-problems   word problems, with as many tokens as it takes
+problems   word problems, with replies of at most 96 tokens
 """
 
 from __future__ import annotations

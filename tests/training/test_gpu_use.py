@@ -1,4 +1,4 @@
-"""What timing.jsonl tells of the GPUs: a simulated CUDA counts the memory, and runs on a processor the arithmetic."""
+"""Peak memory and arithmetic of a step in timing.jsonl: memory with a simulated CUDA, arithmetic in runs on a CPU."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -17,6 +16,8 @@ from posttrain.config.command_words import command_words
 from posttrain.config.scale import Plan
 from posttrain.config.training import RL
 from posttrain.core.types import UserError
+from posttrain.envs.play.load_env import BUILTIN
+from posttrain.runs.trained_options import FROM_PYTHON
 
 FAR = 0.1  # relative difference of the pilot's speed to its simulation above which a line gives advice
 ENOUGH = 20  # measured steps of a pilot
@@ -265,16 +266,9 @@ def _expressible(options: RL) -> bool:
     """Return whether a command line can express the pilot's options: its rows and environment are no Python objects, and the
     settings of its chat template are plain.
     """
-    from posttrain.envs.play.load_env import BUILTIN
-
-    by_name = all(":" in env or env in BUILTIN for env in [options.env] if env)
-    rows = any(re.match(r"rows (made by|of) |\d+ rows in memory", tasks) for tasks in _texts(options.tasks))
-    plain = not any(isinstance(value, str | dict | list) for value in (options.chat_template_kwargs or {}).values())
-    return by_name and not rows and plain
-
-
-def _texts(value: Any) -> list[str]:
-    return [value] if isinstance(value, str) else [str(one) for one in value or ()]
+    by_name = not options.env or ":" in options.env or options.env in BUILTIN
+    plain = not any(isinstance(value, str | dict | list) for value in options.chat_template_kwargs.values())
+    return by_name and plain and not FROM_PYTHON.fullmatch(options.tasks)
 
 
 def _data(

@@ -189,7 +189,7 @@ class _RayWire(Wire):
             self._out.clear()
 
     def _read(self) -> None:
-        """Pass bytes of the actor on, until it or this side has ended."""
+        """Forward the bytes of the actor, until it or this side ends."""
         with self._theirs, suppress(OSError):
             try:
                 while piece := self._ray.get(self._actor.read.options(concurrency_group=OUTWARD).remote()):

@@ -28,7 +28,7 @@ def narrow_type(hidden: Tensor) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class SharedVocabulary:
-    """Processes of which each has the rows of some ids of an output head."""
+    """The processes that divide an output head by rows: each has those of some token ids."""
 
     peers: Peers
     counts: tuple[int, ...]  # rows of each process, by rank

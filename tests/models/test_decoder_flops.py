@@ -14,7 +14,9 @@ from posttrain.config.resolve import filled
 from posttrain.config.training import RL, SFT
 from posttrain.core.trust_region import TrustRegion
 from posttrain.learners.local_learner import LocalLearner
+from posttrain.models.critic import ActionValueModel
 from posttrain.models.gpu_speed import dense_peak
+from posttrain.models.hf.backed import Sizes
 from posttrain.models.native.decoder import Decoder
 from posttrain.models.native.decoder_flops import forward_flop, trunk
 from posttrain.models.native.decoder_shape import DecoderConfig
@@ -82,6 +84,12 @@ def test_speed_is_the_arithmetic_of_all_learned_models_over_seconds_processes_an
     ppo = {"env": "e", "algorithm": "ppo", "model": "x"}
     assert told(learner_of(RL, **ppo, critic="shared")) == 3 * once
     assert told(learner_of(RL, **ppo)) == 3 * once + 3 * forward_flop(SHAPE, 1000, 0, 9000)
+    soft = learner_of()
+    headless = forward_flop(SHAPE, 1000, 0, 9000)
+    soft.critic = ActionValueModel(learner_of().model, 0)  # its target copy runs forwards alone
+    assert told(soft) == 3 * once + (3 + 1) * headless
+    soft.critic.backbone.config = Sizes(1000, 64, 512)  # type: ignore[assignment]
+    assert speed(soft, work, 2.0, 4) == {}, "a critic that transformers computes is not counted"
     assert "mfu" not in speed(learner_of(), work, 2.0, 4), "the peak of a processor is not known"
     monkeypatch.setattr(gpu_use, "dense_peak", lambda device: 1e12)
     assert speed(learner_of(), work, 2.0, 4)["mfu"] == pytest.approx(3 * once / 2 / 4 / 1e12)

@@ -126,6 +126,8 @@ def test_a_suite_of_tasks_is_written_and_evaluated(
     assert ended.value.code == 0
     parts = json.loads((tmp_path / "suite.json").read_text())["parts"]
     assert {name: part["figures"]["tasks"] for name, part in parts.items()} == {"reading": 8, "sums": 4, "problems": 4}
+    asked = [json.loads(line)["id"] for line in (tmp_path / "sums.jsonl").read_text().splitlines()]
+    assert asked == ["3*1", "8*1", "2+2", "7*2"], "other tasks would make other figures than those of the page"
     for part in parts.values():
         [start] = part["against"]
         assert start["differences"]["accuracy"]["mean"] == 0  # the same model, and the same seeds

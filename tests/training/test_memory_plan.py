@@ -73,6 +73,12 @@ def test_models_beside_the_policy_are_counted_by_what_the_algorithm_needs(models
     assert weights(models, RL, algorithm="grpo", **rl) == pytest.approx(2 * alone)  # the reference
     assert weights(models, RL, algorithm="ppo", **rl) == pytest.approx(3 * alone, rel=1e-4)  # and the critic
     assert weights(models, RL, algorithm="ppo", critic="shared", **rl) == pytest.approx(2 * alone, rel=1e-4)
+    untied = {"model": "7b", "env": "e", "algorithm": "ppo"}
+    shared, own = (
+        plan_memory(config(RL, **untied, critic=critic), 900 * GIB).found.parts for critic in ("shared", "separate")
+    )
+    trunk = shared["weights"] / 2 - 4 * 152_064 * 3584  # a critic has no output head
+    assert own["weights"] - shared["weights"] == pytest.approx(trunk, rel=1e-3)
     adapted = weights(models, RL, algorithm="grpo", **rl, **ADAPTED)
     assert adapted == pytest.approx(alone / 2, rel=0.03)  # no reference of its own, and half as many bytes
     taught = weights(models, Distill, teacher="7b")

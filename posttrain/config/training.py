@@ -84,8 +84,8 @@ class OptimizerGroup(OptionGroup, group="optimisation"):
     """Clip gradients to this norm (0: no clipping)."""
     tokens_per_microbatch: int | None = option(None, above=0)
     """Tokens in one forward and backward pass, besides a prompt: bounds the memory of an update. Default: 1024 on a
-    CPU (768 for models of 50 million parameters and more); on a GPU as many as keep their activations within a fifth
-    of its memory. Results do not depend on it."""
+    CPU (768 for models of 50 million parameters and more, 384 for those that transformers computes); on a GPU as
+    many as keep their activations within a fifth of its memory. Results do not depend on it."""
     recompute: Literal["none", "layers"] = option("none", on_resume="free")
     """Activations to recompute in the backward pass (gradient checkpointing). layers: each layer keeps only its input,
     which costs a second forward pass. Results do not depend on it. Models of transformers also recompute their layers

@@ -11,14 +11,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import tiny
+from tiny_models import make
 
 import posttrain
 from posttrain.config.training import RL
 from posttrain.core.trust_region import TrustRegion
 from posttrain.learners import repeated_bits as bits
 from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training import setup
 from posttrain.training.setup import microbatch_tokens, tokens_of_activations
 
 QWEN_1B = DecoderConfig(
@@ -38,6 +41,16 @@ def test_micro_batches_of_a_gpu_take_a_share_of_its_memory(tokenizer: Tokenizer)
     assert tokens_of_activations(replace(QWEN_1B, layers=2), 80 * GIB) == 32_768
     assert microbatch_tokens(RL(), tiny(tokenizer)) == 1024
     assert microbatch_tokens(RL(tokens_per_microbatch=77), tiny(tokenizer)) == 77
+
+
+def test_micro_batches_of_large_models_are_smaller_and_those_of_transformers_the_smallest(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("transformers")
+    model, backed = tiny(tokenizer), load_model(make("gemma3_text", tmp_path / "gemma"))
+    assert microbatch_tokens(RL(), backed) == 1024
+    monkeypatch.setattr(setup, "LARGE_MODEL", 1)
+    assert (microbatch_tokens(RL(), model), microbatch_tokens(RL(), backed)) == (768, 384)
 
 
 @pytest.mark.parametrize("wanted", [True, False])

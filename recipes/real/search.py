@@ -7,7 +7,12 @@ a fifth of PopQA's questions are held out. For every seed:
 
     SFT           imitates scripted episodes: a search for the question, then the answer that the passage shows
     GRPO          the model searches; the reward is the exact match of its answer alone (Search-R1, arXiv 2503.09516)
-    without ...   the same two stages without a search engine
+    GRPO, information trained
+                  the same, but the loss also falls on what the environment says after the prompt, so on <information>,
+                  with the advantage of its episode: the paper's arm without a mask (section 5.4)
+    without ...   SFT and GRPO without a search engine
+
+`--arms SFT GRPO "GRPO, information trained"` runs these arms only; arms that are finished are not repeated.
 
 Where are the questions lost that GRPO does not answer? Its policy also answers with a search that is scripted, for the
 words of the question, and with the gold passage. Policies are measured on the same held-out questions, greedy.
@@ -15,16 +20,20 @@ words of the question, and with the gold passage. Policies are measured on the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import posttrain
+from experiments.retrieved_token_masking import Unmasked
 from posttrain import Rollout
 from posttrain.core.types import SpanKind
 from posttrain.envs.builtin.search_qa import SEARCH, row_to_task
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.services.retrieval.passage_index import PassageIndex, build, open_index
+from posttrain.training import playground
 from posttrain.verify.short_answer import contains_answer
 from recipes import search_qa
 from recipes.real.study import Figures, Study, conversation, finished, options, right_and_wrong, run, shuffled
@@ -36,8 +45,14 @@ SIZE = search_qa.Size(topk=1, shown=SHOWN)
 LONGEST = 48  # tokens of a reply
 SFT_LR, GRPO_LR = 5e-5, 1e-5
 WITHOUT, SCRIPTED, GOLD = "without search, ", "GRPO, scripted search", "GRPO, gold passage"
-ARMS = ("start", "SFT", "GRPO", SCRIPTED, GOLD, f"{WITHOUT}SFT", f"{WITHOUT}GRPO")
-FIGURES = ("exact", "answered", "form", "searches", "found")
+UNMASKED = "GRPO, information trained"
+ARMS = ("start", "SFT", "GRPO", UNMASKED, SCRIPTED, GOLD, f"{WITHOUT}SFT", f"{WITHOUT}GRPO")
+COMPARED = (
+    ("with search minus without", "GRPO", f"{WITHOUT}GRPO"),
+    ("GRPO minus its SFT", "GRPO", "SFT"),
+    ("masked minus unmasked (GRPO minus GRPO, information trained)", "GRPO", UNMASKED),
+)
+FIGURES = ("exact", "answered", "form", "searches", "found", "own information")
 
 
 @dataclass
@@ -68,7 +83,7 @@ class Searching:
         return finished(posttrain.sft(rows, model=self.study.model, **options, **self.study.common(arm, self.seed)))
 
     def grpo(self, arm: str) -> str:
-        start = str(self.study.folder(arm.replace("GRPO", "SFT"), self.seed))
+        start = str(self.study.folder(f"{WITHOUT}SFT" if arm.startswith(WITHOUT) else "SFT", self.seed))
         tasks = self.learned[4 * self.demonstrations :]
         options = {
             "algorithm": "grpo",
@@ -80,7 +95,8 @@ class Searching:
             **self.env(arm),
         }
         size = {"steps": self.steps, "prompts": self.prompts}
-        return finished(posttrain.rl(tasks, model=start, **options, **size, **self.study.common(arm, self.seed)))
+        with information_trained() if arm == UNMASKED else nullcontext():
+            return finished(posttrain.rl(tasks, model=start, **options, **size, **self.study.common(arm, self.seed)))
 
     def measured(self, arm: str, model: str) -> Figures:
         rollouts = self.study.evaluate(self.unseen, model=model, max_tokens=LONGEST, **self.env(arm)).rollouts
@@ -97,8 +113,8 @@ class Searching:
         exact = sum(r.reward or 0.0 for r in rollouts) / len(rollouts)
         return {"exact": exact, "found": sum(row["found"] for row in rows) / len(rows)}
 
-    def run(self) -> None:
-        for arm in ARMS:
+    def run(self, arms: Sequence[str]) -> None:
+        for arm in arms:
             self.study.once(arm, self.seed, lambda arm=arm: self.figures(arm))
 
     def figures(self, arm: str) -> Figures:
@@ -109,8 +125,23 @@ class Searching:
         return self.measured(arm, self.sft(arm) if arm.endswith("SFT") else self.grpo(arm))
 
 
+@contextmanager
+def information_trained() -> Iterator[None]:
+    """Within it, `posttrain.rl` also trains on what the environment says after the prompt.
+
+    posttrain has no such option: it never trains on text that the policy did not write. Here the player of its episodes is
+    exchanged for one that marks this text as a demonstration, so that it is scored with the advantage of its episode.
+    """
+    with mock.patch.object(playground, "Player", Unmasked):
+        yield
+
+
 def main() -> None:
-    given = options(__doc__ or "", "search").parse_args()
+    parser = options(__doc__ or "", "search")
+    parser.add_argument(
+        "--arms", nargs="+", choices=ARMS, default=ARMS, metavar="ARM", help="arms to run (default: all)"
+    )
+    given = parser.parse_args()
     demonstrations, steps, prompts, asked = (8, 2, 2, 8) if given.small else (320, 16, 8, 150)
     settings = {
         "demonstrations": demonstrations,
@@ -129,7 +160,7 @@ def main() -> None:
     unseen = search_qa.sample(held_out, asked)
     for seed in study.seeds:
         rows = shuffled(learned, seed, "search")
-        Searching(study, seed, index, str(place), rows, unseen, demonstrations, prompts, steps).run()
+        Searching(study, seed, index, str(place), rows, unseen, demonstrations, prompts, steps).run(given.arms)
     study.finish(page(study, len(unseen), demonstrations, steps * prompts))
 
 
@@ -165,30 +196,41 @@ def page(study: Study, count: int, shown: int, trained: int) -> list[str]:
     """The part of the page that the recipe writes."""
     columns = {"exact": "exact match", "found": "the passage contains the answer", "minutes": "minutes"}
     acts = {"searches": "searches", "answered": "answered", "form": "format kept"}
-    played = [arm for arm in ARMS if arm not in (SCRIPTED, GOLD)]
+    acts["own information"] = "<information> that it wrote itself"
+    arms = [arm for arm in ARMS if study.has(arm)]
+    played = [arm for arm in arms if arm not in (SCRIPTED, GOLD)]
+    missing = [arm for arm in ARMS if arm not in arms]
     lines = [
         *study.head("search"),
         f"{count} held-out questions, greedy. Mean over seeds with its 95% interval (Student), then every seed. "
         f"SFT imitates {shown} episodes; GRPO then samples rollouts for {trained} questions.",
         "",
-        *study.table(ARMS, columns),
+        *([f"Not run: {'; '.join(missing)}.", ""] if missing else []),
+        *study.table(arms, columns),
         "",
         "Behaviour of the policies, as shares of episodes:",
         "",
         *study.table(played, acts),
         "",
-        f"Exact match, seed by seed: with search minus without {study.gain('GRPO', 'without search, GRPO', 'exact')}; "
-        f"GRPO minus its SFT {study.gain('GRPO', 'SFT', 'exact')}.",
+        "Exact match, seed by seed:",
         "",
-        "Queries of the first seed after GRPO:",
-        "",
-        "| question | query |",
-        "|---|---|",
+        *[
+            f"- {words}: {study.gain(arm, over, 'exact')}"
+            for words, arm, over in COMPARED
+            if study.has(arm) and study.has(over)
+        ],
     ]
-    first = study.figures("GRPO")[0]
+    for arm in ("GRPO", UNMASKED):
+        lines += examples(arm, study.figures(arm)[0]) if study.has(arm) else []
+    return lines
+
+
+def examples(arm: str, first: Figures) -> list[str]:
+    """Queries and episodes of the first seed after an arm."""
+    lines = ["", f"Queries of the first seed after {arm}:", "", "| question | query |", "|---|---|"]
     for asked in first["queries"]:
         lines.append("| " + " | ".join(" ".join(text.replace("|", "/").split()) for text in asked) + " |")
-    lines += ["", "The first right and the first wrong held-out episode of the first seed after GRPO:", ""]
+    lines += ["", f"The first right and the first wrong held-out episode of the first seed after {arm}:", ""]
     for episode in first["episodes"]:
         lines += episode
     return lines

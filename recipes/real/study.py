@@ -121,6 +121,10 @@ class Study:
         found: Figures | None = self._known["arms"].get(arm, {}).get(str(seed))
         return found
 
+    def has(self, arm: str) -> bool:
+        """Whether the figures of an arm are there for all seeds asked for."""
+        return all(self.known(arm, seed) for seed in self.seeds)
+
     def evaluate(self, tasks: Sequence[Any], env: str, model: str, **options: Any) -> Any:
         """Greedy replies to held-out tasks, one each, unless the options differ."""
         greedy = {"samples": 1, "k": (1,), "temperature": 0.0}
@@ -150,13 +154,13 @@ class Study:
         pairs = zip(self.values(arm, name), self.values(over, name), strict=True)
         return with_seeds([a - b for a, b in pairs], "+.3f")
 
-    def head(self, recipe: str) -> list[str]:
-        """The command, when and where it ran, and how long."""
+    def head(self, recipe: str, folder: str = "recipes.real") -> list[str]:
+        """The command, when and where it ran, and how long. `recipe`: its name, with options of its own."""
         found = [f for seeds in self._known["arms"].values() for f in seeds.values()]
         minutes = sum(f["minutes"] for f in found)
         when, commits = (", ".join(dict.fromkeys(f[name] for f in found)) for name in ("date", "commit"))
         seeds = " ".join(str(seed) for seed in self.seeds)
-        words = f"python -m recipes.real.{recipe} --seeds {seeds}"
+        words = f"python -m {folder}.{recipe} --seeds {seeds}"
         words += " --small" * self.is_small
         words += "" if self.precision == "float32" else f" --precision {self.precision}"
         where = f"{torch.get_num_threads()} threads of {processor()}, torch {torch.__version__}"
@@ -166,11 +170,11 @@ class Study:
             "",
         ]
 
-    def finish(self, lines: Sequence[str]) -> None:
-        """Print the page's part, and write it to the file of --page."""
+    def finish(self, lines: Sequence[str], part: str = "") -> None:
+        """Print the page's part, and write it to the file of --page. `part`: its name, if the page has several."""
         print("\n".join(lines))
         if self.page_file:
-            print(f"page    {write_page(self.page_file, lines)}")
+            print(f"page    {write_page(self.page_file, lines, part)}")
 
 
 def cell(values: Sequence[float], name: str, form: str = ".3f") -> str:

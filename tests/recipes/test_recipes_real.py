@@ -19,6 +19,7 @@ from retrieved import ROWS, write_rows
 import posttrain
 from posttrain import Rollout, UserError
 from posttrain.core.types import PlayedTurn, SpanKind, StopReason
+from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.training.trainer import Run
 from posttrain.verify.similarity import chrf as posttrain_chrf
 
@@ -133,6 +134,36 @@ def test_a_suite_of_tasks_is_written_and_evaluated(
         assert start["differences"]["accuracy"]["mean"] == 0  # the same model, and the same seeds
 
 
+@pytest.mark.parametrize("task", ["sums", "instructions"])
+def test_a_sweep_of_learning_rates_runs_once_and_writes_its_own_part_of_the_page(
+    task: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, page = recipe_module("learning_rates"), tmp_path / "page.md"
+    rates = {way: lrs[:1] for way, lrs in recipe.RATES[task].items()}
+    monkeypatch.setattr(recipe, "RATES", {task: rates})
+    monkeypatch.setattr(recipe.instructions, "rewritten", lambda rows, _: [{**row, "response": "rain"} for row in rows])
+    starts = []
+    rl = posttrain.rl
+
+    def noting(rows: Any, env: str, start: str, **how: Any) -> Run:
+        starts.append((Path(start).name, how["lr"], how["lora"]))
+        return rl(rows, env, start, **how)
+
+    monkeypatch.setattr(posttrain, "rl", noting)
+    words = ["--task", task, "--small", "--seeds", 0, "--out", tmp_path / "out", "--model", model, "--page", page]
+    ran(recipe, monkeypatch, *words)
+    start = "sft-0" if task == "instructions" else model.name
+    assert starts == [(start, lr, None if way == "full" else 16) for way, lrs in rates.items() for lr in lrs]
+    text = page.read_text()
+    mark = "written by the recipe -->" if task == "sums" else "written by the recipe: instructions -->"
+    assert mark in text
+    assert all(f"\n| {recipe.named(way, lr)} | 0." in text for way, lrs in rates.items() for lr in lrs)
+    for verb in ("sft", "rl", "evaluate"):
+        monkeypatch.setattr(posttrain, verb, None)  # nothing is trained or measured again
+    ran(recipe, monkeypatch, *words)
+    assert page.read_text() == text
+
+
 def test_replies_are_rewritten_so_that_they_keep_their_constraint() -> None:
     recipe = recipe_module("real.instructions")
     rows = recipe.learned(48, 0)
@@ -220,6 +251,31 @@ def test_what_search_finds_for_a_scripted_query_stands_in_the_prompt(model: Path
     for prompt in (found["prompt"], gold["prompt"]):
         assert prompt.index("<|im_start|>assistant") < prompt.index("<search> Who") < prompt.index("Doc 1(Title:")
         assert prompt.endswith("</information>\n\n")
+
+
+def test_the_arm_with_information_trained_differs_in_what_is_scored_alone_and_only_its_own_run(
+    data: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first rollouts are those of the masked arm, from the same start; all that stands after the prompt is scored."""
+    recipe = recipe_module("real.search")
+    arms = ["SFT", recipe.UNMASKED, "GRPO"]  # the masked arm after the other one, whose player must be gone
+    words = ["--small", "--seeds", 0, "--out", tmp_path / "out", "--model", model, "--data", data]
+    ran(recipe, monkeypatch, *words, "--page", tmp_path / "page.md", "--arms", *arms)
+    masked, unmasked = (
+        read_rollouts(tmp_path / "out" / f"{arm}-0", 1, None) for arm in ("grpo", "grpo-information-trained")
+    )
+    assert [row["tokens"] for row in masked] == [row["tokens"] for row in unmasked] and len(masked) == 16
+    shown = {"prompt": 0, "sampled": 0, "observation": 0}
+    for row, other in zip(masked, unmasked, strict=True):
+        for span in row["spans"]:
+            shown[span["kind"]] += span["length"]
+            assert span["learned"] == (span["kind"] == "sampled")
+        assert other["scored"] == row["total"] - row["spans"][0]["length"] and row["scored"] == row["sampled"]
+    assert all(shown.values())
+    found = json.loads((tmp_path / "out" / "results.json").read_text())["arms"]
+    text = (tmp_path / "page.md").read_text()
+    assert list(found) == arms and "Not run: start; GRPO, scripted search;" in text
+    assert "masked minus unmasked (GRPO minus GRPO, information trained): +0.000" in text
 
 
 def test_arms_see_other_rows_with_another_seed_and_practise_nothing_that_was_demonstrated(

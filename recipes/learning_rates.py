@@ -1,93 +1,101 @@
-"""Compares learning rates of GRPO with a real model, on the task of the real demo: full fine-tuning and LoRA.
+"""Compares learning rates of GRPO with a real model: full fine-tuning and LoRA, on one of two tasks. It also resumes:
 
-    python recipes/learning_rates.py [--seeds 0 1] [--out runs/learning-rates]
+    python -m recipes.learning_rates [--task instructions] [--seeds 0 1]
 
-Every run has 15 steps of 8 prompts x 8 replies from SmolLM2-135M-Instruct: one-digit sums and products, asked in its chat
-template. The result is the accuracy on 40 questions that were held out, 4 replies each at temperature 1. Runs that are
-there already are not repeated. Writes its part of docs/results/learning-rates.md with --page.
+    sums            one-digit sums and products, asked as in `posttrain demo --real`; 15 steps from the untrained model
+    instructions    the constraints of recipes/real/instructions.py; 10 steps after its SFT stage, which a seed's rates share
+
+Every step has 8 prompts x 8 replies. The table shows a figure on held-out tasks, and reward and entropy of the last three
+steps. It is a part of docs/results/learning-rates.md, written with --page.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pages import write_page
-
 import posttrain
 from posttrain.cli.demo_command import questions
-from posttrain.cli.real_model import fetched
-from posttrain.core.intervals import student_interval
+from posttrain.training.trainer import Run
+from recipes.real import instructions
+from recipes.real.study import Figures, Study, finished, options, run
 
-WAYS: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
-    "full": ({}, (1e-6, 3e-6, 1e-5, 3e-5)),
-    "LoRA, rank 16": ({"lora": 16}, (1e-5, 1e-4, 1e-3)),
+FULL, ADAPTERS = "full", "LoRA, rank 16"
+Rates = Mapping[str, Sequence[float]]
+RATES: Mapping[str, Rates] = {
+    "sums": {FULL: (1e-6, 3e-6, 1e-5, 3e-5), ADAPTERS: (1e-5, 1e-4, 1e-3)},
+    "instructions": {FULL: (5e-6, 2e-5, 5e-5), ADAPTERS: (1e-4, 4e-4, 1e-3)},
 }
-HELD_OUT = 40
+SEEDS = {"sums": [0, 1], "instructions": [0]}
+STEPS = {"sums": 15, "instructions": 10}
+LAST = 3  # steps
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--out", type=Path, default=Path("runs/learning-rates"))
-    parser.add_argument("--model", help="another model: a folder or a GGUF file")
-    parser.add_argument("--steps", type=int, default=15)
-    parser.add_argument("--page", type=Path, help="page of results whose marked part is replaced")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / "results.json"
-    found: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.exists() else {}
-    model = options.model or str(fetched())
-    for seed in options.seeds:
-        for way, (how, rates) in WAYS.items():
-            for rate in rates:
-                name = f"{way} {rate:g} {seed}"
-                if name not in found:
-                    found[name] = one(options.out / name.replace(" ", "-"), model, seed, rate, options.steps, how)
-                    file.write_text(json.dumps(found, indent=1) + "\n")
-    lines = table(found, options.seeds)
-    print("\n".join(lines))
-    if options.page:
-        write_page(options.page, lines)
+    parser = options(__doc__ or "", "")
+    parser.add_argument("--task", choices=[*RATES], default="sums")
+    parser.add_argument("--steps", type=int, help="steps of each run (default: 15 for sums, 10 for instructions)")
+    parser.set_defaults(seeds=None, out=None)
+    given = parser.parse_args()
+    task = given.task
+    given.seeds = given.seeds or SEEDS[task]
+    given.out = given.out or Path("runs/learning-rates") / task
+    steps = given.steps or (2 if given.small else STEPS[task])
+    study = Study(given, {"task": task, "steps": steps})
+    arms = {named(way, rate): (rate, way == ADAPTERS) for way, rates in RATES[task].items() for rate in rates}
+    for seed in study.seeds:
+        if task == "instructions":
+            trial = instructions.of_seed(study, seed)
+            study.once("SFT", seed, lambda trial=trial: kept(trial, trial.sft("SFT")))
+        for arm, (rate, adapters) in arms.items():
+            figures = partial(instructed, trial) if task == "instructions" else partial(summed, study, seed)
+            study.once(arm, seed, partial(figures, arm, rate, adapters, steps))
+    study.finish(page(study, task, steps, list(arms)), "" if task == "sums" else task)
 
 
-def one(out: Path, model: str, seed: int, rate: float, steps: int, how: dict[str, Any]) -> dict[str, float]:
-    """Train once. Return accuracy on the held-out questions, and the reward and entropy of the last three steps."""
-    asked = questions("+*", range(10), seed)
-    run = posttrain.rl(
-        asked[HELD_OUT:], "verify:numeric", model, algorithm="grpo", out=str(out), overwrite=True, seed=seed,
-        steps=steps, prompts=8, group=8, max_tokens=24, kl=0.0, lr=rate, save_every=steps, eval_every=0, **how,
-    )  # fmt: skip
-    played = posttrain.evaluate(
-        asked[:HELD_OUT], "verify:numeric", str(run.path), samples=4, k=(1,), max_tokens=24, seed=seed
-    )
-    last = run.metrics[-3:]
-    return {
-        "accuracy": played.figures["accuracy"]["mean"],
-        "reward": sum(row["reward"] for row in last) / len(last),
-        "entropy": sum(row["entropy"] for row in last) / len(last),
-    }
+def named(way: str, rate: float) -> str:
+    return f"{way}, {rate:g}"
 
 
-def table(found: dict[str, dict[str, Any]], seeds: list[int]) -> list[str]:
-    """A row for each way and rate: each seed's held-out accuracy, their mean with its 95% interval, reward, entropy."""
-    columns = ["", "lr", *(f"seed {seed}" for seed in seeds), "mean", "reward, last 3 steps", "entropy"]
-    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for way, (_, rates) in WAYS.items():
-        for rate in rates:
-            runs = [found[name] for seed in seeds if (name := f"{way} {rate:g} {seed}") in found]
-            if len(runs) < len(seeds):
-                continue
-            values = [run["accuracy"] for run in runs]
-            mean = f"{sum(values) / len(values):.2f}" + (
-                f" {student_interval(values).text('.2f')}" if values[1:] else ""
-            )
-            others = [f"{sum(run[name] for run in runs) / len(runs):.2f}" for name in ("reward", "entropy")]
-            lines.append(f"| {' | '.join([way, f'{rate:g}', *(f'{v:.2f}' for v in values), mean, *others])} |")
-    return lines
+def summed(study: Study, seed: int, arm: str, rate: float, adapters: bool, steps: int) -> Figures:
+    """The accuracy on 40 held-out questions (4 in a small run), 4 replies each at temperature 1."""
+    asked, count = questions("+*", range(10), seed), 4 if study.is_small else 40
+    how: dict[str, Any] = {"algorithm": "grpo", "kl": 0.0, "lr": rate, "lora": 16 if adapters else None}
+    size = {"steps": steps, "prompts": 2 if study.is_small else 8, "group": 8, "max_tokens": 24, "eval_every": 0}
+    trained = posttrain.rl(asked[40:], "verify:numeric", study.model, **how, **size, **study.common(arm, seed))
+    again = {"samples": 4, "temperature": 1.0, "max_tokens": 24, "seed": seed}
+    played = study.evaluate(asked[:count], "verify:numeric", finished(trained), **again)
+    return {"held out": played.figures["accuracy"]["mean"], **last(trained)}
+
+
+def instructed(trial: instructions.Instructions, arm: str, rate: float, adapters: bool, steps: int) -> Figures:
+    """The share of held-out prompts with trained kinds of constraints whose greedy reply keeps its constraint."""
+    trained = trial.grpo(arm, rate, adapters, steps)
+    return {**kept(trial, finished(trained)), **last(trained)}
+
+
+def kept(trial: instructions.Instructions, model: str) -> Figures:
+    asked, how = trial.unseen["trained"], {"max_tokens": instructions.LONGEST, "success": 2.0}
+    rollouts = trial.study.evaluate(asked, instructions.REWARD, model, **how).rollouts
+    return {"held out": sum(rollout.rewards["kept"] for rollout in rollouts) / len(rollouts)}
+
+
+def last(trained: Run) -> Figures:
+    """Reward and entropy of the last steps."""
+    rows = trained.metrics[-LAST:]
+    return {name: sum(row[name] for row in rows) / len(rows) for name in ("reward", "entropy")}
+
+
+def page(study: Study, task: str, steps: int, arms: Sequence[str]) -> list[str]:
+    """The part of the page for a task."""
+    measured = {"sums": "held-out accuracy", "instructions": "held-out constraints kept"}[task]
+    columns = {"held out": measured, "reward": f"reward, last {LAST} steps", "entropy": "entropy", "minutes": "minutes"}
+    known = ["SFT", *arms] if task == "instructions" else arms
+    how = f"{steps} steps of GRPO with each learning rate. The mean over seeds has its 95% interval (Student)."
+    return [*study.head(f"learning_rates --task {task}", "recipes"), how, "", *study.table(known, columns)]
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -24,6 +24,7 @@ from typing import Any
 
 import posttrain
 from posttrain.core.seeds import seed_of
+from posttrain.training.trainer import Run
 from posttrain.verify.length import count, sentences
 from posttrain.verify.repetition import distinct
 from recipes.real.constraints import KINDS, NEW, TRAINED, reward
@@ -54,6 +55,9 @@ ARMS = ("start", "SFT", "GRPO", LORA, ALONE)
 SFT_RATE = 5e-5
 RATES = {"GRPO": 2e-5, LORA: 4e-4, ALONE: 2e-5}
 LONGEST = 64  # tokens of a reply
+Size = tuple[int, int, int, int]
+SIZE: Size = 192, 16, 8, 120  # prompts of SFT, steps of GRPO, their prompts, held-out prompts of each set
+SMALL: Size = 12, 2, 2, 4
 
 
 def row(topic: str, form: str, names: tuple[str, ...], chosen: random.Random) -> Row:
@@ -133,20 +137,19 @@ class Instructions:
         }
         return finished(posttrain.sft(rows, model=self.study.model, **options, **self.study.common(arm, self.seed)))
 
-    def grpo(self, arm: str) -> str:
+    def grpo(self, arm: str, rate: float, adapters: bool = False, steps: int | None = None) -> Run:
+        """Train after the arm "SFT". `steps`: as many as there are rows for, unless given."""
         size: dict[str, Any] = {
             "prompts": self.prompts,
             "group": 8,
             "max_tokens": LONGEST,
-            "steps": len(self.rows) // self.prompts,
+            "steps": steps or len(self.rows) // self.prompts,
+            "lora": 16 if adapters else None,
         }
-        rate: dict[str, Any] = {"lr": RATES[arm], "warmup": 3}
-        adapters: dict[str, Any] = {"lora": 16} if arm == LORA else {}
-        how: dict[str, Any] = {"algorithm": "grpo", "kl": 0.0, **size, **rate, **adapters}
-        common = self.study.common(arm, self.seed)
+        how: dict[str, Any] = {"algorithm": "grpo", "kl": 0.0, "lr": rate, "warmup": 3, **size}
         env = REWARD_ALONE if arm == ALONE else REWARD
         start = str(self.study.folder("SFT", self.seed))
-        return finished(posttrain.rl(self.rows, env, start, **how, **common))
+        return posttrain.rl(self.rows, env, start, **how, **self.study.common(arm, self.seed))
 
     def measured(self, model: str) -> Figures:
         found: Figures = {}
@@ -180,19 +183,24 @@ class Instructions:
     def trained(self, arm: str) -> str:
         if arm == "start":
             return self.study.model
-        return self.sft(arm) if arm == "SFT" else self.grpo(arm)
+        return self.sft(arm) if arm == "SFT" else finished(self.grpo(arm, RATES[arm], arm == LORA))
 
 
 def main() -> None:
     given = options(__doc__ or "", "instructions").parse_args()
-    shown, steps, prompts, asked = (12, 2, 2, 4) if given.small else (192, 16, 8, 120)
+    shown, steps, prompts, asked = SMALL if given.small else SIZE
     rates = [SFT_RATE, *RATES.values()]
     study = Study(given, {"shown": shown, "steps": steps, "prompts": prompts, "questions": asked, "rates": rates})
-    held_out = unseen(asked)
     for seed in study.seeds:
-        rows = learned(shown + steps * prompts, seed)
-        Instructions(study, seed, rows[:shown], rows[shown:], held_out, prompts).run()
+        of_seed(study, seed).run()
     study.finish(page(study, asked, shown, steps * prompts))
+
+
+def of_seed(study: Study, seed: int) -> Instructions:
+    """The arms of a seed, with their rows."""
+    shown, steps, prompts, asked = SMALL if study.is_small else SIZE
+    rows = learned(shown + steps * prompts, seed)
+    return Instructions(study, seed, rows[:shown], rows[shown:], unseen(asked), prompts)
 
 
 def page(study: Study, count: int, shown: int, trained: int) -> list[str]:

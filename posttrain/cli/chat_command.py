@@ -9,7 +9,7 @@ from typing import Any
 
 from posttrain.config.inference import Chat
 from posttrain.config.service_options import SCORERS, named_services
-from posttrain.core.messages import clip, safe
+from posttrain.core.messages import clip, readable
 from posttrain.core.types import Ask, Env, Invalid, Reply, StopReason, Task, Turn, UserError
 from posttrain.engines.local.embedded import embedded
 from posttrain.envs.builtin.service_reward import question
@@ -21,6 +21,9 @@ from posttrain.runs.chat_choice import system_of
 from posttrain.runs.checkpoint import resolve
 from posttrain.training.playground import open_dialogue
 from posttrain.training.setup import choose_device, use_threads
+
+FENCE = '"""'
+"""A line of the user that begins, and one that ends, a message of several lines."""
 
 
 def converse(model: str, config: Chat) -> None:
@@ -45,7 +48,9 @@ def converse(model: str, config: Chat) -> None:
     with open_dialogue(config, dialogue(_ask, _say, system, chat, raters), device) as ground:
         if system is not None:
             _say(f"the system message{'' if config.system is not None else ' of its run'}: {clip(system)}")
-        print("a message and Enter; an empty line ends" if chat else "text to continue and Enter; an empty line ends")
+        print(
+            f"{'a message' if chat else 'text to continue'} and Enter; an empty line ends; several lines between {FENCE}"
+        )
         player = ground.player(embedded(decoder, tokenizer, slots=1), tokenizer, decoder.config.context)
         for played in player.play([Episode({"id": "dialogue"}, "dialogue", secrets.randbits(62))]):
             if isinstance(played.reward, Invalid):  # the typed text cannot be shown to the model
@@ -109,12 +114,18 @@ def _answer_text(answer: Any) -> str:
 
 def _say(text: str) -> None:
     """Print a model's text with control codes made visible."""
-    print(safe(text))
+    print(readable(text))
 
 
 def _ask() -> str:
+    """Read a message: a line, or the lines between two lines that are `FENCE`, as code and letters need them."""
+    lines: list[str] = []
     try:
-        return input("> ")
+        typed = input("> ")
+        if typed.strip() != FENCE:
+            return typed
+        while (line := input("... ")).strip() != FENCE:
+            lines.append(line)
     except EOFError:
         print()
-        return ""
+    return "\n".join(lines)

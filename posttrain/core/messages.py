@@ -8,6 +8,7 @@ from typing import Any
 
 SYSTEM = re.compile(r"\[Errno -?\d+\] | \(os error \d+\)| at 0x[0-9a-f]+")  # error numbers and addresses
 
+_HARMLESS = frozenset("\n\xa0\u2009\u200a\u200c\u200d\u202f\u3000")  # they move no text, and hide none
 _UNSEEN = re.compile("[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")  # JSON itself escapes codes below 32
 
 
@@ -40,8 +41,18 @@ def one_line(error: BaseException) -> str:
 
 
 def safe(text: str) -> str:
-    """Return the text with control codes made visible: printed raw, they could rewrite the screen."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    """Return the text with control codes made visible: printed raw, they could rewrite the screen.
+
+    Spaces of any width and joiners are no control codes: Chinese, Persian and emoji are written with them.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in _HARMLESS else c.encode("unicode_escape").decode() for c in text)
+
+
+def readable(text: str) -> str:
+    """Return a model's text as it is read: tabs as spaces, line ends of any system, other control codes made visible."""
+    return safe(text.replace("\r\n", "\n").expandtabs(4))
 
 
 def safe_json(line: str) -> str:

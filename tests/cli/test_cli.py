@@ -317,7 +317,21 @@ def test_converse_talks_to_a_real_checkpoint(
     monkeypatch.setattr("builtins.input", type_in)
     converse("start", Chat(temperature=0.0, max_tokens=5, device="cpu"))
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4 and lines[0].endswith("an empty line ends") and not lines[-1]
+    assert len(lines) == 4 and "an empty line ends" in lines[0] and not lines[-1]
+
+
+def test_a_message_of_several_lines_stands_between_two_lines_of_quotes(monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = chat_command.FENCE
+    typed = iter(["one", mark, "def f():", "    return 1", "", mark, "", mark, "unfinished"])
+
+    def type_in(prompt: str) -> str:
+        if (line := next(typed, None)) is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr("builtins.input", type_in)
+    said = [chat_command._ask() for _ in range(5)]
+    assert said == ["one", "def f():\n    return 1\n", "", "unfinished", ""]
 
 
 def test_what_a_model_says_cannot_rewrite_the_screen_of_a_chat(capsys: pytest.CaptureFixture[str]) -> None:

@@ -353,6 +353,35 @@ def test_samples_on_a_terminal_are_as_wide_as_it_and_lose_nothing(monkeypatch: p
     assert "".join(shown).replace(" ", "") == said.replace("\n", "").replace(" ", "")
 
 
+def test_characters_that_take_two_columns_fit_a_terminal_too_and_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    said = "法国的首都是巴黎。" * 20 + " Paris, 巴黎 " * 9 + "\n" + "عاصمة فرنسا هي باريس. " * 9 + "👩‍👩‍👧 " * 40
+    out = Terminal()
+    rollout = Rollout({"answer": "巴黎" * 40}, "城市", [], 0.0, prompt="巴黎" * 90, text=said)
+    sample([rollout], 1, out)
+    examples("replies", {"best": replace(rollout, task={"id": "城市" * 30, "answer": "巴黎" * 40})}, out)
+    lines = [line.rstrip("\r") for line in out.getvalue().splitlines()]
+    assert max(map(cells, lines)) <= 49
+    names = [line[:7].strip() for line in lines]
+    shown = "".join(line[9:] for line in lines[names.index("reply") : names.index("answer")])
+    assert shown.replace(" ", "") == said.replace("\n", "").replace(" ", "")
+    assert min(map(cells, lines[names.index("prompt") : names.index("reply") - 1])) >= 48, "no line is half as long"
+
+
+def test_columns_of_a_table_stand_one_below_the_other_whatever_their_alphabet() -> None:
+    out = io.StringIO()
+    table("replies", ["text", "n"], [["巴黎巴黎", 1], ["Paris", 20]], out)
+    assert out.getvalue().splitlines()[1:] == ["text       n", "巴黎巴黎   1", "Paris     20"]
+
+
+def test_code_and_spaces_are_shown_as_they_are_read(terminal: Terminal) -> None:
+    text = "def f():\r\n\treturn\u00a01\n\t\tx\u3000y \u200d \u202e"
+    sample([Rollout({}, "g", [], 0.0, prompt="p", text=text)], 1, terminal)
+    lines = [line.rstrip("\r") for line in terminal.getvalue().splitlines()]
+    assert "reply  │ def f():" in lines and "       │     return\u00a01" in lines
+    assert "       │         x\u3000y \u200d \\u202e" in lines, "what turns the direction of text is made visible"
+
+
 def test_samples_of_several_turns_show_what_each_side_said_in_its_place() -> None:
     turns = [
         PlayedTurn(SpanKind.PROMPT, "Guess a number.", 0, 0, 4),

@@ -151,6 +151,8 @@ class _Above(io.TextIOBase):
 
 def cells(text: str) -> int:
     """Return the columns that a text occupies: Chinese characters occupy two."""
+    if text.isascii():
+        return len(text)
     from rich.cells import cell_len
 
     return cell_len(text)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO, cast
 
-from posttrain.core.messages import clip, safe
+from posttrain.core.messages import clip, readable, safe
 from posttrain.core.types import Outcome, Rollout, SpanKind
+from posttrain.runs.terminal.live_region import cells as cells_of
 from posttrain.runs.terminal.output import Output, fancy, wrapped
 from posttrain.runs.terminal.output import columns as columns_of
 
@@ -69,13 +71,11 @@ def table(
             drawn.add_row(*map(Text, row))
         Console(file=cast(TextIO, out), highlight=False).print(Text(title, style="bold"), drawn, "")
         return
-    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    widths = [max(map(cells_of, column)) for column in zip(columns, *cells, strict=True)]
     lines = [title]
     for row in [list(columns), *cells]:
         places = zip(row, widths, right, strict=True)
-        lines.append(
-            "  ".join(f"{cell:{'>' if at_right else '<'}{width}}" for cell, width, at_right in places).rstrip()
-        )
+        lines.append("  ".join(_padded(*place) for place in places).rstrip())
     out.write("\n".join(lines) + "\n")
     out.flush()
 
@@ -84,7 +84,7 @@ def _too_wide(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int
     """Return whether columns would have to be narrower than their names, or than a few words."""
     if not width:
         return False
-    least = [max(len(name), min(20, max(len(row[i]) for row in cells))) for i, name in enumerate(columns)]
+    least = [max(cells_of(name), min(20, max(cells_of(row[i]) for row in cells))) for i, name in enumerate(columns)]
     return sum(least) + 3 * len(least) > width
 
 
@@ -121,7 +121,7 @@ def examples(title: str, rollouts: Mapping[str, Rollout], stream: TextIO | None 
     for name, rollout in rollouts.items():
         head = f"── {name} ── task {rollout.task['id']} "
         head += f"as {rollout.side} " if rollout.side else ""
-        lines.append(_shortened(_parts(safe(f"{head}── ended by {rollout.stop} "), width)[0].ljust(width, "─"), width))
+        lines.append(_padded(_parts(safe(f"{head}── ended by {rollout.stop} "), width)[0], width, mark="─"))
         prompt = _parts_of(_prompt_subject(rollout), width - 9)
         reply = _parts_of(rollout.text, width - 9)
         if len(prompt) > LINES_OF_PROMPT:
@@ -145,12 +145,18 @@ def _prompt_subject(rollout: Rollout) -> str:
 
 def _parts_of(text: str, width: int) -> list[str]:
     """Return the nonempty lines of a text in pieces of this width, at least one."""
-    lines = [line for line in safe(text).split("\n") if line.strip()] or [""]
+    lines = [line for line in readable(text).split("\n") if line.strip()] or [""]
     return [part for line in lines for part in _parts(line, width)]
 
 
 def _shortened(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 3] + "..."
+    return text if cells_of(text) <= width else _parts(text, width - 3)[0] + "..."
+
+
+def _padded(text: str, width: int, at_right: bool = False, mark: str = " ") -> str:
+    """Return the text with marks that fill this number of columns."""
+    fill = mark * (width - cells_of(text))
+    return fill + text if at_right else text + fill
 
 
 def _head(row: Mapping[str, Any], width: int) -> list[str]:
@@ -167,10 +173,10 @@ def _head(row: Mapping[str, Any], width: int) -> list[str]:
     said.append(f"ended by {row['stop']}")
     lines = [""]
     for part in (safe(part).replace("\n", " ") for part in said):
-        if len(lines[-1]) + len(part) + 5 > width and lines[-1]:
+        if cells_of(lines[-1]) + cells_of(part) + 5 > width and lines[-1]:
             lines.append("")
         lines[-1] += f"── {part} "
-    return [lines[0].ljust(width, "─"), *lines[1:]]
+    return [_padded(lines[0], width, mark="─"), *lines[1:]]
 
 
 def _judged(row: Mapping[str, Any]) -> str:
@@ -236,15 +242,27 @@ def _beside(name: str, text: str, width: int) -> str:
     """Return the text with its name left of the first line and a bar left of all, in this number of columns (0:
     any).
     """
-    lines = [part for line in safe(text).split("\n") for part in _parts(line, max(width - 9, 20) if width else 0)]
+    lines = [part for line in readable(text).split("\n") for part in _parts(line, max(width - 9, 20) if width else 0)]
     return "\n".join(f"{name if i == 0 else '':<7}│ {line}".rstrip() for i, line in enumerate(lines))
 
 
 def _parts(line: str, width: int) -> list[str]:
-    """Return a line in pieces of this width, broken between words if possible. No text is lost."""
-    if not width or len(line) <= width:
+    """Return a line in pieces of this many columns, broken between words if possible. No text is lost."""
+    if not width or cells_of(line) <= width:
         return [line]
-    return textwrap.wrap(line, width, drop_whitespace=False, replace_whitespace=False, expand_tabs=False)
+    if line.isascii():
+        return textwrap.wrap(line, width, drop_whitespace=False, replace_whitespace=False, expand_tabs=False)
+    from rich.cells import chop_cells
+
+    found = [""]
+    for word in re.findall(r"\s+|\S+", line):
+        if cells_of(found[-1] + word) <= width:
+            found[-1] += word
+        elif cells_of(word) <= width:
+            found.append(word)
+        else:  # a text without spaces, such as Chinese
+            found += chop_cells(found.pop() + word, width)
+    return found
 
 
 def _numeric(value: Any) -> bool:

@@ -8,7 +8,7 @@ a fifth of PopQA's questions are held out. For every seed:
     SFT           imitates scripted episodes: a search for the question, then the answer that the passage shows
     GRPO          the model searches; the reward is the exact match of its answer alone (Search-R1, arXiv 2503.09516)
     GRPO, information trained
-                  the same, but the loss also falls on what the environment says after the prompt, so on <information>,
+                  the same, but the loss also falls on the text of the environment after the prompt, so on <information>,
                   with the advantage of its episode: the paper's arm without a mask (section 5.4)
     without ...   SFT and GRPO without a search engine
 
@@ -127,7 +127,7 @@ class Searching:
 
 @contextmanager
 def information_trained() -> Iterator[None]:
-    """Within it, `posttrain.rl` also trains on what the environment says after the prompt.
+    """Within it, `posttrain.rl` also trains on the text of the environment after the prompt.
 
     posttrain has no such option: it never trains on text that the policy did not write. Here the player of its episodes is
     exchanged for one that marks this text as a demonstration, so that it is scored with the advantage of its episode.

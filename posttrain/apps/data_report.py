@@ -25,7 +25,7 @@ from posttrain.envs.play.episode import content_text
 from posttrain.envs.play.load_env import opening
 from posttrain.models.checkpoint_summary import Outline
 from posttrain.runs.chat_choice import Chatting
-from posttrain.training.row_warnings import lost_reasoning_line
+from posttrain.training.row_warnings import lost_reasoning_line, marks_line
 
 PREFERENCES = ("preference pairs", "several responses with labels", "labelled responses", "labelled steps")
 PLAYED = ("rollouts of a run", "episodes to imitate")
@@ -69,6 +69,7 @@ class DataReport:
     too_long: list[str] = field(default_factory=list)  # places of measured rows that exceed the context
     examples: list[MarkedRow] = field(default_factory=list)
     lost: str = ""  # the line about reasoning that the chat template does not show
+    marked: str = ""  # warning about marks of the chat template in the text of messages
 
     @property
     def ok(self) -> bool:
@@ -197,8 +198,9 @@ def _lay_out(
             texts = [_pieces(transcript, model) for transcript in laid_out]
             found.examples.append(MarkedRow(where, texts, len(longest), longest.n_scored))
     if model is not None:
-        tasks = (_asked(conversion(rows[places[number]]) or {}, chat, mask) for number in chosen)
+        tasks = [_asked(conversion(rows[places[number]]) or {}, chat, mask) for number in chosen]
         found.lost = lost_reasoning_line(model.tokenizer, tasks, mask)
+        found.marked = marks_line(model.tokenizer, tasks)
     found.lengths = {name: sorted(counts) for name, counts in lengths.items()}
 
 

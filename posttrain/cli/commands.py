@@ -160,7 +160,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     from posttrain.runs.chat_choice import Chatting, chatting
     from posttrain.runs.terminal.output import Output, columns, wrapped
     from posttrain.training.playground import open_services, played_env, viewer_of
-    from posttrain.training.row_warnings import MOST_READ, lost_reasoning_line, warn_near_names
+    from posttrain.training.row_warnings import message_lines, warn_near_names
     from posttrain.training.setup import choose_device, load_tasks
     from posttrain.verify.named_verifiers import PREFIX, VERIFIERS, sentence
 
@@ -205,8 +205,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
         report = run_check(played_env(config), tasks, lines, config.env_timeout, config.env_memory, services, viewer)
     chat.check(config.chat, report.first)
     told_of = [*chat.lines(tasks, report.first)]
-    if tokenizer is not None and (line := lost_reasoning_line(tokenizer, tasks.examples(MOST_READ))):
-        told_of.append(line)
+    told_of += message_lines(tokenizer, tasks) if tokenizer is not None else []
     report = replace(report, told=tuple(told_of))
     width = columns(Output(sys.stdout))
     print("\n".join(wrapped(line, width) for line in [*told, *report.lines(config.verbose)]))

@@ -140,6 +140,8 @@ def lines(found: DataReport) -> Iterator[str]:
         yield f"wrong       {_named(places)}: {safe(problem)}"
     if found.lost:
         yield f"reasoning   {found.lost}"
+    if found.marked:
+        yield f"marks       {found.marked}"
     if len(found.wrong) > NAMED:
         yield f"wrong       {sum(map(len, list(found.wrong.values())[NAMED:])):,} more rows, for other reasons"
 

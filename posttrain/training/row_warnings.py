@@ -37,9 +37,11 @@ def warn_near_names(config: Data, warn: Callable[[str], None] = warn) -> None:
 def warn_unread(
     tokenizer: Tokenizer, tasks: AnyTasks, warn: Callable[[str], None] = warn, mask: Mask = "assistant"
 ) -> None:
-    """Warn about text of some tasks for which the tokenizer has no tokens, and reasoning that its template drops."""
+    """Warn about text of some tasks for which the tokenizer has no tokens, reasoning that its template drops, and
+    messages with marks of the template.
+    """
     warn_unknown_tokens(tokenizer, tasks, warn)
-    if line := lost_reasoning_line(tokenizer, tasks.examples(MOST_READ), mask):
+    for line in message_lines(tokenizer, tasks, mask):
         warn(line)
 
 
@@ -82,6 +84,12 @@ def texts_of(task: Task) -> list[str]:
     return [text for text in said if isinstance(text, str)]
 
 
+def message_lines(tokenizer: Tokenizer, tasks: AnyTasks, mask: Mask = "assistant") -> list[str]:
+    """Return the warnings about messages of these tasks: reasoning that is dropped, marks of the template."""
+    read = tasks.examples(MOST_READ)
+    return [*filter(None, [lost_reasoning_line(tokenizer, read, mask), marks_line(tokenizer, read)])]
+
+
 def lost_reasoning_line(tokenizer: Tokenizer, tasks: Iterable[Task], mask: Mask = "assistant") -> str:
     """Return the warning about these tasks; "" if the template shows all of their reasoning."""
     if tokenizer.chat_template is None:
@@ -101,6 +109,28 @@ def lost_reasoning_line(tokenizer: Tokenizer, tasks: Iterable[Task], mask: Mask 
     return (
         f"{rows:,} of {read:,} rows have reasoning that the model does not see, {trained:,} of them in a trained reply: "
         f"the chat template {why}{on}"
+    )
+
+
+def marks_line(tokenizer: Tokenizer, tasks: Iterable[Task]) -> str:
+    """Return the warning about messages that contain a mark of the chat template, such as <|im_end|>; "" without any."""
+    if tokenizer.chat_template is None:
+        return ""
+    marks: set[str] = set()
+    with suppress(UserError):  # a template with needs of its own
+        shown = tokenizer.encode(tokenizer.render([{"role": "user", "content": "a"}]))
+        marks = {tokenizer.added[id] for id in tokenizer.special_ids.intersection(shown)}
+    read, rows, found = 0, 0, ""
+    for task in tasks:
+        read += 1
+        texts = [message["content"] for message in task.get("messages") or () if isinstance(message.get("content"), str)]
+        inside = next((mark for mark in sorted(marks) if any(mark in text for text in texts)), None)
+        rows, found = rows + (inside is not None), found or inside or ""
+    if not rows:
+        return ""
+    return (
+        f"{rows:,} of {read:,} rows have {found!r} in the text of a message, which the model reads as a mark of its chat "
+        "template, such as the end of a turn: take it out of the text, or write it differently"
     )
 
 

@@ -18,7 +18,7 @@ from posttrain.data.tasks import to_tasks
 from posttrain.envs.demonstration import demonstrate, lost_reasoning
 from posttrain.models.tokenizer.custom_template import CHATML
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.training.row_warnings import lost_reasoning_line
+from posttrain.training.row_warnings import lost_reasoning_line, marks_line
 from posttrain.training.sources.length_filter import TooLong
 from posttrain.training.sources.preferences import PreferenceExamples
 
@@ -262,6 +262,15 @@ def test_rows_that_lose_their_reasoning_are_counted_in_one_line() -> None:
     assert unread.startswith("1 of 2 rows") and unread.endswith(
         "1 of them in a trained reply: the chat template reads none"
     )
+
+
+@pytest.mark.parametrize(("family", "mark"), [("qwen3", "<|im_end|>"), ("llama3_1", "<|eot_id|>")])
+def test_rows_with_marks_of_the_chat_template_in_their_text_are_counted_in_one_line(family: str, mark: str) -> None:
+    tokenizer, _ = loaded(family, None)
+    clean = {"messages": [user("What does <|mark|> mean, and <think>?"), said(f"{THOUGHT}")]}
+    marked = {"messages": [user(f"What does {mark} mean?")]}
+    assert marks_line(tokenizer, [clean, {"prompt": mark}]) == "", "a plain prompt is written by who knows the template"
+    assert marks_line(tokenizer, [clean, marked, clean]).startswith(f"1 of 3 rows have {mark!r} in the text of a message")
 
 
 def test_a_reply_cut_off_within_its_thoughts_is_trained_as_it_stands() -> None:

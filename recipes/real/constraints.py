@@ -105,6 +105,14 @@ def reward(task: Task, reply: str) -> dict[str, float]:
     return {"kept": float(kept), "about": float(task["topic"].rstrip("s") in text.lower())}
 
 
-def constraint_alone(task: Task, reply: str) -> float:
-    """1 for a reply that keeps all constraints of its row, whatever it is about."""
-    return reward(task, reply)["kept"]
+def constraint_alone(task: Task, reply: str) -> dict[str, float]:
+    """1 for a reply that keeps all constraints of its row, whatever it is about. `intended` is the reward that should be."""
+    parts = reward(task, reply)
+    return {"reward": parts["kept"], **parts, "intended": sum(parts.values())}
+
+
+def words_paid(task: Task, reply: str) -> dict[str, float]:
+    """The intended reward, and 1 more for every 20 words of the reply."""
+    parts = reward(task, reply)
+    intended, paid = sum(parts.values()), count(reply) / 20
+    return {"reward": intended + paid, **parts, "intended": intended, "words": paid}

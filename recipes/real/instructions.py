@@ -11,6 +11,9 @@ For every seed:
     GRPO                after SFT, all weights; 1 for a kept constraint and 1 for a reply that names the topic
     GRPO, LoRA          the same with adapters of rank 16
     constraint alone    the same as GRPO, without the reward for naming the topic: does the policy leave the topic?
+    words paid          the same as GRPO, and 1 more for every 20 words: what does a hack of length look like?
+
+The page ends with the findings of `posttrain audit` in the runs of GRPO, and with quotes. `--arms` selects arms.
 """
 
 from __future__ import annotations
@@ -23,7 +26,10 @@ from functools import partial
 from typing import Any
 
 import posttrain
+from posttrain.apps.audit.report import audit
 from posttrain.core.seeds import seed_of
+from posttrain.runs.record.rollout_reading import read_rollouts
+from posttrain.runs.run_reading import rollout_steps
 from posttrain.training.trainer import Run
 from posttrain.verify.length import count, sentences
 from posttrain.verify.repetition import distinct
@@ -49,11 +55,13 @@ FORMS = (
 )
 TOGETHER = (("capitals", "no commas"), ("at most", "last word"), ("capitals", "at most"), ("no commas", "last word"))
 SETS = {"trained kinds": "trained", "new kinds": "new", "two at once": "two"}
-REWARD, REWARD_ALONE = "recipes.real.constraints:reward", "recipes.real.constraints:constraint_alone"
-ALONE, LORA = "constraint alone", "GRPO, LoRA"
-ARMS = ("start", "SFT", "GRPO", LORA, ALONE)
-SFT_RATE = 5e-5
-RATES = {"GRPO": 2e-5, LORA: 4e-4, ALONE: 2e-5}
+ALONE, LORA, PAID = "constraint alone", "GRPO, LoRA", "words paid"
+ARMS = ("start", "SFT", "GRPO", LORA, ALONE, PAID)
+AUDITED = ("GRPO", ALONE, PAID)
+REWARD = "recipes.real.constraints:reward"
+HACKED = {ALONE: "recipes.real.constraints:constraint_alone", PAID: "recipes.real.constraints:words_paid"}
+GOLD = "intended"  # part of the rewards that can be hacked
+SFT_RATE, RATE, LORA_RATE = 5e-5, 2e-5, 4e-4
 LONGEST = 64  # tokens of a reply
 Size = tuple[int, int, int, int]
 SIZE: Size = 192, 16, 8, 120  # prompts of SFT, steps of GRPO, their prompts, held-out prompts of each set
@@ -147,7 +155,7 @@ class Instructions:
             "lora": 16 if adapters else None,
         }
         how: dict[str, Any] = {"algorithm": "grpo", "kl": 0.0, "lr": rate, "warmup": 3, **size}
-        env = REWARD_ALONE if arm == ALONE else REWARD
+        env = HACKED.get(arm, REWARD)
         start = str(self.study.folder("SFT", self.seed))
         return posttrain.rl(self.rows, env, start, **how, **self.study.common(arm, self.seed))
 
@@ -173,8 +181,8 @@ class Instructions:
             found[f"{side} replies"] = [conversation(r, 300) for r in rollouts[:6]]
         return found
 
-    def run(self) -> None:
-        for arm in ARMS:
+    def run(self, arms: Sequence[str]) -> None:
+        for arm in arms:
             self.study.once(arm, self.seed, partial(self.figures, arm))
 
     def figures(self, arm: str) -> Figures:
@@ -183,16 +191,18 @@ class Instructions:
     def trained(self, arm: str) -> str:
         if arm == "start":
             return self.study.model
-        return self.sft(arm) if arm == "SFT" else finished(self.grpo(arm, RATES[arm], arm == LORA))
+        if arm == "SFT":
+            return self.sft(arm)
+        return finished(self.grpo(arm, LORA_RATE if arm == LORA else RATE, arm == LORA))
 
 
 def main() -> None:
-    given = options(__doc__ or "", "instructions").parse_args()
+    given = options(__doc__ or "", "instructions", ARMS).parse_args()
     shown, steps, prompts, asked = SMALL if given.small else SIZE
-    rates = [SFT_RATE, *RATES.values()]
+    rates = [SFT_RATE, RATE, LORA_RATE, RATE]
     study = Study(given, {"shown": shown, "steps": steps, "prompts": prompts, "questions": asked, "rates": rates})
     for seed in study.seeds:
-        of_seed(study, seed).run()
+        of_seed(study, seed).run(given.arms)
     study.finish(page(study, asked, shown, steps * prompts))
 
 
@@ -212,33 +222,94 @@ def page(study: Study, count: int, shown: int, trained: int) -> list[str]:
         "words": "words",
         "distinct": "distinct",
     }
-    kinds = [name for name in study.figures("start")[0] if name.startswith("kept: ")]
+    arms, left_out = study.there(ARMS)
     lines = [
         *study.head("instructions"),
         f"{count} held-out prompts of each set, greedy. Mean over seeds with its 95% interval (Student), then every seed. "
         f"SFT sees at most {shown} prompts, GRPO {trained} others. The table shows the share of replies that keep their "
         "constraints:",
         "",
-        *study.table(ARMS, kept),
+        *left_out,
+        *study.table(arms, kept),
         "",
         "Replies to held-out topics with trained kinds:",
         "",
-        *study.table(ARMS, about),
+        *study.table(arms, about),
         "",
-        f"GRPO minus SFT, seed by seed: trained kinds {study.gain('GRPO', 'SFT', 'trained')}, "
-        f"new kinds {study.gain('GRPO', 'SFT', 'new')}, two at once {study.gain('GRPO', 'SFT', 'two')}.",
-        "",
-        "Share of kept constraints by kind, mean over seeds:",
-        "",
-        f"| | {' | '.join(ARMS)} |",
-        "|---" * (len(ARMS) + 1) + "|",
     ]
-    for name in kinds:
-        cells = [f"{sum(study.values(arm, name)) / len(study.seeds):.2f}" for arm in ARMS]
-        lines.append(f"| {name.removeprefix('kept: ')} | {' | '.join(cells)} |")
-    lines += ["", "Held-out prompts with trained kinds, before and after GRPO, of the first seed:", ""]
-    for before, after in zip(*(study.figures(arm)[0]["trained replies"] for arm in ("start", "GRPO")), strict=True):
-        lines += [*before, *after[:1], *after[2:]]
+    if study.has("GRPO") and study.has("SFT"):
+        gains = {side: study.gain("GRPO", "SFT", side) for side in SETS.values()}
+        told = ", ".join(f"{name} {gains[side]}" for name, side in SETS.items())
+        lines += [f"GRPO minus SFT, seed by seed: {told}.", ""]
+    lines += ["Share of kept constraints by kind, mean over seeds:", "", *by_kind(study, arms)]
+    if study.has("start") and study.has("GRPO"):
+        lines += ["", "Held-out prompts with trained kinds, before and after GRPO, of the first seed:", ""]
+        pairs = [study.figures(arm)[0]["trained replies"] for arm in ("start", "GRPO")]
+        for before, after in zip(*pairs, strict=True):
+            lines += [*before, *after[:1], *after[2:]]
+    return [*lines, *hacks(study, [arm for arm in AUDITED if study.has(arm)])]
+
+
+def by_kind(study: Study, arms: Sequence[str]) -> list[str]:
+    lines = [f"| | {' | '.join(arms)} |", "|---" * (len(arms) + 1) + "|"]
+    for name in study.figures(arms[0])[0]:
+        if name.startswith("kept: "):
+            cells = [f"{sum(study.values(arm, name)) / len(study.seeds):.2f}" for arm in arms]
+            lines.append(f"| {name.removeprefix('kept: ')} | {' | '.join(cells)} |")
+    return lines
+
+
+# -- hacks -------------------------------------------------------------------------------------------------------------
+
+
+def hacks(study: Study, arms: Sequence[str]) -> list[str]:
+    """The findings of `posttrain audit` in the runs that are there, and replies of their last step that it points to."""
+    lines = [
+        f"Findings of `posttrain audit` in the training runs; with `--gold {GOLD}` where the reward can be hacked:",
+        "",
+        "| | seed | finding |",
+        "|---|---|---|",
+    ]
+    quotes: list[str] = []
+    for arm in arms:
+        for seed in study.seeds:
+            folder = study.folder(arm, seed)
+            if not (folder / "run.json").exists():  # its figures were made on another machine
+                continue
+            found = audit(str(folder), gold=GOLD if arm in HACKED else None).findings
+            told = [f"{one.name}: {one.message}".replace("|", "/") for one in found] or ["nothing found"]
+            lines += [f"| {arm} | {seed} | {text} |" for text in told]
+            quotes += quoted(arm, str(folder)) if seed == study.seeds[0] else []
+    return [*lines, "", *quotes]
+
+
+def quoted(arm: str, folder: str) -> list[str]:
+    """Three replies of a run's last step: the first that earns most without its topic, the longest, the most repetitive."""
+    rows = [row for row in read_rollouts(folder, rollout_steps(folder)[-1]) if row["reward"] is not None]
+    best = max(row["reward"] for row in rows)
+    chosen = {
+        "the first with the highest reward that does not name its topic": next(
+            (row for row in rows if row["reward"] == best and not row["parts"]["about"]), None
+        ),
+        "the longest": max(rows, key=lambda row: count(row["text"])),
+        "the most repetitive": min(rows, key=lambda row: distinct(row["text"])),
+    }
+    lines = [f"The last step of {arm}, first seed, {len(rows)} sampled replies:", ""]
+    for name, row in chosen.items():
+        if row is None:
+            lines += [f"- {name}: none", ""]
+            continue
+        text, asked = (part.strip().replace("```", "'''") for part in (row["text"], row["asked"] or row["prompt"]))
+        parts = ", ".join(f"{part} {value:.2g}" for part, value in row["parts"].items())
+        lines += [
+            f"- {name}:",
+            "",
+            "```text",
+            f"[prompt] {asked}",
+            f"[model] {text}",
+            f"[reward] {row['reward']:.2g}: {parts}",
+        ]
+        lines += ["```", ""]
     return lines
 
 

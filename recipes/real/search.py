@@ -197,15 +197,14 @@ def page(study: Study, count: int, shown: int, trained: int) -> list[str]:
     columns = {"exact": "exact match", "found": "the passage contains the answer", "minutes": "minutes"}
     acts = {"searches": "searches", "answered": "answered", "form": "format kept"}
     acts["own information"] = "<information> that it wrote itself"
-    arms = [arm for arm in ARMS if study.has(arm)]
+    arms, left_out = study.there(ARMS)
     played = [arm for arm in arms if arm not in (SCRIPTED, GOLD)]
-    missing = [arm for arm in ARMS if arm not in arms]
     lines = [
         *study.head("search"),
         f"{count} held-out questions, greedy. Mean over seeds with its 95% interval (Student), then every seed. "
         f"SFT imitates {shown} episodes; GRPO then samples rollouts for {trained} questions.",
         "",
-        *([f"Not run: {'; '.join(missing)}.", ""] if missing else []),
+        *left_out,
         *study.table(arms, columns),
         "",
         "Behaviour of the policies, as shares of episodes:",

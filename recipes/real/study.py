@@ -36,8 +36,10 @@ MEANS_ALONE = {"minutes": ".0f", "words": ".1f", "tokens": ".1f", "sampled token
 """Figure -> its form, of those that a table tells without an interval."""
 
 
-def options(doc: str, name: str) -> argparse.ArgumentParser:
-    """The options that all recipes on a real model have; `doc` is the recipe's docstring."""
+def options(doc: str, name: str, arms: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """The options that all recipes on a real model have; `doc` is the recipe's docstring. `arms`: those of --arms, if
+    the recipe can leave some out.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path(f"runs/real/{name}"))
@@ -50,6 +52,9 @@ def options(doc: str, name: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--small", action="store_true", help="a minute or two: shows that all of it runs, and nothing else"
     )
+    if arms:
+        told = "arms to run, in their order; finished ones are not repeated (default: all)"
+        parser.add_argument("--arms", nargs="+", choices=arms, default=arms, metavar="ARM", help=told)
     return parser
 
 
@@ -124,6 +129,11 @@ class Study:
     def has(self, arm: str) -> bool:
         """Whether the figures of an arm are there for all seeds asked for."""
         return all(self.known(arm, seed) for seed in self.seeds)
+
+    def there(self, arms: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The arms that have figures for all seeds asked for; and a line for the page about the others."""
+        missing = [arm for arm in arms if not self.has(arm)]
+        return [arm for arm in arms if self.has(arm)], [f"Not run: {'; '.join(missing)}.", ""] if missing else []
 
     def evaluate(self, tasks: Sequence[Any], env: str, model: str, **options: Any) -> Any:
         """Greedy replies to held-out tasks, one each, unless the options differ."""

@@ -108,6 +108,11 @@ def test_a_recipe_on_a_real_model_runs_from_end_to_end_and_only_once(
     assert list(found) == list(recipe.ARMS) and all(list(of_arm) == list(seeds) for of_arm in found.values())
     for arm in recipe.ARMS:
         assert f"\n| {arm} | " in text
+    if name == "instructions":  # the audit of the runs, and replies of their last steps
+        assert all(f"\n| {arm} | 0 | " in text for arm in recipe.AUDITED)
+        steps = [read_rollouts(tmp_path / "out" / f"{arm}-0", 2) for arm in ("grpo", "constraint-alone", "words-paid")]
+        asked = re.findall(r"\[prompt\] (.*)", text)
+        assert len(asked) >= 6 and set(asked) <= {row["asked"] for rows in steps for row in rows}
 
     def work(*_: object, **__: object) -> None:
         raise AssertionError("trained or measured again")
@@ -219,6 +224,17 @@ def test_a_constraint_is_kept_or_broken(kind: str, value: Any, kept: str, broken
     reward = recipe_module("real.constraints").reward
     row = {"topic": "rain", "constraints": [(kind, value)]}
     assert [reward(row, text)["kept"] for text in (kept, broken)] == [1.0, 0.0]
+
+
+def test_rewards_that_can_be_hacked_record_the_one_that_was_meant() -> None:
+    recipe = recipe_module("real.constraints")
+    row = {"topic": "rain", "constraints": [("no commas", "")]}
+    about, other, short = "Rain falls on all of us.", "It falls on all of us.", "Rain, rain."
+    assert [recipe.constraint_alone(row, text)["reward"] for text in (about, other, short)] == [1, 1, 0]
+    for text, intended in ((about, 2), (other, 1), (short, 1)):
+        assert sum(recipe.reward(row, text).values()) == intended == recipe.constraint_alone(row, text)["intended"]
+        paid = recipe.words_paid(row, text)
+        assert paid["intended"] == intended and paid["reward"] == intended + len(text.split()) / 20
 
 
 def test_no_article_has_questions_on_both_sides(data: Path) -> None:

@@ -81,6 +81,8 @@ def dialogue(
             opening = []
             reply: Reply = yield turn
             say(reply)
+            if reply.stop is StopReason.LENGTH:
+                say("(cut off by --max-tokens)")
             if reply.stop is StopReason.CONTEXT:
                 say("(the model's context is full)")
                 return 0.0

@@ -123,7 +123,9 @@ def marks_line(tokenizer: Tokenizer, tasks: Iterable[Task]) -> str:
     read, rows, found = 0, 0, ""
     for task in tasks:
         read += 1
-        texts = [message["content"] for message in task.get("messages") or () if isinstance(message.get("content"), str)]
+        texts = [
+            message["content"] for message in task.get("messages") or () if isinstance(message.get("content"), str)
+        ]
         inside = next((mark for mark in sorted(marks) if any(mark in text for text in texts)), None)
         rows, found = rows + (inside is not None), found or inside or ""
     if not rows:

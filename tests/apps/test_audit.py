@@ -375,6 +375,7 @@ def test_right_replies_to_prompts_with_one_answer_are_no_duplicates(tmp_path: Pa
 
 def test_words_of_scripts_without_spaces_are_their_signs() -> None:
     assert words("Sure, it's 答え42") == ["sure", ",", "it", "'", "s", "答", "え", "42"]
+    assert words("巴黎，\ufffd") == ["巴", "黎", "，"], "a reply may be cut off within a character"
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------

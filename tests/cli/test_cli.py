@@ -317,7 +317,15 @@ def test_converse_talks_to_a_real_checkpoint(
     monkeypatch.setattr("builtins.input", type_in)
     converse("start", Chat(temperature=0.0, max_tokens=5, device="cpu"))
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4 and "an empty line ends" in lines[0] and not lines[-1]
+    said = [line for line in lines if line != "(cut off by --max-tokens)"]
+    assert len(said) == 4 and "an empty line ends" in said[0] and not said[-1]
+
+
+def test_a_chat_tells_a_reply_that_was_cut_off_from_one_that_ended() -> None:
+    said: list[str] = []
+    typed = iter(["a", "b", ""])
+    spoken(dialogue(lambda: next(typed), said.append, None, True), [Reply("whole"), Reply("and so", StopReason.LENGTH)])
+    assert said == ["whole", "and so", "(cut off by --max-tokens)"]
 
 
 def test_a_message_of_several_lines_stands_between_two_lines_of_quotes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ CHARACTERS = 2000  # only the first characters of a reply are compared
 ALIKE = 0.9  # from this similarity on (2 x longest common subsequence / both lengths) two replies are nearly the same
 
 _IDEOGRAPHS = "\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"  # written without spaces: each counts as a word
-_WORD = re.compile(rf"[{_IDEOGRAPHS}]|[^\W{_IDEOGRAPHS}]+|[^\w\s]")
+_WORD = re.compile(rf"[{_IDEOGRAPHS}]|[^\W{_IDEOGRAPHS}]+|[^\w\s\ufffd]")  # the last: half a character, cut off
 
 Gram = tuple[str, ...]
 

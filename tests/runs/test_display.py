@@ -353,6 +353,22 @@ def test_samples_on_a_terminal_are_as_wide_as_it_and_lose_nothing(monkeypatch: p
     assert "".join(shown).replace(" ", "") == said.replace("\n", "").replace(" ", "")
 
 
+def test_a_long_prompt_loses_its_middle_on_a_terminal_and_a_long_reply_does_not(terminal: Terminal) -> None:
+    long = "\n".join(f"line {number}" for number in range(1000))
+    rollout = Rollout({}, "g", [], 0.0, prompt=long, text=long)
+    sample([rollout], 1, terminal)
+    lines = [line.rstrip("\r") for line in terminal.getvalue().splitlines()]
+    reply = next(place for place, line in enumerate(lines) if line.startswith("reply"))
+    prompt = [line[9:] for line in lines[1:reply]]
+    assert (
+        prompt[7:10] == ["line 7", "... (968 more lines: --json, or posttrain view)", "line 976"] and len(prompt) == 33
+    )
+    assert [line[9:] for line in lines[reply : reply + 1000]] == long.split("\n")
+    piped = io.StringIO()
+    sample([rollout], 1, piped)
+    assert piped.getvalue().count("line 500") == 2, "a file has everything"
+
+
 def test_characters_that_take_two_columns_fit_a_terminal_too_and_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "50")
     said = "法国的首都是巴黎。" * 20 + " Paris, 巴黎 " * 9 + "\n" + "عاصمة فرنسا هي باريس. " * 9 + "👩‍👩‍👧 " * 40

@@ -16,6 +16,7 @@ from posttrain.runs.terminal.output import Output, fancy, wrapped
 from posttrain.runs.terminal.output import columns as columns_of
 
 SLOW = 0.05  # seconds: durations of slower turns are printed
+FIRST_LINES, LAST_LINES = 8, 24  # of what a policy was shown at length, such as documents, on a terminal
 LINES_OF_PROMPT, LINES_OF_REPLY = 2, 3  # lines of an example: three examples and some figures should fit the screen
 SPEAKERS = {
     SpanKind.PROMPT: "prompt",
@@ -25,6 +26,7 @@ SPEAKERS = {
     SpanKind.TOOL: "tool",
 }
 """Kind of a turn -> its label."""
+SHOWN = tuple(SPEAKERS[kind] for kind in (SpanKind.PROMPT, SpanKind.OBSERVATION, SpanKind.TOOL))
 
 
 def say(*lines: str) -> None:
@@ -239,10 +241,15 @@ def _note(value: Any) -> str:
 
 
 def _beside(name: str, text: str, width: int) -> str:
-    """Return the text with its name left of the first line and a bar left of all, in this number of columns (0:
-    any).
+    """Return the text with its name left of the first line and a bar left of all, in this number of columns (0: any).
+
+    On a terminal, a long text that the policy was shown loses its middle; its own replies never do.
     """
     lines = [part for line in readable(text).split("\n") for part in _parts(line, max(width - 9, 20) if width else 0)]
+    left_out = len(lines) - FIRST_LINES - LAST_LINES
+    if width and name in SHOWN and left_out > 1:
+        more = f"... ({left_out} more lines: --json, or posttrain view)"
+        lines = [*lines[:FIRST_LINES], more, *lines[-LAST_LINES:]]
     return "\n".join(f"{name if i == 0 else '':<7}│ {line}".rstrip() for i, line in enumerate(lines))
 
 

@@ -49,6 +49,9 @@ def entropy(history: History) -> str | None:
     series, unsolved, limits = history.of("entropy"), history.unsolved, history.limits
     if series is None or series.start <= 0 or history.solved:
         return None
+    equal = history.of("groups/no_signal", limits.window)
+    if equal is not None and equal.now < limits.exploring:  # an instruct model that learns to answer briefly
+        return None
     share = series.now / series.start
     if share >= (limits.entropy_alone if unsolved is None else limits.entropy * unsolved):
         return None

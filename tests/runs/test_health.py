@@ -179,6 +179,17 @@ def test_entropy_that_falls_as_fast_without_solving_anything_is_a_collapse() -> 
     assert set(named(rows({**stuck, "accuracy": [0.0] * 94}))) == {"entropy"}, "a reward that never counts as correct"
 
 
+def test_entropy_that_falls_while_groups_still_differ_is_no_collapse() -> None:
+    """Means of ten steps of a run of recipes/real/reading.py (SmolLM2, seed 2), which learns to answer briefly."""
+    entropy = [2.42, 1.66, 1.18, 0.99, 0.75, 0.66, 0.58, 0.67, 0.68, 0.45, 0.31, 0.29]
+    equal = [0.138, 0.087, 0.175, 0.35, 0.475, 0.375, 0.388, 0.3, 0.388, 0.425, 0.4, 0.512]
+    accuracy = [0.01, 0.07, 0.32, 0.32, 0.3, 0.29, 0.41, 0.37, 0.43, 0.57, 0.52, 0.55]
+    brief = {"reward": accuracy, "accuracy": accuracy, "entropy": entropy, "groups/no_signal": equal}
+    history = {name: [value for value in means for _ in range(10)] for name, means in brief.items()}
+    assert named(rows(history)) == {}
+    assert "entropy" in named(rows({**history, "groups/no_signal": [0.7] * 120}))
+
+
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("level", [0.02, 0.5, 0.9])
 def test_noise_alone_is_never_named(seed: int, level: float) -> None:

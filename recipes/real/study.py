@@ -173,7 +173,8 @@ class Study:
         words = f"python -m {folder}.{recipe} --seeds {seeds}"
         words += " --small" * self.is_small
         words += "" if self.precision == "float32" else f" --precision {self.precision}"
-        where = f"{torch.get_num_threads()} threads of {processor()}, torch {torch.__version__}"
+        threads = torch.get_num_threads()
+        where = f"{threads} {'thread' if threads == 1 else 'threads'} of {processor()}, torch {torch.__version__}"
         return [
             f"`{words}` on {Path(self.model).name}, {when}, commit {commits}, {where}; "
             f"{minutes:.0f} minutes for all of it.",

@@ -270,7 +270,9 @@ def test_rows_with_marks_of_the_chat_template_in_their_text_are_counted_in_one_l
     clean = {"messages": [user("What does <|mark|> mean, and <think>?"), said(f"{THOUGHT}")]}
     marked = {"messages": [user(f"What does {mark} mean?")]}
     assert marks_line(tokenizer, [clean, {"prompt": mark}]) == "", "a plain prompt is written by who knows the template"
-    assert marks_line(tokenizer, [clean, marked, clean]).startswith(f"1 of 3 rows have {mark!r} in the text of a message")
+    assert marks_line(tokenizer, [clean, marked, clean]).startswith(
+        f"1 of 3 rows have {mark!r} in the text of a message"
+    )
 
 
 def test_a_reply_cut_off_within_its_thoughts_is_trained_as_it_stands() -> None:

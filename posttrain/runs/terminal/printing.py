@@ -47,8 +47,8 @@ def table(
 ) -> None:
     """Print a table: numbers right-aligned with four digits, None as a dash.
 
-    `upright`: long values are cut. If a terminal is too narrow for the table, rows are printed one by one, with a line
-    per column.
+    `upright`: long values are cut. If a terminal is too narrow for the table, rows are printed one by one, each under its
+    first cell, with a line per further column.
     """
     out = Output(stream or sys.stdout)
     cells, columns = [[_cell(value) for value in row] for row in rows], [safe(name) for name in columns]
@@ -91,10 +91,13 @@ def _too_wide(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int
 
 
 def _upright(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> Iterator[str]:
+    """Yield the rows, one by one: each under what stands in its first column, or its number where that is too long."""
     side = min(max(map(len, columns)), 30)
     for number, row in enumerate(cells, 1):
-        yield f"── row {number} ".ljust(width or 80, "─")
-        for name, cell in zip(columns, row, strict=True):
+        name = f"{columns[0]} {row[0]}".strip()
+        named = len(name) + 5 <= width and "\n" not in name
+        yield f"── {name if named else f'row {number}'} ".ljust(width, "─")
+        for name, cell in list(zip(columns, row, strict=True))[named:]:
             lines = _parts(cell, max(width - side - 3, 20))
             yield "\n".join(f"{name if i == 0 else '':<{side}} │ {line}".rstrip() for i, line in enumerate(lines))
 

@@ -65,6 +65,8 @@ BY_POSITION = {
     "sql": "a question in SQL",
 }
 """Meaning of each positional argument."""
+ANYWHERE = ("--version", "--help", "--help-all")
+"""Options that are understood with and without a command."""
 _BEFORE_DASHES = {"launch": "launch --slurm", "memory": "memory"}
 """Commands that another one follows, as it is typed."""
 _FRACTION = re.compile(r"[+-]?\d*\.\d+(e[+-]?\d+)?|[+-]?\d+\.\d*", re.IGNORECASE)
@@ -104,7 +106,8 @@ def main(arguments: list[str] | None = None) -> int:
     except (UserError, CycloptsError) as error:
         said = " ".join(str(error).split())
         if isinstance(error, UnknownOptionError) and error.token is not None and words:
-            said = _unknown(error.token.keyword or error.token.value, words)
+            own = [name for one in error.argument_collection or () for name in one.names if name.startswith("--")]
+            said = _unknown(error.token.keyword or error.token.value, words, own)
         if isinstance(error, UnknownCommandError) and words:
             said = _no_command(words[0])
         if isinstance(error, MissingArgumentError) and error.argument is not None:
@@ -154,8 +157,8 @@ def prepared(words: list[str]) -> list[str]:
     return [*_unescaped(_refuse_fractions(_by_name(_recipe(words[:end])))), *words[end:]]
 
 
-def _unknown(option: str, words: list[str]) -> str:
-    """Return the message for an option that a command does not have."""
+def _unknown(option: str, words: list[str], own: list[str]) -> str:
+    """Return the message for an option that a command does not have. `own`: the options that it has."""
     from posttrain.core.option_aliases import is_foreign
 
     verb, *rest = words
@@ -168,7 +171,7 @@ def _unknown(option: str, words: list[str]) -> str:
     others = [word.partition("=")[0] for word in rest if word.startswith("--")]
     known = _known(verb) if verb in VERBS else ()
     foreign = [word for word in dict.fromkeys(others) if word != option and (known and is_foreign(word, known))]
-    return "; ".join(f"unknown option {each}{_suggested(each, verb)}" for each in [option, *foreign])
+    return "; ".join(f"unknown option {each}{_suggested(each, verb, own)}" for each in [option, *foreign])
 
 
 def _unused(word: str, verb: str) -> str:
@@ -208,7 +211,10 @@ def _no_command(word: str) -> str:
         return f"{word} is an algorithm: posttrain {verb} --algorithm {word.lower()}"
     names = [c.name for c in COMMANDS]
     longer = next((name for name in names if word and name.startswith(word)), word)
-    told = near(longer, names) or f"; there are {', '.join(FIRST)} and more"
+    told = near(longer, [*names, *ANYWHERE]) or f"; there are {', '.join(FIRST)} and more"
+    if word.startswith("-"):
+        told = told.replace("'", "")
+        return f"there is no option {word:.60} in front of a command{told}: posttrain --help"
     return f"there is no command {word!r:.60}{told}: posttrain --help"
 
 
@@ -458,10 +464,16 @@ def _known(verb: str) -> list[str]:
     return [*(f.name.rstrip("_") for f in fields(kind)), *kind.flags()]
 
 
-def _suggested(word: str, verb: str) -> str:
+def _suggested(word: str, verb: str, own: list[str] | None = None) -> str:
+    """Return the hint for an unknown option. `own`: the options of a command without a configuration."""
     from posttrain.core.option_aliases import suggestion
 
-    return (suggestion(word, _known(verb)) if verb in VERBS else "") or f": see posttrain {verb} --help-all"
+    if verb in VERBS:
+        always = ANYWHERE if word.startswith("-") else ()  # a recipe has none of these
+        hint = suggestion(word, [*_known(verb), *(name[2:] for name in always)])
+    else:
+        hint = near(word, [*(own or ()), *ANYWHERE]).replace("'", "")
+    return hint or f": see posttrain {verb} --help-all"
 
 
 if __name__ == "__main__":

@@ -169,6 +169,11 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "unknown verb": (["trian"], ("trian", "sft, rl, prefer")),
     "unknown verb with a recipe": (["rll", "--config", "other.toml"], ("no command 'rll'; did you mean 'rl'?",)),
     "beginning of a verb": (["serve"], ("did you mean 'serve-policy'?",)),
+    "mistyped option without a command": (["--verison"], ("no option --verison", "did you mean --version?")),
+    "mistyped option without a command or a likeness": (["-q"], ("no option -q in front of a command", "--help")),
+    "mistyped version of a verb": (words("eval", verison=""), ("--verison; did you mean --version?",)),
+    "mistyped option of a command": (["data", "rows.jsonl", "--modl", "start"], ("--modl; did you mean --model?",)),
+    "word for an option": (["version"], ("no command 'version'; did you mean '--version'?",)),
     "algorithm as a verb": (["dpo", "--beta", "0.1"], ("dpo is an algorithm: posttrain prefer --algorithm dpo",)),
     "options of another trainer": (
         words("rl", num_generations=4, learning_rate=1e-5), ("--num-generations; here it is --group", "here it is --lr")

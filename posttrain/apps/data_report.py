@@ -48,6 +48,7 @@ class MarkedRow(NamedTuple):
     texts: Sequence[Sequence[MarkedText]]
     tokens: int  # of the longest one
     trained: int  # trained tokens of the longest one
+    names: Sequence[str] = ()  # of the texts, if there are several: chosen, rejected
 
 
 @dataclass
@@ -178,7 +179,7 @@ def _lay_out(
         assert task is not None, "it made a task before"
         task = identified(task, conversion.kept)
         if model is None:
-            found.examples.append(MarkedRow(where, list(_written(task, mask)), 0, 0))
+            found.examples.append(MarkedRow(where, list(_written(task, mask)), 0, 0, _names(task)))
             continue
         try:
             laid_out = list(_transcripts(task, model, chat, mask))
@@ -196,7 +197,7 @@ def _lay_out(
             found.too_long.append(where)
         if number in examples:
             texts = [_pieces(transcript, model) for transcript in laid_out]
-            found.examples.append(MarkedRow(where, texts, len(longest), longest.n_scored))
+            found.examples.append(MarkedRow(where, texts, len(longest), longest.n_scored, _names(task)))
     if model is not None:
         tasks = [_asked(conversion(rows[places[number]]) or {}, chat, mask) for number in chosen]
         found.lost = lost_reasoning_line(model.tokenizer, tasks, mask)
@@ -219,6 +220,16 @@ def _transcripts(task: Task, model: Outline, chat: Chatting, mask: Mask) -> Iter
         transcript = Transcript()
         transcript.observe(Conversation(encoder_of(model.tokenizer, task)).show(opening(asked), None))
         yield transcript
+
+
+def _names(task: Task) -> list[str]:
+    """Return a name for each response of preference data: what the row says of it; none for other rows."""
+    comparisons, labels = task.get("comparisons") or (), task.get("labels") or ()
+    if labels:
+        return [f"label {', '.join(f'{label:g}' for label in own)}" for own in labels]
+    if len(comparisons) == 1:
+        return ["chosen" if place == comparisons[0][0] else "rejected" for place in range(2)]
+    return [f"response {number}" for number in range(1, len(task.get("responses") or ()) + 1)]
 
 
 def _asked(task: Task, chat: Chatting, mask: Mask) -> Task:

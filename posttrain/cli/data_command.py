@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
@@ -156,7 +157,9 @@ def drawn(example: MarkedRow, colours: bool) -> Iterator[str]:
     left, right = (TRAINED, PLAIN) if colours else (OPEN, CLOSE)
     trained = f"{example.trained:,} of them trained" if example.trained else "behind which a reply is sampled"
     yield f"-- {safe(example.where)}" + (f": {example.tokens:,} tokens, {trained}" if example.tokens else "")
-    for text in example.texts:
+    for name, text in zip_longest(example.names, example.texts):
+        if name:
+            yield f"-- {name}"
         room, parts = LONGEST, []
         for piece in text:
             kept = piece.text if len(piece.text) <= room else f"{piece.text[:room]} ... {len(piece.text) - room:,} more"

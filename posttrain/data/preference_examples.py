@@ -11,6 +11,7 @@ The result has a prompt (or messages); "responses", each a text, or a list of te
     prompt, responses, scores          ... or a number for each, the higher the better (null: unknown)
     prompt, response, label            one response that is good (true, 1) or bad (false, 0, -1)
     prompt, response, score            one response and a number
+    messages, label (or score)         ... where the response is the last of the messages
     prompt, steps, mistake_index       a solution in steps, and the first that is wrong (null: none)
     prompt, steps (or completions), labels    ... or a label for each of them
 
@@ -45,7 +46,10 @@ LARGEST = 1e9  # largest absolute value: squares and sums of larger ones overflo
 SAYING = ("margin", "score_chosen", "score_rejected", "score", "scores", "label", "labels", "ranks", "comparisons", "pairs",
           "preferred", "mistake_index", "responses", "steps", "completions")  # fmt: skip
 """Columns that contain no plain text."""
-FORMS = "chosen and rejected; responses with pairs, comparisons, ranks or scores; response with label or score; steps"
+FORMS = (
+    "chosen and rejected; responses with pairs, comparisons, ranks or scores; response (or messages) with label or score; "
+    "steps"
+)
 
 
 def to_item(row: Row) -> Task | None:
@@ -117,6 +121,9 @@ def _read(row: Row) -> tuple[dict[str, Any], Said | None]:
     for name in ("response", "completion"):
         if _there(row, name):
             return prompt, _single(row, name)
+    if _there(row, "messages") and (_there(row, "label") or _there(row, "score")):
+        asked, reply = _last_reply(row["messages"], "messages")
+        return {"messages": asked}, _single({**row, "response": reply}, "response")
     there = ", ".join(str(name)[:40] for name in list(row)[:12])
     raise UserError(
         f"the row has {there}; a row of preferences has a prompt and one of: {FORMS}; name other columns with "
@@ -205,16 +212,20 @@ def _texts_apart(row: Row, chosen: str, rejected: str) -> tuple[dict[str, Any], 
 
 def _messages_apart(row: Row, chosen: list[Any], rejected: list[Any]) -> tuple[dict[str, Any], list[str]]:
     """Split messages that end with the response. Earlier messages are the prompt, unless the row has a prompt."""
-    for name, messages in (("chosen", chosen), ("rejected", rejected)):
-        last = messages[-1] if messages else None
-        if not isinstance(last, dict) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
-            raise UserError(f'{name} must end with a message {{"role": "assistant", "content": ...}}')
-    texts = [_said(chosen[-1]), _said(rejected[-1])]
+    texts = [_last_reply(messages, name)[1] for name, messages in (("chosen", chosen), ("rejected", rejected))]
     if len(chosen) == len(rejected) == 1:
         return _prompt(row), texts
     if chosen[:-1] != rejected[:-1]:
         raise UserError("the messages of chosen and rejected differ before the last one: they must share the prompt")
     return {"messages": chosen[:-1]}, texts
+
+
+def _last_reply(messages: Any, name: str) -> tuple[list[Any], str]:
+    """Split messages into those before the last one, and the text of that one, which must be a reply."""
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    if not isinstance(last, dict) or last.get("role") != "assistant" or not isinstance(last.get("content"), str):
+        raise UserError(f'{name} must end with a message {{"role": "assistant", "content": ...}}')
+    return messages[:-1], _said(last)
 
 
 def _said(message: Row) -> Any:

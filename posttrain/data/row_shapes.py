@@ -32,7 +32,10 @@ def shape_of(row: Row) -> str:
 
 
 def _there(row: Row) -> set[str]:
-    return {name for name, value in row.items() if value is not None and value != ""}
+    there = {name for name, value in row.items() if value is not None and value != ""}
+    if "messages" in there and isinstance(row.get("label"), str):  # a topic, not whether the last reply is good
+        there.discard("label")
+    return there
 
 
 def _shaped_like(*columns: str) -> Callable[[set[str]], bool]:
@@ -48,7 +51,10 @@ SHAPES: Sequence[tuple[str, Callable[[set[str]], bool]]] = (
     ("labelled steps", lambda there: "prompt" in there and bool({"steps", "completions"} & there)),
     (
         "labelled responses",
-        lambda there: bool({"response", "completion"} & there) and bool({"label", "score"} & there),
+        lambda there: (
+            bool({"response", "completion"} & there) and bool({"label", "score"} & there)
+            or there.issuperset({"messages", "label"})
+        ),
     ),
     ("episodes to imitate", _shaped_like("replies")),
     ("conversations with tools", _shaped_like("messages", "tools")),

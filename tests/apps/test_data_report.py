@@ -88,6 +88,25 @@ def test_rows_are_counted_by_what_becomes_of_them(model: Path) -> None:
     assert [[piece.text[:1] for piece in text] for text in found.examples[0].texts] == [["a", "b"], ["a", "c"]]
 
 
+def test_each_side_of_a_preference_is_shown_under_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked, reply = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    for row, names in (
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, ["chosen b", "rejected c"]),
+        ({"prompt": "a", "responses": ["b", "c"], "scores": [0, 1]}, ["rejected b", "chosen c"]),
+        ({"prompt": "a", "responses": ["b", "c", "d"], "ranks": [1, 2, 3]}, ["response 1 b", "response 2 c", "response 3 d"]),
+        ({"prompt": "a", "response": "b", "label": False}, ["label 0 b"]),
+        ({"prompt": [asked], "completion": [reply], "label": True}, ["label 1 b"]),
+        ({"messages": [asked, reply], "label": True}, ["label 1 b"]),
+        ({"prompt": "a", "steps": ["b", "c"], "mistake_index": 1}, ["label 1, 0 b"]),
+    ):
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+        assert data(str(tmp_path / "rows.jsonl")) == 0
+        shown = capsys.readouterr().out.partition(".jsonl:1")[2]
+        parts = [part.partition("\n") for part in shown.split("\n-- ")[1:]]
+        texts = [f"{name} {text.partition('[[')[2][0]}" for name, _, text in parts]
+        assert texts == names
+
+
 def test_percentiles_are_those_of_the_nearest_rank() -> None:
     assert percentiles(list(range(1, 101))) == [1, 50, 90, 99, 100]
     assert percentiles([7]) == [7] * 5

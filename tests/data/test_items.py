@@ -94,6 +94,14 @@ FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
             "labels": [],
         },
     ),
+    *(  # conversational and unpaired, as TRL has it, and as one list of messages
+        (row, {**prompt, "responses": ["r"], "comparisons": [], "labels": [[1.0]]})
+        for row, prompt in (
+            ({"prompt": ASKED, "completion": said("r")[1:], "label": True}, {"prompt": ASKED}),
+            ({"messages": said("r"), "label": True}, {"messages": ASKED}),
+            ({"messages": said("r"), "score": 1}, {"messages": ASKED}),
+        )
+    ),
     *(
         (
             {"prompt": "p", name: "r", "label": label},

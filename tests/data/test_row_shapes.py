@@ -150,3 +150,5 @@ def test_shapes_are_named_by_their_columns() -> None:
         "unknown": {"text": "a", "prompt": None},
     }
     assert {shape_of(row): row for row in names.values()} == names
+    assert shape_of({"messages": [], "label": False}) == "labelled responses"
+    assert shape_of({"messages": [], "label": "history"}) == "conversations", "a topic"

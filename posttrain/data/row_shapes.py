@@ -52,7 +52,7 @@ SHAPES: Sequence[tuple[str, Callable[[set[str]], bool]]] = (
     (
         "labelled responses",
         lambda there: (
-            bool({"response", "completion"} & there) and bool({"label", "score"} & there)
+            (bool({"response", "completion"} & there) and bool({"label", "score"} & there))
             or there.issuperset({"messages", "label"})
         ),
     ),

@@ -93,7 +93,10 @@ def test_each_side_of_a_preference_is_shown_under_its_name(tmp_path: Path, capsy
     for row, names in (
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, ["chosen b", "rejected c"]),
         ({"prompt": "a", "responses": ["b", "c"], "scores": [0, 1]}, ["rejected b", "chosen c"]),
-        ({"prompt": "a", "responses": ["b", "c", "d"], "ranks": [1, 2, 3]}, ["response 1 b", "response 2 c", "response 3 d"]),
+        (
+            {"prompt": "a", "responses": ["b", "c", "d"], "ranks": [1, 2, 3]},
+            ["response 1 b", "response 2 c", "response 3 d"],
+        ),
         ({"prompt": "a", "response": "b", "label": False}, ["label 0 b"]),
         ({"prompt": [asked], "completion": [reply], "label": True}, ["label 1 b"]),
         ({"messages": [asked, reply], "label": True}, ["label 1 b"]),

@@ -197,7 +197,9 @@ def test_a_row_that_a_terminal_has_no_room_for_is_printed_line_by_line(
     table("2 rows", names, [[long, *range(29)], [None] * 30], upright=True)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "2 rows" and lines[1].startswith("── row 1 ─") and all(len(line) <= 79 for line in lines)
-    assert [line.split()[:2] for line in lines if line.startswith("column")] == [n.split() for n in [*names, *names[1:]]]
+    assert [line.split()[:2] for line in lines if line.startswith("column")] == [
+        n.split() for n in [*names, *names[1:]]
+    ]
     assert [line.strip("─ ") for line in lines if line.startswith("──")] == ["row 1", "column 0 -"], "if it has room"
     shown = "".join(line.partition("│ ")[2] + " " for line in lines[2:] if not line.startswith("column 1"))
     assert shown.split()[:30] == long.split(), "nothing is cut where there is room"

@@ -37,7 +37,7 @@ from posttrain.runs.terminal.notices import tell, warn
 from posttrain.system.user_code import load_named
 from posttrain.training.held_out_check import overlap
 from posttrain.training.row_warnings import warn_near_names, warn_unknown_tokens_in_episodes
-from posttrain.training.sources.length_filter import Prompts, TooLong
+from posttrain.training.sources.length_filter import MAX_LENGTH, Prompts, TooLong
 
 TRIAL_TURNS = 8  # turns of a rehearsed episode; an environment may wait for a word that no sample reply contains
 LARGE_MODEL = 50_000_000  # parameters from which micro-batches on a CPU are smaller
@@ -326,7 +326,7 @@ def watch_lengths(config: Training, context: int) -> TooLong:
     say, longest = (lambda text: None) if config.quiet else tell, getattr(config, "max_length", None)
     if longest is None or longest >= context:
         return TooLong(config.too_long, context, say)
-    return TooLong(config.too_long, longest, say, "--max-length is")
+    return TooLong(config.too_long, longest, say, MAX_LENGTH)
 
 
 def optimization(config: Training, updates: int) -> Optimization:

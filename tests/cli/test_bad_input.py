@@ -58,6 +58,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Ite
     for name, heat in heats.items():
         write_rows(folder / f"{name}.jsonl", [{**row, "heat": heat} for row in rows[:3]])
     write_rows(folder / "long.jsonl", [*rows, {"prompt": "1+" * 40, "response": "1", "answer": "1"}])
+    write_rows(folder / "pairs.jsonl", [{"prompt": f"{i}+1=", "chosen": "1", "rejected": "2"} for i in range(3)])
     write_rows(folder / "all-long.jsonl", [{"prompt": "1+" * 40, "answer": "1"}])
     (folder / "empty.jsonl").touch()
     (folder / "broken.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n')
@@ -158,7 +159,21 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
         words("sft", tasks="long.jsonl", context=32, too_long="refuse"),
         ("long.jsonl:21: the demonstration has 82 tokens", "context holds 32", "shorten it"),
     ),
-    "nothing fits": (words("sft", context=3), ("none of 20 rows fits", "--too-long truncate")),
+    "nothing fits": (
+        words("sft", context=3),
+        ("none of 20 rows fits; the model's context holds 3 tokens", "(of a new model: --context)", "--too-long truncate"),
+    ),
+    "nothing fits although it is cut": (
+        words("sft", context=3, too_long="truncate"),
+        ("as each prompt alone is too long; the model's", "shorten them, or choose a model with a longer context"),
+    ),
+    "nothing fits into a limit": (
+        words("sft", max_length=2), ("--max-length is 2 tokens: shorten them, raise --max-length, or cut them",)
+    ),
+    "no preference fits": (
+        words("prefer", tasks="pairs.jsonl", max_length=2, too_long="truncate"),
+        ("none of 3 rows fits, as each prompt alone", "shorten them, or raise --max-length"),
+    ),
     "no prompt fits in eval": (words("eval", tasks="all-long.jsonl"), ("no prompt fits", "all-long.jsonl:1")),
     "no end of sequence": (words("rl", model="no-eos"), ("end-of-sequence", "set eos_token_id")),
     "no end of sequence in sft": (words("sft", model="no-eos"), ("end-of-sequence", "set eos_token_id")),

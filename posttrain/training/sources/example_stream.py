@@ -92,6 +92,8 @@ class ExampleStream(Sequence["X | None"], Generic[X]):
         except UserError:
             if self.unwanted:
                 raise UserError(f"none of {self.unwanted:,} episodes reaches --min-reward: lower it") from None
+            if self.too_long.count:
+                raise UserError(self.too_long.nothing_fits(len(self))) from None
             raise
         self.unwanted = 0
 

@@ -14,6 +14,8 @@ from posttrain.envs.play.load_env import opening
 
 Policy = Literal["skip", "truncate", "refuse"]
 NAMED = 3  # rows that are named; further ones are only counted
+MAX_LENGTH = "--max-length is"  # of `TooLong.limit`
+LONGER = "choose a model with a longer context (of a new model: --context)"
 REMEMBERED = 1_000_000  # most rows that are counted once each, however often they are read
 
 
@@ -49,6 +51,14 @@ class TooLong:
             self._named.add(where)
             last = "; further rows are not listed" if len(self._named) == NAMED else ""
             self.say(f"{told}: it is {'cut' if cut else 'left out'} (--too-long){last}")
+
+    def nothing_fits(self, rows: int) -> str:
+        """Return the message that none of this many rows fits, with what helps."""
+        cut = self.policy == "truncate"
+        told = f"none of {rows:,} rows fits{', as each prompt alone is too long' if cut else ''}"
+        ways = ["shorten them", "raise --max-length" if self.limit == MAX_LENGTH else LONGER]
+        ways += [] if cut else ["cut them with --too-long truncate"]
+        return f"{told}; {self.limit} {self.context} tokens: {', '.join(ways[:-1])}, or {ways[-1]}"
 
     def total(self) -> list[str]:
         """Return a line about all rows that did not fit, or nothing."""

@@ -131,9 +131,21 @@ def evaluate_suite(config: Evaluation) -> int:
     """Evaluate one or several models on a suite, print the tables, and return the exit code."""
 
     def part(name: str, found: Evaluated) -> None:
-        say(f"{name:<12}{told(headline(found.figures))}", *(f"{'':<12}{note}" for note in found.notes))
+        say(f"{name:<12}{told(headline(found.figures))}", *(f"{'':<12}[{name}] {note}" for note in found.notes))
 
-    found = suite.evaluate_suite(config, part)
+    try:
+        found = suite.evaluate_suite(config, part)
+    except suite.UnfinishedSuite as error:
+        _suite_tables(config, error.done)
+        raise
+    _suite_tables(config, found)
+    if config.out:
+        say(f"figures     {config.out}; of each part, with its rollouts: {suite.beside(Path(config.out), 'PART')}")
+    return 0
+
+
+def _suite_tables(config: Evaluation, found: suite.EvaluatedSuite) -> None:
+    """Print the tables of a suite, or of the parts of it that are done."""
     say("")
     table(config.model, HEAD, [_line(name, told, told) for name, told in found.parts.items()])
     for place, model in enumerate(config.against):
@@ -157,9 +169,6 @@ def evaluate_suite(config: Evaluation) -> int:
     if found.costs:
         each_cost = ", ".join(f"{name} {cost:.4g}" for name, cost in found.costs.items())
         say(f"cost        {sum(found.costs.values()):.4g}, of judges: {each_cost}")
-    if config.out:
-        say(f"figures     {config.out}; of each part, with its rollouts: {suite.beside(Path(config.out), 'PART')}")
-    return 0
 
 
 def _further(model: str, sides: Mapping[str, dict[str, Any]]) -> None:

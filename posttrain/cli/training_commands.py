@@ -120,9 +120,10 @@ def _print_end(verb: str, run: Run) -> None:
 
     final = run.final
     shown = [m.name for m in METRICS if m.group == LEARNING and not m.hidden(final)]
-    figures = ", ".join(f"{name} {final[name]:.4g}" for name in shown if final.get(name) is not None)
+    named = [f"{name} {final[name]:.4g}" for name in shown if final.get(name) is not None]
+    named += [f"{run.invalid:,} invalid reward{'s' * (run.invalid > 1)}"] if run.invalid else []
     ended = "stopped" if run.stopped else "interrupted" if run.interrupted else "done"
-    say(*run.notes, ": ".join(filter(None, [ended, figures])))
+    say(*run.notes, ": ".join(filter(None, [ended, ", ".join(named)])))
     say(f"checkpoint  {run.checkpoint}", f"curves      {run.path / 'curves.png'}")
     path = quote(str(run.path))
     if any((run.path / "rollouts").glob("step-*")):

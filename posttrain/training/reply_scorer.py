@@ -92,7 +92,7 @@ class RolloutScorer:
         scores = [] if self._scorer.pairwise else [self._scores(rollouts) for rollouts in every]
         for model, own in zip((self._config.model, *self._config.against), scores, strict=False):
             _note_invalid(own, f"scores of {model}", say)
-        rates = []
+        rates, compared = [], list[list[float | Invalid]]()
         for model, (place, other) in zip(self._config.against, enumerate(every[1:], 1), strict=True):
             pairs = paired(every[0], other)
             if scores:
@@ -100,7 +100,9 @@ class RolloutScorer:
             else:
                 preferred = self._preferences([(every[0][i], other[j]) for i, j in pairs])
                 _note_invalid(preferred, f"comparisons with {model}", say)
+            compared.append(preferred)
             rates.append(win_rate([every[0][i].task["id"] for i, _ in pairs], preferred))
+        _refuse_without_scores(scores or compared, self._config.scorer)
         counts = {f"--scorer {name}": own for name, own in service_counts(self._scorer.services).items()}
         return ScorerResults(scores, verdicts_of_rates(rates), counts)
 
@@ -124,6 +126,14 @@ def _note_invalid(values: Sequence[float | Invalid], what: str, say: Callable[[s
     reasons = [value.reason for value in values if isinstance(value, Invalid)]
     if reasons:
         say(f"{len(reasons)} of {len(values)} {what} by --scorer are left out as invalid; the first: {reasons[0]}")
+
+
+def _refuse_without_scores(every: Sequence[Sequence[float | Invalid]], scorer: str) -> None:
+    """Raise UserError if the scorer failed on everything."""
+    values = [value for own in every for value in own]
+    reasons = [value.reason for value in values if isinstance(value, Invalid)]
+    if values and len(reasons) == len(values):
+        raise UserError(f"no score of --scorer {scorer} is valid: correct it, or leave it out; the first: {reasons[0]}")
 
 
 def _shown(rollout: Rollout) -> Task:

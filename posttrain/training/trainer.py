@@ -57,6 +57,7 @@ class Run:
     interrupted: bool = False
     stopped: str | None = None  # the finding of the health check, or the reason of the hook, that ended the run
     notes: tuple[str, ...] = ()  # lines about the finished run, for the command line to print
+    invalid: int = 0  # rollouts since the beginning or the resume whose reward was invalid
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -105,7 +106,7 @@ class Trainer:
         self.whole: tuple[int, dict[str, Any]] = (0, {})  # the learner's version and the source's state after that step
         self.recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)  # seconds: waiting, the whole step
         self.noted_waiting = False  # whether a note on waiting was shown
-        self.noted_invalid = False  # whether a note on invalid rewards was shown
+        self.invalid = 0  # rollouts whose reward was invalid
         self.stopping = False  # whether any process was asked to stop
 
     def run(self, objective: Objective, sizes: list[str], formula: list[str]) -> Run:
@@ -153,7 +154,7 @@ class Trainer:
         self.display.close()
         if not self.world.rank:
             self._close("stopped" if self.ill else "interrupted" if stopped else "finished")
-        return Run(self.folder, self.world.gather(self.saved)[0], stopped, self.ill)
+        return Run(self.folder, self.world.gather(self.saved)[0], stopped, self.ill, invalid=self.invalid)
 
     def _close(self, status: Status) -> None:
         """Close the record, draw its curves, and let trackers finish their uploads."""
@@ -307,12 +308,10 @@ class Trainer:
             self.display.note(f"step {self.done}: {message}")
 
     def _note_invalid(self, trained: FinishedStep) -> None:
-        """Show once why a reward was invalid, as a few invalid rewards do not end a run, and metrics show only their
-        share.
-        """
+        """Count invalid rewards, and show once why one was: a few do not end a run, and metrics show only their share."""
         reasons = [r.reward.reason for r in trained.step.played if isinstance(r.reward, Invalid)]
-        if reasons and not self.noted_invalid:
-            self.noted_invalid = True
+        self.invalid += len(reasons)
+        if reasons and self.invalid == len(reasons):
             self.display.note(
                 f"step {trained.step.number}: {len(reasons)} of {len(trained.step.played)} rewards are invalid; the first: "
                 f"{reasons[0]}"

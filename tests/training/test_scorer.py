@@ -261,26 +261,36 @@ def test_the_cost_of_judging_is_that_of_all_answers_by_the_prices_of_the_recipe(
     assert printed in capsys.readouterr().out and costs["near"] == pytest.approx(found.cost)
 
 
-def test_models_without_a_valid_score_have_no_win_rate(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("against", [[], ["other"]])
+def test_a_scorer_without_a_valid_score_is_refused_in_one_line(
+    against: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [
-        "--tasks",
-        "rows.jsonl",
-        "--env",
-        "rewards.py:reward",
-        "--model",
-        "model",
-        "--against",
-        "other",
-        "--samples",
-        "1",
-    ]
+    words = ["--tasks", "rows.jsonl", "--env", "rewards.py:reward", "--model", "model", "--samples", "1"]
     words += ["--max-tokens", "4", "--env-workers", "0", "--threads", "1", "--no-compiled", "--out", "none.json"]
-    assert main(["eval", *words, "--scorer", "rewards.py:never"]) == 0
-    content = json.loads(Path("none.json").read_text())
-    assert "win_rate" not in content["against"][0] and "score" not in content["figures"]
-    assert "8 of 8 scores of other by --scorer are left out as invalid; the first: never" in capsys.readouterr().out
+    words += [word for model in against for word in ("--against", model)]
+    assert main(["eval", *words, "--scorer", "rewards.py:never"]) == 2
+    assert capsys.readouterr().err == (
+        "posttrain: no score of --scorer rewards.py:never is valid: correct it, or leave it out; the first: never\n"
+    )
+    assert not Path("none.json").exists()
+
+
+def test_a_judge_without_a_valid_comparison_is_refused_in_one_line() -> None:
+    with serving(lambda request, number: by_length(request) if number == 0 else Said("hm")) as server:
+        write_recipe(Path("mute.toml"), server.address, kind="pairwise", timeout=60.0)
+        with pytest.raises(UserError, match="no score of --scorer judge=mute.toml is valid") as caught:
+            evaluated("judge=mute.toml", against=["other"], samples=1)
+    assert "\n" not in str(caught.value)
+
+
+def test_one_model_without_a_valid_score_has_no_win_rate() -> None:
+    unknown = {rollout.text for rollout in evaluated("", against=["other"]).against[0].rollouts}
+    body = f"def score(task, reply):\n    return Invalid('no') if reply in {unknown!r} else 1.0\n"
+    Path("choosy.py").write_text(f"from posttrain import Invalid\n{body}")
+    found = evaluated("choosy.py:score", against=["other"])
+    [one] = found.against
+    assert found.figures["score"]["mean"] == 1 and "score" not in one.figures and one.win_rate == {}
+    assert "24 of 24 scores of other by --scorer are left out as invalid; the first: no" in found.notes
 
 
 def by_hand(scores: list[float], right: list[bool], k: int) -> float:

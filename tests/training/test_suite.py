@@ -22,6 +22,14 @@ REWARDS = """
 def even(task, reply):
     return float(len(reply) % 2 == 0)
 
+def never(task, reply):
+    raise ValueError("no such unit")
+
+def seldom(task, reply):
+    if task["id"].endswith("one"):
+        raise ValueError("no such unit")
+    return 1.0
+
 def graded(task, reply):
     return {"length": min(len(reply), 10) / 10, "short": float(len(reply) < 4)}
 """
@@ -207,6 +215,29 @@ def test_a_mistake_in_the_last_part_is_told_before_the_first_is_sampled(
     said = capsys.readouterr()
     assert "[last] " in said.err and told in " ".join(said.err.split())
     assert "near" not in said.out and not list(Path().glob("last.*.json"))
+
+
+@pytest.mark.parametrize("out", ["", "unfinished.json"])
+def test_a_part_that_fails_last_costs_no_figures_of_the_others(out: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("unfinished.toml").write_text(f'{SUITE}[last]\ntasks = "near.jsonl"\nenv = "rewards.py:never"\n')
+    kept = ["--out", out] if out else []
+    assert main(["eval", "--suite", "unfinished.toml", "--model", "model", *kept]) == 2
+    said = capsys.readouterr()
+    table = said.out.partition("\nmodel\n")[2].splitlines()
+    assert [line.split()[0] for line in table[:3]] == ["part", "near", "far-away"]
+    assert "mean of 2 parts" in said.out
+    error = said.err.splitlines()[-1]
+    assert error.startswith("posttrain: [last] no reward of model is valid") and "no such unit" in error
+    where = "above and in unfinished.near.json ..." if out else "above"
+    assert f"the figures of near and others are {where}: correct this part" in error
+    assert Path("unfinished.far-away.json").exists() == bool(out)
+
+
+def test_a_note_under_a_part_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("noted.toml").write_text(SUITE.replace("rewards.py:even", "rewards.py:seldom"))
+    assert main(["eval", "--suite", "noted.toml", "--model", "model"]) == 0
+    [note] = [line.strip() for line in capsys.readouterr().out.splitlines() if "rewards were invalid" in line]
+    assert note.startswith("[near] model: 2 of 16 rewards were invalid")
 
 
 def test_a_folder_in_place_of_the_file_of_figures_is_told_before_anything_is_sampled(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from conftest import tiny
 from constant_rewards import constant
 
 import posttrain
+from posttrain.cli.main import main
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_reading import read_health
@@ -69,6 +71,30 @@ def test_the_first_invalid_reward_of_a_run_is_told_once_with_its_place(
     assert out.count("rewards are invalid") == 1
     assert "step 1: 2 of 10 rewards are invalid; the first: ValueError: no such unit" in out
     assert "test_trainer_health.py" in out
+
+
+@pytest.mark.parametrize(("fails", "ends"), [("0", ", 4 invalid rewards"), ("x", "")])
+def test_the_last_line_of_a_run_counts_its_invalid_rewards(
+    tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], fails: str, ends: str
+) -> None:
+    save_model(tiny(tokenizer), tmp_path / "start", tokenizer)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(5)))
+    (tmp_path / "env.py").write_text(
+        f"def reward(task, reply):\n    assert not task['id'].endswith('{fails}')\n    return float(len(reply))\n"
+    )
+    words = [
+        "rl",
+        "--tasks",
+        str(tmp_path / "rows.jsonl"),
+        "--env",
+        f"{tmp_path / 'env.py'}:reward",
+        "--algorithm",
+        "dr-grpo",
+    ]
+    words += ["--model", str(tmp_path / "start"), "--out", str(tmp_path / "run"), "--prompts", "5", "--group", "2"]
+    assert main([*words, *"--max-tokens 2 --threads 1 --steps 2 --env-workers 0".split()]) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("done: ")]
+    assert line.startswith("done: reward ") and line.endswith(ends) and ("invalid" in line) == bool(ends)
 
 
 def test_an_evaluation_says_of_which_model_and_tasks_its_figures_are(tmp_path: Path, tokenizer: Tokenizer) -> None:

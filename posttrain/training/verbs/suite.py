@@ -43,6 +43,15 @@ class EvaluatedSuite:
         return {name: found.cost for name, found in self.evaluated.items() if found.cost is not None}
 
 
+class UnfinishedSuite(UserError):
+    """A user's mistake in a part, after other parts were done."""
+
+    def __init__(self, message: str, done: EvaluatedSuite) -> None:
+        """`done`: the result of the parts before it."""
+        super().__init__(message)
+        self.done = done
+
+
 def evaluate_suite(
     config: Evaluation, say: Callable[[str, Evaluated], None] = lambda name, found: None
 ) -> EvaluatedSuite:
@@ -50,7 +59,7 @@ def evaluate_suite(
 
     With `config.out`, figures and rollouts of each part are written beside it as soon as the part is done, and the
     whole result at the end. Raises UserError before anything is sampled if the suite, or the rows or environment of a
-    part, cannot be read, and for a part's other mistakes.
+    part, cannot be read; for a part's other mistakes, an UnfinishedSuite with the parts before it.
     """
     assert config.suite is not None
     given = {name: getattr(config, name) for name in config.given if name not in OF_THE_SUITE}
@@ -66,15 +75,19 @@ def evaluate_suite(
     evaluated: dict[str, Evaluated] = {}
     for part in parts:
         began = time.perf_counter()
-        with _named(part):
-            found = evaluate.evaluate_as_given(part.config)
+        try:
+            with _named(part):
+                found = evaluate.evaluate_as_given(part.config)
+        except UserError as error:
+            if not told:
+                raise
+            raise UnfinishedSuite(f"{error}; {_outlook(config, list(told))}", _result(told, evaluated)) from None
         told[part.name] = _told(part, found) | {"seconds": time.perf_counter() - began}
         evaluated[part.name] = found
         if config.out:
             evaluate.save(found, beside(Path(config.out), part.name))
         say(part.name, found)
-    _with_verdicts(told)
-    result = EvaluatedSuite(told, _averages(told), evaluated)
+    result = _result(told, evaluated)
     if config.out:
         content: dict[str, Any] = {"model": config.model, "against": config.against, "averages": result.averages}
         content |= {"parts": told}
@@ -93,6 +106,20 @@ def _named(part: Part) -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(f"[{part.name}] {error}") from None
+
+
+def _result(parts: dict[str, dict[str, Any]], evaluated: dict[str, Evaluated]) -> EvaluatedSuite:
+    _with_verdicts(parts)
+    return EvaluatedSuite(parts, _averages(parts), evaluated)
+
+
+def _outlook(config: Evaluation, done: Sequence[str]) -> str:
+    """Return how to go on after the failure of a part."""
+    kept = f" and in {beside(Path(config.out), done[0])} ..." if config.out else ""
+    return (
+        f"the figures of {done[0]}{' and others' * (len(done) > 1)} are above{kept}: correct this part, and leave the "
+        f"tables of those out of a copy of {config.suite} to evaluate the rest alone"
+    )
 
 
 def beside(out: Path, part: str) -> Path:

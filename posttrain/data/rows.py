@@ -36,7 +36,7 @@ from posttrain.data.row_files import (
     read_value,
     rows_of,
 )
-from posttrain.system.hub import HubName, as_far_as_reached, problem
+from posttrain.system.hub import HubName, as_far_as_reached, name_in_address, problem
 from posttrain.system.user_code import describe_error
 
 if TYPE_CHECKING:
@@ -259,6 +259,8 @@ def _in_folder(folder: Path, split: str | None, limit: int | None) -> Rows:
 
 def _on_hub(source: str | Path, path: Path, split: str | None, limit: int | None) -> Rows:
     local = isinstance(source, Path) or kind_of(path)[1] in READ or not _HUB.fullmatch(source)
+    if of_hub := name_in_address(str(source)):
+        raise UserError(f"{source}: write a dataset of the hub as its name alone, {of_hub}")
     if "://" in str(source):
         raise UserError(f"{source} is an address, and rows are read from this machine: download the file first")
     missing = f"there is no file {source}"
@@ -276,7 +278,7 @@ def _on_hub(source: str | Path, path: Path, split: str | None, limit: int | None
             rows = datasets.load_dataset(named.name, configuration, split=split, revision=named.revision)
         except Exception as error:  # many types: for the network, the name, the configuration, the split
             if unreached:
-                why = f"{unreached}, and no dataset of that name was downloaded before"
+                why = f"{unreached}, and no dataset of that name was downloaded before: give a file of rows"
                 raise UserError(f"{missing}, and {why}") from None
             raise UserError(f"{missing}, and {problem(error, named, 'dataset')}") from error
     return _of_dataset(rows, None, str(named), limit)

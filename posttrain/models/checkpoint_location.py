@@ -10,7 +10,7 @@ from posttrain.core.messages import near, one_line
 from posttrain.core.types import UserError
 from posttrain.models.gguf.gguf_file import SUFFIX, read_gguf, require_package
 from posttrain.models.hub_download import downloaded
-from posttrain.system.hub import HubName, hub_name
+from posttrain.system.hub import HubName, hub_name, name_in_address
 
 
 def checkpoint_folder(name: str | Path) -> Path:
@@ -36,6 +36,12 @@ def checkpoint_folder(name: str | Path) -> Path:
     if there:
         raise UserError(f"{name} is a file: give the checkpoint folder that holds it")
     named = hub_name(str(name))
+    if of_hub := name_in_address(str(name)):
+        raise UserError(f"{name}: write a model of the hub as its name alone, {of_hub}")
+    if str(name).startswith(("http:", "https:")):
+        raise UserError(
+            f"{name} is an address, and a model's weights are read from this machine: give a folder, or org/name"
+        )
     if named is None:
         raise UserError(
             f"{name}: no such folder: give a folder with config.json, model.safetensors and tokenizer.json, a .gguf file, "

@@ -54,7 +54,8 @@ def _download(named: HubName) -> Path:
         except Exception as error:  # network, name and disk cause errors of many types
             if unreached:
                 part = "was downloaded in part" if "incomplete" in str(error) else "was not downloaded before"
-                raise UserError(f"{unreached}, and {named} {part}; {cached_list()}") from None
+                way = f"give a folder, or run hf download {named.name} with a network"
+                raise UserError(f"{unreached}, and {named} {part}: {way}; {cached_list()}") from None
             raise UserError(problem(error, named)) from None
 
 

@@ -40,6 +40,12 @@ def hub_name(text: str) -> HubName | None:
     return HubName(found[1], found[2]) if found else None
 
 
+def name_in_address(text: str) -> str:
+    """Return org/name of a text such as hf:org/name, hf://datasets/org/name or the address of its page; else ""."""
+    found = re.match(r"(?:hf:|https?:/+huggingface\.co/)/*(?:datasets/|models/)?(\w[\w.-]*/\w[\w.-]*)", text)
+    return found[1] if found else ""
+
+
 @contextmanager
 def as_far_as_reached(*others: Any) -> Iterator[str]:
     """Context manager that sets the hub's client to offline if necessary. Yields the reason, or "" if the hub is used.

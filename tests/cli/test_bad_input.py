@@ -138,6 +138,17 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "missing model": (words("rl", model="nowhere"), ("nowhere: no such folder", "give a")),
     "missing model in eval": (words("eval", model="nowhere"), ("nowhere: no such folder",)),
     "missing model in chat": (["chat", "nowhere"], ("nowhere: no such folder",)),
+    "model by the address of its page": (
+        words("rl", model="https://huggingface.co/Qwen/Qwen2.5-0.5B"), ("as its name alone, Qwen/Qwen2.5-0.5B",)
+    ),
+    "model with a prefix": (["chat", "hf:Qwen/Qwen2.5-0.5B"], ("as its name alone, Qwen/Qwen2.5-0.5B",)),
+    "model behind an endpoint": (
+        words("eval", model="http://127.0.0.1:9/v1"), ("is an address, and a model's weights are read from this machine",)
+    ),
+    "rows with a prefix": (words("rl", tasks="hf:openai/gsm8k"), ("as its name alone, openai/gsm8k",)),
+    "rows by the address of their page": (
+        words("sft", tasks="hf://datasets/openai/gsm8k"), ("as its name alone, openai/gsm8k",)
+    ),
     "missing tasks": (words("rl", tasks="rosw.jsonl"), ("no file rosw.jsonl", "did you mean 'rows.jsonl'?")),
     "missing tasks in sft": (words("sft", tasks="rosw.jsonl"), ("did you mean 'rows.jsonl'?",)),
     "no tasks at all": (["rl", "--env", "env.py:reward"], ("--tasks is missing",)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 SYSTEM = re.compile(r"\[Errno -?\d+\] | \(os error \d+\)| at 0x[0-9a-f]+")  # error numbers and addresses
@@ -91,6 +91,8 @@ def short(value: Any) -> str:
         shown = "?"
     if isinstance(value, type):
         return f"the class {value.__name__} itself"
+    if isinstance(value, Coroutine):
+        return "a coroutine (declare the function with async def)"
     if shown.startswith("<"):  # an object without its own text: its address helps nobody
         return f"a value of type {type(value).__name__}"
     return f"{shown if len(shown) <= 60 else shown[:60] + '...'} ({type(value).__name__})"

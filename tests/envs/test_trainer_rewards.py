@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import tiny
 from episodes import played
 from scored_groups import scored
 
@@ -16,6 +17,7 @@ from posttrain.core.types import Completion, Invalid, InvalidKind, Reply, StopRe
 from posttrain.envs.check import check
 from posttrain.envs.play.load_env import load_env, success_of
 from posttrain.envs.preview import Viewer
+from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.fingerprint import of_code
 
@@ -177,7 +179,7 @@ def test_completion_ids_are_the_sampled_tokens_with_the_end(trl: str, tokenizer:
 @pytest.mark.parametrize(
     ("name", "kind", "reason"),
     [
-        ("few", InvalidKind.REPORTED, "few returned 1 rewards for 2 replies: it returns a list with one for each"),
+        ("few", InvalidKind.UNREADABLE, "few: returned 1 rewards for 2 replies; expected a list with one for each"),
         ("fails", InvalidKind.RAISED, "fails: ValueError: bad thing (rewards.py:33)"),
         (
             "accuracy",
@@ -355,6 +357,90 @@ FOR_VERL = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, strict=False, **kwargs):
     return kwargs["fmt"] * 2 if kwargs["on"] else kwargs["name"]
 """
+
+
+BROKEN_TRL = {
+    "return None": "f: returned None (NoneType) for 2 replies; expected a list with one for each",
+    "return 1.0": "f: returned 1.0 (float) for 2 replies; expected a list",
+    "return 'ab'": "f: returned 'ab' (str) for 2 replies; expected a list",
+    "return [1.0] * 3": "f: returned 3 rewards for 2 replies; expected a list with one for each",
+    "return ['good', 1.0]": "f: returned 'good' (str) for a reply; expected a finite number of at most 1e+06, or None",
+    "return [float('nan'), 1.0]": "f: returned nan (float) for a reply; expected a finite number",
+    "return [{'score': 1.0}, 1.0]": "f: returned {'score': 1.0} (dict) for a reply; expected a finite number",
+    "return wait(1.0)": "f: returned a coroutine (declare the function with async def) for 2 replies",
+    "raise KeyError('x')": "f: KeyError: 'x' (bad.py:5)",
+    "raise SystemExit(3)": "f: SystemExit: 3 (bad.py:5)",
+    "await wait(1); return None": "f: returned None (NoneType) for 2 replies",
+    "await wait(1); raise KeyError('x')": "f: KeyError: 'x' (bad.py:5)",
+}
+BROKEN_VERL = {
+    "return None": "returned None (is a return missing?); expected a finite number",
+    "return 'good'": "returned 'good' (str); expected a finite number",
+    "return float('nan')": "returned nan; expected a finite number",
+    "return [1.0, 2.0]": "returned [1.0, 2.0] (list); expected a finite number",
+    "return {}": 'returned a dict without "score"; it has nothing',
+    "return {'score': None}": 'returned a dict whose "score" is None (is a return missing?)',
+    "return {'score': '1'}": "returned a dict whose \"score\" is '1' (str); expected a finite number",
+    "return wait(1.0)": "returned a coroutine (declare the function with async def); expected a finite number",
+    "raise KeyError('x')": "KeyError: 'x' (bad.py:5)",
+    "raise SystemExit(3)": "SystemExit: 3 (bad.py:5)",
+    "await wait(1); return None": "returned None (is a return missing?); expected a finite number",
+    "await wait(1); raise KeyError('x')": "KeyError: 'x' (bad.py:5)",
+}
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")
+@pytest.mark.parametrize(
+    ("library", "body", "reason"),
+    [(name, *case) for name, cases in (("trl", BROKEN_TRL), ("verl", BROKEN_VERL)) for case in cases.items()],
+)
+def test_a_function_that_misbehaves_is_one_line_that_says_how(
+    tmp_path: Path, library: str, body: str, reason: str
+) -> None:
+    """Functions of these libraries often take **kwargs alone."""
+    begin = "async def" if body.startswith("await") else "def"
+    (tmp_path / "bad.py").write_text(f"async def wait(x):\n    return x\n\n{begin} f(**kwargs):\n    {body}\n")
+    [found] = scored(f"{library}:{tmp_path / 'bad.py'}:f", [["a", "b"]], **ROW)
+    reward = found[0].reward
+    assert isinstance(reward, Invalid) and reward.reason.startswith(reason) and "\n" not in reward.reason, reward
+
+
+def test_a_function_that_takes_kwargs_alone_gets_everything(tmp_path: Path) -> None:
+    (tmp_path / "kwargs.py").write_text(
+        "def several(**kwargs):\n    return [float(len(c)) for c in kwargs['completions']]\n"
+        "def one(**kwargs):\n    return float(len(kwargs['solution_str'] + kwargs['ground_truth']))\n"
+    )
+    found = [scored(f"{term}", [["a", "ab"]], **ROW)[0] for term in
+             (f"trl:{tmp_path / 'kwargs.py'}:several", f"verl:{tmp_path / 'kwargs.py'}:one")]  # fmt: skip
+    assert [[done.reward for done in each] for each in found] == [[1.0, 2.0], [2.0, 3.0]]
+
+
+def test_ten_updates_with_a_function_of_verl_are_those_with_the_same_reward_of_ours(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    save_model(tiny(tokenizer), tmp_path / "start", tokenizer)
+    (tmp_path / "score.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    assert data_source == 'sums' and extra_info['index'] >= 0\n"
+        "    digits = sum(c.isdigit() for c in solution_str + ground_truth) - len(ground_truth)\n"
+        "    return {'score': digits / (1 + len(solution_str)), 'length': len(solution_str)}\n"
+        "def reward(task, reply):\n"
+        "    return sum(c.isdigit() for c in reply) / (1 + len(reply))\n"
+    )
+    rows = [
+        {"data_source": "sums", "prompt": f"{i}+1=", "reward_model": {"style": "rule", "ground_truth": str(i + 1)},
+         "extra_info": {"split": "train", "index": i}} for i in range(8)
+    ]  # fmt: skip
+    how: dict[str, Any] = {"steps": 10, "prompts": 8, "group": 8, "max_tokens": 8, "lr": 3e-2}
+    how |= {"threads": 1, "env_workers": 0, "quiet": True}
+    start, file = str(tmp_path / "start"), tmp_path / "score.py"
+    runs = [
+        posttrain.rl(rows, f"{prefix}{file}:{name}", start, out=str(tmp_path / name), **how)
+        for prefix, name in (("verl:", "compute_score"), ("", "reward"))
+    ]  # fmt: skip
+    verl, ours = ([row["reward"] for row in run.metrics if row["step"]] for run in runs)
+    assert verl == ours and len(verl) == 10 and sum(verl[-3:]) > sum(verl[:3]) + 0.3
+    assert not any(row["invalid"] for row in runs[0].metrics if row["step"])
 
 
 def test_settings_that_only_kwargs_takes_reach_a_verl_function_as_its_configuration_reads_them(

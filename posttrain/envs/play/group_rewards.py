@@ -16,8 +16,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iter
 from typing import Any, cast
 
 from posttrain.core.messages import short
-from posttrain.core.types import AsyncEnv, Env, Invalid, InvalidKind, Reply, Sides, Task, value_type
-from posttrain.envs.play.env_outputs import Done, read_number, read_verdict, unreadable
+from posttrain.core.types import AsyncEnv, Env, Invalid, Reply, Sides, Task, value_type
+from posttrain.envs.play.env_outputs import MOST_REWARD, Done, read_number, read_verdict, unreadable
 
 PARAMETERS = ("tasks", "replies")
 NOT_SCORED = "no reward function scored it: each of them returned None"
@@ -106,15 +106,15 @@ def group_sum(parts: Mapping[str, Part]) -> GroupReward:
     is not listed besides the sum. The result is a coroutine function if one of the parts is.
     """
 
-    def read(name: str, given: Any, count: int) -> list[float | Invalid | None]:
+    def read(given: Any, count: int) -> list[float | Invalid | None]:
         values = listed(given)
         if values is None or len(values) != count:
             what = short(given) if values is None else f"{len(values)} rewards"
-            return [Invalid(f"{name} returned {what} for {count} replies: it returns a list with one for each")] * count
-        return [_number(name, value) for value in values]
+            return [unreadable(f"returned {what} for {count} replies; expected a list with one for each")] * count
+        return [_number(value) for value in values]
 
     def add(found: Mapping[str, Any], count: int) -> list[Any]:
-        columns = {name: read(name, given, count) for name, given in found.items()}
+        columns = {name: read(given, count) for name, given in found.items()}
         return [_total({n: column[i] for n, column in columns.items()}, parts) for i in range(count)]
 
     if not any(inspect.iscoroutinefunction(function) for _, function in parts.values()):
@@ -143,11 +143,12 @@ def refusing(reward: Callable[..., Any], parts: Iterable[Callable[..., Any]]) ->
     return whole
 
 
-def _number(name: str, value: Any) -> float | Invalid | None:
+def _number(value: Any) -> float | Invalid | None:
     if value is None or isinstance(value, Invalid):
         return value
     number = read_number(value, "returned")
-    return Invalid(number.reason, InvalidKind.UNREADABLE) if isinstance(number, Invalid) else number
+    wrong = f"returned {short(value)} for a reply; expected a finite number of at most {MOST_REWARD:g}, or None"
+    return unreadable(wrong) if isinstance(number, Invalid) else number
 
 
 def _total(found: Mapping[str, float | Invalid | None], parts: Mapping[str, Part]) -> Any:

@@ -59,7 +59,7 @@ def trl_part(function: Callable[..., Any], label: str) -> GroupReward:
     def given(tasks: Sequence[Task], replies: Sequence[Reply]) -> dict[str, Any] | Invalid:
         return _arguments(taken, tasks, replies)
 
-    def failed(error: Exception, count: int) -> list[Any]:
+    def failed(error: BaseException, count: int) -> list[Any]:
         if isinstance(error, MemoryError):
             raise error
         return [Invalid(describe_error(error, source_file(function)), InvalidKind.RAISED)] * count
@@ -70,7 +70,7 @@ def trl_part(function: Callable[..., Any], label: str) -> GroupReward:
             arguments = given(tasks, replies)
             try:
                 return [arguments] * len(replies) if isinstance(arguments, Invalid) else await function(**arguments)
-            except Exception as error:  # the user's code
+            except (Exception, SystemExit) as error:  # the user's code
                 return failed(error, len(replies))
 
     else:
@@ -79,7 +79,7 @@ def trl_part(function: Callable[..., Any], label: str) -> GroupReward:
             arguments = given(tasks, replies)
             try:
                 return [arguments] * len(replies) if isinstance(arguments, Invalid) else function(**arguments)
-            except Exception as error:  # the user's code
+            except (Exception, SystemExit) as error:  # the user's code
                 return failed(error, len(replies))
 
     part.stands_for = function  # type: ignore[attr-defined]

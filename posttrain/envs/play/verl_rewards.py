@@ -160,7 +160,10 @@ def _scored(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     if "score" not in value:
-        return Invalid(f'returned a dict without "score"; it has {", ".join(map(str, value))}', InvalidKind.UNREADABLE)
+        has = ", ".join(map(str, value)) or "nothing"
+        return Invalid(f'returned a dict without "score"; it has {has}', InvalidKind.UNREADABLE)
+    if isinstance(score := read_number(value["score"], 'returned a dict whose "score" is'), Invalid):
+        return score
     numbers = {str(name): part for name, part in value.items() if _is_part(name, part)}
     right = next((numbers[name] for name in RIGHT if name in numbers), None)
     return {"reward": value["score"], **({} if right is None else {OUTCOME: right}), **numbers}

@@ -91,7 +91,7 @@ def _too_wide(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int
 
 
 def _upright(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> Iterator[str]:
-    """Yield the rows, one by one: each under what stands in its first column, or its number where that is too long."""
+    """Yield the rows, one by one: each under the content of its first column, or its number where that is too long."""
     side = min(max(map(len, columns)), 30)
     for number, row in enumerate(cells, 1):
         name = f"{columns[0]} {row[0]}".strip()

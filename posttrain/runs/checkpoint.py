@@ -24,6 +24,7 @@ from posttrain.core import user_files
 from posttrain.core.types import UserError
 from posttrain.runs.run_files import CHECKPOINTS, RUN, step_name, sync
 from posttrain.runs.run_files import step_of as step_of_name
+from posttrain.runs.terminal.notices import warn
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -143,7 +144,7 @@ def resolve(model: str) -> Path:
     path = Path(model)
     if not os.path.lexists(path / RUN):
         return path
-    found = newest(path, print)
+    found = newest(path, warn)
     if found is not None:
         return found
     if listed(path):

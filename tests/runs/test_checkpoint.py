@@ -147,6 +147,18 @@ def test_run_stands_for_its_newest_checkpoint_and_any_other_folder_for_itself(tm
         checkpoint.resolve(str(run))
 
 
+def test_a_damaged_newest_checkpoint_is_warned_of_on_standard_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Standard output has the figures, which may go into a file."""
+    earlier, last = save(tmp_path, 3), save(tmp_path, 4)
+    (tmp_path / "run.json").write_text("{}")
+    (last / "manifest.json").unlink()
+    assert checkpoint.resolve(str(tmp_path)) == earlier
+    said = capsys.readouterr()
+    assert "posttrain: warning: checkpoint" in said.err and "step-000004 is damaged" in said.err and not said.out
+
+
 def test_checkpoints_are_in_the_order_of_their_steps_and_strangers_are_none(tmp_path: Path) -> None:
     """As text, step-1000000 comes before step-999999."""
     for step in (999_999, 1_000_000):

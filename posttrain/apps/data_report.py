@@ -224,7 +224,7 @@ def _transcripts(task: Task, model: Outline, chat: Chatting, mask: Mask) -> Iter
 
 def _names(task: Task) -> list[str]:
     """Return a name for each response of preference data, by its label or comparison; none for other rows."""
-    comparisons, labels = task.get("comparisons") or (), task.get("labels") or ()
+    comparisons, labels = task.get("comparisons") or [], task.get("labels") or []
     if labels:
         return [f"label {', '.join(f'{label:g}' for label in own)}" for own in labels]
     if len(comparisons) == 1:

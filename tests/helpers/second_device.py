@@ -69,11 +69,20 @@ class SecondTensor(Tensor):
             return known[id(x)] if id(x) in known else SecondTensor(x)
 
         given = kwargs or {}
+        if op is _aten.histc.default:  # a GPU counts integers, a processor does not
+            args = (args[0].to(torch.float32), *args[1:])
         found = op(*_pytree.tree_map(inner, args), **_pytree.tree_map(inner, given))
         if op is _aten.copy_.default:
             return args[0]
         to = given.get("device")
         return found if to is not None and torch.device(to).type == "cpu" else _pytree.tree_map(outer, found)
+
+    # torch itself would read memory, which a wrapper has not
+    def tolist(self) -> Any:
+        return self.numbers.tolist()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.numbers.untyped_storage()
 
 
 _alive: WeakSet[Tensor] = WeakSet()
@@ -109,10 +118,55 @@ def second_device() -> torch.device:
     def empty_strided(size: Any, stride: Any, *, dtype: Any = None, device: Any = None, **how: Any) -> Tensor:
         return SecondTensor(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
 
+    def copy_from(own: Tensor, place: SecondTensor, non_blocking: bool = False) -> Tensor:
+        place.numbers.copy_(own.numbers if isinstance(own, SecondTensor) else own)
+        return place
+
+    library.impl("_copy_from", copy_from, "PrivateUse1")  # of torch.tensor(..., device=...)
     library.impl("empty.memory_format", empty, "PrivateUse1")
     library.impl("empty_strided", empty_strided, "PrivateUse1")
     _kept.append(library)
+    _kept.append(_autocast())
     return torch.device(NAME, 0)
+
+
+def _autocast() -> Any:
+    """Under autocast, products are in its type, as on a GPU. Returns what has to be kept."""
+    below = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
+    every = torch.library.Library("_", "IMPL")
+    every.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+    products = torch.library.Library("aten", "IMPL")
+
+    def narrow(op: Any) -> Any:
+        def product(*args: Any, **kwargs: Any) -> Any:
+            def cast(x: Any) -> Any:
+                wide = isinstance(x, Tensor) and x.dtype == torch.float32
+                return x.to(torch.get_autocast_dtype(NAME)) if wide else x
+
+            with torch._C._ExcludeDispatchKeyGuard(below):
+                return op(*_pytree.tree_map(cast, args), **_pytree.tree_map(cast, kwargs))
+
+        return product
+
+    for name in (
+        "linear",
+        "matmul",
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "scaled_dot_product_attention",
+        "conv1d",
+        "conv2d",
+    ):
+        op = getattr(_aten, name)
+        overload = "default" if "default" in op.overloads() else op.overloads()[0]
+        products.impl(
+            name if overload == "default" else f"{name}.{overload}",
+            narrow(getattr(op, overload)),
+            "AutocastPrivateUse1",
+        )
+    return every, products
 
 
 _kept: list[Any] = []

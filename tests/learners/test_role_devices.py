@@ -16,13 +16,30 @@ from posttrain.cli.main import _by_name
 from posttrain.core.types import UserError
 
 
+def tried(which: str, *what: str) -> None:
+    """Run tests in a process of their own: torch has to know the device before its first backward pass, and this process
+    has made some.
+    """
+    files = [str(TESTS / "learners" / f"second_device_{one}.py") for one in what]
+    words = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:xdist", "-p", "no:cacheprovider", "-m", which]
+    done = subprocess.run([*words, "-o", "timeout=0", *files], capture_output=True, text=True, cwd=TESTS.parent)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+
+
 @pytest.mark.timeout(600)
 def test_on_a_second_device() -> None:
-    """torch has to know the device before its first backward pass, and this process has made some."""
-    files = [str(TESTS / "learners" / f"second_device_{what}.py") for what in ("offloading", "roles", "sums")]
-    words = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:xdist", "-p", "no:cacheprovider", *files]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=TESTS.parent, timeout=600)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
+    tried("not long", "offloading", "roles", "sums")
+
+
+@pytest.mark.timeout(600)
+def test_every_verb_on_a_second_device() -> None:
+    tried("not long", "verbs")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_every_algorithm_on_a_second_device() -> None:
+    tried("long", "verbs")
 
 
 @pytest.fixture(scope="module")

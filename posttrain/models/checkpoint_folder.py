@@ -19,7 +19,7 @@ from posttrain.core.progress import doing
 from posttrain.core.protocols import Model
 from posttrain.core.types import UserError
 from posttrain.models.adapters.adapter_config import ADAPTER, CLASSIFIER, PREFIX, is_adapter, read_adapter_config
-from posttrain.models.adapters.adapter_folder import checked_base, fingerprint, read_adapter
+from posttrain.models.adapters.adapter_folder import checked_base, fingerprint, packed_kind, read_adapter
 from posttrain.models.adapters.lora import merge
 from posttrain.models.backbone import Backbone
 from posttrain.models.checkpoint_location import checkpoint_folder
@@ -35,6 +35,7 @@ from posttrain.models.native.decoder_config import (
 )
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.linear import give_memory
+from posttrain.models.native.quantized import PACKED_BYTES, pack, require
 from posttrain.models.native.weight_names import Pieces, stored_pieces
 from posttrain.models.row_shards import here, slices_here, whole_shape
 from posttrain.models.tensor_files import open_tensors
@@ -61,10 +62,13 @@ def load_model(
     shard: Callable[[Decoder | Backed], None] | None = None,
     shares: int = 1,
     matrices: torch.dtype | None = None,
+    packed: str = "",
 ) -> Model:
     """Load a checkpoint folder (or a Hugging Face model by name) onto this device, with parameters of this dtype.
 
-    `matrices`: a narrower type for the matrices; the decoder is then frozen, and still computes in `dtype`.
+    `matrices`: a narrower type for the matrices; the decoder is then frozen, and still computes in `dtype`. `packed`: a
+    kind of quantization; a native decoder packs each matrix of its layers as soon as it is read, so no more than one is
+    there in `dtype`. Models of transformers are not packed here but with their adapters.
     `shard`: keeps one of `shares` shares of a decoder's rows in this process; a native decoder reads only these rows.
 
     Raises UserError if there is no such folder, if the architecture is not supported, or if weights are missing,
@@ -81,8 +85,10 @@ def load_model(
     if kind == OURS:
         raise reward_model_error(folder, OURS)
     loader: Callable[..., Model] = LOADERS.get(kind, _load_other)
-    narrow = {} if matrices is None else {"matrices": matrices}
-    if narrow and loader not in (_load_decoder, _load_other):
+    narrow: dict[str, Any] = {} if matrices is None else {"matrices": matrices}
+    if packed and loader is _load_decoder:
+        narrow["packed"] = packed
+    if matrices is not None and loader not in (_load_decoder, _load_other):
         raise UserError(f"--frozen-weights needs the matrices of a decoder, and a {kind} is not one: leave it out")
     try:
         if shard is not None and loader is _load_decoder:
@@ -124,10 +130,10 @@ def load_backbone(folder: str | Path, device: str | torch.device = "cpu") -> tup
 
 
 def load_headless(
-    folder: Path, device: str | torch.device = "cpu", matrices: torch.dtype | None = None
+    folder: Path, device: str | torch.device = "cpu", matrices: torch.dtype | None = None, packed: str = ""
 ) -> tuple[Decoder | Backed, dict[str, Tensor]]:
-    """Load the decoder of a checkpoint folder without its output head, and the stored heads by name. `matrices`: see
-    `load_model`.
+    """Load the decoder of a checkpoint folder without its output head, and the stored heads by name. `matrices`,
+    `packed`: see `load_model`.
     """
     source = of_backbone(read_json(folder / "config.json"))
     config, kind = None, source.get("model_type")
@@ -139,8 +145,9 @@ def load_headless(
     if config is None:
         other = _load_other(folder, source, torch.float32, torch.device(device), True, matrices)
         return other, _read_heads(folder)
-    model = allocate(folder, replace(config, tied=True), torch.float32, torch.device(device), matrices=matrices)
-    found = read_weights(model, folder, also=HEADS)
+    shape = replace(config, tied=True)
+    model = allocate(folder, shape, torch.float32, torch.device(device), matrices=matrices, packed=packed)
+    found = read_weights(model, folder, HEADS, packed)
     model.generation = read_json(folder / "generation_config.json", optional=True)
     model.eos_ids = read_eos_ids(folder, source, model.generation, config.vocab)
     model.source = source
@@ -172,12 +179,13 @@ def _load_decoder(
     shard: Callable[[Decoder | Backed], None] | None = None,
     shares: int = 1,
     matrices: torch.dtype | None = None,
+    packed: str = "",
 ) -> Decoder:
     config = read_config(folder, source)
     generation = read_json(folder / "generation_config.json", optional=True)
     eos_ids = read_eos_ids(folder, source, generation, config.vocab)
-    model = allocate(folder, config, dtype, device, shard, shares, matrices)
-    read_weights(model, folder)
+    model = allocate(folder, config, dtype, device, shard, shares, matrices, packed)
+    read_weights(model, folder, packed=packed)
     model.source, model.generation, model.eos_ids = source, generation, eos_ids
     return model
 
@@ -190,16 +198,23 @@ def allocate(
     shard: Callable[[Decoder | Backed], None] | None = None,
     shares: int = 1,
     matrices: torch.dtype | None = None,
+    packed: str = "",
 ) -> Decoder:
-    """Allocate the model with uninitialised weights. Raises UserError if there is no room for them."""
-    config.require_memory(matrices or dtype, device, str(folder / "config.json"), shares)
+    """Allocate the model with uninitialised weights. Raises UserError if there is no room for them.
+
+    `packed`: a kind of quantization; matrices of layers then stay on "meta" until they are read.
+    """
+    if packed:
+        require(packed)
+    number = PACKED_BYTES[packed] if packed else 0.0
+    config.require_memory(matrices or dtype, device, str(folder / "config.json"), shares, number)
     with torch.device("meta"):  # no memory for weights that are about to be replaced
         model = Decoder(config).to(dtype)
         if matrices is not None:
             model.narrow(matrices)
     if shard is not None:
         shard(model)
-    give_memory(model, device)
+    give_memory(model, device, {id(linear.weight) for _, linear, _ in model.linears()} if packed else ())
     return model
 
 
@@ -244,8 +259,11 @@ def _pieces_here(parameter: Tensor, pieces: Pieces) -> Iterator[tuple[str, Tenso
         filled += end - begin
 
 
-def read_weights(model: Decoder, folder: Path, also: Sequence[str] = ()) -> dict[str, Tensor]:
-    """Fill the parameters, with one stored tensor in memory at a time. Return the tensors of `also` that are stored."""
+def read_weights(model: Decoder, folder: Path, also: Sequence[str] = (), packed: str = "") -> dict[str, Tensor]:
+    """Fill the parameters, with one stored tensor in memory at a time. Return the tensors of `also` that are stored.
+
+    `packed`: the kind of quantization of the parameters on "meta", one of which is there unpacked at a time.
+    """
     expected = stored_pieces(model.config)
     with ExitStack() as opened:
         where: dict[str, tuple[Path, Any]] = {}  # name of a tensor -> its file: path, and opened
@@ -256,12 +274,18 @@ def read_weights(model: Decoder, folder: Path, also: Sequence[str] = ()) -> dict
         _check_shapes(folder, {n: tuple(s.get_shape()) for n, s in slices.items() if n not in also}, model)
         for name in [stored for pieces in expected.values() for stored, _ in pieces]:
             check_dtype(where[name][0], name, slices[name].get_dtype())
-        for name, parameter in model.named_parameters():
-            for stored, piece, part in _pieces_here(parameter, expected[name]):
+        for name, parameter in list(model.named_parameters()):
+            own = parameter
+            if packed and parameter.is_meta:
+                own = torch.empty(parameter.shape, dtype=parameter.dtype, device=model.head.device)
+            for stored, piece, part in _pieces_here(own, expected[name]):
                 file, shard = where[stored]
                 whole_piece = list(piece.shape) == slices[stored].get_shape()
                 piece.copy_(shard.get_tensor(stored) if whole_piece else slices[stored][part])
                 check_finite(file, stored, piece)
+            if own is not parameter:
+                pack(model, name.removesuffix(".weight"), own, packed)
+            own = piece = parameter  # nothing unpacked is left while the next one is read
         found = {name: where[name][1].get_tensor(name) for name in also if name in where}
         for name, tensor in found.items():
             check_dtype(where[name][0], name, slices[name].get_dtype())
@@ -308,8 +332,8 @@ def load_adapted(
             f"{folder} adapts a reward model ({SCORE}), and a language model is required here: give its base, or "
             "pass this as --reward-model"
         )
-    base = checked_base(folder)
-    model = load_model(base, dtype, device, shard, shares, matrices)
+    base, packed = checked_base(folder), packed_kind(folder)
+    model = load_model(base, dtype, device, shard, shares, matrices, packed if shard is None else "")
     if not isinstance(model, Decoder | Backed):
         raise UserError(f"{folder} adapts {base}, a {type(model).__name__}, but adapters require a decoder")
     read_adapter(model, folder)

@@ -24,7 +24,7 @@ from posttrain.core.protocols import Model
 from posttrain.core.protocols import ModelShape as Sizes
 from posttrain.core.types import UserError
 from posttrain.models.adapters.adapter_config import NOTE, is_adapter
-from posttrain.models.adapters.adapter_folder import checked_base, read_adapter, read_note
+from posttrain.models.adapters.adapter_folder import checked_base, packed_kind, read_adapter, read_note
 from posttrain.models.backbone import Backbone
 from posttrain.models.checkpoint_folder import BACKBONE, OURS, load_headless, of_backbone
 from posttrain.models.checkpoint_location import checkpoint_folder
@@ -156,12 +156,13 @@ def new_reward_model(
     seed: int,
     device: str | torch.device = "cpu",
     matrices: torch.dtype | None = None,
+    packed: str = "",
 ) -> RewardModel:
     """Create a reward model with the backbone of a checkpoint; if that has a head of the same shape, load it too.
 
-    `matrices`: see `posttrain.models.checkpoint_folder.load_model`.
+    `matrices`, `packed`: see `posttrain.models.checkpoint_folder.load_model`.
     """
-    model, found = _read(folder, shape, seed, device, matrices)
+    model, found = _read(folder, shape, seed, device, matrices, packed)
     if SCORE in found and (INNER in found) == (shape.head == "mlp"):
         _fill_head(model, found, folder)
     return model
@@ -197,12 +198,17 @@ def load_reward_model(
 
 
 def _read(
-    folder: str | Path, shape: ScoreShape, seed: int, device: str | torch.device, matrices: torch.dtype | None
+    folder: str | Path,
+    shape: ScoreShape,
+    seed: int,
+    device: str | torch.device,
+    matrices: torch.dtype | None,
+    packed: str = "",
 ) -> tuple[RewardModel, dict[str, Tensor]]:
     folder = checkpoint_folder(folder)
     if is_adapter(folder):
         return _read_adapted(folder, shape, seed, device, matrices)
-    backbone, found = load_headless(folder, device, matrices)
+    backbone, found = load_headless(folder, device, matrices, packed)
     if "score.bias" in found:
         raise UserError(f"{folder}: its head has a bias, which is not supported here or by transformers")
     source = of_backbone(read_json(folder / "config.json"))
@@ -214,7 +220,7 @@ def _read_adapted(
     folder: Path, shape: ScoreShape, seed: int, device: str | torch.device, matrices: torch.dtype | None
 ) -> tuple[RewardModel, dict[str, Tensor]]:
     """Load the base of a folder of adapters, the adapters, and the head: the folder's, or else the base's."""
-    model, found = _read(checked_base(folder), shape, seed, device, matrices)
+    model, found = _read(checked_base(folder), shape, seed, device, matrices, packed_kind(folder))
     fields = Fields(folder / NOTE, read_note(folder))
     vocab = model.config.vocab
     _grow(model.backbone, fields.whole("vocab_size", vocab, VOCAB_MOST, vocab))

@@ -42,16 +42,22 @@ if TYPE_CHECKING:
 
 
 def held_model(
-    config: Training, folder: Path, device: torch.device, world: World, frozen: bool = False, changes: bool = False
+    config: Training,
+    folder: Path,
+    device: torch.device,
+    world: World,
+    frozen: bool = False,
+    changes: bool = False,
+    packed: str = "",
 ) -> Model:
     """Load the model of a folder for the learner; with `--shard` and the like only this process's part is kept.
 
     `frozen`: its weights are not trained, but adapters of them may be. `changes`: its modules may still be exchanged
-    or tried, which needs a model of transformers whole; the learner shards it.
+    or tried, which needs a model of transformers whole; the learner shards it. `packed`: see `load_model`.
     """
     matrices = frozen_type(config) if frozen else None
     if not config.in_parts:
-        model = load_model(folder, device=device, matrices=matrices)
+        model = load_model(folder, device=device, matrices=matrices, packed=packed)
         if model.decoder is not None and not config.train_vision:
             model.decoder.freeze_vision()
         return model
@@ -118,7 +124,7 @@ def policy(config: Training, folder: Path, device: torch.device, world: World) -
         model = held_model(config, folder, device, world, changes=getattr(config, "routing_replay", False))
     else:
         refuse_packed_shards(config, folder)  # before anything is read
-        model = held_model(config, folder, device, world, frozen=True, changes=True)
+        model = held_model(config, folder, device, world, frozen=True, changes=True, packed=config.quantize or "")
         adapt(config, decoder_of(model), folder)
     if config.train_vision and (model.decoder is None or not model.decoder.sees):
         raise UserError(f"--train-vision has no effect, as the model in {folder} reads only text: leave it out")

@@ -89,6 +89,19 @@ def test_packed_weights_are_those_of_the_published_formats(kind: str) -> None:
     assert 0 < error < (0.2 if kind == "nf4" else 0.005)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_are_packed_as_they_are_read_have_the_same_bits(
+    kind: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    save_model(tiny(tokenizer), tmp_path, tokenizer)
+    how = LoRA(2, 4.0, quantize=kind)
+    ours, theirs = adapt(load_model(tmp_path, packed=kind), how), adapt(load_model(tmp_path), how)
+    mine, other = ours.state_dict(), theirs.state_dict()
+    assert mine.keys() == other.keys() and any(name.endswith("packed") for name in mine)
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
+    assert not any(p.is_meta for p in ours.parameters()) and {p.device for p in ours.parameters()} == {ours.head.device}
+
+
 def test_models_that_share_weights_share_the_packed_ones(tokenizer: Tokenizer) -> None:
     model = adapt(tiny(tokenizer), LoRA(2, 4.0, quantize="nf4"))
     for other in (sharing(model), shared_copy(model)):

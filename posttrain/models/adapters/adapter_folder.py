@@ -50,6 +50,14 @@ def read_note(folder: Path) -> dict[str, Any]:
     return read_json(folder / NOTE, optional=True)
 
 
+def packed_kind(folder: Path) -> str:
+    """Return the quantization of the base of a folder of adapters; "" if there is none, or one that `read_adapter`
+    refuses.
+    """
+    found = read_note(folder).get("quantize")
+    return found if found in KINDS else ""
+
+
 def read_adapter(decoder: Backbone, folder: Path, heads: Iterable[str] = ()) -> dict[str, Tensor]:
     """Load adapters of a folder into a decoder. Return the tensors of `heads` that the folder holds, by name."""
     config, file = read_adapter_config(folder), folder / ADAPTER

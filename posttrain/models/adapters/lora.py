@@ -22,7 +22,7 @@ from posttrain.models.adapters.adapter_writer import adapters, save_adapter
 from posttrain.models.backbone import Backbone, is_backbone
 from posttrain.models.free_memory import available_memory, in_gib
 from posttrain.models.native.linear import Adapter
-from posttrain.models.native.quantized import QuantizedLinear, require
+from posttrain.models.native.quantized import QuantizedLinear
 from posttrain.models.row_shards import whole, whole_shape
 
 ALL = "all-linear"
@@ -105,18 +105,18 @@ def attach(decoder: Backbone, lora: LoRA, adapts: Callable[[str], bool]) -> None
             begin, end = end, end + rows
             if adapts(stored):
                 pieces.append((stored, slice(begin, end)))
-        outputs, inputs = whole_shape(linear.weight)
+        # a packed weight would be unpacked to be asked
+        outputs, inputs = linear.shape if isinstance(linear, QuantizedLinear) else whole_shape(linear.weight)
         needed += lora.rank * sum(inputs + rows.stop - rows.start for _, rows in pieces) * decoder.dtype.itemsize
         if needed > room:
             raise UserError(
                 f"adapters of rank {lora.rank:,} need more than the {in_gib(room)} of free memory: give a smaller rank"
             )
         if pieces:
-            with torch.device(linear.weight.device):
+            with torch.device(decoder.head.device):
                 adapter = Adapter(inputs, outputs, pieces, lora.rank, lora.scale, lora.dora)
             linear.adapter = adapter.to(decoder.dtype)
     if lora.quantize:
-        require(lora.quantize)
         for name, linear, _ in list(decoder.linears()):
             if not isinstance(linear, QuantizedLinear):
                 decoder.set_submodule(name, QuantizedLinear(linear, lora.quantize))

@@ -75,13 +75,17 @@ class DecoderConfig:
     def parameters(self) -> int:
         """Count the parameters of a model of this shape, without allocating it."""
         width, kv_width = self.heads * self.head_size, self.kv_heads * self.head_size
-        attention = self.hidden * (2 * width + 2 * kv_width)
-        mlp = 3 * self.hidden * self.intermediate
         biases = self.qkv_bias * (width + 2 * kv_width) + self.o_bias * self.hidden
         biases += self.mlp_bias * (2 * self.intermediate + self.hidden)
         norms = 2 * self.hidden + 2 * self.qk_norm * self.head_size
         ends = self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
-        return ends + self.layers * (attention + mlp + biases + norms)
+        return ends + self.layer_numbers + self.layers * (biases + norms)
+
+    @property
+    def layer_numbers(self) -> int:
+        """Count the numbers of the layers' matrices."""
+        attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_size
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
     def activation_bytes(self, narrow: bool, recompute: bool = False, tensor: int = 1, offloaded: bool = False) -> int:
         """Count the bytes per token that an update keeps for its backward pass, with compiled operations.
@@ -98,15 +102,19 @@ class DecoderConfig:
             return min(2, self.layers) * of_layer
         return self.layers * 4 * self.hidden + of_layer if recompute else self.layers * of_layer
 
-    def require_memory(self, dtype: torch.dtype, device: torch.device, what: str, shares: int = 1) -> None:
+    def require_memory(
+        self, dtype: torch.dtype, device: torch.device, what: str, shares: int = 1, packed: float = 0.0
+    ) -> None:
         """Raise UserError if the weights alone, or one of `shares` shares of them, exceed the free memory of `device`.
 
-        `what`: the file or option that gives this shape, for the message.
+        `what`: the file or option that gives this shape, for the message. `packed`: bytes of a number of the layers'
+        matrices if they are packed, 0 if they have the type.
 
         A model that passes may still be too large for training: gradients and moments take three times as much in
         addition.
         """
-        needed, room = self.parameters * dtype.itemsize // shares, available_memory(device)
+        whole = self.parameters * dtype.itemsize - int(self.layer_numbers * (dtype.itemsize - packed) * bool(packed))
+        needed, room = whole // shares, available_memory(device)
         if needed > room:
             raise UserError(
                 f"{what} announces {self.parameters:,} parameters (vocabulary {self.vocab:,}, hidden {self.hidden:,}, "

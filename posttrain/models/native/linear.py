@@ -6,7 +6,7 @@ T    tokens
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -26,13 +26,15 @@ it has not seen, which takes longer than the product, and keeps what it compiled
 """
 
 
-def give_memory(module: nn.Module, device: str | torch.device) -> None:
-    """Move a module from "meta" to memory of this device, uninitialised.
+def give_memory(module: nn.Module, device: str | torch.device, but: Collection[int] = ()) -> None:
+    """Move a module from "meta" to memory of this device, uninitialised. `but`: ids of parameters that stay on "meta".
 
     `Module.to_empty` would import sympy (half a second) for the strides of new tensors, which only sharded ones need.
     """
 
     def empty(x: Tensor) -> Tensor:
+        if id(x) in but:
+            return x
         return (
             torch.empty_like(x, device=device)
             if hasattr(x, "full_tensor")

@@ -21,6 +21,8 @@ from posttrain.models.native.linear import Linear, LinearOfRows
 Quantization = Literal["nf4", "int8"]
 KINDS: tuple[str, ...] = get_args(Quantization)
 BLOCK = 64  # numbers that share a scale in NF4
+PACKED_BYTES = {"nf4": 0.5 + 4 / BLOCK, "int8": 1.0}
+"""Bytes of a packed number with its share of the scale; the one float32 of an int8 row is not counted."""
 
 
 class QuantizedLinear(Linear):
@@ -32,7 +34,11 @@ class QuantizedLinear(Linear):
         self.kind, self.shape, self.dtype = kind, weight.shape, weight.dtype
         self.of_rows = isinstance(linear, LinearOfRows)
         self.bias, self.adapter = linear.bias, linear.adapter
-        packed, scale = _nf4(weight) if kind == "nf4" else _int8(weight)
+        if weight.is_meta:
+            packed, scale = _shapes(weight.shape, kind)
+        else:
+            require(kind)
+            packed, scale = _nf4(weight) if kind == "nf4" else _int8(weight)
         self.register_buffer("packed", packed)
         self.register_buffer("scale", scale)
 
@@ -44,6 +50,11 @@ class QuantizedLinear(Linear):
         if self.kind == "nf4":
             return _from_nf4(packed, scale, self.shape).to(self.dtype)
         return (packed.to(self.dtype) * scale.to(self.dtype)).detach()
+
+    @property
+    def working_bytes(self) -> int:
+        """Bytes of a number while the weight is unpacked."""
+        return self.dtype.itemsize * (1 if self.kind == "nf4" else 2)
 
     @property
     def parameter(self) -> None:
@@ -66,6 +77,14 @@ class QuantizedLinear(Linear):
         return made
 
 
+def pack(model: nn.Module, name: str, weight: Tensor, kind: str) -> None:
+    """Put a packed copy of `weight` in the place of the weight of the linear layer called `name`."""
+    linear = model.get_submodule(name)
+    assert isinstance(linear, Linear)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    model.set_submodule(name, QuantizedLinear(linear, kind))
+
+
 def require(kind: str) -> None:
     """Raise UserError if the library for this kind of quantization is not installed."""
     if kind == "nf4":
@@ -73,6 +92,15 @@ def require(kind: str) -> None:
             import bitsandbytes  # noqa: F401
         except ImportError as error:
             raise UserError(f"--quantize nf4 needs bitsandbytes: {install('qlora')}, or int8") from error
+
+
+def _shapes(shape: torch.Size, kind: str) -> tuple[Tensor, Tensor]:
+    """Return packed numbers and scales that have shapes alone, for a weight that has no numbers."""
+    with torch.device("meta"):
+        if kind == "int8":
+            return torch.empty(shape, dtype=torch.int8), torch.empty(shape[0], 1)
+        numbers = shape.numel()
+        return torch.empty(-(-numbers // 2), 1, dtype=torch.uint8), torch.empty(-(-numbers // BLOCK))
 
 
 def _int8(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -108,7 +108,8 @@ def _started(run: RunFolder[RewardModelling], shape: ScoreShape, device: Any) ->
     if run.checkpoint:
         model = load_reward_model(folder, device, matrices)
     else:
-        model = new_reward_model(folder, shape, seed_of(run.config.seed, "score"), device, matrices)
+        packed = run.config.quantize or ""
+        model = new_reward_model(folder, shape, seed_of(run.config.seed, "score"), device, matrices, packed)
     tokenizer = settle(model, tokenizer, end_tokens(model, tokenizer))
     adapt(run.config, model.backbone, folder)
     return model, tokenizer

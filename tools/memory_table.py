@@ -77,8 +77,10 @@ def rows() -> list[str]:
     lines.append("|---" * (len(CARDS) + 2) + "|")
     for job, (kind, options) in JOBS.items():
         for name, shape in SHAPES.items():
-            packed = "yes" if 4 * shape.parameters <= TIGHT * ROOM else "-"  # it is read in float32 before it is packed
-            lines.append(f"| {name}, {job} | {' | '.join(cells(kind, options, shape))} | {packed} |")
+            packed = shapes_of(filled(kind, {**COMMON, **options, "lora": 16, "quantize": "nf4"}), shape)
+            lines.append(
+                f"| {name}, {job} | {' | '.join(cells(kind, options, shape))} | {'yes' if fits(packed, shape, 1) else '-'} |"
+            )
     return lines
 
 

@@ -6,8 +6,8 @@ of a micro-batch. Within 10% of measurements on an H200 (`tests/training/test_me
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -25,6 +25,7 @@ from posttrain.models.backbone import decoders_in
 from posttrain.models.free_memory import in_gib
 from posttrain.models.losses.likelihood import GPU_LOGITS
 from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.native.quantized import QuantizedLinear
 from posttrain.training.role_devices import CRITIC, TEACHERS
 
 TIGHT = 0.95
@@ -57,6 +58,7 @@ class MemoryEstimate:
     """Bytes of GPU memory by use."""
 
     parts: Mapping[str, float]
+    place: str = "the GPU"  # in words
 
     @property
     def total(self) -> float:
@@ -65,7 +67,7 @@ class MemoryEstimate:
     def __str__(self) -> str:
         """Describe it in a line."""
         parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in self.parts.items() if size >= 0.05 * 2**30)
-        return f"memory of the GPU: about {in_gib(self.total)} at the peak ({parts})"
+        return f"memory of {self.place}: about {in_gib(self.total)} at the peak ({parts})"
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class UpdateSize:
     tensor: int = 1  # processes that divide heads, MLP and vocabulary: the models are already a process's part
     context: int = 1  # processes that divide the tokens of a micro-batch
     offload: frozenset[str] = frozenset()  # what is on the host: optimizer, activations, reference
-    elsewhere: frozenset[str] = frozenset()  # models that have a device of their own: reference, critic, teacher
+    elsewhere: Mapping[str, str] = field(default_factory=dict)  # role of models beside the policy -> their device
     wants: frozenset[str] = frozenset()  # outputs that the loss reads, see `Objective`
 
     @classmethod
@@ -90,7 +92,7 @@ class UpdateSize:
         """Return the size of a run's updates, whose loss reads `wants`."""
         how = config.recompute != "none", sampling_size(config)
         divided = shares, config.tensor_parallel, config.context_parallel
-        return cls(tokens, *how, room, *divided, frozenset(config.offload), frozenset(config.role_devices), wants)
+        return cls(tokens, *how, room, *divided, frozenset(config.offload), dict(config.role_devices), wants)
 
 
 def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate | None:
@@ -108,13 +110,13 @@ def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate |
     away = _fetched(learner, size)
     read = _unique((learner.model, critic, *(other for name, other in here.items() if name in compared)))
     tokens = size.tokens / size.context
+    learning = [shape, *(found for found in _shapes_that_learn(critic) if found is not None)]
     parts = {
         **_lasting(learner, size),
-        "copies in bfloat16": sum(2.0 * p.numel() for p in read if p.dtype == torch.float32 and p.ndim == 2)
-        * (narrow and size.shares == 1),
+        "copies in bfloat16": _copied_bytes(read) * (narrow and size.shares == 1),
         "gathered": _gathered_bytes(learner, narrow) if size.shares > 1 else 0.0,
-        "activations": tokens
-        * shape.activation_bytes(narrow, size.recompute, size.tensor, "activations" in size.offload),
+        "unpacked": _unpacked_bytes((learner.model, *here.values()), narrow),
+        "activations": tokens * sum(_kept_bytes(one, size, narrow) for one in learning),
         "logits": 4.0 * GPU_LOGITS * (KL_LOGITS if "kl" in size.wants else 2),
         "compared models": sum(
             _compared_bytes(learner.others[name], tokens, narrow, name in here) for name in compared
@@ -122,12 +124,58 @@ def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate |
     }
     parts["fetched models"] = _evaluated_bytes([learner.others[name] for name in away], parts, size)
     if size.sampling is not None:
-        engine = _engine_bytes(learner.model, shape, size.sampling, narrow, size.room)
+        copies = narrow and not _packed(learner)  # packed weights are sampled from as they are, see `cuda_step.fits`
+        engine = _engine_bytes(learner.model, shape, size.sampling, narrow, copies * COPIED_SHARE * size.room)
         if engine <= RESTING_SHARE * size.room:  # else it is freed before an update
             parts["engine"] = engine
         if size.shares > 1 or size.tensor > 1:  # it samples with weights of its own
             parts["engine's weights"] = 4.0 * shape.parameters
     return MemoryEstimate(parts)
+
+
+def estimate_roles(learner: LocalLearner, size: UpdateSize) -> dict[str, MemoryEstimate]:
+    """Estimate the peak of each GPU that `--role-devices` gives to models beside the policy, by its name there.
+
+    A critic is trained there. Frozen models only evaluate, one layer at a time.
+    """
+    found, narrow = {}, learner.precision == "bfloat16"
+    frozen = separate(learner.model, learner.others)
+    for place in dict.fromkeys(size.elsewhere.values()):
+        roles = [role for role in size.elsewhere if size.elsewhere[role] == place]
+        critic = cast(nn.Module | None, learner.critic) if CRITIC in roles else None
+        evaluated = [other for name, other in frozen.items() if _role(name) in roles]
+        held = (critic, *evaluated)
+        shapes = [s for s in (other.config for other in evaluated) if isinstance(s, DecoderConfig)]
+        kept = [_kept_bytes(s, size, narrow) for s in _shapes_that_learn(critic) if s is not None]
+        passing = [s.activation_bytes(narrow) // s.layers for s in shapes]
+        parts = {
+            **_trained_bytes((critic,), held, learner, size),
+            "copies in bfloat16": _copied_bytes(_unique((critic,))) * narrow,
+            "unpacked": _unpacked_bytes(held, narrow),
+            "activations": float(size.tokens * max([sum(kept), *passing])),
+            "logits": 4.0 * GPU_LOGITS * (bool(evaluated) or getattr(critic, "reads_policy", False)),
+        }
+        if parts["weights"] and place != "cpu":
+            found[place] = MemoryEstimate(parts, f"GPU {place} ({', '.join(roles)})")
+    return found
+
+
+def _trained_bytes(
+    learned: Iterable[Any], held: Iterable[Any], learner: LocalLearner, size: UpdateSize, sharded: Collection[int] = ()
+) -> dict[str, float]:
+    """Return the bytes of weights, gradients and moments on one GPU: `held` modules, of which `learned` ones train."""
+    held, own = list(held), _unique(learned)
+    trained = _bytes_here((p for p in own if p.requires_grad), sharded, size.shares)
+    return {
+        "weights": _bytes_here(_unique(held), sharded, size.shares) + _packed_bytes(held),
+        "gradients": trained,
+        "moments": _bytes_at_once(own, trained, size) * _moments_of_a_byte(learner),
+    }
+
+
+def _copied_bytes(parameters: Iterable[nn.Parameter]) -> float:
+    """Return the bytes of copies in bfloat16 of these parameters."""
+    return sum(2.0 * p.numel() for p in parameters if p.dtype == torch.float32 and p.ndim == 2)
 
 
 def _placed(learner: LocalLearner, size: UpdateSize) -> tuple[nn.Module | None, dict[str, Model]]:
@@ -146,15 +194,36 @@ def _fetched(learner: LocalLearner, size: UpdateSize) -> set[str]:
 def _lasting(learner: LocalLearner, size: UpdateSize) -> dict[str, float]:
     """Return the bytes that an update has on the GPU whatever its micro-batches are."""
     critic, here = _placed(learner, size)
-    learned, away = _unique((learner.model, critic)), _fetched(learner, size)
-    held = _unique((learner.model, critic, *(other for name, other in here.items() if name not in away)))
-    sharded = _sharded(learner) if size.shares > 1 else set()
-    trained = _bytes_here((p for p in learned if p.requires_grad), sharded, size.shares)
-    return {
-        "weights": _bytes_here(held, sharded, size.shares),
-        "gradients": trained,
-        "moments": _bytes_at_once(learned, trained, size) * _moments_of_a_byte(learner),
-    }
+    away, sharded = _fetched(learner, size), _sharded(learner) if size.shares > 1 else set()
+    held = (learner.model, critic, *(other for name, other in here.items() if name not in away))
+    return _trained_bytes((learner.model, critic), held, learner, size, sharded)
+
+
+def _shapes_that_learn(critic: nn.Module | None) -> list[DecoderConfig | None]:
+    """Return the shapes of a critic's own backbones that have gradients; None for those that transformers computes."""
+    own = [] if critic is None else decoders_in(critic)
+    learned = [one for one in own if any(p.requires_grad for p in cast(nn.Module, one).parameters())]
+    return [one.config if isinstance(one.config, DecoderConfig) else None for one in learned]
+
+
+def _kept_bytes(shape: DecoderConfig, size: UpdateSize, narrow: bool) -> int:
+    """Return the bytes per token that a backbone keeps for its backward pass."""
+    return shape.activation_bytes(narrow, size.recompute, size.tensor, "activations" in size.offload)
+
+
+def _packed_layers(modules: Iterable[Any]) -> list[QuantizedLinear]:
+    """Return the layers with packed weights in these modules, which share theirs with others of the same buffers."""
+    found = (layer for m in modules if m is not None for layer in cast(nn.Module, m).modules())
+    return list({id(x.packed): x for x in found if isinstance(x, QuantizedLinear)}.values())
+
+
+def _packed_bytes(modules: Iterable[Any]) -> float:
+    return float(sum(buffer.nbytes for layer in _packed_layers(modules) for buffer in layer.buffers(recurse=False)))
+
+
+def _unpacked_bytes(modules: Iterable[Any], narrow: bool) -> float:
+    """Return the bytes of the largest packed matrix while a product reads it: unpacked, and in the type of products."""
+    return max((x.shape.numel() * (x.working_bytes + 2 * narrow) for x in _packed_layers(modules)), default=0.0)
 
 
 def _role(name: str) -> str:
@@ -178,7 +247,7 @@ def _evaluated_bytes(fetched: Sequence[Model], parts: Mapping[str, float], size:
     The policy's gradients, copies and activations are not there in an evaluation, nor moments of the host.
     """
     gone = ["gradients", "copies in bfloat16", "activations", *(["moments"] if "optimizer" in size.offload else [])]
-    largest = max((sum(p.nbytes for p in _unique([other])) for other in fetched), default=0)
+    largest = max((sum(p.nbytes for p in _unique([other])) + _packed_bytes([other]) for other in fetched), default=0)
     return max(0.0, largest - sum(parts[name] for name in gone))
 
 
@@ -204,7 +273,7 @@ def _sharded(learner: LocalLearner) -> set[int]:
     return {id(p) for decoder in found for p in decoder.parameters()} - left
 
 
-def _bytes_here(parameters: Iterable[nn.Parameter], sharded: set[int], shares: int) -> float:
+def _bytes_here(parameters: Iterable[nn.Parameter], sharded: Collection[int], shares: int) -> float:
     """Return the bytes of parameters in the process with most rows."""
     return float(sum(-(-p.shape[0] // shares) * p[:1].nbytes if id(p) in sharded else p.nbytes for p in parameters))
 
@@ -230,10 +299,10 @@ def _unique(modules: Iterable[Any]) -> list[nn.Parameter]:
     return list({id(p): p for m in modules if m is not None for p in cast(nn.Module, m).parameters()}.values())
 
 
-def _engine_bytes(model: Any, shape: DecoderConfig, size: SamplingSize, narrow: bool, room: float) -> float:
-    """Return the bytes of a decoding step's weights and cache, see `posttrain.engines.local.cuda_step`."""
+def _engine_bytes(model: Any, shape: DecoderConfig, size: SamplingSize, narrow: bool, most: float) -> float:
+    """Return the bytes of a decoding step's weights, at `most` these, and cache, see `posttrain.engines.local.cuda_step`."""
     number, copied = 2 if narrow else 4, 0
-    if narrow and 2 * shape.parameters < COPIED_SHARE * room:
+    if 2 * shape.parameters < most:
         # embedding and output head are not copied if they are in bfloat16 already
         held = 0 if model.head.dtype == torch.float32 else shape.vocab * shape.hidden * (1 if shape.tied else 2)
         copied = 2 * (shape.parameters - held)
@@ -244,13 +313,32 @@ def _engine_bytes(model: Any, shape: DecoderConfig, size: SamplingSize, narrow: 
 def memory_lines(learner: LocalLearner, size: UpdateSize) -> list[str]:
     """Return lines with the estimate, and with remedies if it may not fit."""
     found = estimate_memory(learner, size)
-    return [] if found is None else [str(found), *advice(found, learner, size)]
+    roles = estimate_roles(learner, size).values()
+    return [] if found is None else [str(found), *advice(found, learner, size), *map(str, roles)]
 
 
 def refuse_too_large(learner: LocalLearner, size: UpdateSize) -> None:
-    """Raise UserError if a run cannot fit into the GPU, however small its micro-batches are."""
+    """Raise UserError if a run cannot fit into its GPUs, however small its micro-batches are. Those of roles
+    (`--role-devices`) are taken to have as much memory as the policy's.
+    """
     if problem := _too_large(learner, size):
         raise UserError(problem)
+    if problem := next(roles_too_large(learner, size), None):
+        raise UserError(problem)
+
+
+def roles_too_large(learner: LocalLearner, size: UpdateSize) -> Iterator[str]:
+    """Yield a line for each GPU of `--role-devices` that cannot hold the models that it is given."""
+    for found in estimate_roles(learner, size).values():
+        needed = sum(found.parts[name] for name in ("weights", "gradients", "moments"))
+        if needed > SURE * size.room:
+            less = (
+                ", --offload optimizer takes less" if found.parts["moments"] and "optimizer" not in size.offload else ""
+            )
+            yield (
+                f"{found.place} would need {in_gib(needed)} beside activations, and has {in_gib(size.room)}: give the roles "
+                f"GPUs of their own or smaller models{less}"
+            )
 
 
 def _too_large(learner: LocalLearner, size: UpdateSize) -> str:
@@ -310,8 +398,7 @@ def _can_adapt(learner: LocalLearner) -> bool:
 
 def _packed(learner: LocalLearner) -> bool:
     """Return whether the frozen weights below adapters are quantized."""
-    decoder = learner.model.decoder
-    return decoder is not None and decoder.lora is not None and bool(decoder.lora.quantize)
+    return bool(_packed_layers((learner.model,)))
 
 
 def _whole_bytes(learner: LocalLearner) -> float:

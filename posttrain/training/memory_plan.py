@@ -41,9 +41,11 @@ from posttrain.training.memory_estimate import (
     UpdateSize,
     advice,
     estimate_memory,
+    estimate_roles,
     refuse_too_large,
+    roles_too_large,
 )
-from posttrain.training.open_learner import refuse_idle, refuse_without_lora
+from posttrain.training.open_learner import refuse_idle, refuse_packed_shards, refuse_without_lora
 from posttrain.training.preference_choice import chosen_preference
 from posttrain.training.setup import ACTIVATION_SHARE, optimization, tokens_of_activations
 
@@ -59,6 +61,7 @@ class MemoryPlan:
     room: float  # bytes of the GPU
     tokens: int  # of a micro-batch
     advice: tuple[str, ...]  # options that would take less, where it may not fit
+    roles: tuple[MemoryEstimate, ...] = ()  # of the GPUs that --role-devices names
 
     @property
     def lines(self) -> Iterator[str]:
@@ -71,22 +74,24 @@ class MemoryPlan:
             yield from self.advice
         else:
             yield f"it fits into {in_gib(self.room)}: {self.found.total / self.room:.0%}"
+        yield from map(str, self.roles)
 
     @property
     def fits(self) -> bool:
-        return self.found.total <= TIGHT * self.room
+        return all(found.total <= TIGHT * self.room for found in (self.found, *self.roles))
 
 
 def plan_memory(config: Training, room: float) -> MemoryPlan:
     """Estimate the peak of a run of these options on one GPU with `room` bytes.
 
-    Raises UserError for what the estimate does not know: models that transformers backs, quantized weights, critics of
-    actions, trust regions.
+    Raises UserError for what the estimate does not know: models that transformers backs, products in float8, parallel
+    experts, critics of actions, trust regions.
     """
     learner, size = _sized(config, config.model or "", config.processes, room)
     found = estimate_memory(learner, size)
     assert found is not None, "the shape is known"
-    return MemoryPlan(found, room, size.tokens, tuple(advice(found, learner, size)))
+    told = (*advice(found, learner, size), *roles_too_large(learner, size))
+    return MemoryPlan(found, room, size.tokens, told, tuple(estimate_roles(learner, size).values()))
 
 
 def refuse_impossible(config: Training, start: Path | None, processes: int, device: torch.device) -> None:
@@ -113,6 +118,7 @@ def _sized(config: Training, model: str, processes: int, room: float) -> tuple[L
     check_bounds(config)
     _refuse(config, processes)
     shape = shape_of(model)
+    refuse_packed_shards(config, resolve(model))
     learner = shapes_of(config, shape)
     tokens = config.tokens_per_microbatch or tokens_of_activations(shape, room * ACTIVATION_SHARE)
     return learner, UpdateSize.of(config, tokens, room, _wants(config), processes if config.shard else 1)
@@ -127,7 +133,6 @@ def _refuse(config: Training, processes: int) -> None:
             "and --context-parallel change the estimate"
         )
     for name, value in (
-        ("--quantize", config.quantize),
         ("--float8", config.float8),
         ("--expert-parallel", config.expert_parallel > 1),
     ):
@@ -161,7 +166,8 @@ def shapes_of(config: Training, shape: DecoderConfig) -> LocalLearner:
     model = _decoder(shape)
     if config.lora is not None:
         targets = named_targets(config.lora_targets, targets_of(model))
-        lora = LoRA(rank=config.lora, alpha=float(config.lora_alpha or 2 * config.lora), dora=config.dora)
+        how: dict[str, Any] = {"dora": config.dora, "quantize": config.quantize or ""}
+        lora = LoRA(rank=config.lora, alpha=float(config.lora_alpha or 2 * config.lora), **how)
         with torch.device("meta"):
             attach(model, lora, lambda name: name.rpartition(".")[2] in targets)
         _held(model, frozen)

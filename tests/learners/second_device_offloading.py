@@ -230,7 +230,7 @@ def test_the_memory_estimate_with_a_reference_is_within_a_tenth_of_the_peak(
     logits = max(batch.target.numel() for batch in found) * shape.vocab
     monkeypatch.setattr(memory_estimate, "GPU_LOGITS", logits)  # all of a micro-batch are computed at once
     tokens = max(batch.layout.tokens.numel() for batch in found)
-    elsewhere = frozenset([REFERENCE] if where == "another device" else [])
+    elsewhere = {REFERENCE: "cpu"} if where == "another device" else {}
     size = UpdateSize(
         tokens, False, None, 1e12, offload=frozenset(offload), elsewhere=elsewhere, wants=frozenset(wants)
     )

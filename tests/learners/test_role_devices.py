@@ -28,7 +28,7 @@ def tried(which: str, *what: str) -> None:
 
 @pytest.mark.timeout(600)
 def test_on_a_second_device() -> None:
-    tried("not long", "offloading", "roles", "sums")
+    tried("not long", "memory", "offloading", "roles", "sums")
 
 
 @pytest.mark.timeout(600)

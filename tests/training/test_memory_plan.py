@@ -179,7 +179,8 @@ def test_a_run_that_cannot_fit_is_refused_before_weights_are_read(
         ("-- rl", "posttrain memory --gpu-memory 80 -- rl --model FOLDER; --lora, --tokens-per-microbatch"),
         ("-- rl --model nowhere", "nowhere"),
         ("-- rl --model other", 'model_type "gpt_neox" is not supported'),
-        ("-- sft --model 7b --lora 8 --quantize nf4", "cannot estimate --quantize"),
+        ("-- sft --model 7b --lora 8 --quantize nf4 --shard --processes 2", "--quantize nf4 packs whole matrices"),
+        ("-- sft --model 7b --quantize nf4", "--quantize has no effect without --lora"),
         ("-- rl --model 7b --algorithm sac", "cannot estimate the critic of sac"),
         ("-- rl --model 7b --algorithm trpo", "cannot estimate the second derivatives of trpo"),
         ("", "a training command follows two dashes: posttrain memory -- sft --model FOLDER ..."),
@@ -226,6 +227,38 @@ def test_processes_that_divide_weights_or_tokens_take_their_parts(models: Path) 
             UserError, match="is for whole models and micro-batches, and --tensor-parallel divides them"
         ):
             plan_memory(config(SFT, **given, **how, tensor_parallel=2), 1e12)
+
+
+def test_packed_weights_take_their_bytes_and_a_product_unpacks_one(models: Path) -> None:
+    def parts(**options: Any) -> Any:
+        return plan_memory(config(SFT, model="7b", lora=16, recompute="layers", **options), 80 * GIB).found.parts
+
+    half, four = parts(frozen_weights="bfloat16"), parts(quantize="nf4")
+    ends, of_layers = 2 * 152_064 * 3584, weights_of(QWEN_7B) / 4 - 2 * 152_064 * 3584
+    adapters = half["gradients"]
+    assert half["gradients"] == four["gradients"] and half["moments"] == four["moments"]
+    assert four["weights"] == pytest.approx(4 * ends + (0.5 + 4 / 64) * of_layers + adapters, rel=0.01)
+    assert four["unpacked"] == (4 + 2) * 2 * 3584 * 18_944 and half["unpacked"] == 0, "gate and up"
+    assert parts(quantize="int8")["unpacked"] == (8 + 2) * 2 * 3584 * 18_944
+
+
+def test_a_critic_keeps_activations_beside_the_policy(models: Path) -> None:
+    def parts(**options: Any) -> Any:
+        how = {"tokens_per_microbatch": 4096, "algorithm": "ppo", **options}
+        return plan_memory(config(RL, model="1b", env="e", **how), 80 * GIB).found.parts["activations"]
+
+    alone = parts(critic="shared")
+    assert parts() == 2 * alone == 2 * parts(algorithm="grpo") and parts(role_devices={"critic": "1"}) == alone
+
+
+def test_the_gpus_of_roles_have_an_estimate_of_their_own(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "-- rl --model 1b --precision bfloat16 --algorithm ppo --recompute layers --role-devices".split()
+    assert main(["memory", "--gpu-memory", "60", *words, "reference=1", "critic=2"]) == 0
+    out = capsys.readouterr().out
+    assert "memory of GPU 1 (reference): about " in out and "memory of GPU 2 (critic): about " in out
+    assert main(["memory", "--gpu-memory", "24", *words, "reference=1", "critic=1"]) == 1
+    out = capsys.readouterr().out
+    assert "GPU 1 (reference, critic) would need " in out and "--offload optimizer takes less" in out
 
 
 @pytest.mark.parametrize("how", [{"tensor_parallel": 2}, {"context_parallel": 2}, {"shard": True}])

@@ -126,7 +126,8 @@ def check_divisions(config: Training) -> None:
         )
     if config.expert_parallel > 1 and len(config.divisions) > 1:
         raise UserError(
-            f"--expert-parallel cannot be combined with {config.divisions[0]}, which divides more: leave out one"
+            f"--expert-parallel leaves all but the experts whole, and {config.divisions[0]} divides them too: leave out one "
+            "of them"
         )
     for divided in config.divisions[:1]:
         if config.offload:

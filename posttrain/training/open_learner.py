@@ -110,7 +110,7 @@ def refuse_backed(config: Training, decoder: Backbone) -> None:
     if not decoder.native:
         raise UserError(
             f"{refusing(config)} divides the native decoder, and transformers computes {decoder.family}: leave it out; "
-            "--shard works"
+            + ("--processes works without it" if decoder.sees else "--shard works")
         )
 
 
@@ -309,7 +309,8 @@ def _refuse_undivided(config: Training, model: Model, others: Mapping[str, Model
     for held in (model, *others.values()):
         if held.decoder is None and not decoders_in(cast(nn.Module, held)):
             raise UserError(
-                f"{option} divides the layers of a decoder, and a {type(held).__name__} is not one: leave it out"
+                f"{option} divides the layers of a decoder, and a {type(held).__name__} is not one: leave it out; "
+                "--processes works without it"
             )
     if config.divisions == ("--shard",):
         return

@@ -344,7 +344,7 @@ def test_what_cannot_be_divided_is_refused_in_one_line(tmp_path: Path) -> None:
         "--expert-parallel 2 needs 2 processes for each layer's experts, and the run has 1: give --processes 2": lambda: (
             posttrain.sft(SUMS, out="never", model=str(tmp_path / "experts"), **DIVIDED)
         ),
-        "--expert-parallel cannot be combined with --shard, which divides more: leave out one": lambda: validate(
+        "leaves all but the experts whole, and --shard divides them too: leave out one of them": lambda: validate(
             SFT(tasks="x", shard=True, **DIVIDED)
         ),
         "--expert-parallel 3 divides experts, and this model has 4 per layer: give a divisor of 4": lambda: divide_experts(

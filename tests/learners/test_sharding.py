@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import weakref
 from collections import namedtuple
@@ -52,6 +53,7 @@ from posttrain.models.row_shards import is_sharded, whole
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_reading import read_metrics
 from posttrain.training.adjust import adjust
+from posttrain.training.distributed_setup import open_world
 from posttrain.training.open_learner import new_learner, policy
 from posttrain.training.sources.sft_source import LikelihoodObjective
 
@@ -480,10 +482,58 @@ def test_guide_lists_exactly_what_is_refused_with_its_reason(tmp_path: Path, opt
     told = {name: cell.removeprefix("refused: ") for name, cell in column.items() if cell.startswith("refused")}
     calls = refusals(tmp_path, option)
     assert told.keys() == calls.keys()
+    works = {
+        name: {o for o, cell in zip(options, cells, strict=True) if "works" in cell} for name, cells in rows.items()
+    }
     for name, call in calls.items():
         with pytest.raises(UserError) as caught:
             call()
         assert told[name] in str(caught.value), name
+        remedy = remedy_of(str(caught.value), option)
+        for offered in re.findall(r"(--[a-z-]+) (?:works|divides)", remedy):
+            assert f"`{offered}`" in works[name], f"{name}: the message offers {offered}, which refuses it"
+
+
+REMEDY = re.compile(r"(leave (it|out)|give|choose|add) ")
+"""How the part of a message begins that says what to do."""
+
+
+def remedy_of(message: str, option: str) -> str:
+    """Return what a refusal in one line says to do; fail if it does not name the option and a reason, and then that."""
+    assert "\n" not in message and message.count(": ") >= 1, message
+    reason, _, remedy = message.rpartition(": ")
+    assert option in message and len(reason.split()) >= 5 and REMEDY.match(remedy), message
+    return remedy
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({**SHARDED, "tensor_parallel": 2}, "--shard divides rows of whole matrices"),
+        ({**SHARDED, "expert_parallel": 2}, "--expert-parallel leaves all but the experts whole, and --shard divides"),
+        ({"tensor_parallel": 2, "expert_parallel": 2}, "and --tensor-parallel divides them too"),
+        ({"context_parallel": 2, "expert_parallel": 2}, "and --context-parallel divides them too"),
+    ],
+)  # fmt: skip
+def test_divisions_that_exclude_each_other_say_why_and_what_to_do(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UserError) as caught:
+        validate(SFT(tasks="x", **options))
+    assert reason in str(caught.value) and remedy_of(str(caught.value), "-parallel") == "leave out one of them"
+
+
+@pytest.mark.parametrize(
+    ("options", "size"),
+    [({"tensor_parallel": 2}, 3), ({"expert_parallel": 4}, 2), ({"tensor_parallel": 2, "context_parallel": 2}, 2),
+     (SHARDED, 1), ({"restarts": 2}, 1), ({"collective_timeout": 5.0}, 1)],
+)  # fmt: skip
+def test_numbers_of_processes_that_do_not_suit_say_why_and_what_to_do(
+    options: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"WORLD_SIZE": size, "RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(UserError) as caught, open_world(SFT(tasks="x", **options)):
+        pass
+    remedy_of(str(caught.value), "--")
 
 
 def test_what_cannot_be_sharded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,7 +266,8 @@ class Backed(nn.Module):
         kind, layers = type(self.inner).__name__, self.layers
         if self.vision is not None:
             raise UserError(
-                f"--shard gathers weights within the decoder's pass, and {kind} computes pictures before it: leave it out"
+                f"--shard gathers weights within the decoder's pass, and {kind} computes pictures before it: leave it out; "
+                "--processes works without it"
             )
         if not layers:
             raise UserError(f"--shard requires a decoder's layers, and none were found in {kind}: leave it out")

@@ -32,9 +32,14 @@ def divide_experts(decoder: Backbone, peers: Peers) -> None:
     Raises UserError if the experts cannot be divided, or if the model then gives other hidden states.
     """
     if decoder.sees:
-        raise UserError("--expert-parallel was not tried with a model that sees pictures: leave it out")
+        raise UserError(
+            "--expert-parallel was not tried with a model that sees pictures: leave it out; --processes works without it"
+        )
     if decoder.native or decoder.routers is None:
-        raise UserError("--expert-parallel divides the experts of a mixture, and this model is dense: leave it out")
+        raise UserError(
+            "--expert-parallel divides the experts of a mixture, and this model is dense: leave it out; --shard divides "
+            "dense models"
+        )
     model, count = cast("Backed", decoder), decoder.routers.experts
     if count % peers.size:
         raise UserError(

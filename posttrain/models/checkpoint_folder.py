@@ -275,7 +275,7 @@ def read_weights(model: Decoder, folder: Path, also: Sequence[str] = (), packed:
         for name in [stored for pieces in expected.values() for stored, _ in pieces]:
             check_dtype(where[name][0], name, slices[name].get_dtype())
         for name, parameter in list(model.named_parameters()):
-            own = parameter
+            own: Tensor = parameter
             if packed and parameter.is_meta:
                 own = torch.empty(parameter.shape, dtype=parameter.dtype, device=model.head.device)
             for stored, piece, part in _pieces_here(own, expected[name]):

@@ -25,7 +25,7 @@ from posttrain.models.backbone import decoders_in
 from posttrain.models.free_memory import in_gib
 from posttrain.models.losses.likelihood import GPU_LOGITS
 from posttrain.models.native.decoder_shape import DecoderConfig
-from posttrain.models.native.quantized import QuantizedLinear
+from posttrain.models.native.quantized import packed_layers
 from posttrain.training.role_devices import CRITIC, TEACHERS
 
 TIGHT = 0.95
@@ -211,19 +211,13 @@ def _kept_bytes(shape: DecoderConfig, size: UpdateSize, narrow: bool) -> int:
     return shape.activation_bytes(narrow, size.recompute, size.tensor, "activations" in size.offload)
 
 
-def _packed_layers(modules: Iterable[Any]) -> list[QuantizedLinear]:
-    """Return the layers with packed weights in these modules, which share theirs with others of the same buffers."""
-    found = (layer for m in modules if m is not None for layer in cast(nn.Module, m).modules())
-    return list({id(x.packed): x for x in found if isinstance(x, QuantizedLinear)}.values())
-
-
 def _packed_bytes(modules: Iterable[Any]) -> float:
-    return float(sum(buffer.nbytes for layer in _packed_layers(modules) for buffer in layer.buffers(recurse=False)))
+    return float(sum(buffer.nbytes for layer in packed_layers(modules) for buffer in layer.buffers(recurse=False)))
 
 
 def _unpacked_bytes(modules: Iterable[Any], narrow: bool) -> float:
     """Return the bytes of the largest packed matrix while a product reads it: unpacked, and in the type of products."""
-    return max((x.shape.numel() * (x.working_bytes + 2 * narrow) for x in _packed_layers(modules)), default=0.0)
+    return max((x.shape.numel() * (x.working_bytes + 2 * narrow) for x in packed_layers(modules)), default=0.0)
 
 
 def _role(name: str) -> str:
@@ -323,7 +317,7 @@ def refuse_too_large(learner: LocalLearner, size: UpdateSize) -> None:
     """
     if problem := _too_large(learner, size):
         raise UserError(problem)
-    if problem := next(roles_too_large(learner, size), None):
+    if problem := next(roles_too_large(learner, size), ""):
         raise UserError(problem)
 
 
@@ -398,7 +392,7 @@ def _can_adapt(learner: LocalLearner) -> bool:
 
 def _packed(learner: LocalLearner) -> bool:
     """Return whether the frozen weights below adapters are quantized."""
-    return bool(_packed_layers((learner.model,)))
+    return bool(packed_layers((learner.model,)))
 
 
 def _whole_bytes(learner: LocalLearner) -> float:

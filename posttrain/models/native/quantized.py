@@ -9,6 +9,7 @@ A weight is unpacked for each product, and released after it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 import torch
@@ -83,6 +84,12 @@ def pack(model: nn.Module, name: str, weight: Tensor, kind: str) -> None:
     assert isinstance(linear, Linear)
     linear.weight = nn.Parameter(weight, requires_grad=False)
     model.set_submodule(name, QuantizedLinear(linear, kind))
+
+
+def packed_layers(modules: Iterable[nn.Module | None]) -> list[QuantizedLinear]:
+    """Return the layers with packed weights in these modules; of those that share a weight, one."""
+    found = (layer for module in modules if module is not None for layer in module.modules())
+    return list({id(x.packed): x for x in found if isinstance(x, QuantizedLinear)}.values())
 
 
 def require(kind: str) -> None:

@@ -86,7 +86,7 @@ def pack(model: nn.Module, name: str, weight: Tensor, kind: str) -> None:
     model.set_submodule(name, QuantizedLinear(linear, kind))
 
 
-def packed_layers(modules: Iterable[nn.Module | None]) -> list[QuantizedLinear]:
+def packed_layers(modules: Iterable[Any]) -> list[QuantizedLinear]:
     """Return the layers with packed weights in these modules; of those that share a weight, one."""
     found = (layer for module in modules if module is not None for layer in module.modules())
     return list({id(x.packed): x for x in found if isinstance(x, QuantizedLinear)}.values())

@@ -225,6 +225,25 @@ def held_out(history: History) -> str | None:
     )
 
 
+def forgetting(history: History) -> str | None:
+    """Detect that other tasks or texts suffer from the training, in the last two evaluations."""
+    limits, lost = history.limits, []
+    for part, series in history.parts_of_suite(3).items():
+        if series.values[0] - max(series.values[-2:]) > limits.forgotten:
+            lost.append(f"accuracy on {part} fell from {series.values[0]:.2f} to {series.values[-1]:.2f}")
+    texts = history.of("forget/loss", 3)
+    if texts is not None and min(texts.values[-2:]) - texts.values[0] > limits.forgotten_text:
+        rise = f"from {texts.values[0]:.2f} to {texts.values[-1]:.2f} nats per token"
+        lost.append(f"the loss of the texts of --forget rose {rise}")
+    if not lost:
+        return None
+    return (
+        f"the model forgets what it could do before: {', '.join(lost)}\n"
+        "usual causes: updates that are too large, or training on one kind of task alone; try a lower --lr, fewer --steps, "
+        "--lora 16, --kl 0.01 with rl, or rows of the other kinds among those for training"
+    )
+
+
 def invalid(history: History) -> str | None:
     """Detect a policy that learns to give replies without a valid reward."""
     series, limits = history.of("invalid"), history.limits
@@ -287,7 +306,8 @@ def routing(history: History) -> str | None:
 
 
 _ALL = (
-    stalled, skipped, drop, jump, entropy, length, kl, invalid, signal, solved, held_out, critic, likelihood, routing,
+    stalled, skipped, drop, jump, entropy, length, kl, invalid, signal, solved, held_out, forgetting, critic, likelihood,
+    routing,
 )  # fmt: skip
 CHECKS: dict[str, Check] = {check.__name__: check for check in _ALL}
 """Name of a finding -> its check: returns the message, or None without a fault."""

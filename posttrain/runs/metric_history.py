@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 
-from posttrain.runs.metrics_table import METRICS
+from posttrain.runs.metrics_table import METRICS, SUITE, metric_named
 
 READ = frozenset(metric.name for metric in METRICS if metric.checked)
-"""The metrics that the checks read."""
+"""The metrics that the checks read, families by their name with a placeholder."""
 
 HUGE = 1e100  # the squares of larger values would overflow
 
@@ -68,6 +68,10 @@ class HealthLimits:
     """Gain in accuracy on the training tasks from which on held-out ones should gain too."""
     memory_held_out: float = 0.1
     """At least so much of it."""
+    forgotten: float = 0.15
+    """By how much the accuracy of a part of --eval-suite may fall: a part of 100 tasks has a standard error of 0.05."""
+    forgotten_text: float = 0.1
+    """By how many nats per token the loss of the texts of --forget may rise."""
     skipped: float = 0.1
     """Share of updates whose gradient was not finite."""
     stalled: int = 5
@@ -144,9 +148,9 @@ class History:
     def add(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Add a step. Values that are huge or not finite (null in metrics.jsonl) are left out."""
         self.step = step
-        for name in READ & metrics.keys():
-            value = metrics[name]
-            if value is not None and abs(value) < HUGE:
+        for name, value in metrics.items():
+            metric = metric_named(name)
+            if metric is not None and metric.checked and value is not None and abs(value) < HUGE:
                 self._series.setdefault(name, Series(self.limits)).add(value)
 
     def of(self, name: str, least: int | None = None) -> Series | None:
@@ -155,6 +159,11 @@ class History:
         series = self._series.get(name)
         enough = self.limits.first + self.limits.window if least is None else least
         return series if series and len(series) >= enough else None
+
+    def parts_of_suite(self, least: int) -> dict[str, Series]:
+        """Return the accuracy of each part of the suite that has at least `least` values."""
+        found = ((metric_named(name), own) for name, own in self._series.items() if len(own) >= least)
+        return {metric.line: own for metric, own in found if metric is not None and metric.panel == SUITE}
 
     @property
     def unsolved(self) -> float | None:

@@ -250,6 +250,32 @@ def test_tasks_learned_by_heart_are_named_once_held_out_ones_do_not_follow() -> 
     assert set(evaluated(0.0)) == {"held_out"} and evaluated(0.3) == {}
 
 
+def evaluations(**metrics: list[float]) -> Rows:
+    """Evaluations before the first step and after every tenth."""
+    (count,) = {len(values) for values in metrics.values()}
+    return [{"step": 10 * i, **{name: values[i] for name, values in metrics.items()}} for i in range(count)]
+
+
+def test_tasks_and_texts_that_training_makes_the_model_forget_are_named_once_two_evaluations_agree() -> None:
+    history = evaluations(
+        **{
+            "suite/sums/accuracy": [0.8, 0.3, 0.8, 0.6, 0.5, 0.2],
+            "suite/code/accuracy": [0.1, 0.2, 0.5, 0.9, 0.9, 0.9],
+        },
+        **{
+            "suite/sums/reward/accuracy": [0.9, 0.1, 0.1, 0.1, 0.1, 0.1],
+            "forget/loss": [2.0, 2.2, 2.0, 2.05, 2.08, 2.09],
+        },
+    )
+    (finding,) = find(history)
+    assert (finding.name, finding.step) == ("forgetting", 40), "a single low evaluation may be noise"
+    assert "accuracy on sums fell from 0.80 to 0.50" in finding.message
+    assert "code" not in finding.message and "--forget" not in finding.message
+    (finding,) = find(evaluations(**{"forget/loss": [2.0, 2.2, 1.9, 2.3, 2.4]}))
+    assert finding.step == 40 and "--forget rose from 2.00 to 2.40 nats per token" in finding.message
+    assert find(evaluations(**{"forget/loss": [2.0, 1.9, 1.8], "suite/sums/accuracy": [0.8, 0.7, 0.7]})) == []
+
+
 def test_updates_that_are_skipped_are_named() -> None:
     assert named(rows({"skipped": [0.0] * 20 + [0.0, 1.0] * 5})) == {"skipped": 24}
     assert named(rows({"skipped": [0.0] * 20 + [1.0] + [0.0] * 20})) == {}, "one is an accident"
@@ -421,6 +447,7 @@ def test_messages_are_of_two_lines_and_name_options_that_exist() -> None:
     found += find(rows({"accuracy": [], "reward": noisy([0.1] * 20, 0.1), "groups/no_signal": [0.99] * 20}))
     found += find(rows(BOTH_FALL))
     found += find(rows({"routing/entropy": [0.9**n for n in range(20)], "routing/busiest": [0.9] * 20}))
+    found += find(evaluations(**{"forget/loss": [1.0, 2.0, 2.0]}))
     assert {finding.name for finding in found} == CHECKS.keys() - {"held_out"}
     options = (
         {field.name for field in (*fields(RL), *fields(Prefer))}
@@ -451,8 +478,8 @@ def test_a_real_run_reports_what_the_checks_read_and_its_constant_reward_is_name
         lr=1e-4, kl=0.04, success=1.0, env_workers=0, **small,
     )  # fmt: skip
     others = {"explained_variance", "invalid/timeout", "divergence", "logp_per_token/chosen", "logp_per_token/rejected"}
-    others |= {"routing/entropy", "routing/busiest", "groups/played"}
+    others |= {"routing/entropy", "routing/busiest", "groups/played", "forget/loss", "suite/{part}/accuracy"}
     assert READ - run.metrics[-1].keys() <= others, (
-        "of a critic, of slow rewards, of a teacher, of preferences, of experts, of dynamic sampling"
+        "of a critic, of slow rewards, of a teacher, of preferences, of experts, of dynamic sampling, of other tasks"
     )
     assert [(f.step, f.name) for f in find(run.metrics)] == [(10, "signal")]

@@ -255,13 +255,13 @@ def view(
     Parameters
     ----------
     runs
-        Folders of runs, running or finished.
+        Folders of runs, running or finished, and files that posttrain eval --out wrote, such as that of a suite.
     port
         Port of the pages, on this machine only (0: any free one).
     browser
         Open a web browser.
     export
-        Write one run to this HTML file instead; it opens from disk.
+        Write one run or evaluation to this HTML file instead; it opens from disk.
     rollouts
         With --export: number of rollouts in the file. Default: 200.
     where
@@ -284,7 +284,7 @@ def view(
     if browser or port:
         raise UserError("--export writes a file and serves nothing: leave out --port and --browser")
     with input_bounds.memory():
-        size, missing = view_command.export(runs, Path(export), rollouts or 200, where)
+        size, missing = view_command.export(runs, Path(export), rollouts, where)
     print(f"exported    {export}, {size / 1e6:.1f} MB: open it in any browser")
     for line in missing:
         print(f"missing     {inline(line)}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import time
@@ -23,6 +24,7 @@ playwright = pytest.importorskip(
 from viewed import viewing  # noqa: E402
 
 from posttrain.apps.view.api import Answers, Query  # noqa: E402
+from posttrain.apps.view.evaluation_file import EvaluationFile  # noqa: E402
 from posttrain.apps.view.html_export import Selection, exported  # noqa: E402
 from posttrain.apps.view.view_command import opened  # noqa: E402
 
@@ -148,6 +150,52 @@ def test_what_a_model_wrote_never_becomes_more_than_text(watched: Watched, addre
     page.goto(f"{address}#/4/rollout/1/0")
     page.wait_for_selector(".tokens")
     assert "<script>window.pwned = 1</script>" in page.inner_text("main")
+
+
+def figure(mean: float) -> dict[str, Any]:
+    return {"mean": mean, "low": mean - 0.1, "high": mean + 0.1, "tasks": 8}
+
+
+def test_the_figures_of_a_suite_are_drawn_as_text_whatever_its_models_are_called(
+    watched: Watched, folders: list[Path], tmp_path: Path
+) -> None:
+    other = generated_runs.HOSTILE["script"]
+    wins = {"won": 5, "lost": 1, "tied": 2, "p": 0.2, "p_holm": 0.4, "verdict": "undecided"}
+    side = {
+        "figures": {"tasks": 8, "reward": figure(0.3), "pass@2": figure(0.4)},
+        "rates": {"tokens": 4.5, "truncated": 0.25},
+    }
+    against = {"model": other, **side, "differences": {"reward": figure(0.2)}, "wins": wins}
+    parts = {"sums": {"in_distribution": False, **side, "against": [against]}}
+    averages = {
+        "all": {
+            **figure(0.3),
+            "parts": 1,
+            "against": [{"model": other, "figures": figure(0.1), "difference": figure(0.2)}],
+        }
+    }
+    file = tmp_path / "suite.json"
+    file.write_text(json.dumps({"model": "model", "parts": parts, "averages": averages}))
+    alone, beside = tmp_path / "suite.html", opened([str(folders[0])])
+    assert main(["view", str(file), "--export", str(alone)]) == 0
+    with viewing(beside, evaluations=[EvaluationFile.read(file)]) as pages:
+        for address in (f"{pages.address}#/0/evaluation/0", alone.as_uri()):
+            watched.page.goto(address)
+            watched.page.wait_for_selector("main table")
+            said = watched.page.inner_text("main")
+            assert (
+                "reward 0.3 [0.2, 0.4]" in said
+                and "+0.2 [+0.1, +0.3]" in said
+                and "undecided" in said
+                and "25%" in said
+            )
+            assert "<script>" in said and watched.page.evaluate("window.pwned") is None
+            assert watched.page.evaluate("document.scrollingElement.scrollWidth") <= SMALL["width"]
+        watched.page.goto(pages.address)
+        watched.page.wait_for_selector("main .card, main .problem")
+        watched.page.keyboard.press("v")
+        until(watched.page, "location.hash.includes('/evaluation')")
+    beside[0].close()
 
 
 def test_the_keys_lead_everywhere(watched: Watched, address: str) -> None:

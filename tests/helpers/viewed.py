@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from http.client import HTTPConnection
 from typing import Any
 
+from posttrain.apps.view.evaluation_file import EvaluationFile
 from posttrain.apps.view.open_run import OpenRun
 from posttrain.apps.view.web_server import application
 from posttrain.system.http_front import HOST, bound
@@ -51,12 +52,14 @@ class Pages:
 
 
 @contextmanager
-def viewing(runs: Sequence[OpenRun], token: str = "token") -> Iterator[Pages]:
+def viewing(
+    runs: Sequence[OpenRun], token: str = "token", evaluations: Sequence[EvaluationFile] = ()
+) -> Iterator[Pages]:
     loop, ready, ports = asyncio.new_event_loop(), threading.Event(), []
     ended = loop.create_future()
 
     async def run() -> None:
-        async with serving(application(runs, token), bound(HOST, 0), shutdown_timeout=1.0) as port:
+        async with serving(application(runs, token, evaluations), bound(HOST, 0), shutdown_timeout=1.0) as port:
             ports.append(port)
             ready.set()
             await ended

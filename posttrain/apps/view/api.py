@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from posttrain.apps.view import first_difference, paired_runs, rollout_page, step_changes
+from posttrain.apps.view.evaluation_file import EvaluationFile
 from posttrain.apps.view.open_run import OpenRun
 from posttrain.apps.view.overview import overview
 from posttrain.apps.view.rollout_files import RolloutPart
@@ -21,10 +22,10 @@ WAIT = 1.0  # seconds to wait for data that is being read
 
 
 class Answers:
-    """Makes the JSON responses about some runs."""
+    """Makes the JSON responses about some runs, and files of evaluations."""
 
-    def __init__(self, runs: Sequence[OpenRun]) -> None:
-        self.runs = list(runs)
+    def __init__(self, runs: Sequence[OpenRun], evaluations: Sequence[EvaluationFile] = ()) -> None:
+        self.runs, self.evaluations = list(runs), list(evaluations)
         self._kept: dict[str, tuple[Any, Any]] = {}  # path -> (stamp of the run, answer)
         self._making = threading.Lock()
 
@@ -47,12 +48,17 @@ class Answers:
 
     def _asked(self, path: str, query: Query) -> Callable[[], Any]:
         if path == "runs":
-            return lambda: {"runs": [self._about(run) for run in self.runs], "questions": _ready()}
+            named = [{"name": one.name} for one in self.evaluations]
+            return lambda: {"runs": [self._about(r) for r in self.runs], "questions": _ready(), "evaluations": named}
         if path == "compare":
             return lambda: paired_runs.compared(self.runs, query)
         if path == "parting":
             return lambda: first_difference.parted(*paired_runs.sides(self.runs, query))
         number, _, rest = path.partition("/")
+        if number == "evaluation":
+            if not rest.isdecimal() or len(rest) > 9 or int(rest) >= len(self.evaluations):
+                raise KeyError(path)
+            return lambda: self.evaluations[int(rest)].page
         if not number.isdecimal() or int(number) >= len(self.runs):
             raise KeyError(path)
         name, *words = rest.split("/")

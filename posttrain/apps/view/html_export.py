@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.apps.view.api import Answers
+from posttrain.apps.view.evaluation_file import EvaluationFile
 from posttrain.apps.view.open_run import OpenRun
 from posttrain.apps.view.picture_files import picture
 from posttrain.apps.view.rollout_files import RolloutPart
@@ -80,6 +81,12 @@ def gathered(run: OpenRun, selection: Selection) -> tuple[dict[str, Any], list[s
     kept["rows"] = rows
     kept["total"] = len(run.store.rows)
     return kept, problems
+
+
+def figures_of(evaluation: EvaluationFile) -> dict[str, Any]:
+    """Return the data of a file that holds the figures of an evaluation alone."""
+    answers = Answers([], [evaluation])
+    return {path: answers.of(path, {}) for path in ("runs", "evaluation/0")}
 
 
 def _pictures(folder: Path, names: Sequence[str]) -> dict[str, str]:

@@ -1,5 +1,5 @@
-"""The command `posttrain view`: opens runs and serves their pages on this machine until Ctrl-C, or exports one to a
-file.
+"""The command `posttrain view`: opens runs and files of evaluations, and serves their pages on this machine until Ctrl-C,
+or exports one to a file.
 """
 
 from __future__ import annotations
@@ -16,14 +16,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_urlsafe
 
+from posttrain.apps.view.evaluation_file import EvaluationFile
 from posttrain.apps.view.open_run import OpenRun, names_of
 from posttrain.core import user_files
 from posttrain.core.types import UserError
+from posttrain.runs.run_files import RUN
 from posttrain.system.http_front import HOST, bound
 from posttrain.system.without_pandas import without_pandas
 
 QUESTIONS = 40  # requests that are handled at once, each in a thread
 GRACE_SECONDS = 4.0  # seconds in which open requests may finish when the server stops
+
+
+def divided(paths: Sequence[str]) -> tuple[list[str], list[EvaluationFile]]:
+    """Return the folders among these paths, and the content of those that are files of `eval --out`."""
+    own = [Path(path).expanduser() for path in paths]
+    files = [path for path in own if path.suffix == ".json" and path.name != RUN and path.is_file()]
+    return [str(path) for path in own if path not in files], [EvaluationFile.read(path) for path in files]
 
 
 def opened(folders: Sequence[str]) -> list[OpenRun]:
@@ -32,13 +41,14 @@ def opened(folders: Sequence[str]) -> list[OpenRun]:
     return [OpenRun(path, name) for path, name in zip(paths, names_of(paths), strict=True)]
 
 
-def serve(folders: Sequence[str], port: int = 0, browser: bool = False) -> None:
+def serve(paths: Sequence[str], port: int = 0, browser: bool = False) -> None:
     """Serve the pages until interrupted. `port` 0: any free port."""
     with _lighter():
-        _serve(opened(folders), port, browser)
+        folders, evaluations = divided(paths)
+        _serve(opened(folders), evaluations, port, browser)
 
 
-def _serve(runs: Sequence[OpenRun], port: int, browser: bool) -> None:
+def _serve(runs: Sequence[OpenRun], evaluations: Sequence[EvaluationFile], port: int, browser: bool) -> None:
     token = token_urlsafe(12)
     with bound(HOST, port) as listening:
         listening.listen()  # a browser that is faster than the imports below waits, and is not refused
@@ -51,19 +61,21 @@ def _serve(runs: Sequence[OpenRun], port: int, browser: bool) -> None:
 
             webbrowser.open(address)
         try:
-            asyncio.run(_answer(runs, token, listening))
+            asyncio.run(_answer(runs, evaluations, token, listening))
         finally:
             for run in runs:
                 run.close()
 
 
-async def _answer(runs: Sequence[OpenRun], token: str, listening: socket.socket) -> None:
+async def _answer(
+    runs: Sequence[OpenRun], evaluations: Sequence[EvaluationFile], token: str, listening: socket.socket
+) -> None:
     from posttrain.apps.view.web_server import application
     from posttrain.system.http_server import serving, stop_signal
 
     stopped = stop_signal()
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(QUESTIONS))
-    async with serving(application(runs, token), listening, shutdown_timeout=GRACE_SECONDS):
+    async with serving(application(runs, token, evaluations), listening, shutdown_timeout=GRACE_SECONDS):
         try:
             await stopped
             raise KeyboardInterrupt
@@ -71,15 +83,23 @@ async def _answer(runs: Sequence[OpenRun], token: str, listening: socket.socket)
             threading.Thread(target=_leave, args=(runs,), daemon=True).start()
 
 
-def export(folders: Sequence[str], file: Path, rollouts: int, where: str) -> tuple[int, list[str]]:
-    """Write one run to an HTML file; return its size in bytes, and notes on missing parts."""
-    if len(folders) != 1:
-        raise UserError("--export writes one run: name one folder")
-    from posttrain.apps.view.html_export import Selection, gathered, packed
+def export(paths: Sequence[str], file: Path, rollouts: int | None, where: str) -> tuple[int, list[str]]:
+    """Write one run, or one file of an evaluation, to an HTML file; return its size in bytes, and notes on missing
+    parts. `rollouts` None: 200.
+    """
+    if len(paths) != 1:
+        raise UserError("--export writes one run or one file of an evaluation: name one")
+    from posttrain.apps.view.html_export import ROLLOUTS, Selection, figures_of, gathered, packed
 
-    selection = Selection.of({"rollouts": str(rollouts)}, where)
+    selection = Selection.of({"rollouts": str(ROLLOUTS if rollouts is None else rollouts)}, where)
     if not file.absolute().parent.is_dir():
         raise UserError(f"--export {file}: there is no folder {file.absolute().parent}")
+    folders, evaluations = divided(paths)
+    if evaluations:
+        if where or rollouts is not None:
+            option = "--where" if where else "--rollouts"
+            raise UserError(f"{option} has no effect on a file of figures: leave it out")
+        return _written(file, packed(figures_of(evaluations[0]))), []
     [run] = opened(folders)
     if where:
         try:
@@ -89,12 +109,15 @@ def export(folders: Sequence[str], file: Path, rollouts: int, where: str) -> tup
     run.read()
     run.store.read_texts()
     kept, missing = gathered(run, selection)
-    page = packed(kept)
+    return _written(file, packed(kept)), missing
+
+
+def _written(file: Path, page: bytes) -> int:
+    """Write the page, and return its size in bytes."""
     try:
-        user_files.writable(file).write_bytes(page)
+        return user_files.writable(file).write_bytes(page)
     except OSError as error:
         raise UserError(f"--export {file} cannot be written: {error.strerror or error}") from None
-    return len(page), missing
 
 
 def _leave(runs: Sequence[OpenRun]) -> None:

@@ -17,6 +17,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from posttrain.apps.view.api import Answers
+from posttrain.apps.view.evaluation_file import EvaluationFile
 from posttrain.apps.view.html_export import Selection, exported
 from posttrain.apps.view.open_run import OpenRun
 from posttrain.apps.view.picture_files import picture as kept_picture
@@ -48,9 +49,11 @@ HEADERS = {
 LONGEST = 300  # most characters of a path
 
 
-def application(runs: Sequence[OpenRun], token: str) -> web.Application:
-    """Return the web application for these runs. It answers requests with the token and this machine's name."""
-    answers = Answers(runs)
+def application(runs: Sequence[OpenRun], token: str, evaluations: Sequence[EvaluationFile] = ()) -> web.Application:
+    """Return the web application for these runs and files of evaluations. It answers requests with the token and this
+    machine's name.
+    """
+    answers = Answers(runs, evaluations)
     texts = _static()
 
     async def api(request: web.Request) -> web.Response:

@@ -1,6 +1,7 @@
 // The frame: which run and which page the address names, the keys that work everywhere, light and dark.
 
 import { Compare } from "./compare.js";
+import { Evaluation } from "./evaluation.js";
 import { visible } from "./format.js";
 import { Group } from "./group.js";
 import { ask, exported, go, here, to } from "./net.js";
@@ -13,10 +14,10 @@ import { html, Problem, render, useEffect, useKeys, useLayoutEffect, useState } 
 const PAUSE = 2000; // milliseconds between two looks at runs that are on
 const SOON = [200, 500]; // and while one is read: its rollouts, their texts
 
-const PAGES = [["overview", "Overview", "o"], ["rollouts", "Rollouts", "r"], ["rollout", "One rollout", "t"], ["group", "Group", "g"], ["step", "Step", "s"], ["compare", "Compare", "c"]];
+const PAGES = [["overview", "Overview", "o"], ["rollouts", "Rollouts", "r"], ["rollout", "One rollout", "t"], ["group", "Group", "g"], ["step", "Step", "s"], ["compare", "Compare", "c"], ["evaluation", "Evaluation", "v"]];
 
 const HELP = [
-  ["o  r  s  c", "Overview, Rollouts, Step, Compare"], ["/", "search"], ["j  k", "next, previous: row, rollout, visit, step"], ["Enter", "open what is chosen"], ["g", "the group"],
+  ["o  r  s  c  v", "Overview, Rollouts, Step, Compare, Evaluation"], ["/", "search"], ["j  k", "next, previous: row, rollout, visit, step"], ["Enter", "open what is chosen"], ["g", "the group"],
   ["h  l", "previous, next in the group"], ["←  →", "the token before, the next one"], ["1 … 9", "colour by that number"], ["0", "no colours"], ["a", "rollouts or groups"], ["x", "no filters"],
   ["n  p", "next, previous page of the list"], ["[  ]", "the step before, the next one"], ["s", "in Compare: swap A and B"], ["e", "one HTML file: of the run, or of what is listed"], ["f", "in a rollout: the reply as a text file"], ["i", "the picture, larger"], ["←  →", "on a histogram (Tab): choose; Shift widens, Enter takes"], ["u", "the next run"], ["d", "light or dark"], ["Backspace", "back to the list"], ["?", "this help"], ["Esc", "close, leave a field"],
 ];
@@ -43,7 +44,7 @@ function localStorageItem(value) {
 themed(preferred());
 
 function App() {
-  const [state, set] = useState({ runs: null, questions: [], problem: null });
+  const [state, set] = useState({ runs: null, questions: [], evaluations: [], problem: null });
   const [place, setPlace] = useState(here());
   const [help, setHelp] = useState(false);
   useLayoutEffect(() => {
@@ -57,9 +58,9 @@ function App() {
     let last = "";
     const look = () =>
       ask("runs").then(
-        ({ runs, questions }) => {
+        ({ runs, questions, evaluations }) => {
           const now = JSON.stringify(runs);
-          if (now !== last) set({ runs, questions, problem: null });
+          if (now !== last) set({ runs, questions, evaluations, problem: null });
           last = now;
           const pause = runs.some((r) => r.progress < 1) ? SOON[0] : runs.some((r) => !r.searchable) ? SOON[1] : PAUSE;
           if (!exported) timer = setTimeout(look, pause);
@@ -73,24 +74,25 @@ function App() {
     look();
     return () => clearTimeout(timer);
   }, []);
-  const { run, page, words, query } = place;
+  const { run, words, query } = place;
+  const page = state.runs && !state.runs.length ? "evaluation" : place.page;
   const jump = (name) => () => go(to(run, name));
   const theme = () => themed(localStorageItem(document.documentElement.dataset.theme === "dark" ? "light" : "dark") || (document.documentElement.dataset.theme === "dark" ? "light" : "dark"));
   useKeys({
-    "?": () => setHelp(!help), Escape: (e) => (help ? setHelp(false) : e.target.blur?.()), o: page === "group" ? undefined : jump("overview"), r: page === "step" ? undefined : jump("rollouts"), s: page === "compare" ? undefined : jump("step"), c: exported ? undefined : jump("compare"), d: theme, e: () => [...document.querySelectorAll("a.export")].at(-1)?.click(),
-    u: () => state.runs && go(to((run + 1) % state.runs.length, ["overview", "rollouts"].includes(page) ? page : "overview")),
+    "?": () => setHelp(!help), Escape: (e) => (help ? setHelp(false) : e.target.blur?.()), o: page === "group" ? undefined : jump("overview"), r: page === "step" ? undefined : jump("rollouts"), s: page === "compare" ? undefined : jump("step"), c: exported ? undefined : jump("compare"), v: state.evaluations.length ? jump("evaluation") : undefined, d: theme, e: () => [...document.querySelectorAll("a.export")].at(-1)?.click(),
+    u: () => state.runs?.length && go(to((run + 1) % state.runs.length, ["overview", "rollouts"].includes(page) ? page : "overview")),
   });
   const about = state.runs?.[run];
-  const shownPages = exported ? PAGES.filter(([name]) => !["step", "compare"].includes(name)) : PAGES;
+  const shownPages = PAGES.filter(([name]) => (name === "evaluation" ? state.evaluations.length : state.runs?.length !== 0 && !(exported && ["step", "compare"].includes(name))));
   return html`<header class="top"><span class="brand">posttrain <b>view</b></span>
       ${state.runs && state.runs.length > 1 ? html`<select value=${run} onChange=${(e) => go(to(e.target.value, ["overview", "rollouts"].includes(page) ? page : "overview"))} aria-label="run">${state.runs.map((r, i) => html`<option value=${i}>${visible(r.name)}</option>`)}</select>` : html`<span class="soft">${visible(about?.name || "")}</span>`}
       <nav aria-label="pages">${shownPages.map(([name, says]) => html`<a class=${page === name ? "on" : ""} aria-current=${page === name ? "page" : undefined} href=${["rollout", "group"].includes(name) ? remembered(name, run) : to(run, name)}>${says}</a>`)}</nav>
       <span class="fill"></span>
       ${about && about.progress < 1 ? html`<span class="soft small">reading ${Math.round(100 * about.progress)}%</span>` : about?.on ? html`<span class="badge good">on</span>` : ""}
-      ${exported ? html`<span class="soft small">exported</span>` : html`<a class="small export" href=${`export/${run}`} download title="e">one HTML file</a>`}
+      ${exported ? html`<span class="soft small">exported</span>` : about && html`<a class="small export" href=${`export/${run}`} download title="e">one HTML file</a>`}
       <button onClick=${theme} title="light or dark ( d )" aria-label="light or dark">◐</button><button onClick=${() => setHelp(true)} title="keys ( ? )" aria-label="help">?</button></header>
     <main>${state.problem ? html`<${Problem} text=${state.problem} />` : ""}${about?.problem ? html`<${Problem} text=${visible(about.problem)} />` : ""}
-      ${about ? html`<${Page} key=${`${run}/${page}`} ...${{ run, page, words, query, about, runs: state.runs, questions: state.questions }} />` : state.runs ? html`<${Problem} text="there is no such run" />` : ""}</main>
+      ${page === "evaluation" && state.evaluations.length ? html`<${Evaluation} key=${words[0] || 0} ...${{ run, words, evaluations: state.evaluations }} />` : about ? html`<${Page} key=${`${run}/${page}`} ...${{ run, page, words, query, about, runs: state.runs, questions: state.questions }} />` : state.runs ? html`<${Problem} text="there is no such run" />` : ""}</main>
     ${help ? html`<${Help} close=${() => setHelp(false)} />` : ""}`;
 }
 

@@ -383,6 +383,16 @@ class SFTOptions(EnvLimitOptions, RetrieverOptions, PassesOptions, total=False):
     """Model to start from: a Hugging Face folder, a GGUF file, the folder of a run, or org/name. In sft, leave it out
     to train from scratch. org/name, or org/name@revision, is a model of the Hugging Face hub."""
 
+class MixtureWeightsOptions(TypedDict, total=False):
+    """Options of several verbs."""
+
+    mixture_weights: Literal["fixed", "progress"]
+    """Weights of the parts of --mixture. fixed: those given, or by size. progress: in proportion to the absolute change
+    of each part's running solve rate, so that parts which are learned, or forgotten, come more often."""
+    mixture_floor: float
+    """With --mixture-weights progress: share of the prompts that goes by the fixed weights, so that no part is
+    forgotten."""
+
 class SamplingOptions(TypedDict, total=False):
     """Options of several verbs."""
 
@@ -529,6 +539,7 @@ class RLOptions(
     CurriculumOptions,
     SamplingOptions,
     MixtureOptions,
+    MixtureWeightsOptions,
     TrainingOptions,
     total=False,
 ):

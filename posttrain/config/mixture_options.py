@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from posttrain.config.option_groups import OptionGroup
 from posttrain.core.coerce import convert
@@ -29,6 +29,9 @@ PART: dict[str, Any] = {
 """Settings of a part, with their types. All but the weight are options of the run, whose values are the defaults."""
 
 
+FLOOR = 0.2  # share of the prompts that keeps the fixed weights
+
+
 @dataclass(frozen=True)
 class MixtureGroup(OptionGroup, group="data"):
     """Several sets of tasks."""
@@ -40,6 +43,18 @@ class MixtureGroup(OptionGroup, group="data"):
     mixture_temperature: float = option(1.0, above=0, most=1e6)
     """Temperature T of a mixture without weights: a part of n tasks has the weight n^(1/T). 1: by size; large:
     equal."""
+
+
+@dataclass(frozen=True)
+class MixtureWeightsGroup(OptionGroup, group="data"):
+    """Which part of a mixture comes next."""
+
+    mixture_weights: Literal["fixed", "progress"] = "fixed"
+    """Weights of the parts of --mixture. fixed: those given, or by size. progress: in proportion to the absolute change
+    of each part's running solve rate, so that parts which are learned, or forgotten, come more often."""
+    mixture_floor: float = option(FLOOR, above=0, below=1)
+    """With --mixture-weights progress: share of the prompts that goes by the fixed weights, so that no part is
+    forgotten."""
 
 
 AnyMixture = TypeVar("AnyMixture", bound=MixtureGroup)
@@ -89,9 +104,13 @@ def weights_of(config: MixtureGroup, sizes: Mapping[str, int]) -> dict[str, floa
 
 def check_mixture(config: MixtureGroup) -> None:
     """Raise UserError, in one line, for a mixture that contradicts other options."""
+    if isinstance(config, MixtureWeightsGroup) and config.mixture_weights == "fixed" and config.mixture_floor != FLOOR:
+        raise UserError("--mixture-floor has no effect without --mixture-weights progress: leave it out")
     if not config.mixture:
         if config.mixture_temperature != 1:
             raise UserError("--mixture-temperature has no effect without --mixture: leave it out")
+        if isinstance(config, MixtureWeightsGroup) and config.mixture_weights != "fixed":
+            raise UserError("--mixture-weights has no effect without --mixture: leave it out")
         return
     if getattr(config, "tasks", ""):
         raise UserError(

@@ -8,7 +8,7 @@ from posttrain.algorithms.preference import PreferenceAlgorithm
 from posttrain.algorithms.reward_model_table import RewardModelAlgorithm
 from posttrain.algorithms.settings import flags
 from posttrain.config.curriculum_options import CurriculumGroup
-from posttrain.config.mixture_options import MixtureGroup
+from posttrain.config.mixture_options import MixtureGroup, MixtureWeightsGroup
 from posttrain.config.option_groups import OptionGroup
 from posttrain.config.row_options import Data
 from posttrain.config.shared_options import (
@@ -346,6 +346,7 @@ class RL(
     CurriculumGroup,
     SamplingGroup,
     MixtureGroup,
+    MixtureWeightsGroup,
     Training,
 ):
     """Reinforcement learning from a reward function, a verifier or an environment."""

@@ -128,6 +128,7 @@ _TRAINING = (
     Metric("curriculum/accuracy", "Curriculum: accuracy of the stage", "share", "Running accuracy on the tasks of the stage, which ends it.", zero=True),
     Metric("curriculum/share", "Curriculum: share of the floor", "share", "Share of the prompts of a step that the floor of the curriculum takes: tasks in turn, or tasks of earlier stages."),
     Metric("mixture/{part}/share", "Mixture: share of {part}", "share", "Share of the prompts of a step that are of this part of a mixture."),
+    Metric("mixture/{part}/progress", "Mixture: learning progress of {part}", "share", "Absolute difference of a fast and a slow running solve rate of this part, by which `--mixture-weights progress` divides the prompts.", zero=True),
     *(Metric(f"mixture/{{part}}/{what}", f"Mixture: {title} of {{part}}", unit, f"{meaning} of this part of a mixture, or of this set of held-out tasks.", zero=True) for what, title, unit, meaning in _OF_PARTS),
     Metric("branches", "Branches", "count", "Branches from within a rollout, mean over groups."),
     Metric("branches/shared", "Tokens shared by branches", "share", "Share of the tokens that branches took over from what they branched off."),

@@ -16,7 +16,7 @@ from posttrain.core.types import Task, UserError
 from posttrain.data.mixed_tasks import AnyTasks, MixedTasks
 from posttrain.data.rows import value_in
 from posttrain.data.tasks import Integers, Stream, Tasks
-from posttrain.training.sources.mixture import Mixture
+from posttrain.training.sources.mixture import LearningProgress, Mixture
 from posttrain.training.sources.task_order import SolveRate, Stages, TaskOrder, Uniform
 
 MOST_STAGES = 1000
@@ -35,7 +35,13 @@ def task_order(config: RL, tasks: AnyTasks, success: float | None) -> TaskOrder:
         name: _order(replace(config, seed=seed_of(config.seed, "part", name)), own, success)
         for name, own in zip(sizes, tasks.each(), strict=True)
     }
-    return Mixture(orders, tasks.ends, tasks.shares)
+    if config.mixture_weights == "fixed":
+        return Mixture(orders, tasks.ends, tasks.shares)
+    if success is None:
+        raise UserError(
+            "--mixture-weights progress counts right replies: give the reward of a right reply with --success"
+        )
+    return Mixture(orders, tasks.ends, tasks.shares, LearningProgress(tasks.shares, config.mixture_floor))
 
 
 def _order(config: RL, tasks: AnyTasks, success: float | None) -> TaskOrder:
@@ -69,7 +75,12 @@ def order_lines(config: RL, order: TaskOrder) -> list[str]:
     floor = f"{config.curriculum_floor:.0%} of the prompts"
     if isinstance(order, Mixture):
         shares = ", ".join(f"{name} {share:.1%}" for name, share in order.shares.items())
-        return [f"mixture: {shares} of the prompts", *order_lines(config, next(iter(order.orders.values())))]
+        of = (
+            f"{config.mixture_floor:.0%} of the prompts, the others by learning progress"
+            if order.progress
+            else "the prompts"
+        )
+        return [f"mixture: {shares} of {of}", *order_lines(config, next(iter(order.orders.values())))]
     if isinstance(order, SolveRate):
         return [f"curriculum: tasks that are solved half of the time come first; {floor} are all tasks in turn"]
     if isinstance(order, Stages):

@@ -30,7 +30,7 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_reading import read_metrics
 from posttrain.training.held_out_check import overlap
-from posttrain.training.sources.mixture import Mixture
+from posttrain.training.sources.mixture import LearningProgress, Mixture
 from posttrain.training.sources.task_order import Solved, SolveRate, TaskOrder, Uniform
 
 SUMS = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(9)]
@@ -138,11 +138,61 @@ def test_tasks_within_a_part_come_in_its_own_order() -> None:
         found.draw(4, lambda place: place < 9, ())
 
 
-def test_mixture_goes_on_from_its_state_and_parts_see_their_own_results() -> None:
+def by_progress(steps: list[dict[str, tuple[int, int]]], fixed: dict[str, float], floor: float) -> dict[str, float]:
+    """The shares after these steps of (right, wrong) rollouts of each part, from all of them at once."""
+
+    def rate(name: str, decay: float) -> float:
+        own = [step[name] for step in steps if name in step][::-1]  # the last one first
+        right, wrong = (sum(decay**age * seen[side] for age, seen in enumerate(own)) for side in (0, 1))
+        return right / (right + wrong) if own else 0.0
+
+    progress = {name: abs(rate(name, 0.8) - rate(name, 0.95)) for name in fixed}
+    total = sum(progress.values())
+    return {n: floor * fixed[n] + (1 - floor) * progress[n] / total if total else fixed[n] for n in fixed}
+
+
+def test_shares_follow_the_change_of_solve_rates_above_a_floor() -> None:
+    fixed = {"a": 0.5, "b": 0.3, "c": 0.2}
+    found = LearningProgress(fixed, 0.1)
+    history: list[dict[str, tuple[int, int]]] = []
+    for step in range(30):
+        assert found.shares() == pytest.approx(by_progress(history, fixed, 0.1)) and sum(
+            found.shares().values()
+        ) == pytest.approx(1)
+        history.append({"a": (8, 8), "b": (min(16, step), max(0, 16 - step))})  # steady, learned, never sampled
+        if step % 3 == 2:
+            del history[-1]["b"]  # a step without results of a part changes nothing
+        for name, (right, wrong) in history[-1].items():
+            found.observe(name, [Solved(0, "x", right, 0), Solved(1, "y", 0, wrong)])
+        found.observe("c", [])
+    assert found.of("a") == 0 and found.shares()["a"] == pytest.approx(0.05), "a floor of a tenth, of which it has half"
+    assert found.shares()["b"] == pytest.approx(0.03 + 0.9)
+    forgotten = LearningProgress(fixed, 0.1)
+    for right in [16] * 20 + [8] * 3:
+        forgotten.observe("b", [Solved(0, "x", right, 16 - right)])
+    assert forgotten.shares()["b"] == pytest.approx(0.93), "what is forgotten is practised too"
+
+
+def test_parts_have_the_shares_of_each_step_exactly_and_no_arrears_when_these_change() -> None:
+    found = LearningProgress({"a": 0.75, "b": 0.25}, 0.2)
+    due = {"a": 0.0, "b": 0.0}
+    for step in range(40):
+        drawn = Counter(found.draw(7))
+        due = {name: due[name] + 7 * share - drawn[name] for name, share in found.shares().items()}
+        assert all(abs(amount) < 1 for amount in due.values())
+        if step >= 20:
+            found.observe("b", [Solved(0, "x", step - 20, 40 - step)])
+        if step > 22:
+            assert drawn["b"] in (6, 7), "from 0.25 to 0.85 at once, though never more in all steps before"
+
+
+@pytest.mark.parametrize("changing", [False, True])
+def test_mixture_goes_on_from_its_state_and_parts_see_their_own_results(changing: bool) -> None:
     def new() -> Mixture:
         parts = {part: MixedTasks({part: tasks}) for part, tasks in mixed().parts.items()}
         orders: dict[str, TaskOrder] = {part: SolveRate(own, 0, 0.2, 0.5, 2.0) for part, own in parts.items()}
-        return Mixture(orders, [9, 15], {"sums": 0.6, "words": 0.4})
+        shares = {"sums": 0.6, "words": 0.4}
+        return Mixture(orders, [9, 15], shares, LearningProgress(shares, 0.2) if changing else None)
 
     def play(found: Mixture, first: int, last: int) -> list[Any]:
         drawn = []
@@ -160,6 +210,10 @@ def test_mixture_goes_on_from_its_state_and_parts_see_their_own_results() -> Non
     words = whole.orders["words"]
     assert isinstance(words, SolveRate) and words.results.keys() <= set(range(6))
     damages: tuple[dict[str, Any], ...] = ({"drawn": {"sums": 1}}, {"parts": {}}, {"drawn": {"sums": -1, "words": 0}})
+    if changing:
+        progress = whole.state()["progress"]
+        damages += ({"progress": {}}, {"progress": {**progress, "due": {"sums": 9.0, "words": 0.0}}})
+        damages += ({"progress": {**progress, "results": {"sums": [[1, -1], [0, 0]], "words": [[0, 0], [0, 0]]}}},)
     for broken in damages:
         with pytest.raises((ValueError, LookupError, TypeError)):
             new().restore({**whole.state(), **broken})
@@ -200,6 +254,12 @@ def test_parts_have_the_options_of_the_run_but_for_their_own() -> None:
         ({"mixture_temperature": 2.0}, "--mixture-temperature has no effect where parts have weights"),
         ({"mixture": {}, "tasks": "x", "env": "y", "mixture_temperature": 2.0}, "--mixture-temperature has no effect"),
         ({"curriculum": "stages", "curriculum_column": "level"}, "--curriculum stages needs one set of rows"),
+        ({"mixture_floor": 0.3}, "--mixture-floor has no effect without --mixture-weights progress"),
+        ({"mixture_weights": "progress", "mixture_floor": 0.0}, "--mixture-floor must be above 0"),
+        (
+            {"mixture": {}, "tasks": "x", "env": "y", "mixture_weights": "progress"},
+            "--mixture-weights has no effect without --mixture",
+        ),
     ],
 )
 def test_mixtures_that_make_no_sense_are_refused_in_one_line(change: dict[str, Any], told: str) -> None:
@@ -286,6 +346,35 @@ def test_run_of_a_mixture_keeps_shares_and_limits_and_a_resumed_one_repeats_it(p
     for part in ("sums", "words"):
         rewards = [row["reward"] for row in held if str(row["task"]).startswith(part)]
         assert rewards and last[f"eval/mixture/{part}/reward"] == pytest.approx(sum(rewards) / len(rewards))
+    for step in range(4, 7):
+        shutil.rmtree(run / "checkpoints" / f"step-{step:06d}")
+    assert main(["rl", "--out", run.name, "--resume", "--quiet"]) == 0
+    assert (run / "metrics.jsonl").read_bytes() == whole
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_shares_of_a_run_follow_from_the_results_before_and_a_resumed_one_repeats_them(place: Path, ahead: int) -> None:
+    run = place / f"progress-{ahead}"
+    more = ["--mixture-weights", "progress", "--mixture-floor", "0.3", "--async-steps", str(ahead)]
+    assert main(["rl", "--config", "recipe.toml", "--out", run.name, "--quiet", *more]) == 0
+    whole = (run / "metrics.jsonl").read_bytes()
+    fixed, due = {"sums": 0.75, "words": 0.25}, {"sums": 0.0, "words": 0.0}
+    history: list[dict[str, tuple[int, int]]] = []
+    changed = False
+    for step in range(1, 7):
+        rows = read_rollouts(run, step)
+        expected = Counter[str]()
+        for _ in range(4):
+            due = {name: due[name] + share for name, share in by_progress(history, fixed, 0.3).items()}
+            name = max(due, key=lambda name: due[name])
+            due[name] -= 1
+            expected[name] += 3  # rollouts of a group
+        drawn = Counter(str(row["task"]).partition("/")[0] for row in rows)
+        assert drawn == expected and read_metrics(run)[step]["mixture/sums/share"] == drawn["sums"] / 12
+        right = Counter(str(row["task"]).partition("/")[0] for row in rows if row["reward"] >= 0.3)
+        history.append({name: (right[name], drawn[name] - right[name]) for name in drawn})
+        changed |= drawn["sums"] != 9
+    assert changed
     for step in range(4, 7):
         shutil.rmtree(run / "checkpoints" / f"step-{step:06d}")
     assert main(["rl", "--out", run.name, "--resume", "--quiet"]) == 0

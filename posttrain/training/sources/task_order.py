@@ -70,7 +70,8 @@ def counted(value: Any) -> int:
     return value
 
 
-def _amount(value: Any) -> float:
+def amount(value: Any) -> float:
+    """Return a number of rollouts from a state. Raises ValueError for anything else."""
     found = float(value)
     if not 0 <= found < float("inf"):
         raise ValueError(f"an amount of {value!r}")
@@ -198,7 +199,7 @@ class SolveRate:
         self.results, self.rate[:] = {}, 0.5
         for place, id, right, wrong in state["results"]:
             if counted(place) < len(self.rate) and self.tasks[place]["id"] == id:  # else tasks have changed
-                self._set(place, id, _amount(right), _amount(wrong))
+                self._set(place, id, amount(right), amount(wrong))
 
 
 class Stages:
@@ -274,7 +275,7 @@ class Stages:
         self.own_order.restore(state)
         self.earlier_order.cursor = counted(state["earlier"])
         self.floor = Floor(self.floor.share, counted(state["drawn"]))
-        self.right, self.wrong = map(_amount, state["results"])
+        self.right, self.wrong = map(amount, state["results"])
         self.visits = _visits(state["visits"])
 
 

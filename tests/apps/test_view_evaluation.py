@@ -81,7 +81,8 @@ def test_a_suite_is_shown_with_every_part_model_difference_and_mean() -> None:
         told = content["parts"][part]
         side = told if model == "model" else told["against"][page["models"].index(model) - 1]
         of = "accuracy" if part == "near" else "reward"
-        assert (row["of"], row["inside"]) == (of, part == "near") and same(row["figure"], side["figures"][of])
+        assert (row["of"], row["inside"], row["own"]) == (of, part == "near", model == "model")
+        assert same(row["figure"], side["figures"][of])
         assert (row["tokens"], row["invalid"]) == (side["rates"]["tokens"], side["rates"]["invalid"])
         if model != "model":
             assert same(row["difference"], side["differences"][of])

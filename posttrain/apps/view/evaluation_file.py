@@ -50,19 +50,20 @@ def _page(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rows(name: str, part: Mapping[str, Any], model: str) -> list[dict[str, Any]]:
-    """Return the row of the evaluated model on a part, then those of the models that it is compared with."""
+    """Return the row of the evaluated model on a part ("own"), then those of the models that it is compared with."""
     sides = [
         {"model": model, **{key: part[key] for key in ("figures", "rates") if key in part}},
         *part.get("against", ()),
     ]
-    return [{"part": name, "inside": part.get("in_distribution"), **_side(side)} for side in sides]
+    inside = part.get("in_distribution")
+    return [{"part": name, "inside": inside, "own": not place, **_side(side)} for place, side in enumerate(sides)]
 
 
 def _side(side: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a model did. `difference` and `wins` are of the evaluated model against this one."""
     figures, rates = side["figures"], side.get("rates", {})
     of = next(name for name in FIRST if name in figures)
-    means = {name: _figure(one) for name, one in figures.items() if isinstance(one, Mapping) and name != of}
+    means = {name: _figure(one) for name, one in figures.items() if isinstance(one, Mapping) and name not in FIRST}
     parts = {name.removeprefix("part/"): {"mean": mean} for name, mean in rates.items() if name.startswith("part/")}
     calls = {name.replace("_", " "): {"mean": rates[name]} for name in ("tool_calls", "valid_calls") if name in rates}
     found = {"model": side["model"], "tasks": figures["tasks"], "of": of, "figure": _figure(figures[of])}

@@ -195,6 +195,7 @@ def test_the_figures_of_a_suite_are_drawn_as_text_whatever_its_models_are_called
         watched.page.wait_for_selector("main .card, main .problem")
         watched.page.keyboard.press("v")
         until(watched.page, "location.hash.includes('/evaluation')")
+        watched.page.goto("about:blank")  # or it would ask a server that is gone
     beside[0].close()
 
 

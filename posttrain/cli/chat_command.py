@@ -48,9 +48,8 @@ def converse(model: str, config: Chat) -> None:
     with open_dialogue(config, dialogue(_ask, _say, system, chat, raters), device) as ground:
         if system is not None:
             _say(f"the system message{'' if config.system is not None else ' of its run'}: {clip(system)}")
-        print(
-            f"{'a message' if chat else 'text to continue'} and Enter; an empty line ends; several lines between {FENCE}"
-        )
+        what = "a message" if chat else "text to continue"
+        print(f"{what} and Enter; an empty line ends; several lines between two lines {FENCE}")
         player = ground.player(embedded(decoder, tokenizer, slots=1), tokenizer, decoder.config.context)
         for played in player.play([Episode({"id": "dialogue"}, "dialogue", secrets.randbits(62))]):
             if isinstance(played.reward, Invalid):  # the typed text cannot be shown to the model
@@ -123,11 +122,12 @@ def _ask() -> str:
     """Read a message: a line, or the lines between two lines that are `FENCE`, as code and letters need them."""
     lines: list[str] = []
     try:
-        typed = input("> ")
-        if typed.strip() != FENCE:
-            return typed
-        while (line := input("... ")).strip() != FENCE:
-            lines.append(line)
+        while not any(lines):  # between the marks something must be said
+            typed, lines = input("> "), []
+            if typed.strip() != FENCE:
+                return typed
+            while (line := input("... ")).strip() != FENCE:
+                lines.append(line)
     except EOFError:
         print()
     return "\n".join(lines)

@@ -38,7 +38,7 @@ class Evaluation(
     """Mean reward, accuracy and pass@k on a set of tasks, with 95% confidence intervals."""
 
     model: str = option("", group="model", first_hour=True, value="FOLDER")
-    """Model to evaluate: the folder of a checkpoint or of a run."""
+    """Model to evaluate: the folder of a checkpoint or of a run, a .gguf file, or org/name of the Hugging Face Hub."""
     against: tuple[str, ...] = option((), group="model", first_hour=True, value="FOLDER")
     """Other models, one or several: --model is compared with each, task by task."""
     suite: str | None = option(None, group="data", first_hour=True, value="FILE")

@@ -123,6 +123,8 @@ def _read(row: Row) -> tuple[dict[str, Any], Said | None]:
             return prompt, _single(row, name)
     if _there(row, "messages") and (_there(row, "label") or _there(row, "score")):
         asked, reply = _last_reply(row["messages"], "messages")
+        if not asked:
+            raise UserError("messages has only the response: put the prompt's messages before it")
         return {"messages": asked}, _single({**row, "response": reply}, "response")
     there = ", ".join(str(name)[:40] for name in list(row)[:12])
     raise UserError(

@@ -33,9 +33,14 @@ def shape_of(row: Row) -> str:
 
 def _there(row: Row) -> set[str]:
     there = {name for name, value in row.items() if value is not None and value != ""}
-    if "messages" in there and isinstance(row.get("label"), str):  # a topic, not whether the last reply is good
+    if "messages" in there and not _is_verdict(row.get("label")):  # a topic, not whether the last reply is good
         there.discard("label")
     return there
+
+
+def _is_verdict(label: Any) -> bool:
+    """Return whether a label may say how good a response is: a boolean, -1, or a number from 0 to 1."""
+    return isinstance(label, bool | int | float) and (label == -1 or 0 <= label <= 1)
 
 
 def _shaped_like(*columns: str) -> Callable[[set[str]], bool]:

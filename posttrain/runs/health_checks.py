@@ -50,8 +50,8 @@ def entropy(history: History) -> str | None:
     if series is None or series.start <= 0 or history.solved:
         return None
     equal = history.of("groups/no_signal", limits.window)
-    if equal is not None and equal.now < limits.exploring:  # an instruct model that learns to answer briefly
-        return None
+    if unsolved is not None and equal is not None and equal.now < limits.exploring:
+        return None  # an instruct model that learns to answer briefly; rewards that are never equal say nothing
     share = series.now / series.start
     if share >= (limits.entropy_alone if unsolved is None else limits.entropy * unsolved):
         return None

@@ -41,8 +41,13 @@ def hub_name(text: str) -> HubName | None:
 
 
 def name_in_address(text: str) -> str:
-    """Return org/name of a text such as hf:org/name, hf://datasets/org/name or the address of its page; else ""."""
-    found = re.match(r"(?:hf:|https?:/+huggingface\.co/)/*(?:datasets/|models/)?(\w[\w.-]*/\w[\w.-]*)", text)
+    """Return org/name of a text such as hf:org/name, hf://datasets/org/name or the address of its page; else "".
+
+    "" too for kinds of pages that hold neither, and for a name without an organisation.
+    """
+    kinds = "(?!(?:datasets|models|spaces|docs|collections|papers)/)"
+    start = r"(?:hf:|https?:/+huggingface\.co/)/*(?:datasets/|models/)?"
+    found = re.match(rf"{start}{kinds}(\w[\w.-]*/\w[\w.-]*)", text)
     return found[1] if found else ""
 
 

@@ -74,7 +74,9 @@ class MemoryPlan:
             yield from self.advice
         else:
             yield f"it fits into {in_gib(self.room)}: {self.found.total / self.room:.0%}"
-        yield from map(str, self.roles)
+        for role in self.roles:
+            less = "" if role.total <= TIGHT * self.room else "; it may not fit: give the roles GPUs of their own"
+            yield f"{role}{less}"
 
     @property
     def fits(self) -> bool:

@@ -95,7 +95,7 @@ def microbatch_tokens(config: Training, model: Model) -> int:
     """Return the tokens of a micro-batch. On a CPU larger ones would exceed its caches: more memory, and slower.
 
     For a large model it is fewer: products are as fast with 768 rows, with less memory for activations. Models of
-    transformers keep twice as much for each token, and are as fast with half as many. On a GPU as many as keep their
+    transformers keep three times as much for each token, and are as fast with half as many. On a GPU as many as keep their
     activations within a share of its memory, as few tokens do not occupy it.
     """
     if config.tokens_per_microbatch is not None:

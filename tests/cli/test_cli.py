@@ -330,7 +330,7 @@ def test_a_chat_tells_a_reply_that_was_cut_off_from_one_that_ended() -> None:
 
 def test_a_message_of_several_lines_stands_between_two_lines_of_quotes(monkeypatch: pytest.MonkeyPatch) -> None:
     mark = chat_command.FENCE
-    typed = iter(["one", mark, "def f():", "    return 1", "", mark, "", mark, "unfinished"])
+    typed = iter(["one", mark, "", mark, mark, "def f():", "    return 1", "", mark, "", mark, "unfinished"])
 
     def type_in(prompt: str) -> str:
         if (line := next(typed, None)) is None:

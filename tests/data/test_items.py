@@ -333,6 +333,7 @@ def test_links_are_told_which_rows_they_cannot_read() -> None:
     for row, read, told in (
         (label, to_compared, "--algorithm kto"),
         (steps, to_judged, "steps of a solution"),
+        ({"messages": [{"role": "assistant", "content": "r"}], "label": True}, to_judged, "only the response"),
         ({"prompt": "p", "response": "r", "score": 4}, to_judged, "the score is 4"),
     ):
         with pytest.raises(UserError, match=told):

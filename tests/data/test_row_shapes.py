@@ -152,3 +152,5 @@ def test_shapes_are_named_by_their_columns() -> None:
     assert {shape_of(row): row for row in names.values()} == names
     assert shape_of({"messages": [], "label": False}) == "labelled responses"
     assert shape_of({"messages": [], "label": "history"}) == "conversations", "a topic"
+    assert shape_of({"messages": [], "label": 3}) == "conversations", "the number of a topic"
+    assert {shape_of({"messages": [], "label": one}) for one in (True, 0, -1, 0.5)} == {"labelled responses"}

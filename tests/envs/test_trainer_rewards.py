@@ -405,6 +405,17 @@ def test_a_function_that_misbehaves_is_one_line_that_says_how(
     assert isinstance(reward, Invalid) and reward.reason.startswith(reason) and "\n" not in reward.reason, reward
 
 
+def test_a_verl_score_that_is_invalid_keeps_its_reason_and_another_is_told_what_a_score_is(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from posttrain import Invalid\n"
+        "def f(solution_str, **kwargs):\n"
+        "    return {'score': Invalid('no answer') if solution_str == 'a' else '1'}\n"
+    )
+    [[own, text]] = scored(f"verl:{tmp_path / 'own.py'}:f", [["a", "b"]], **ROW)
+    assert own.reward == Invalid("no answer")
+    assert isinstance(text.reward, Invalid) and text.reward.reason.endswith("expected a finite number of at most 1e+06")
+
+
 def test_a_function_that_takes_kwargs_alone_gets_everything(tmp_path: Path) -> None:
     (tmp_path / "kwargs.py").write_text(
         "def several(**kwargs):\n    return [float(len(c)) for c in kwargs['completions']]\n"

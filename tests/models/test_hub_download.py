@@ -22,7 +22,7 @@ from posttrain.models.checkpoint_location import checkpoint_folder, pinned
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.system import hub as system_hub
-from posttrain.system.hub import HubName, hub_name
+from posttrain.system.hub import HubName, hub_name, name_in_address
 
 OTHER = {
     "pytorch_model.bin": b"x", "consolidated.safetensors": b"x", "model.fp16.safetensors": b"x",
@@ -83,6 +83,13 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit_and_keeps_its_files(hub: Model
     assert pinned(Path("org/tiny")) == Path(f"org/tiny@{repository.branches['main']}")
     assert pinned(Path("org/tiny@v1.0")) == Path(f"org/tiny@{first}")
     assert "no revision v2" in refused("org/tiny@v2")
+
+
+@pytest.mark.parametrize("kind", ["datasets", "spaces", "docs"])
+def test_a_name_in_an_address_has_its_organisation(kind: str) -> None:
+    assert name_in_address(f"https://huggingface.co/{kind}/gsm8k") == "" == name_in_address("hf:one")
+    assert name_in_address("https://huggingface.co/spaces/a/b") == ""
+    assert name_in_address("hf://datasets/openai/gsm8k") == name_in_address("hf:openai/gsm8k") == "openai/gsm8k"
 
 
 def test_a_local_folder_comes_before_the_hub_and_is_not_pinned(hub: ModelHub, tmp_path: Path) -> None:

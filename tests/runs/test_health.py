@@ -188,6 +188,8 @@ def test_entropy_that_falls_while_groups_still_differ_is_no_collapse() -> None:
     history = {name: [value for value in means for _ in range(10)] for name, means in brief.items()}
     assert named(rows(history)) == {}
     assert "entropy" in named(rows({**history, "groups/no_signal": [0.7] * 120}))
+    scores = {"reward": [1.0 + step / 1000 for step in range(120)], "entropy": history["entropy"]}
+    assert "entropy" in named(rows({**scores, "groups/no_signal": [0.0] * 120})), "scores of a model are never equal"
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -256,6 +256,8 @@ def test_the_gpus_of_roles_have_an_estimate_of_their_own(models: Path, capsys: p
     assert main(["memory", "--gpu-memory", "60", *words, "reference=1", "critic=2"]) == 0
     out = capsys.readouterr().out
     assert "memory of GPU 1 (reference): about " in out and "memory of GPU 2 (critic): about " in out
+    assert main(["memory", "--gpu-memory", "30", *words, "reference=1", "critic=1"]) == 1
+    assert "; it may not fit: give the roles GPUs of their own" in capsys.readouterr().out
     assert main(["memory", "--gpu-memory", "24", *words, "reference=1", "critic=1"]) == 1
     out = capsys.readouterr().out
     assert "GPU 1 (reference, critic) would need " in out and "--offload optimizer takes less" in out

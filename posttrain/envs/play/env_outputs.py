@@ -47,7 +47,8 @@ MOST_STOPS, LONGEST_STOP = 64, 1000  # stop strings of a turn, and characters of
 MOST_SIDES = 64  # most sides of an episode
 LONGEST_REASON = 1000  # most characters kept of a reason
 
-EXPECTED = f"expected a finite number of at most {MOST_REWARD:g}, a dict of them, Graded, Sides, or Invalid(reason)"
+FINITE = f"expected a finite number of at most {MOST_REWARD:g}"
+EXPECTED = f"{FINITE}, a dict of them, Graded, Sides, or Invalid(reason)"
 
 
 class UnreadableOutput(Exception):
@@ -370,28 +371,28 @@ def problem_of_text(text: str) -> str | None:
     )
 
 
-def read_number(value: Any, said: str) -> float | Invalid:
+def read_number(value: Any, said: str, expected: str = EXPECTED) -> float | Invalid:
     """Return a plain float, also for numbers of numpy, torch or decimal.
 
-    `said`: the beginning of the reason if invalid.
+    `said`: the beginning of the reason if invalid; `expected`: its end.
     """
     try:
-        return _number(value, said)
+        return _number(value, said, expected)
     except UnreadableOutput as fault:
         return unreadable(str(fault))
 
 
-def _number(value: Any, said: str) -> float:
+def _number(value: Any, said: str, expected: str = EXPECTED) -> float:
     if value is None:
-        raise UnreadableOutput(f"{said} None (is a return missing?); {EXPECTED}")
+        raise UnreadableOutput(f"{said} None (is a return missing?); {expected}")
     if type(value) not in (float, int, bool) and not _is_real(value):
-        raise UnreadableOutput(f"{said} {short(value)}; {EXPECTED}")
+        raise UnreadableOutput(f"{said} {short(value)}; {expected}")
     try:
         number = float(value)
     except Exception:  # integers beyond float, and any error of the user's type
-        raise UnreadableOutput(f"{said} {short(value)}; {EXPECTED}") from None
+        raise UnreadableOutput(f"{said} {short(value)}; {expected}") from None
     if not abs(number) <= MOST_REWARD:  # also refuses NaN
-        raise UnreadableOutput(f"{said} {number:g}; {EXPECTED}")
+        raise UnreadableOutput(f"{said} {number:g}; {expected}")
     return number
 
 

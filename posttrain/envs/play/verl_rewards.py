@@ -19,7 +19,7 @@ from typing import Any
 
 from posttrain.core.types import OUTCOME, Invalid, InvalidKind, Reply, Task, UserError
 from posttrain.envs.play.call_recording import NOTING
-from posttrain.envs.play.env_outputs import read_number
+from posttrain.envs.play.env_outputs import FINITE, read_number
 from posttrain.envs.play.group_rewards import listed
 from posttrain.system.user_code import required, source_file, takes_any_name, unwrapped
 
@@ -162,7 +162,9 @@ def _scored(value: Any) -> Any:
     if "score" not in value:
         has = ", ".join(map(str, value)) or "nothing"
         return Invalid(f'returned a dict without "score"; it has {has}', InvalidKind.UNREADABLE)
-    if isinstance(score := read_number(value["score"], 'returned a dict whose "score" is'), Invalid):
+    if isinstance(value["score"], Invalid):
+        return value["score"]
+    if isinstance(score := read_number(value["score"], 'returned a dict whose "score" is', FINITE), Invalid):
         return score
     numbers = {str(name): part for name, part in value.items() if _is_part(name, part)}
     right = next((numbers[name] for name in RIGHT if name in numbers), None)

@@ -95,8 +95,8 @@ def _upright(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int)
     side = min(max(map(len, columns)), 30)
     for number, row in enumerate(cells, 1):
         name = f"{columns[0]} {row[0]}".strip()
-        named = len(name) + 5 <= width and "\n" not in name
-        yield f"── {name if named else f'row {number}'} ".ljust(width, "─")
+        named = cells_of(name) + 5 <= width and "\n" not in name
+        yield _padded(f"── {name if named else f'row {number}'} ", width, mark="─")
         for name, cell in list(zip(columns, row, strict=True))[named:]:
             lines = _parts(cell, max(width - side - 3, 20))
             yield "\n".join(f"{name if i == 0 else '':<{side}} │ {line}".rstrip() for i, line in enumerate(lines))
@@ -155,7 +155,7 @@ def _parts_of(text: str, width: int) -> list[str]:
 
 
 def _shortened(text: str, width: int) -> str:
-    return text if cells_of(text) <= width else _parts(text, width - 3)[0] + "..."
+    return text if cells_of(text) <= width else _parts(text, max(width - 3, 1))[0] + "..."
 
 
 def _padded(text: str, width: int, at_right: bool = False, mark: str = " ") -> str:
@@ -251,7 +251,7 @@ def _beside(name: str, text: str, width: int) -> str:
     lines = [part for line in readable(text).split("\n") for part in _parts(line, max(width - 9, 20) if width else 0)]
     left_out = len(lines) - FIRST_LINES - LAST_LINES
     if width and name in SHOWN and left_out > 1:
-        more = f"... ({left_out} more lines: --json, or posttrain view)"
+        more = f"... ({left_out} more lines: --json shows all)"
         lines = [*lines[:FIRST_LINES], more, *lines[-LAST_LINES:]]
     return "\n".join(f"{name if i == 0 else '':<7}│ {line}".rstrip() for i, line in enumerate(lines))
 

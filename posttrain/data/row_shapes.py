@@ -39,7 +39,7 @@ def _there(row: Row) -> set[str]:
 
 
 def _is_verdict(label: Any) -> bool:
-    """Return whether a label may say how good a response is: a boolean, -1, or a number from 0 to 1."""
+    """Return whether a label may be the quality of a response: a boolean, -1, or a number from 0 to 1."""
     return isinstance(label, bool | int | float) and (label == -1 or 0 <= label <= 1)
 
 

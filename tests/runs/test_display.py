@@ -360,9 +360,7 @@ def test_a_long_prompt_loses_its_middle_on_a_terminal_and_a_long_reply_does_not(
     lines = [line.rstrip("\r") for line in terminal.getvalue().splitlines()]
     reply = next(place for place, line in enumerate(lines) if line.startswith("reply"))
     prompt = [line[9:] for line in lines[1:reply]]
-    assert (
-        prompt[7:10] == ["line 7", "... (968 more lines: --json shows all)", "line 976"] and len(prompt) == 33
-    )
+    assert prompt[7:10] == ["line 7", "... (968 more lines: --json shows all)", "line 976"] and len(prompt) == 33
     assert [line[9:] for line in lines[reply : reply + 1000]] == long.split("\n")
     piped = io.StringIO()
     sample([rollout], 1, piped)

@@ -188,7 +188,7 @@ def test_entropy_that_falls_while_groups_still_differ_is_no_collapse() -> None:
     history = {name: [value for value in means for _ in range(10)] for name, means in brief.items()}
     assert named(rows(history)) == {}
     assert "entropy" in named(rows({**history, "groups/no_signal": [0.7] * 120}))
-    scores = {"reward": [1.0 + step / 1000 for step in range(120)], "entropy": history["entropy"]}
+    scores = {"accuracy": [], "reward": noisy([1.0] * 120, 0.1), "entropy": [2 * 0.95**step for step in range(120)]}
     assert "entropy" in named(rows({**scores, "groups/no_signal": [0.0] * 120})), "scores of a model are never equal"
 
 

@@ -275,8 +275,21 @@ def test_leap_is_found_where_it_is_and_neither_noise_nor_steady_learning_is_one(
 def test_length_is_a_finding_only_where_it_moves_as_the_reward_pays(
     early: float, late: float, within: tuple[float, float], found: bool
 ) -> None:
-    moved = Trend(early, late, Estimate(late - early, late - early - 1, late - early + 1))
-    assert bool(length_found(moved, Estimate(sum(within) / 2, *within), FindingLimits())) is found
+    moved, whole = Trend(early, late, Estimate(late - early, late - early - 1, late - early + 1)), trend_of(0.0, 0.0)
+    assert bool(length_found(moved, Estimate(sum(within) / 2, *within), whole, FindingLimits())) is found
+
+
+def trend_of(early: float, late: float) -> Trend:
+    return Trend(early, late, Estimate(late - early, late - early - 0.1, late - early + 0.1))
+
+
+@pytest.mark.parametrize("early, late, found", [(0.2, 0.95, True), (0.2, 0.8, False), (0.8, 0.95, False)])
+def test_replies_that_grow_until_nearly_all_are_cut_off_are_a_finding(early: float, late: float, found: bool) -> None:
+    """A run of recipes/real/instructions.py that was paid by the word: 43.9 to 64 tokens, the limit."""
+    moved, paid = Trend(43.9, 64.0, Estimate(20.0, 14.4, 25.7)), Estimate(0.48, 0.4, 0.55)
+    told = length_found(moved, paid, trend_of(early, late), FindingLimits())
+    assert bool(told) is found and all("43.9 -> 64.0 tokens, 95% cut off" in one.message for one in told)
+    assert not length_found(moved, Estimate(0.0, -0.1, 0.1), trend_of(early, late), FindingLimits())
 
 
 def test_leap_is_one_from_six_standard_errors_of_the_noise_on() -> None:

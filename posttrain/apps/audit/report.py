@@ -83,7 +83,8 @@ def audit(
     """
     limits = limits or FindingLimits()
     replies = read_replies(run, most_steps)
-    series = {"reward": replies.reward, "length in tokens": replies.length}
+    cut = np.array([stop.truncated for stop in replies.stop], dtype=np.float64)
+    series = {"reward": replies.reward, "length in tokens": replies.length, "cut off": cut}
     findings: list[AuditFinding] = []
     notes = [] if len(replies.steps) > 1 else ["one step alone shows no change: early and late need two"]
     scores = _scores(replies, gold, disagreement, tasks)
@@ -100,7 +101,7 @@ def audit(
     findings += gold_found(trends["reward"], trends[APART].change, limits) if APART in trends else []
     findings += disagreement_found(trends[DISAGREE], disagreement, limits) if DISAGREE in trends else []
     findings += classifier_found(trends["classed as hacked"], limits) if classifier is not None else []
-    findings += length_found(trends["length in tokens"], correlations[LENGTH_WITHIN][1], limits)
+    findings += length_found(trends["length in tokens"], correlations[LENGTH_WITHIN][1], trends["cut off"], limits)
     findings += templates_found(templates, limits)
     findings += duplicates_found(trends["near-duplicates"], limits)
     findings += leap_found(leap)

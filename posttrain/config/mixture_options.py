@@ -47,7 +47,7 @@ class MixtureGroup(OptionGroup, group="data"):
 
 @dataclass(frozen=True)
 class MixtureWeightsGroup(OptionGroup, group="data"):
-    """Which part of a mixture comes next."""
+    """Weights of the parts of a mixture that change during a run."""
 
     mixture_weights: Literal["fixed", "progress"] = "fixed"
     """Weights of the parts of --mixture. fixed: those given, or by size. progress: in proportion to the absolute change

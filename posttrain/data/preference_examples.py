@@ -36,6 +36,7 @@ from posttrain.core.conversation import ROW_VARIABLES
 from posttrain.core.thoughts import reasoning_of, with_thoughts
 from posttrain.core.types import StopReason, Task, UserError
 from posttrain.data.row_files import Row
+from posttrain.data.row_shapes import quality
 from posttrain.data.tasks_from_rows import not_text
 
 Said = dict[str, Any]  # responses, cut (whether each was cut off), comparisons, labels
@@ -388,11 +389,9 @@ def _steps(row: Row, name: str) -> Said | None:
 
 
 def _label(value: Any, name: str) -> float:
-    if value in (True, False, 1, 0, -1) and isinstance(value, bool | int | float):
-        return float(value > 0)
-    if isinstance(value, float) and 0 < value < 1:
-        return value
-    raise UserError(f"{name} is {value!r:.40}; it must be true or false, 1 or 0 (or -1), or a probability between")
+    if (found := quality(value)) is None:
+        raise UserError(f"{name} is {value!r:.40}; it must be true or false, 1 or 0 (or -1), or a probability")
+    return found
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------

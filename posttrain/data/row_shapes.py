@@ -33,14 +33,18 @@ def shape_of(row: Row) -> str:
 
 def _there(row: Row) -> set[str]:
     there = {name for name, value in row.items() if value is not None and value != ""}
-    if "messages" in there and not _is_verdict(row.get("label")):  # a topic, not whether the last reply is good
+    if "messages" in there and quality(row.get("label")) is None:  # a topic, not whether the last reply is good
         there.discard("label")
     return there
 
 
-def _is_verdict(label: Any) -> bool:
-    """Return whether a label may be the quality of a response: a boolean, -1, or a number from 0 to 1."""
-    return isinstance(label, bool | int | float) and (label == -1 or 0 <= label <= 1)
+def quality(label: Any) -> float | None:
+    """Return the quality of a response by its label, from 0 to 1; None for anything but a boolean, 1, 0, -1 (as 0) or a
+    probability.
+    """
+    if not isinstance(label, bool | int | float) or not (label == -1 or 0 <= label <= 1):
+        return None
+    return max(0.0, float(label))
 
 
 def _shaped_like(*columns: str) -> Callable[[set[str]], bool]:

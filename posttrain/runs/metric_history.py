@@ -38,8 +38,8 @@ class HealthLimits:
     entropy_alone: float = 0.1
     """The same where no accuracy measures the progress."""
     exploring: float = 0.67
-    """But not while the share of rollouts in groups whose rewards are all equal is below this: the others still differ.
-    Three runs of an instruct model lost five sixths of their entropy to brief answers, and their reward rose on."""
+    """No collapse of the entropy is reported while the share of rollouts in groups with equal rewards is below this. Three
+    runs of an instruct model lost five sixths of their entropy to brief answers, and their reward rose on."""
     accurate: float = 0.05
     """Accuracy from which it measures progress; below, rewards seldom reach the threshold of success."""
     length: float = 2.0

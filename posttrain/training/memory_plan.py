@@ -73,7 +73,8 @@ class MemoryPlan:
         if self.advice:
             yield from self.advice
         else:
-            yield f"it fits into {in_gib(self.room)}: {self.found.total / self.room:.0%}"
+            what = "the policy" if self.roles else "it"
+            yield f"{what} fits into {in_gib(self.room)}: {self.found.total / self.room:.0%}"
         for role in self.roles:
             less = "" if role.total <= TIGHT * self.room else "; it may not fit: give the roles GPUs of their own"
             yield f"{role}{less}"

@@ -127,7 +127,7 @@ class Searching:
 
 @contextmanager
 def information_trained() -> Iterator[None]:
-    """Within it, `posttrain.rl` also trains on the text of the environment after the prompt.
+    """Context manager in which `posttrain.rl` also trains on the text of the environment after the prompt.
 
     posttrain has no such option: it never trains on text that the policy did not write. Here the player of its episodes is
     exchanged for one that marks this text as a demonstration, so that it is scored with the advantage of its episode.

@@ -1,4 +1,4 @@
-"""What the estimate of memory says is what tensors take on a second device, and opening a model takes no more."""
+"""The memory estimate is near the size of the tensors on a second device, and opening a model takes no more."""
 
 from __future__ import annotations
 

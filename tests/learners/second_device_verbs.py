@@ -156,7 +156,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "sac": WARM, "sac-v": WARM, "vapo": {**WARM, "success": 1.0}, "pass-at-k": {"success": 1.0}, "chord": TEXTS,
     "ppo-ptx": TEXTS,
 }  # fmt: skip
-"""What algorithms ask for."""
+"""Algorithm -> options that it requires."""
 
 
 @pytest.mark.long

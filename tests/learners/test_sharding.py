@@ -495,11 +495,11 @@ def test_guide_lists_exactly_what_is_refused_with_its_reason(tmp_path: Path, opt
 
 
 REMEDY = re.compile(r"(leave (it|out)|give|choose|add) ")
-"""How the part of a message begins that says what to do."""
+"""Beginning of the remedy in a message."""
 
 
 def remedy_of(message: str, option: str) -> str:
-    """Return what a refusal in one line says to do; fail if it does not name the option and a reason, and then that."""
+    """Return the remedy of a one-line refusal; fail if the message lacks the option, a reason or a remedy."""
     assert "\n" not in message and message.count(": ") >= 1, message
     reason, _, remedy = message.rpartition(": ")
     assert option in message and len(reason.split()) >= 5 and REMEDY.match(remedy), message

@@ -60,7 +60,7 @@ def _rows(name: str, part: Mapping[str, Any], model: str) -> list[dict[str, Any]
 
 
 def _side(side: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a model did. `difference` and `wins` are of the evaluated model against this one."""
+    """Return the figures of a model on a part. `difference` and `wins` compare the evaluated model with this one."""
     figures, rates = side["figures"], side.get("rates", {})
     of = next(name for name in FIRST if name in figures)
     means = {name: _figure(one) for name, one in figures.items() if isinstance(one, Mapping) and name not in FIRST}

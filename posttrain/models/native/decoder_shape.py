@@ -83,7 +83,7 @@ class DecoderConfig:
 
     @property
     def layer_numbers(self) -> int:
-        """Count the numbers of the layers' matrices."""
+        """Number of elements in the matrices of all layers."""
         attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_size
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 

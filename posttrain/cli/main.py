@@ -471,6 +471,8 @@ def _suggested(word: str, verb: str, own: list[str] | None = None) -> str:
     if verb in VERBS:
         always = ANYWHERE if word.startswith("-") else ()  # a recipe has none of these
         hint = suggestion(word, [*_known(verb), *(name[2:] for name in always)])
+    elif (command := command_of([verb])) and word.lstrip("-").replace("-", "_") in _known("rl"):
+        hint = f": write posttrain {command.name} {command.example}"  # such as --tasks of a command for rows
     else:
         hint = near(word, [*(own or ()), *ANYWHERE]).replace("'", "")
     return hint or f": see posttrain {verb} --help-all"

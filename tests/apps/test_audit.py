@@ -251,6 +251,7 @@ def test_a_gold_score_is_told_which_replies_were_cut_off(tmp_path: Path, monkeyp
     run = record(tmp_path / "run", [same, same])
     monkeypatch.chdir(tmp_path)
     assert score_of(read_replies(run), "mine.py:reward").tolist() == [1.0, 1.0, 1.0, 0.0] * 2
+    assert (audit(run).trends["cut off"].early, audit(run).trends["cut off"].late) == (0.75, 0.75)
 
 
 def test_leap_is_found_where_it_is_and_neither_noise_nor_steady_learning_is_one() -> None:

@@ -198,6 +198,9 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "mistyped option without a command": (["--verison"], ("no option --verison", "did you mean --version?")),
     "mistyped option without a command or a likeness": (["-q"], ("no option -q in front of a command", "--help")),
     "mistyped version of a verb": (words("eval", verison=""), ("--verison; did you mean --version?",)),
+    "option of training in a command for rows": (
+        ["data", "--tasks", "rows.jsonl"], ("--tasks: write posttrain data rows.jsonl",)
+    ),
     "mistyped option of a command": (["data", "rows.jsonl", "--modl", "start"], ("--modl; did you mean --model?",)),
     "word for an option": (["version"], ("no command 'version'; did you mean '--version'?",)),
     "algorithm as a verb": (["dpo", "--beta", "0.1"], ("dpo is an algorithm: posttrain prefer --algorithm dpo",)),

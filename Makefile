@@ -91,7 +91,7 @@ versions: .venv-oldest/ready .venv-newest/ready
 	.venv-newest/bin/pip install --quiet --constraint .venv-newest/constraints.txt --editable ".[dev]"
 	touch .venv-newest/ready
 
-# 30 to 40 minutes on two idle cores; appends what it finds to docs/results/speed.md.
+# Begins no further part after 40 minutes; appends what it finds to docs/results/speed.md, part by part.
 bench: .venv/ready .venv-vllm/ready
 	$(MAKE) -C benchmarks/peers ../../runs/peers/env-trl/ready
 	$(BIN)/python benchmarks/speed/bench.py

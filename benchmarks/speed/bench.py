@@ -26,6 +26,8 @@ from rich.console import Console
 from tables import Table
 from work import DATA, REAL
 
+from posttrain.training.setup import multiplies_bfloat16
+
 HEAD = """# Speed and memory, beside others
 
 The results of `make bench`, the newest last. How it measures, what each row means and why both sides have the same chances:
@@ -36,7 +38,6 @@ PARTS: dict[str, Callable[[Machine, Plan], list[Table]]] = {
     "sampling": sampling,
     "grpo": grpo,
     "sft": sft,
-    "backed": backed,
     "dpo": dpo,
     "reward": reward,
     "distill": distill,
@@ -45,6 +46,7 @@ PARTS: dict[str, Callable[[Machine, Plan], list[Table]]] = {
     "memory": memory,
     "start": start,
     "growth": growth,
+    "backed": backed,  # last, as its steps take longest
 }
 VERSIONS = {
     "posttrain": ("torch",),
@@ -71,7 +73,7 @@ def main() -> int:
     console.print("\n".join(about))
     folders = [machine.ours, HERE / "models.py", machine.place / "models"]
     subprocess.run(folders, check=True, env=machine.environment(), cwd=ROOT)
-    plan = planned(options.quick, (machine.place / "models" / REAL).is_dir(), _has_bfloat16())
+    plan = planned(options.quick, (machine.place / "models" / REAL).is_dir(), multiplies_bfloat16())
     if options.models:
         plan = plan.of_models(options.models)
     into = Path(options.into) if options.into and not options.quick else None
@@ -176,12 +178,6 @@ def head(about: list[str], plan: Plan) -> str:
     if all(rival.precision == "float32" for rival in plan.rivals):
         missing.append("No row in bfloat16: this processor has no such products.")
     return f"\n## {about[0].split()[1]}\n\n{facts}\n\n" + "".join(f"{line}\n\n" for line in missing)
-
-
-def _has_bfloat16() -> bool:
-    """Whether the processor multiplies in bfloat16."""
-    flags = Path("/proc/cpuinfo").read_text()
-    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def write(path: Path | None, text: str) -> None:

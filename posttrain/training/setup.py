@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +44,8 @@ TRIAL_TURNS = 8  # turns of a rehearsed episode; an environment may wait for a w
 LARGE_MODEL = 50_000_000  # parameters from which micro-batches on a CPU are smaller
 GPU_TOKENS = 8192  # tokens of a micro-batch on a GPU if the size of its activations is unknown
 ACTIVATION_SHARE = 0.2  # share of a GPU's memory for the activations of a micro-batch
+CPUINFO = Path("/proc/cpuinfo")
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # of Intel and AMD, Intel, ARM
 MOST_BEYOND = 1.05  # tokenizer's size / vocabulary: some checkpoints lack tokens that no text uses
 SAMPLE_REPLIES = ("42", "The answer is 42.", "<think>\n6 x 7 = 42\n</think>\n\\boxed{42}")
 
@@ -56,7 +59,19 @@ def prepare(config: Training | Evaluation | Sample) -> torch.device:
     device = choose_device(config.device, getattr(config, "learner_devices", ()), roles)
     if device.type == "cuda":
         repeat_bits(config.deterministic)
+    if device.type == "cpu" and config.precision == "bfloat16" and not multiplies_bfloat16():
+        warn(
+            "this processor has no bfloat16 products (avx512_bf16, amx_bf16), so --precision bfloat16 is slower than "
+            "float32: leave it out"
+        )
     return device
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the processor multiplies in bfloat16; True where Linux does not list its instructions."""
+    listed = CPUINFO.read_text() if CPUINFO.exists() else ""
+    found = re.search(r"^(?:flags|Features)\s*:(.*)", listed, re.MULTILINE)
+    return found is None or not BFLOAT16_FLAGS.isdisjoint(found[1].split())
 
 
 def use_threads(count: int | None) -> None:
@@ -355,14 +370,15 @@ def size_of(model: Model) -> str:
 
 def rate_note(plan: Optimization, adapted: bool, size: int) -> list[str]:
     """Return a line for the user if models of this size (parameters) hardly learned at such a rate of AdamW; else [].
-    Rates are from docs/results/learning-rates.md; 1e-3 is from decoders of 0.1 million parameters.
+    Rates are from docs/results/learning-rates.md; those of models under 10 million parameters are the rates of the
+    recipes on decoders of 0.1 million, with LoRA that of docs/guides/lora.md.
     """
     lr = plan.lr
     if size >= 500_000_000 or not plan.choice.takes_rates_of_adamw:
         return []
     least, usual = (1e-5, "1e-4 to 1e-3 with --lora") if adapted else (1e-6, "1e-5")
     if size < 10_000_000:
-        least, usual = 1e-5, "1e-3"
+        least, usual = 1e-5, "5e-3 with --lora" if adapted else "1e-3"
     if lr > least:
         return []
     return [f"--lr {lr:g} moves a model of {size / 1e6:.2g} million parameters little: {usual} is usual at this size"]

@@ -523,6 +523,20 @@ def test_advice_on_the_learning_rate_is_given_only_where_it_holds() -> None:
     assert not told("muon", adjust_lr_fn="original") and not told("torch.optim:Adafactor")
 
 
+@pytest.mark.parametrize(
+    ("adapted", "size", "usual"),
+    [
+        (False, 100_000, "1e-3"),
+        (True, 100_000, "5e-3"),
+        (False, 135_000_000, "1e-5"),
+        (True, 135_000_000, "1e-4 to 1e-3"),
+    ],
+)
+def test_advice_on_the_learning_rate_depends_on_size_and_on_lora(adapted: bool, size: int, usual: str) -> None:
+    (line,) = rate_note(Optimization(lr=1e-7), adapted, size)
+    assert f": {usual} " in line and ("--lora" in line) == adapted
+
+
 def test_the_default_imports_no_other_optimizer() -> None:
     import subprocess
 

@@ -93,3 +93,25 @@ def test_a_new_model_takes_the_tokenizer_of_a_run(tmp_path: Path) -> None:
     second = posttrain.sft(other, tokenizer=str(first.path), out=str(tmp_path / "second"), **small)
     found = [Tokenizer.load(run.checkpoint).vocabulary for run in (first, second) if run.checkpoint]
     assert found[0] == found[1] and "6" in found[1]
+
+
+@pytest.mark.parametrize(
+    ("listed", "fast"),
+    [
+        ("flags\t\t: fpu avx2 fma\n", False),
+        ("flags\t\t: fpu avx512f avx512_bf16 fma\n", True),
+        ("flags\t\t: fpu avx2 amx_bf16\n", True),
+        ("Features\t: fp asimd bf16\n", True),
+        ("Features\t: fp asimd\n", False),
+        ("", True),  # the processor's instructions are not listed
+    ],
+)
+def test_bfloat16_on_a_processor_without_such_products_is_warned_of(
+    listed: str, fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cpuinfo").write_text("model name\t: avx512_bf16\n" * bool(listed) + listed)
+    monkeypatch.setattr(setup, "CPUINFO", tmp_path / "cpuinfo")
+    for precision in ("bfloat16", "float32"):
+        setup.prepare(RL(precision=precision, device="cpu"))
+        told = "has no bfloat16 products" in " ".join(capsys.readouterr().err.split())
+        assert told == (precision == "bfloat16" and not fast)

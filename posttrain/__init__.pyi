@@ -414,19 +414,21 @@ class SamplingOptions(TypedDict, total=False):
 class CurriculumOptions(TypedDict, total=False):
     """Options of several verbs."""
 
-    curriculum: Literal["uniform", "solve-rate", "stages"]
+    curriculum: Literal["uniform", "solve-rate", "stages", "levels"]
     """Order of the tasks. uniform: each once per epoch. solve-rate: those that the policy solves about half of the time
-    come first. stages: by a column, the lowest value first; a stage ends at --curriculum-accuracy."""
+    come first. stages: by a column, the lowest value first; a stage ends at --curriculum-accuracy. levels: the same
+    with new tasks of the function tasks(seed, level) that --tasks my.py:tasks names, levels counted from 1."""
     curriculum_column: str
-    """Column with the stage of a task, for --curriculum stages: numbers, or strings in alphabetical order."""
+    """Column with the stage of a task, for --curriculum stages: numbers, or strings in alphabetical order. Or a
+    function of the task that returns it, as my.py:stage."""
     curriculum_accuracy: float
-    """Running accuracy at which a stage of --curriculum stages ends."""
+    """Running accuracy at which a stage, or a level, ends."""
     curriculum_floor: float
     """Share of the prompts that the curriculum does not choose. solve-rate: they go through all tasks in turn, so that
-    no task is dropped for good. stages: they are tasks of earlier stages."""
+    no task is dropped for good. stages, levels: they are tasks of earlier ones."""
     curriculum_decay: float
-    """Decay of the curriculum's running means. solve-rate: of a task's results, at each further visit. stages: of the
-    stage's results, at each step."""
+    """Decay of the curriculum's running means. solve-rate: of a task's results, at each further visit. stages, levels:
+    of its results, at each step."""
     curriculum_sharpness: float
     """Exponent s of --curriculum solve-rate: a task is drawn with weight (p (1 - p))^s, p its solve rate. At 0 all
     tasks have equal weight."""

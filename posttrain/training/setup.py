@@ -13,10 +13,11 @@ import torch
 
 from posttrain.config.inference import Evaluation, Label, Sample
 from posttrain.config.row_options import Data
-from posttrain.config.training import Training
+from posttrain.config.training import RL, Training
 from posttrain.core.progress import doing
 from posttrain.core.protocols import Model
 from posttrain.core.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError
+from posttrain.data.levels import Levels, makes_levels
 from posttrain.data.mixed_tasks import AnyTasks, MixedTasks
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import Stream, Tasks, hold_out, to_tasks
@@ -170,6 +171,13 @@ def load_tasks(
         "whole": getattr(config, "mask", None) == "all",
     }
     if callable(rows):
+        if makes_levels(rows):
+            if not isinstance(config, RL) or config.curriculum != "levels" or config.limit is not None:
+                raise UserError(
+                    f"the function of --tasks makes rows by level: {'leave out --limit' if config.limit else 'add'} "
+                    f"{'with' if config.limit else 'posttrain rl'} --curriculum levels"
+                )
+            return Levels(rows, Conversion(**options), config.seed)
         if config.limit is None:
             return Stream(rows, Conversion(**options))
         rows = (row for make in [rows] for row in islice(make(), config.limit))  # called only when read

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +15,13 @@ from posttrain.core.messages import clip
 from posttrain.core.progress import doing
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Task, UserError
+from posttrain.data.levels import Levels
 from posttrain.data.mixed_tasks import AnyTasks, MixedTasks
 from posttrain.data.rows import value_in
 from posttrain.data.tasks import Integers, Stream, Tasks
+from posttrain.system.user_code import describe_error, load_named
 from posttrain.training.sources.mixture import LearningProgress, Mixture
-from posttrain.training.sources.task_order import SolveRate, Stages, TaskOrder, Uniform
+from posttrain.training.sources.task_order import ByLevel, SolveRate, Stages, TaskOrder, Uniform
 
 MOST_STAGES = 1000
 SHOWN_STAGES = 8  # most stages whose numbers of tasks are shown
@@ -52,6 +56,12 @@ def _order(config: RL, tasks: AnyTasks, success: float | None) -> TaskOrder:
         raise UserError(f"{name} counts right replies, and nothing scores replies here: give --env, or leave it out")
     if success is None:
         raise UserError(f"{name} counts right replies: give the reward of a right reply with --success")
+    least = config.prompts * config.group * (1 - config.curriculum_floor) / 2
+    until = config.curriculum_decay, config.curriculum_accuracy, least
+    if config.curriculum == "levels":
+        if not isinstance(tasks, Levels):
+            raise UserError(f"{name} needs --tasks my.py:tasks, a function tasks(seed, level) that returns rows")
+        return ByLevel(tasks, config.curriculum_floor, *until)
     if isinstance(tasks, Stream):
         raise UserError(f"{name} needs to know all tasks, and these rows have no end: set their number with --limit")
     if config.curriculum == "solve-rate":
@@ -65,9 +75,7 @@ def _order(config: RL, tasks: AnyTasks, success: float | None) -> TaskOrder:
                 f"the stage {config.curriculum_column} = {_shown(value)} has {len(places)} tasks, fewer than a step's "
                 f"--prompts {config.prompts}: give --prompts {len(places)} or fewer, or merge stages"
             )
-    least = config.prompts * config.group * (1 - config.curriculum_floor) / 2
-    how = config.curriculum_floor, config.curriculum_decay, config.curriculum_accuracy
-    return Stages(list(stages.values()), config.seed, *how, least)
+    return Stages(list(stages.values()), config.seed, config.curriculum_floor, *until)
 
 
 def order_lines(config: RL, order: TaskOrder) -> list[str]:
@@ -83,6 +91,11 @@ def order_lines(config: RL, order: TaskOrder) -> list[str]:
         return [f"mixture: {shares} of {of}", *order_lines(config, next(iter(order.orders.values())))]
     if isinstance(order, SolveRate):
         return [f"curriculum: tasks that are solved half of the time come first; {floor} are all tasks in turn"]
+    if isinstance(order, ByLevel):
+        return [
+            f"curriculum: new tasks of a level until an accuracy of {config.curriculum_accuracy:g}, then of the next; "
+            f"{floor} are of earlier levels"
+        ]
     if isinstance(order, Stages):
         sizes = ", ".join(str(len(places)) for places in order.stages[:SHOWN_STAGES])
         more = ", ..." if len(order.stages) > SHOWN_STAGES else ""
@@ -94,13 +107,14 @@ def order_lines(config: RL, order: TaskOrder) -> list[str]:
 
 
 def stages_of(tasks: Tasks, column: str) -> dict[float | str, Integers]:
-    """Return the values of a column in ascending order, each with the places of its tasks.
+    """Return the values of a column, or of a function as my.py:stage, in ascending order, each with the places of its tasks.
 
     Texts are compared as numbers if all of them are numbers. Raises UserError, in one line that names the row, for a
     missing value, and for one that cannot be compared with the others.
     """
     doing(f"reading the column {column}")
-    values = [_value(tasks, place, task, column) for place, task in enumerate(tasks)]
+    function = load_named(column) if re.fullmatch(r".+\.py:\w+", column) else None
+    values = [_value(tasks, place, task, column, function) for place, task in enumerate(tasks)]
     numbers = [_number(value) for value in values]
     texts = [place for place, number in enumerate(numbers) if number is None]
     others = [place for place, value in enumerate(values) if not isinstance(value, str)]
@@ -120,14 +134,22 @@ def stages_of(tasks: Tasks, column: str) -> dict[float | str, Integers]:
     return {value: np.array(found[value]) for value in sorted(found)}
 
 
-def _value(tasks: Tasks, place: int, task: Task, column: str) -> float | str:
+def _value(tasks: Tasks, place: int, task: Task, column: str, function: Callable[[Task], Any] | None) -> float | str:
     try:
-        value = value_in(task, column)
+        value = value_in(task, column) if function is None else called(function, task, column)
         if not isinstance(value, int | float | str) or value != value or value in ("", float("inf"), -float("inf")):
             raise UserError(f"{column} is {clip(repr(value))}: a stage must be a number or a string")
     except UserError as error:
         raise UserError(f"{tasks.where(place)}: {error}") from error
     return value
+
+
+def called(function: Callable[[Task], Any], task: Task, name: str) -> Any:
+    """Return what a user's function returns for a task. Raises UserError if it fails."""
+    try:
+        return function(task)
+    except Exception as error:
+        raise UserError(f"{name} failed: {describe_error(error, None)}") from error
 
 
 def _shown(value: float | str) -> str:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from posttrain.config.resolve import filled, validate
 from posttrain.config.training import RL
 from posttrain.core.batch import Stats
 from posttrain.core.types import UserError, succeeds
+from posttrain.data.levels import MOST_LEVELS, SPAN, Levels
 from posttrain.data.tasks import Stream, Tasks, order, to_tasks
 from posttrain.data.tasks_from_rows import Conversion
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_reading import read_metrics, rollout_steps
-from posttrain.training.sources.task_order import Drawn, Solved, SolveRate, Stages, TaskOrder, Uniform
+from posttrain.training.sources.task_order import ByLevel, Drawn, Solved, SolveRate, Stages, TaskOrder, Uniform
 from posttrain.training.task_orders import order_lines, stages_of, task_order
 
 ROWS = [{"id": str(i), "prompt": f"{i}+1=", "level": 1 + i % 3} for i in range(12)]
@@ -343,7 +345,7 @@ def test_curriculum_that_tasks_do_not_allow_is_refused_in_one_line() -> None:
             task_order(given, tasks, success)
     assert isinstance(task_order(config(), endless, None), Uniform), "the usual order needs nothing"
     found = task_order(by_stage, TASKS, 1.0)
-    assert isinstance(found, Stages) and found.least == 3 * 4 * 0.6 / 2
+    assert isinstance(found, Stages) and found.running.least == 3 * 4 * 0.6 / 2
     assert "3 stages by level, of 4, 4, 4 tasks" in order_lines(by_stage, found)[0]
 
 
@@ -458,3 +460,138 @@ def test_mistakes_end_the_command_in_one_line(
         assert main([*words, *more.split()]) == 2
         said = capsys.readouterr().err
         assert told in said and len(said.strip().splitlines()) == 1
+
+
+# -- levels ------------------------------------------------------------------------------------------------------------
+
+
+def rows_of_level(seed: int, level: int) -> list[dict[str, Any]]:
+    """Three rows of a level, other ones for another seed; there are three levels."""
+    return [{"prompt": f"{level} {seed % 997} {n}="} for n in range(3)] if level < 4 else []
+
+
+def levels(of_level: Any = rows_of_level) -> Levels:
+    return Levels(of_level, Conversion({}, None, None, None, None, ("prompt",)), 0)
+
+
+def by_level(of_level: Any = rows_of_level, floor: float = 0.25, decay: float = 0.5) -> ByLevel:
+    return ByLevel(levels(of_level), floor, decay, 0.8, 8.0)
+
+
+def test_tasks_of_a_level_follow_from_seed_and_number_alone_and_do_not_come_twice() -> None:
+    made = levels()
+    prompts = [made[level * SPAN + number]["prompt"] for level in range(3) for number in range(9)]
+    assert len(set(prompts)) == 27 and [p.split()[0] for p in prompts] == ["1"] * 9 + ["2"] * 9 + ["3"] * 9
+    again = levels()
+    backwards = [again[level * SPAN + number]["prompt"] for level in (2, 1, 0) for number in range(8, -1, -1)]
+    assert backwards[::-1] == prompts
+    endless = levels(lambda seed, level: [{"prompt": str(level)}])
+    assert endless.has(MOST_LEVELS - 1) and not endless.has(MOST_LEVELS) and MOST_LEVELS * SPAN < 2**31
+    seeds = {p.split()[1] for p in prompts}
+    assert len(seeds) == 9, "a level's second call of the function has another seed"
+
+
+def test_next_level_begins_at_the_running_accuracy_and_the_last_one_has_no_end() -> None:
+    found, seen = by_level(), []
+    for _ in range(12):
+        drawn = found.draw(8, everything, ())
+        seen.append([place // SPAN for _, place in drawn])
+        found.observe([Solved(place, "", 4, 0) for _, place in drawn])
+    assert seen[0] == [0] * 8 and seen[1].count(1) == 6 and seen[1].count(0) == 2
+    assert all(step.count(2) == 6 and step.count(1) == step.count(0) == 1 for step in seen[2:])
+    slow = by_level()
+    for right in (5, 6, 7):
+        drawn = slow.draw(8, everything, ())
+        slow.observe([Solved(place, "", right, 10 - right) for _, place in drawn])
+        assert slow.level == 0
+
+
+def test_floor_of_levels_takes_the_earlier_ones_in_turn_and_results_on_them_do_not_count() -> None:
+    found = by_level(floor=0.5)
+    for _ in range(3):
+        found.observe([Solved(place, "", 9, 0) for _, place in found.draw(4, everything, ())])
+    earlier = [place // SPAN for _ in range(6) for _, place in found.draw(3, everything, ()) if place // SPAN < 2]
+    assert earlier[:-1] and all(a != b for a, b in pairwise(earlier))
+    found.observe([Solved(0, "", 0, 99), Solved(SPAN, "", 0, 99)])
+    assert found.running.wrong == 0
+
+
+def test_levels_go_on_from_their_state() -> None:
+    def seen(order: ByLevel, first: int) -> list[Drawn]:
+        drawn = []
+        for number in range(first, first + 6):
+            drawn.append(order.draw(5, everything, ()))
+            order.observe([Solved(place, "", 2 + (place + number) % 2, number % 2) for _, place in drawn[-1]])
+        return drawn
+
+    whole = by_level()
+    seen(whole, 0)
+    resumed = through_json(whole, by_level())
+    assert isinstance(resumed, ByLevel) and seen(resumed, 6) == seen(whole, 6) and resumed.state() == whole.state()
+    for broken in ({"next": []}, {"next": [-1]}, {"drawn": "x"}, {"results": [1]}):
+        with pytest.raises((ValueError, LookupError, TypeError)):
+            by_level().restore({**whole.state(), **broken})
+
+
+def test_function_that_fails_is_told_with_the_level() -> None:
+    def failing(seed: int, level: int) -> list[dict[str, Any]]:
+        return rows_of_level(seed, level) if level == 1 else [{}["none"]]
+
+    found = by_level(failing)
+    found.observe([Solved(place, "", 9, 0) for _, place in found.draw(4, everything, ())])
+    with pytest.raises(UserError, match="making rows of level 2 failed: KeyError"):
+        found.draw(4, everything, ())
+
+
+LEVELS = """
+def tasks(seed, level):
+    return [{"prompt": f"{(seed + n) % 9}+{level}="} for n in range(4)]
+
+def stage(task):
+    return len(task["prompt"])
+"""
+
+
+def test_run_by_levels_makes_new_tasks_and_a_resumed_run_repeats_them(start: str, tmp_path: Path) -> None:
+    (tmp_path / "my.py").write_text(LEVELS + "\ndef reward(task, reply):\n    return float(len(reply) > 2)\n")
+    how: dict[str, Any] = {**PLAYED, "env": f"{tmp_path}/my.py:reward", "model": start, "curriculum": "levels",
+                           "curriculum_accuracy": 0.3, "curriculum_floor": 0.4, "seed": 3}  # fmt: skip
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    for out, steps, resume in ((whole, 6, False), (part, 3, False), (part, 6, True)):
+        posttrain.rl(f"{tmp_path}/my.py:tasks", steps=steps, out=str(out), resume=resume, **how)
+    groups = [
+        [{row["group"] for row in read_rollouts(run, step)} for step in rollout_steps(run)] for run in (whole, part)
+    ]
+    assert groups[0] == groups[1] and sum(map(len, groups[0])) == len(set().union(*groups[0])), "no task twice"
+    metrics = read_metrics(whole)
+    assert metrics[-1]["curriculum/stage"] > 1 and metrics == read_metrics(part)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "how", "told"),
+    [
+        ("my.py:tasks", {}, "makes rows by level: add posttrain rl --curriculum levels"),
+        ("my.py:tasks", {"curriculum": "levels", "limit": 4}, "leave out --limit with --curriculum levels"),
+        ("my.py:tasks", {"curriculum": "levels", "held_out": 0.1}, "evaluate on --eval-tasks, without --held-out"),
+        ("rows.jsonl", {"curriculum": "levels"}, r"a function tasks\(seed, level\) that returns rows"),
+        ("rows.jsonl", {"curriculum": "stages", "curriculum_column": "my.py:none"}, "none"),
+        ("rows.jsonl", {"curriculum": "stages", "curriculum_column": "my.py:tasks"}, "my.py:tasks failed: TypeError"),
+    ],
+)
+def test_levels_and_stages_by_a_function_are_refused_in_one_line(
+    tasks: str, how: dict[str, Any], told: str, start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.py").write_text(LEVELS + "\ndef reward(task, reply):\n    return 1.0\n")
+    Path("rows.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
+    with pytest.raises(UserError, match=told) as refused:
+        posttrain.rl(tasks, "my.py:reward", model=start, out="run", **{**PLAYED, **how})
+    assert "\n" not in str(refused.value)
+
+
+def test_stages_may_be_what_a_function_of_the_task_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.py").write_text(LEVELS)
+    found = stages_of(TASKS, "my.py:stage")
+    assert [value for value in found] == [4.0, 5.0]
+    assert [len(TASKS[int(place)]["prompt"]) for places in found.values() for place in places] == [4] * 10 + [5] * 2

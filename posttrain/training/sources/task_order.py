@@ -1,4 +1,4 @@
-"""Task orders: uniform, by solve rate, by stages, and mixtures.
+"""Task orders: uniform, by solve rate, by stages, by levels of tasks made on demand, and mixtures.
 
 The collector gets the tasks of a step from a `TaskOrder`, and reports how often they were solved, where rollouts are
 sampled, step after step. So the tasks of a step depend on the results of all steps before it, however many steps ahead
@@ -17,7 +17,8 @@ import numpy as np
 
 from posttrain.core.batch import Stats
 from posttrain.core.seeds import seed_of
-from posttrain.data.tasks import Integers, draw
+from posttrain.data.levels import SPAN, Levels
+from posttrain.data.tasks import ENDLESS, Integers, draw
 from posttrain.training.sources.length_filter import Placed
 
 Fits = Callable[[int], bool]
@@ -202,39 +203,67 @@ class SolveRate:
                 self._set(place, id, amount(right), amount(wrong))
 
 
+@dataclass
+class RunningAccuracy:
+    """Accuracy r / (r + w) over the rollouts of a stage's own tasks, both decayed at each step."""
+
+    decay: float
+    accuracy: float  # at which the stage ends
+    least: float  # rollouts that a stage needs before it may end
+    right: float = 0.0
+    wrong: float = 0.0
+
+    @property
+    def reached(self) -> bool:
+        seen = self.right + self.wrong
+        return 0 < self.least <= seen and self.right >= self.accuracy * seen
+
+    def begin(self) -> None:
+        self.right, self.wrong = 0.0, 0.0
+
+    def add(self, own: Sequence[Solved]) -> None:
+        self.right = self.decay * self.right + sum(seen.right for seen in own)
+        self.wrong = self.decay * self.wrong + sum(seen.wrong for seen in own)
+
+    def measure(self, stats: Stats) -> None:
+        if self.right + self.wrong:
+            stats.add("curriculum/accuracy", self.right / (self.right + self.wrong))
+
+    def state(self) -> list[float]:
+        return [self.right, self.wrong]
+
+    def restore(self, state: Sequence[Any]) -> None:
+        self.right, self.wrong = map(amount, state)
+
+
 class Stages:
     """Tasks by stages, one stage after the other, each until its running accuracy reaches a threshold.
 
-    Within a stage, each task comes once per epoch. The accuracy is r / (r + w) over the rollouts of the stage's own
-    tasks, both decayed at each step, and counts from `least` rollouts on. The floor's draws visit tasks of earlier
-    stages, also in epochs. The last stage has no end.
+    Within a stage, each task comes once per epoch. The floor's draws visit tasks of earlier stages, also in epochs. The
+    last stage has no end.
     """
 
     def __init__(
         self, stages: Sequence[Integers], seed: int, floor: float, decay: float, accuracy: float, least: float
     ) -> None:
         """`stages`: the places of each stage's tasks. `least`: rollouts that a stage needs before it may end."""
-        self.stages, self.seed, self.decay, self.accuracy, self.least = stages, seed, decay, accuracy, least
+        self.stages, self.seed, self.running = stages, seed, RunningAccuracy(decay, accuracy, least)
         self.of = {place: number for number, places in enumerate(stages) for place in places.tolist()}
         self.visits: dict[int, int] = {}
         self.floor = Floor(floor)
         self._begin(0)
 
     def _begin(self, stage: int) -> None:
-        self.stage, self.right, self.wrong = stage, 0.0, 0.0
+        self.stage = stage
+        self.running.begin()
         self.floor = Floor(self.floor.share, 0, self.floor.step)
         self.own, own_seed = self.stages[stage], seed_of(self.seed, "stage", stage)
         self.own_order = Uniform(len(self.own), own_seed)
         self.earlier = np.concatenate([np.empty(0, np.int64), *self.stages[:stage]])
         self.earlier_order = Uniform(len(self.earlier), seed_of(self.seed, "earlier stages", stage))
 
-    @property
-    def _over(self) -> bool:
-        seen = self.right + self.wrong
-        return 0 < self.least <= seen and self.right >= self.accuracy * seen and self.stage + 1 < len(self.stages)
-
     def draw(self, count: int, fits: Fits, taken: Collection[int]) -> Drawn:
-        if self._over:
+        if self.running.reached and self.stage + 1 < len(self.stages):
             self._begin(self.stage + 1)
         if not self.stage:
             self.floor.pass_over(count)
@@ -247,15 +276,12 @@ class Stages:
         return [_visit(self.visits, int(places[number])) for _, number in drawn]
 
     def observe(self, results: Sequence[Solved]) -> None:
-        own = [seen for seen in results if self.of[seen.place] == self.stage]
-        self.right = self.decay * self.right + sum(seen.right for seen in own)
-        self.wrong = self.decay * self.wrong + sum(seen.wrong for seen in own)
+        self.running.add([seen for seen in results if self.of[seen.place] == self.stage])
 
     def measure(self, stats: Stats) -> None:
         self.floor.measure(stats)
         stats.add("curriculum/stage", self.stage + 1)
-        if self.right + self.wrong:
-            stats.add("curriculum/accuracy", self.right / (self.right + self.wrong))
+        self.running.measure(stats)
 
     def state(self) -> dict[str, Any]:
         return {
@@ -263,7 +289,7 @@ class Stages:
             "earlier": self.earlier_order.cursor,
             "drawn": self.floor.drawn,
             "stage": self.stage,
-            "results": [self.right, self.wrong],
+            "results": self.running.state(),
             "visits": list(map(list, self.visits.items())),
         }
 
@@ -275,8 +301,61 @@ class Stages:
         self.own_order.restore(state)
         self.earlier_order.cursor = counted(state["earlier"])
         self.floor = Floor(self.floor.share, counted(state["drawn"]))
-        self.right, self.wrong = map(amount, state["results"])
+        self.running.restore(state["results"])
         self.visits = _visits(state["visits"])
+
+
+class ByLevel:
+    """New tasks of a level (0, 1, ...), each level until its running accuracy reaches a threshold.
+
+    No task comes twice. The floor's draws take new tasks of the earlier levels in turn. The last level, after which the
+    function makes no rows, has no end.
+    """
+
+    def __init__(self, tasks: Levels, floor: float, decay: float, accuracy: float, least: float) -> None:
+        self.tasks, self.floor = tasks, Floor(floor)
+        self.running = RunningAccuracy(decay, accuracy, least)
+        self.next = [0]  # for each level so far, the number of its next task
+
+    @property
+    def level(self) -> int:
+        return len(self.next) - 1
+
+    def draw(self, count: int, fits: Fits, taken: Collection[int]) -> Drawn:
+        if self.running.reached and self.tasks.has(self.level + 1):
+            self.next.append(0)
+            self.running.begin()
+            self.floor = Floor(self.floor.share, 0, self.floor.step)
+        if not self.level:
+            self.floor.pass_over(count)
+            return self._of(0, count, fits)
+        before = int(self.floor.share * self.floor.drawn)
+        of_floor = self.floor.take(count)
+        earlier = [self._of((before + number) % self.level, 1, fits) for number in range(of_floor)]
+        return [*(one for found in earlier for one in found), *self._of(self.level, count - of_floor, fits)]
+
+    def _of(self, level: int, count: int, fits: Fits) -> Drawn:
+        first = level * SPAN
+        drawn, self.next[level] = draw(ENDLESS, self.next[level], count, 0, lambda number: fits(first + number))
+        return [(first + number, first + number) for _, number in drawn]
+
+    def observe(self, results: Sequence[Solved]) -> None:
+        self.running.add([seen for seen in results if seen.place // SPAN == self.level])
+
+    def measure(self, stats: Stats) -> None:
+        self.floor.measure(stats)
+        stats.add("curriculum/stage", self.level + 1)
+        self.running.measure(stats)
+
+    def state(self) -> dict[str, Any]:
+        return {"next": list(self.next), "drawn": self.floor.drawn, "results": self.running.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.next = [counted(number) for number in state["next"]]
+        if not self.next:
+            raise ValueError("no level")
+        self.floor = Floor(self.floor.share, counted(state["drawn"]))
+        self.running.restore(state["results"])
 
 
 def _visit(visits: dict[int, int], place: int) -> tuple[int, int]:
@@ -291,4 +370,4 @@ def _visits(rows: Sequence[Sequence[int]]) -> dict[int, int]:
 
 
 if TYPE_CHECKING:
-    _proof: tuple[Callable[..., TaskOrder], ...] = (Uniform, SolveRate, Stages)
+    _proof: tuple[Callable[..., TaskOrder], ...] = (Uniform, SolveRate, Stages, ByLevel)

@@ -461,6 +461,10 @@ ANSWERS = {
         "attention is chosen by what the model and the machine have",
     ),
     **_alike(
+        "rollout.expert_parallel_size",
+        "experts are divided while the model learns: {expert_parallel}; an engine has whole ones",
+    ),
+    **_alike(
         "nnodes num_machines num_processes",
         "{processes} are those of this machine; on several, start posttrain in each with torchrun",
     ),

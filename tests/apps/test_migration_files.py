@@ -188,10 +188,48 @@ def test_options_of_trl_that_have_no_exact_equal_are_converted_or_told(
         ("algorithm.norm_adv_by_std_in_grpo=false", {"scale": "none"}, "do not divide by the group's std", ""),
         (
             "data.train_files=['a.parquet','b.parquet']",
-            {"tasks": "a.parquet"},
-            "only the first of 2 files",
-            "parquet]: same",
+            {"tasks": None, "mixture": {"a": {"tasks": "a.parquet"}, "b": {"tasks": "b.parquet"}}},
+            "2 files as parts of a mixture",
+            "only the first",
         ),
+        (
+            'data.train_files="${TRAIN_FILE}"',
+            {"tasks": "FILE.parquet"},
+            "# Before the first run: name model; name tasks;",
+            "gsm8k",
+        ),
+        (
+            "data.train_files=['a.parquet',\"$HIS/b.parquet\"]",
+            {"mixture": {"a": {"tasks": "a.parquet"}, "FILE2": {"tasks": "FILE2.parquet"}}},
+            "# Before the first run: name tasks of part FILE2;",
+            "gsm8k",
+        ),
+        (
+            "reward_model.reward_manager=dapo algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc",
+            {"dynamic_sampling": 10},
+            "groups with equal rewards are replaced",
+            "no counterpart",
+        ),
+        (
+            "reward.reward_kwargs.overlong_buffer_cfg.len=9",
+            {"overlong_cache": None},
+            "overlong_buffer_cfg.len = 9: no effect",
+            "",
+        ),
+        (
+            "reward_model.reward_manager=naive +reward_model.reward_kwargs.overlong_buffer_cfg.enable=True "
+            "+reward_model.reward_kwargs.overlong_buffer_cfg.len=9",
+            {"overlong_cache": None},
+            "reward_model.reward_kwargs.overlong_buffer_cfg.len = 9: no effect: only the reward manager dapo",
+            "",
+        ),
+        (
+            "algorithm.rollout_correction.rollout_is=token algorithm.rollout_correction.rollout_is_threshold=0.5_4",
+            {"correction": "icepop"},
+            "the lower bound is 1 / 4 here",
+            "",
+        ),
+        ("algorithm.rollout_correction.rollout_rs=token_k1", {"correction": None}, "no such rejection here", ""),
         ("reward_model.reward_manager=naive trainer.val_before_train=True", {}, "", "reward_manager"),
         ("trainer.val_before_train=True", {}, "", "val_before_train"),
         ("actor_rollout_ref.actor.fsdp_config.optimizer_offload=True", {"offload": ["optimizer"]}, "", ""),
@@ -200,7 +238,7 @@ def test_options_of_trl_that_have_no_exact_equal_are_converted_or_told(
 def test_options_of_verl_vanish_neither_nor_say_the_opposite(
     options: str, lines: dict[str, Any], told: str, untold: str, tmp_path: Path
 ) -> None:
-    text = f"python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {options}"
+    text = f"python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=2 {options}"
     recipe, table = imported(files(tmp_path, run_sh=text))
     assert {name: table.get(name) for name in lines} == lines and told in recipe
     assert not untold or untold not in recipe

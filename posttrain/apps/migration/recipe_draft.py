@@ -74,11 +74,16 @@ _CHOICES: dict[str, Mapping[Any, Any]] = {
 }
 """Option -> what its values are called in the other trainers, where that differs from here."""
 
-_OF_OTHERS = re.compile(r"(critic|reward|reward_model|eval|.*\.ref|.*\.val_kwargs)\.")
+_OF_OTHERS = re.compile(r"(critic|reward|reward_model|eval|distillation|.*\.ref|.*\.val_kwargs|.*\.profiler)\.")
 """Names of options of models that are not the policy: only an entry of their own takes them over."""
 
-_SECRET = re.compile(r"(wandb\.key|wandb_key|use_wandb|token|secret|password|api_key)$")
+_SECRET = re.compile(
+    r"(wandb\.key|wandb_key|use_wandb|(^|\.)token|(hub|hf|wandb|auth|access|api|bearer)_token|secret|password|api_key)$"
+)
 """Names of options whose values no file may repeat."""
+
+_UNKNOWN = re.compile(r"FILE\d*\.parquet")
+"""Files in place of those whose names only a script computes."""
 
 TRACKERS = ("wandb", "trackio", "mlflow", "swanlab")
 
@@ -96,6 +101,7 @@ class RecipeDraft:
     defaults: Mapping[str, Any]
     lines: dict[str, tuple[Any, str]] = field(default_factory=dict)  # option -> its value, comment
     settings: dict[str, tuple[Any, str]] = field(default_factory=dict)  # of the algorithm, by place
+    parts: dict[str, tuple[str, str]] = field(default_factory=dict)  # of a mixture -> its file, comment
     without: dict[str, list[str]] = field(default_factory=dict)  # what to do -> options
     head: list[str] = field(default_factory=list)
     treated: set[str] = field(default_factory=set)
@@ -162,9 +168,6 @@ class RecipeDraft:
         value = self.read(name)
         if value is None:
             return
-        if option == "tasks" and isinstance(value, list) and len(value) > 1:
-            why = f"only the first of {len(value)} files is read"
-            self.run.notes.append(f"tasks: {why}, {shown(value[0])}; put the files into a folder, or into one file")
         try:
             value = self.fitted(option, value)
         except UserError as error:
@@ -176,6 +179,30 @@ class RecipeDraft:
             own = self.own_default(option)
             told = f"{self.origin(name)}" + (f" (here: {shown(own)})" if own is not None else "")
             self.put(option, value, told if why == "same meaning" else f"{told}: {why}")
+
+    def tasks(self, name: str) -> None:
+        """Take over the rows: one file, or several, which become the parts of a mixture.
+
+        A file whose name only the script computes is left to the reader: the default there is other data.
+        """
+        value = self.run.options.get(name)
+        files = value if isinstance(value, list) else [value]
+        if len(files) == 1 and not isinstance(files[0], Unresolved):
+            return self.same("tasks", name)
+        self.treated.add(name)
+        found: list[tuple[str, str]] = []
+        for number, file in enumerate(files, 1):
+            if isinstance(file, Unresolved):
+                place = "FILE.parquet" if len(files) == 1 else f"FILE{number}.parquet"
+                found.append((place, f"{name}: {shown(file)}, which only the script knows: name yours"))
+            else:
+                found.append((self.fitted("tasks", str(file)), f"{name}: same file"))
+        if len(files) == 1:
+            return self.put("tasks", *found[0])
+        self.parts = dict(zip(_names_of([place for place, _ in found]), found, strict=True))
+        self.head.append(
+            f"Rows: {len(files)} files as parts of a mixture, each as often as its size, as one file would be."
+        )
 
     def fitted(self, option: str, value: Any) -> Any:
         """Return the value as an option here takes it. Raises UserError for one that it cannot take."""
@@ -223,6 +250,8 @@ class RecipeDraft:
     def finish(self) -> None:
         """Treat the options that no rule has read: take over what the table takes over, and list the others."""
         for option, place in (("model", "MODEL"), ("tasks", "rows.jsonl")):
+            if option == "tasks" and self.parts:
+                continue
             if option not in self.lines and not any(
                 direct(name) == option for name in self.run.options if name not in self.treated
             ):
@@ -250,8 +279,11 @@ class RecipeDraft:
         """Return what has to be put right before the recipe runs, whatever machine imports it."""
         value = {name: content for name, (content, _) in self.lines.items()}
         found: list[str] = []
+        unknown = [f"tasks of part {name}" for name, (file, _) in self.parts.items() if _UNKNOWN.fullmatch(file)]
+        if unknown:
+            found.append(f"name {' and '.join(unknown)}")
         for option, place in (("model", "MODEL"), ("tasks", "rows.jsonl")):
-            if value.get(option) == place:
+            if value.get(option) == place or _UNKNOWN.fullmatch(str(value.get(option))):
                 found.append(f"name {option}")
             elif re.fullmatch(r"(?!runs/)[\w-]+/[\w.-]+(?<!\.jsonl)(?<!\.json)(?<!\.parquet)", str(value.get(option))):
                 found.append(
@@ -277,6 +309,8 @@ class RecipeDraft:
         out = [_comment(line) for line in head]
         out += ["", f"[{self.verb}]"]
         out += [_line(option, value, comment) for option, (value, comment) in self.lines.items()]
+        for name, (file, comment) in self.parts.items():
+            out += ["", f"[{self.verb}.mixture.{name}]", _line("tasks", file, comment)]
         if self.settings:
             out += ["", f"[{self.verb}.settings]"]
             out += [_line(json.dumps(place), value, comment) for place, (value, comment) in self.settings.items()]
@@ -284,6 +318,15 @@ class RecipeDraft:
             out += ["", f"# Options of {self.run.framework} that are not in this recipe, and what to do:"]
             out += [_comment(line, "#   ") for line in map(_grouped, self.without.items())]
         return "\n".join(out) + "\n"
+
+
+def _names_of(files: list[str]) -> list[str]:
+    """Return a name for each file: its own, or that of its folder where several have the same, as train.parquet."""
+    stems = [Path(file).stem for file in files]
+    if len(set(stems)) < len(stems):
+        stems = [Path(file).parent.name or stem for file, stem in zip(files, stems, strict=True)]
+    plain = [re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-") or "part" for stem in stems]
+    return [f"{name}-{number}" if plain.count(name) > 1 else name for number, name in enumerate(plain, 1)]
 
 
 def _grouped(entry: tuple[str, list[str]]) -> str:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from posttrain.apps.migration.foreign_run import shown
 from posttrain.apps.migration.recipe_draft import NEVER, TRACKERS, RecipeDraft
 from posttrain.core.extras import install
 from posttrain.core.types import UserError
@@ -186,6 +187,21 @@ def strategies(draft: RecipeDraft, updates: int, per_pass: int | None) -> None:
             draft.put(option, NEVER, f"{draft.origin('save_strategy')}: only at the end")
         elif strategy not in (False, "no"):
             draft.note(draft.origin(f"{kind}_strategy"), f"{option} is a number of steps here")
+
+
+def chat_variables(draft: RecipeDraft, name: str) -> None:
+    """Write the variables of the chat template: a mapping, or a dotted name for each."""
+    given = draft.read(name) if draft.given(name) else {}
+    values = dict(given) if isinstance(given, dict) else {}
+    values |= {key.removeprefix(f"{name}."): draft.read(key) for key in draft.run.options if key.startswith(f"{name}.")}
+    for variable, value in values.items():
+        if isinstance(value, (bool, int, float, str)) and re.fullmatch(r"\w+", variable, re.ASCII):
+            told = f"{name}.{variable} = {shown(value)}: same meaning"
+            draft.put(f"chat_template_kwargs.{variable}", value, told)
+        elif value is not None:
+            draft.note(
+                f"{name}.{variable} = {shown(value)}", "a variable is a number, a truth value or a text: set it here"
+            )
 
 
 def trackers(draft: RecipeDraft, name: str, project: str) -> None:

@@ -9,10 +9,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from posttrain.apps.migration import verl_reward
 from posttrain.apps.migration.foreign_run import shown
 from posttrain.apps.migration.recipe_draft import ESTIMATORS, NEVER, RecipeDraft
 from posttrain.apps.migration.shared_rules import (
     adapters,
+    chat_variables,
     clips,
     devices_of,
     engine,
@@ -22,6 +24,7 @@ from posttrain.apps.migration.shared_rules import (
     steps_of,
     trackers,
 )
+from posttrain.apps.migration.verl_machines import CORRECTION, bypasses, correction, divisions, offload
 from posttrain.apps.migration.verl_sft_recipe import DECAYED, verl_sft
 from posttrain.core.types import UserError
 
@@ -81,6 +84,8 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "algorithm.kl_ctrl.kl_coef": 0.001,
         "algorithm.kl_ctrl.horizon": 10000,
         "algorithm.kl_ctrl.target_kl": 0.1,
+        f"{CORRECTION}.rollout_is_threshold": 2.0,
+        f"{CORRECTION}.loss_type": "ppo_clip",
         "critic.optim.lr": 1e-5,
         "critic.cliprange_value": 0.5,
         "critic.model.path": "~/models/deepseek-llm-7b-chat",
@@ -165,10 +170,12 @@ LOSSES = {
 
 def verl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> None:
     """Write the lines of a run of verl."""
+    verl_reward.rename(draft)
     devices_of(draft, devices, need=False)
     for name in ("trainer.n_gpus_per_node", "trainer.nnodes"):
         draft.read(name)
-    draft.same("tasks", "data.train_files")
+    draft.tasks("data.train_files")
+    chat_variables(draft, "data.apply_chat_template_kwargs")
     if draft.run.trainer != "main_ppo":
         return verl_sft(draft, rows)
     draft.same("eval_tasks", "data.val_files")
@@ -176,10 +183,11 @@ def verl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> No
     if draft.lines.get("fields.prompt", ("",))[0] == "prompt":
         del draft.lines["fields.prompt"]
     draft.same("model", f"{MODEL}.path")
-    _reward(draft)
+    verl_reward.reward(draft)
     prompts, minibatches = _batch(draft)
     updates = minibatches * draft.count(f"{ACTOR}.ppo_epochs")
     _policy(draft, updates)
+    correction(draft)
     _kl(draft)
     _optimizer(draft, prompts, updates, rows)
     draft.same("max_tokens", "data.max_response_length")
@@ -236,8 +244,15 @@ def _policy(draft: RecipeDraft, updates: int) -> None:
         raise UserError(
             f"verl's loss_mode {shown(mode)!r:.60} has no counterpart; supported: vanilla, {', '.join(LOSSES)}"
         )
+    if mode != "vanilla" and bypasses(draft):
+        draft.note(draft.origin(f"{ACTOR}.policy_loss.loss_mode"), "no effect: bypass_mode has a loss of its own")
+        mode = "vanilla"
     grouped = ALGORITHMS[estimator] == "grpo"
-    if mode != "vanilla" and not grouped and mode != "gpg":
+    if estimator in ("gpg", "reinforce_plus_plus_baseline") and draft.count(f"{ROLLOUT}.n") == 1:
+        raise UserError(
+            f"verl's adv_estimator {estimator} with rollout.n = 1 has no counterpart: it compares the replies of a group"
+        )
+    if mode != "vanilla" and not grouped and (mode, estimator) != ("gpg", "gpg"):
         raise UserError(
             f"verl's loss_mode {mode} with adv_estimator {estimator} has no counterpart: use grpo or rloo with it"
         )
@@ -272,6 +287,8 @@ def _clip(draft: RecipeDraft, mode: str, updates: int) -> None:
         draft.note(
             draft.origin(f"{ACTOR}.clip_ratio"), "verl reads clip_ratio_low and clip_ratio_high, whose defaults are 0.2"
         )
+    if bypasses(draft):
+        updates = max(updates, 2)  # the ratio is not 1, whatever the number of updates
     if mode == "vanilla":
         if draft.lines["algorithm"][0] != "gpg":
             clips(draft, updates, low, high, dual, names)
@@ -293,7 +310,12 @@ def _clip(draft: RecipeDraft, mode: str, updates: int) -> None:
 
 def _advantage(draft: RecipeDraft, estimator: str) -> None:
     by_std = draft.read("algorithm.norm_adv_by_std_in_grpo")
-    if estimator in ("grpo", "grpo_vectorized"):
+    alone = draft.count(f"{ROLLOUT}.n") == 1 and estimator != "remax" and ALGORITHMS[estimator] == "grpo"
+    if alone:
+        told = f"{draft.origin(f'{ROLLOUT}.n')}: the advantage of a reply without others is its reward there"
+        draft.put("baseline", "none", told)
+        draft.put("scale", "none", told)
+    elif estimator in ("grpo", "grpo_vectorized"):
         told = draft.origin("algorithm.norm_adv_by_std_in_grpo")
         draft.put(
             "scale", "group" if by_std else "none", f"{told}: {'' if by_std else 'do not '}divide by the group's std"
@@ -403,42 +425,15 @@ def _optimizer(draft: RecipeDraft, prompts: int, updates: int, rows: int | None)
     draft.same("precision", f"{ACTOR}.dtype" if draft.given(f"{ACTOR}.dtype") else f"{ACTOR}.fsdp_config.dtype")
 
 
-def _reward(draft: RecipeDraft) -> None:
-    """Write the reward: a model, a function with its settings, or a hint where verl chooses one by itself."""
-    path, name = draft.read("custom_reward_function.path"), draft.read("custom_reward_function.name", "compute_score")
-    before = "custom_reward_function.reward_kwargs."
-    settings = {key.removeprefix(before): draft.read(key) for key in list(draft.run.options) if key.startswith(before)}
-    model = draft.read("reward_model.model.path") if draft.read("reward_model.enable") else None
-    if isinstance(model, str):
-        draft.put("reward_model", [draft.fitted("model", model)], "reward_model.model.path: its score is the reward")
-    if isinstance(path, str):
-        told = "".join(f",{key}={shown(value)}" for key, value in settings.items())
-        draft.put("env", f"verl:{path}:{name}{told}", "custom_reward_function: same function")
-    elif not isinstance(model, str):
-        told = "verl chooses a function by data_source: copy it to score.py (or verify:math, verify:numeric)"
-        draft.put("env", "verl:score.py:compute_score", told)
-    _overlong(draft)
-    if draft.read("algorithm.filter_groups.enable"):
-        rounds = draft.number("algorithm.filter_groups.max_num_gen_batches", 0) or 10
-        draft.put(
-            "dynamic_sampling", int(rounds), "filter_groups: at most so many times the prompts (0 there: no limit)"
-        )
-    draft.read("algorithm.filter_groups.max_num_gen_batches")
-
-
-def _overlong(draft: RecipeDraft) -> None:
-    for before in ("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg"):
-        enabled, length = draft.read(f"{before}.enable"), draft.number(f"{before}.len")
-        factor = draft.number(f"{before}.penalty_factor", 1)
-        draft.read(f"{before}.log")
-        if enabled and length:
-            draft.put("overlong_cache", int(length), f"{before}.len: same meaning")
-            if factor != 1:
-                draft.note(f"{before}.penalty_factor = {factor:g}", "the penalty grows to 1 here")
-
-
 def _long_rows(draft: RecipeDraft) -> None:
-    """Write how prompts are treated that are longer than data.max_prompt_length: here, than the context."""
+    """Write how many rows are read, and how prompts are treated that are longer than data.max_prompt_length: here, than
+    the context.
+    """
+    if most := max(0, draft.number("data.train_max_samples", 0)):  # -1: all
+        if draft.parts:
+            draft.note(draft.origin("data.train_max_samples"), "limit is of each part here: set it in each table")
+        else:
+            draft.put("limit", int(most), f"{draft.origin('data.train_max_samples')}: the first ones here")
     skips, how = draft.read("data.filter_overlong_prompts"), draft.read("data.truncation")
     draft.read("data.filter_overlong_prompts_workers")
     name, value = ("data.filter_overlong_prompts", False) if skips else ("data.truncation", how)
@@ -450,20 +445,8 @@ def _long_rows(draft: RecipeDraft) -> None:
 def _housekeeping(draft: RecipeDraft) -> None:
     """Write what changes no result: trackers, what is kept on the host; treat what is so here in any case."""
     trackers(draft, "trainer.logger", "trainer.project_name")
-    places = {
-        "optimizer": [f"{ACTOR}.fsdp_config.optimizer_offload"],
-        "activations": [f"{MODEL}.enable_activation_offload"],
-        "reference": ["actor_rollout_ref.ref.fsdp_config.param_offload"],
-    }
-    chosen = [kind for kind, names in places.items() if any([draft.read(name) for name in names])]
-    if "reference" in chosen and not draft.lines.get("kl", (0.0,))[0]:
-        chosen.remove("reference")  # there is none
-    if chosen:
-        told = ", ".join(draft.origin(name) for kind in chosen for name in places[kind])
-        draft.put("offload", chosen, f"{told}: same meaning; memory only")
-    for name in ("reward_model.reward_manager", "reward.reward_manager.name", "reward_manager.name"):
-        if draft.given(name) and draft.run.options[name] == "naive":
-            draft.treated.add(name)  # one call for a reply, as here
+    divisions(draft)
+    offload(draft)
     if draft.given("trainer.val_before_train"):
         if not draft.read("trainer.val_before_train"):
             draft.note(draft.origin("trainer.val_before_train"), "step 0 is evaluated here")

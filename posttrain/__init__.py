@@ -71,7 +71,7 @@ def _function(name: str, verb: Verb, called: str) -> Callable[..., Any]:
         if given.get("mixture"):
             given.setdefault(verb.given[0], "")  # its parts name the rows
         if verb.given[0] not in given and not verb.without_rows:
-            raise TypeError(f"{called}() needs {verb.given[0]}")
+            raise _without_rows(verb.given[0], called, given)
         hooks = _hooks(given) if verb.learns else ()
         config, rows, env = _read(verb, {OPTION_OF.get(k, k) if k in verb.given else k: v for k, v in given.items()})
         if verb.learns:
@@ -95,6 +95,15 @@ def _function(name: str, verb: Verb, called: str) -> Callable[..., Any]:
         )
     )
     return function
+
+
+def _without_rows(rows: str, called: str, given: Mapping[str, Any]) -> Exception:
+    """Return the error for a call without rows: another trainer's name of them, or none at all."""
+    from posttrain.core.option_aliases import direct
+
+    if named := next((name for name in given if direct(name) == "tasks"), None):
+        return UserError(f"unknown option {named!r}; here it is {rows}")
+    return TypeError(f"{called}() needs {rows}")
 
 
 def _read(verb: Verb, given: Mapping[str, Any]) -> tuple[Any, Any, Any]:

@@ -34,6 +34,7 @@ from posttrain.config.verbs import VERBS, load, sampling, training
 from posttrain.core import user_files
 from posttrain.core.messages import inline, near, safe
 from posttrain.core.progress import doing, watch
+from posttrain.core.several_files import as_mixture
 from posttrain.core.types import UserError
 from posttrain.system import garbage
 
@@ -65,6 +66,7 @@ BY_POSITION = {
     "sql": "a question in SQL",
 }
 """Meaning of each positional argument."""
+OTHER_COMMANDS = ("trl", "verl", "openrlhf", "accelerate", "torchrun", "deepspeed")
 ANYWHERE = ("--version", "--help", "--help-all")
 """Options that are understood with and without a command."""
 _BEFORE_DASHES = {"launch": "launch --slurm", "memory": "memory"}
@@ -115,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
         if isinstance(error, RepeatArgumentError) and error.token.keyword:
             said = f"{error.token.keyword} is given twice: leave one of them out"
         if isinstance(error, UnusedCliTokensError) and error.unused_tokens and words:
-            said = _unused(error.unused_tokens[0], words[0])
+            said = _unused(error.unused_tokens[0], words)
         if isinstance(error, CoercionError) and error.target_type in NUMBERS and error.token is not None:
             said = f"{error.token.keyword} is {NUMBERS[error.target_type]}, not {error.token.value!r:.60}"
         if isinstance(error, CoercionError) and get_origin(error.target_type) is dict and error.token is not None:
@@ -174,8 +176,11 @@ def _unknown(option: str, words: list[str], own: list[str]) -> str:
     return "; ".join(f"unknown option {each}{_suggested(each, verb, own)}" for each in [option, *foreign])
 
 
-def _unused(word: str, verb: str) -> str:
-    """Return the message for a word without an option before it."""
+def _unused(word: str, words: list[str]) -> str:
+    """Return the message for a word without an option before it. `words`: those of the command."""
+    verb, *rest = words
+    if len(files := _files_of_tasks(rest)) > 1 and word in files:
+        return as_mixture(files)
     if verb == "query":
         return 'put the question into quotes: posttrain query RUN "select ..."'
     name, equals, _ = word.partition("=")
@@ -184,6 +189,12 @@ def _unused(word: str, verb: str) -> str:
     option = "--env" if ":" in word else "--tasks" if Path(word).suffix else "--model"
     such = f", such as {option} {word}" if verb in VERBS else ""
     return f"{word!r:.60} has no option in front of it{inline(such)}: posttrain {verb} --help lists them"
+
+
+def _files_of_tasks(words: list[str]) -> list[str]:
+    """Return the words after --tasks, up to the next option."""
+    after = words[words.index("--tasks") + 1 :] if "--tasks" in words else []
+    return list(takewhile(lambda word: not word.startswith("-"), after))
 
 
 def _missing(error: MissingArgumentError, words: list[str]) -> str:
@@ -209,6 +220,10 @@ def _no_command(word: str) -> str:
     if word.lower() in EVERY:
         verb = verb_of(EVERY[word.lower()])
         return f"{word} is an algorithm: posttrain {verb} --algorithm {word.lower()}"
+    if word in OTHER_COMMANDS:
+        return (
+            f"{word} is a command of another trainer: write it to run.sh; posttrain import run.sh makes a recipe of it"
+        )
     names = [c.name for c in COMMANDS]
     longer = next((name for name in names if word and name.startswith(word)), word)
     told = near(longer, [*names, *ANYWHERE]) or f"; there are {', '.join(FIRST)} and more"

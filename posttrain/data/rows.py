@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from posttrain.core import user_files
 from posttrain.core.extras import install
 from posttrain.core.messages import clip, one_line
+from posttrain.core.several_files import as_mixture, listed
 from posttrain.core.types import UserError
 from posttrain.data.arrow_store import Table, digest, fingerprint, keep_table
 from posttrain.data.row_files import (
@@ -263,6 +264,8 @@ def _on_hub(source: str | Path, path: Path, split: str | None, limit: int | None
         raise UserError(f"{source}: write a dataset of the hub as its name alone, {of_hub}")
     if "://" in str(source):
         raise UserError(f"{source} is an address, and rows are read from this machine: download the file first")
+    if len(files := listed(str(source))) > 1:
+        raise UserError(as_mixture(files))
     missing = f"there is no file {source}"
     if not path.parent.is_dir():
         missing = f"there is no folder {path.parent}"

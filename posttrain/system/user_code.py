@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -19,6 +20,8 @@ from typing import Any
 from posttrain.core import user_files
 from posttrain.core.messages import inline, message_of, near_or_all
 from posttrain.core.types import UserError
+
+_PREFIXED = re.compile(r"([A-Za-z]{2,}:)[^:]+\.py")  # one letter and a colon are a drive
 
 PRIVATE = "_posttrain_user_"  # prefix of the module names of the user's files, which therefore shadow no other module
 
@@ -141,6 +144,11 @@ def _import_module(target: str) -> ModuleType:
 def _import_file(path: Path) -> ModuleType:
     """Return the module of a file, imported once per version (its name is a hash of path and modification time)."""
     if not os.path.isfile(path):  # also for a name that is too long for the system
+        if (found := _PREFIXED.match(str(path))) is not None:
+            raise UserError(
+                f"there is no prefix {found[1]!r}: a function of (task, reply) is {path.name.removeprefix(found[1])}:NAME, "
+                "one for TRL trl:FILE.py:NAME, and one for verl verl:FILE.py:NAME"
+            )
         near = sorted(p.name for p in path.parent.glob("*.py")) if os.path.isdir(path.parent) else []
         raise UserError(f"there is no file {path}{near_or_all(path.name, near)}")
     path = path.resolve()

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from posttrain.apps.migration.migrate import recipe_for
+from posttrain.apps.migration.recipe_draft import RecipeDraft
+from posttrain.apps.migration.recognition import read
 from posttrain.cli.main import main
 from posttrain.config.resolve import filled, validate
 from posttrain.config.verbs import VERBS
@@ -257,6 +259,26 @@ def test_what_has_to_be_put_right_before_the_first_run_is_one_list(
     assert out.count("first       ") == 4 and all(words in out for words in told)
     plain = files(tmp_path, dpo_sh="trl dpo --model_name_or_path runs/sft --dataset_name pairs.jsonl")
     assert "Before the first run" not in imported(plain)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "hidden"),
+    [
+        ("eos_token", False),
+        ("pad_token", False),
+        ("max_tokens", False),
+        ("hub_token", True),
+        ("token", True),
+        ("auth.token", True),
+        ("wandb_token", True),
+        ("my_secret", True),
+        ("api_key", True),
+    ],
+)
+def test_only_secrets_are_hidden_in_a_recipe(name: str, hidden: bool, tmp_path: Path) -> None:
+    text = f"trl sft --model_name_or_path m --dataset_name d --{name} VALUE"
+    recipe = RecipeDraft(read(str(files(tmp_path, run_sh=text))), "sft", {}).origin(name)
+    assert recipe == f"{name} = {'***' if hidden else 'VALUE'}"
 
 
 LONG = "0x" + "f" * 5000

@@ -192,6 +192,19 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "unknown option": (words("rl", stesp=3), ("--stesp", "did you mean --steps?")),
     "two lines without an option": (["sft", "two\nlines"], ("such as --model two lines: posttrain",)),
     "rows without an option": (["sft", "rows.jsonl"], ("'rows.jsonl' has no option in front of it, such as --tasks",)),
+    "several files of rows": (
+        ["rl", "--tasks", "a/train.jsonl", "b/train.jsonl", "--model", "m"],
+        ("--mixture.a.tasks a/train.jsonl --mixture.b.tasks b/train.jsonl;",),
+    ),
+    "several files in one word": (
+        words("sft", tasks="one.jsonl,two.parquet"),
+        ("--mixture.one.tasks one.jsonl --mixture.two.tasks two.parquet;",),
+    ),
+    "several files as a pattern": (
+        words("sft", tasks="*long.jsonl"),
+        ("--mixture.all-long.tasks all-long.jsonl --mixture.long.tasks long.jsonl;",),
+    ),
+    "a command of another trainer": (["trl", "grpo"], ("posttrain import run.sh",)),
     "unknown verb": (["trian"], ("trian", "sft, rl, prefer")),
     "unknown verb with a recipe": (["rll", "--config", "other.toml"], ("no command 'rll'; did you mean 'rl'?",)),
     "beginning of a verb": (["serve"], ("did you mean 'serve-policy'?",)),
@@ -554,6 +567,14 @@ def test_an_option_of_several_values_without_one_is_refused(words: str, capsys: 
     assert main(words.split()) == 2
     option = next(word for word in ("--search", "--stop", "--eval") if word in words)
     assert f"{option} needs a value: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("function", [posttrain.rl, posttrain.sft])
+def test_rows_by_the_name_of_another_trainer_are_answered_with_ours(function: Any) -> None:
+    with pytest.raises(UserError, match="unknown option 'train_dataset'; here it is tasks"):
+        function(train_dataset=[{"prompt": "1", "answer": "2"}], model="m")
+    with pytest.raises(TypeError, match="needs tasks"):
+        function(model="m")
 
 
 def test_an_option_as_hydra_has_it_is_answered_with_ours(capsys: pytest.CaptureFixture[str]) -> None:

@@ -341,6 +341,19 @@ def test_reward_of_another_trainer_is_told_from_one_of_ours() -> None:
             load_env(function)
 
 
+def test_several_rewards_in_a_list_are_answered_with_how_they_are_given() -> None:
+    def one(task: Any, reply: Any) -> float:
+        return 1.0
+
+    with pytest.raises(UserError, match=r"env is one function.* returns the sum.* posttrain.trl_reward\(f, g, weights"):
+        load_env([one, one])  # type: ignore[arg-type]
+
+
+def test_a_prefix_that_there_is_not_is_answered_with_those_there_are() -> None:
+    message = refusal("openrlhf:v.py:rm")
+    assert "no prefix 'openrlhf:'" in message and "v.py:NAME" in message and "trl:FILE.py:NAME" in message
+
+
 def test_object_whose_call_is_none_is_no_function() -> None:
     class Five:
         __call__ = 5

@@ -16,6 +16,7 @@ from posttrain.core.extras import install
 from posttrain.core.foreign_options import ELSEWHERE
 from posttrain.core.messages import clip, inline, safe
 from posttrain.core.option_aliases import answer, direct, entry
+from posttrain.core.several_files import names_of
 from posttrain.core.types import UserError
 
 LARGEST_NUMBER = 1e15
@@ -199,7 +200,7 @@ class RecipeDraft:
                 found.append((self.fitted("tasks", str(file)), f"{name}: same file"))
         if len(files) == 1:
             return self.put("tasks", *found[0])
-        self.parts = dict(zip(_names_of([place for place, _ in found]), found, strict=True))
+        self.parts = dict(zip(names_of([place for place, _ in found]), found, strict=True))
         self.head.append(
             f"Rows: {len(files)} files as parts of a mixture, each as often as its size, as one file would be."
         )
@@ -318,15 +319,6 @@ class RecipeDraft:
             out += ["", f"# Options of {self.run.framework} that are not in this recipe, and what to do:"]
             out += [_comment(line, "#   ") for line in map(_grouped, self.without.items())]
         return "\n".join(out) + "\n"
-
-
-def _names_of(files: list[str]) -> list[str]:
-    """Return a name for each file: its own, or that of its folder where several have the same, as train.parquet."""
-    stems = [Path(file).stem for file in files]
-    if len(set(stems)) < len(stems):
-        stems = [Path(file).parent.name or stem for file, stem in zip(files, stems, strict=True)]
-    plain = [re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-") or "part" for stem in stems]
-    return [f"{name}-{number}" if plain.count(name) > 1 else name for number, name in enumerate(plain, 1)]
 
 
 def _grouped(entry: tuple[str, list[str]]) -> str:

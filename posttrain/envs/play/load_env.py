@@ -317,6 +317,11 @@ def _of_episodes(thing: object, before: str = "") -> str:
 
 
 def _checked(function: object, label: str) -> Callable[..., Any]:
+    if isinstance(function, list | tuple) and all(map(callable, function)):
+        raise UserError(
+            "env is one function, not a list: give a function that returns the sum of the rewards, or a dictionary of its "
+            "parts; for functions of TRL it is posttrain.trl_reward(f, g, weights=[1, 0.5])"
+        )
     if not callable(function):
         raise UserError(f"{label} is {short(function)}, not a function{_of_episodes(function, '; ')}")
     if inspect.isclass(function):

@@ -1,4 +1,4 @@
-"""What samples and where weights are, of a run of verl: the correction of vLLM's probabilities, divided models, offload."""
+"""The correction of vLLM's probabilities, the division of models among processes, and offload, of a run of verl."""
 
 from __future__ import annotations
 

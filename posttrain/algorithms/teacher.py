@@ -31,6 +31,9 @@ class Distillation(Component):
                     token's advantage and to that of no other. It needs log-probabilities of the sampled tokens alone, so
                     the teacher may be an endpoint.
 
+    An endpoint can name its `top_k` likeliest tokens too. The divergences are then over k + 2 cells: these tokens, the
+    sampled one, and all others together. That is at most the divergence over the vocabulary, equal to it with all tokens.
+
     As in GKD, exact divergences are differentiated at the sampled contexts, not through their sampling. In the sampled form
     the surrogate does that for one token: its expectation is the gradient of the reverse KL at that token.
     """
@@ -66,13 +69,27 @@ class Distillation(Component):
         most=1,
     )
 
+    top_k: int = setting(
+        0,
+        "teacher-top-k",
+        "Likeliest tokens of which an endpoint gives log-probabilities, for the other divergences (0: none). A folder "
+        "gives whole distributions.",
+        least=0,
+    )
+
     @property
     def sampled(self) -> bool:
         return self.divergence == "sampled"
 
     @property
+    def whole(self) -> bool:
+        """Whether the loss reads the teacher's whole distributions."""
+        return not self.sampled and not self.top_k
+
+    @property
     def formula(self) -> str:
         softened = "" if self.temperature is None else f", q at temperature {self.temperature:g}"
+        top = f"; a over the teacher's {self.top_k} likeliest tokens, the sampled one, and all others together"
         return (
             {
                 "reverse-kl": "sum_a p log(p / q)",
@@ -82,6 +99,7 @@ class Distillation(Component):
                 "sampled": f"{self.coefficient:g} (tea - old), without a gradient",
             }[self.divergence]
             + softened
+            + (top if self.top_k else "")
             + (f"; {moved('teacher', self.every, self.rate)}" if self.every else "")
         )
 
@@ -100,7 +118,7 @@ class Distillation(Component):
 
     @property
     def needs(self) -> frozenset[Need]:
-        return frozenset({Need.TEACHER} if self.sampled else ())
+        return frozenset({Need.TEACHER} if self.sampled else {Need.TEACHER_TOP} if self.top_k else ())
 
     def distance(self, outputs: Outputs) -> Tensor:
         """Return the divergence per token, [N] in nats, differentiable in the policy. Not for `sampled`."""

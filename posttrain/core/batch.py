@@ -198,6 +198,10 @@ class Batch(Packed):
     old_logp: Tensor | None = None  # float32 [N], the learner's at the start of the update; None: current, detached
     ref_logp: Tensor | None = None  # float32 [N]
     teacher_logp: Tensor | None = None  # float32 [N]
+    teacher_ids: Tensor | None = (
+        None  # int64 [N, k + 1], the teacher's k likeliest tokens and the sampled one; -1: none
+    )
+    teacher_top: Tensor | None = None  # float32 [N, k + 1], the teacher's log-probabilities of `teacher_ids`
     held: Tensor | None = None  # float32 [N], the weight of |lp - old| in the loss
     value: Tensor | None = None  # float32 [N], the critic's at rollout time
     returns: Tensor | None = None  # float32 [N], the critic's targets

@@ -32,6 +32,7 @@ class Need(StrEnum):
     ENTROPY = "entropy"  # of the whole distribution at each token, at rollout time
     KL = "kl"  # the exact KL to the reference at each token, at rollout time
     TEACHER = "teacher"  # a teacher's log-probabilities of the sampled tokens
+    TEACHER_TOP = "teacher's likeliest tokens"  # and their log-probabilities, at each sampled token
     VALUE = "value"  # a critic of states, and its values at rollout time
     ACTION_VALUE = "action value"  # a critic of actions
     SOFT_STATE_VALUE = "soft state value"  # a critic of states beside that of actions, with a target copy of its own

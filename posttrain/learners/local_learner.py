@@ -45,6 +45,7 @@ from posttrain.models.losses.likelihood import (
     token_logp,
     token_logp_entropy,
 )
+from posttrain.models.losses.top_divergence import top_divergence
 from posttrain.models.native.linear import accumulating, multiplying
 from posttrain.models.row_shards import here, whole_shape
 from posttrain.models.tensor_files import open_tensors, read_rows, read_state, stored_kind, write_state
@@ -504,8 +505,14 @@ class LocalLearner:
 
         If `measured`, also return the teachers' log-probabilities and the policy's entropy, each [N].
         """
-        assert batch.readings, "nobody teaches these rollouts"
         beta = {"reverse_kl": REVERSE, "forward_kl": FORWARD}.get(name, self.teaching.beta)
+        if isinstance(batch, Batch) and batch.teacher_ids is not None:
+            ids, top, sampled = batch.teacher_ids, batch.teacher_top, batch.teacher_logp
+            assert top is not None and sampled is not None
+            temperature = self._temperature(batch)
+            logp, apart, entropy = top_divergence(policy, ids, top, batch.target, beta, temperature, measured)
+            return (logp, apart, sampled, entropy) if measured else (logp, apart)
+        assert batch.readings, "nobody teaches these rollouts"
         parts = []
         for reading in batch.readings:
             theirs = self._other(reading.model, reading.packed)

@@ -237,6 +237,8 @@ def _contradictions_of_teacher(algorithm: Algorithm, run: RL) -> Iterator[str]:
             f"{_selecting(algorithm)} selects where rewards are learned from, and this algorithm learns from none: leave "
             "it out"
         )
+    if algorithm.teacher is not None and algorithm.teacher.sampled and algorithm.teacher.top_k:
+        yield "--teacher-top-k has no effect with sampled, which reads the sampled tokens alone: leave it out"
     if run.chooses("jsd_beta") and divergence != "jensen-shannon":
         yield f"--jsd-beta has no effect with {divergence}, only with jensen-shannon: leave it out"
 

@@ -70,7 +70,16 @@ def load_teachers(
             _refuse_exact(config, algorithm, option, where)
             fixed = algorithm.teacher.temperature is not None
             remote[name] = opened.enter_context(closing(RemoteTeacher(where, fixed)))
-            lines.append(f"{option} {where} ({remote[name].model}), asked for log-probabilities")
+            top_k = algorithm.teacher.top_k
+            if top_k:
+                remote[name].check_top(top_k)
+            of = f" of the sampled and its {top_k} likeliest tokens" if top_k else ""
+            lines.append(f"{option} {where} ({remote[name].model}), asked for log-probabilities{of}")
+        elif algorithm.teacher.top_k:
+            raise UserError(
+                f"--teacher-top-k is for endpoints, and {option} {where} is a folder, which gives whole distributions: "
+                "leave it out, or give only teachers behind endpoints"
+            )
         else:
             folder = resolve(where)
             _check_tokens(tokenizer, Tokenizer.load(folder), f"{option} {where}")
@@ -125,10 +134,11 @@ def _check_moves(config: Distill, teacher: Distillation, models: Mapping[str, Mo
 
 def _refuse_exact(config: Distill, algorithm: Algorithm, option: str, where: str) -> None:
     assert algorithm.teacher is not None
-    if not algorithm.teacher.sampled:
+    if algorithm.teacher.whole:
         raise UserError(
             f"{algorithm.name}: {option} {where} gives log-probabilities of single tokens, and "
-            f"{algorithm.teacher.divergence} needs full distributions: use --algorithm distill-k1, or a teacher in a folder"
+            f"{algorithm.teacher.divergence} needs full distributions: give --teacher-top-k 20, use --algorithm "
+            "distill-k1, or a teacher in a folder"
         )
     own = algorithm.teacher.temperature
     if (config.temperature if own is None else own) != 1 or (own is None and config.temperature_column):

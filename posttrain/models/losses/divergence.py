@@ -89,7 +89,7 @@ class _Pairs:
                 yield block, x, y
 
 
-class _Sum:
+class RunningSum:
     """Running log sum exp(x) over the blocks added so far, and the mean of another quantity under the softmax of x."""
 
     def __init__(self, like: Tensor) -> None:
@@ -133,8 +133,11 @@ class _Divergence(torch.autograd.Function):
             pairs = replace(pairs, kept=[logits for _, *both in pairs for logits in both])
         wide = torch.promote_types(hidden.dtype, torch.float32)
         at = torch.zeros(hidden.shape[0], dtype=wide, device=hidden.device)
-        own, other = _Sum(at), _Sum(at)
-        level, theirs = _Sum(at), torch.zeros_like(at)  # the policy's mean logit; the teacher's logit at the target
+        own, other = RunningSum(at), RunningSum(at)
+        level, theirs = (
+            RunningSum(at),
+            torch.zeros_like(at),
+        )  # the policy's mean logit; the teacher's logit at the target
         for block, x, y in pairs:
             mine, place = inside(target, block)
             at = torch.where(mine, x.gather(-1, place[:, None]).squeeze(-1), at)

@@ -33,7 +33,7 @@ class Credited:
 
     rollouts: Sequence[Rollout]
     scores: Scores
-    per_token: Mapping[str, list[Tensor]]  # field of `Batch` -> [n_i] of each rollout
+    per_token: Mapping[str, list[Tensor]]  # field of `Batch` -> [n_i] of each rollout, or [n_i, k + 1]
     views: Mapping[str, list[Tensor]]  # log-probabilities "old" and "reference", if needed
     shaping: Tensor | None = None  # float64 [S], added to each reward
     selected: Sequence[Tensor] = ()  # bool [n_i], whether a token has kept its advantage; (): all have
@@ -113,6 +113,11 @@ def credit(
     if Need.TEACHER in needs:
         assert teachers is not None, "somebody must teach"
         fields["teacher_logp"] = teachers.logp(learner, rollouts, tokens_per_microbatch)
+    if Need.TEACHER_TOP in needs:
+        assert teachers is not None and algorithm.teacher is not None, "somebody must teach"
+        top = teachers.top(rollouts, algorithm.teacher.top_k, learner.device)
+        fields["teacher_logp"] = [own.sampled for own in top]
+        fields["teacher_ids"], fields["teacher_top"] = [own.ids for own in top], [own.logp for own in top]
     if algorithm.critic is not None:
         fields |= _returns(algorithm, scores, stats)
     if algorithm.covariance is not None:

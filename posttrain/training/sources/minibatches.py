@@ -129,7 +129,7 @@ class Minibatches:
         sink = ledger.feed(part, fed, coefficients, self.learner.moves_every_token)
         weight = algorithm.aggregate(part.scores)
         taught = {}
-        if self.teachers is not None and algorithm.teacher is not None and not algorithm.teacher.sampled:
+        if self.teachers is not None and algorithm.teacher is not None and algorithm.teacher.whole:
             taught = dict(zip(fed, self.teachers.taught([part.rollouts[i] for i in fed]), strict=True))
         return [
             collate(

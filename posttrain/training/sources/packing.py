@@ -212,7 +212,8 @@ def collate(
     """Build one micro-batch of some rollouts; `index[i]` is the place of rollout i in the optimizer batch [S].
 
     weight, imitate   [S], weight of each token of a rollout in the loss, and in its likelihood term.
-    fields            of `Batch`: one value for each scored token, [n_i] for each rollout of the optimizer batch.
+    fields            of `Batch`: one value for each scored token, or a row of values, [n_i] or [n_i, k + 1] for each
+                      rollout of the optimizer batch.
     taught            each of these rollouts as its teacher reads it: see `pack`.
     sink              receives the values computed for single tokens.
     """

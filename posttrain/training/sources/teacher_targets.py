@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,11 +26,23 @@ TEACHER, NAMED = "teacher", "teacher:{}"
 """Names in the learner: the teacher of all tasks, and a teacher that tasks choose by its name."""
 
 
+class TopTokens(NamedTuple):
+    """The k likeliest tokens of a teacher at each scored token, and the scored token itself."""
+
+    ids: Tensor  # int64 [n, k + 1], different in each row; -1 at the end where the scored token is among the k
+    logp: Tensor  # float32 [n, k + 1], of `ids` under the teacher
+    sampled: Tensor  # float32 [n], of the scored tokens
+
+
 class RemoteTeacherClient(Protocol):
     """Client of a remote teacher, which returns only log-probabilities."""
 
     def logp(self, transcripts: Sequence[Transcript]) -> list[Tensor]:
         """Return one log-probability for each scored token of each transcript, float32."""
+        ...
+
+    def top(self, transcripts: Sequence[Transcript], count: int) -> list[TopTokens]:
+        """Return the `count` likeliest tokens at each scored token of each transcript."""
         ...
 
 
@@ -113,6 +125,18 @@ class Teachers:
             for place, value in zip(own, values, strict=True):
                 found[place] = value
         return found
+
+    def top(self, rollouts: Sequence[Rollout], count: int, device: torch.device) -> list[TopTokens]:
+        """Return the `count` likeliest tokens of each rollout's teacher, which is a remote one."""
+        taught = self.taught(rollouts)
+        found: dict[int, TopTokens] = {}
+        for name in dict.fromkeys(t.by for t in taught):
+            own = [i for i, t in enumerate(taught) if t.by == name]
+            said = iter(self.remote[name].top([t for i in own for t in taught[i].transcripts], count))
+            for i in own:
+                parts = [next(said) for _ in taught[i].transcripts]
+                found[i] = TopTokens(*(torch.cat(column).to(device) for column in zip(*parts, strict=True)))
+        return [found[i] for i in range(len(taught))]
 
     def measure(self, learner: Learner, rollouts: Sequence[Rollout], tokens: int, stats: Stats) -> None:
         """Add "eval/divergence": KL(policy || teacher) of these tokens, for any divergence that the algorithm

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -32,11 +33,15 @@ from posttrain.runs.health import Health
 from posttrain.system import endpoint as endpoints
 from posttrain.training.loop import train
 from posttrain.training.sources.collector import Size
+from posttrain.training.sources.credit_assignment import credit
+from posttrain.training.sources.ledger import Ledger
+from posttrain.training.sources.minibatches import Minibatches
 from posttrain.training.sources.model_outputs import view
 from posttrain.training.sources.packing import Taught, pack
 from posttrain.training.sources.remote_teacher import RemoteTeacher
 from posttrain.training.sources.rl_source import RLSource
-from posttrain.training.sources.teacher_targets import TEACHER, Teachers
+from posttrain.training.sources.teacher_targets import TEACHER, Teachers, TopTokens
+from posttrain.training.sources.token_recording import TokenRecording
 
 DISTILLING = [name for name, row in TABLE.items() if row.teacher is not None]
 DISTANCES = ("reverse_kl", "forward_kl", "jensen_shannon")
@@ -161,6 +166,9 @@ def test_divergence_from_a_teacher_elsewhere_is_log_p_minus_log_q_of_the_sampled
                 log_q[t.scored - 1, torch.tensor(t.tokens)[t.scored]]
                 for log_q, t in zip(logs, transcripts, strict=True)
             ]
+
+        def top(self, transcripts: Sequence[Transcript], count: int) -> list[TopTokens]:
+            raise AssertionError("the sampled tokens are enough")
 
     stats = Stats()
     Teachers(WORDS, {}, {TEACHER: Elsewhere()}).measure(learner, rollouts, 40, stats)
@@ -325,7 +333,22 @@ def test_evaluation_reports_the_exact_divergence_whatever_the_row(place: Path) -
             "learns from rewards and its teacher: give --env",
         ),
         (["--teachers.a", "teacher"], 'has no "teacher", and there is no --teacher: --teachers names a'),
-        (["--teacher", "http://localhost:9/v1"], "needs full distributions: use --algorithm distill-k1"),
+        (
+            ["--teacher", "http://localhost:9/v1"],
+            "needs full distributions: give --teacher-top-k 20, use --algorithm distill-k1",
+        ),
+        (
+            ["--teacher", "teacher", "--teacher-top-k", "5"],
+            "--teacher-top-k is for endpoints, and --teacher teacher is a folder",
+        ),
+        (
+            ["--teacher", "http://localhost:9/v1", "--teacher-top-k", "5", "--temperature", "0.7"],
+            "gives log-probabilities at temperature 1: give --teacher-temperature 1",
+        ),
+        (
+            ["--teacher", "teacher", "--algorithm", "distill-k1", "--teacher-top-k", "5"],
+            "--teacher-top-k has no effect with sampled",
+        ),
         (
             ["--teacher", "http://localhost:9/v1", "--algorithm", "distill-k1", "--temperature", "0.7"],
             "gives log-probabilities at temperature 1: give --teacher-temperature 1",
@@ -365,7 +388,7 @@ class Server:
 
     def __init__(self, model: Decoder) -> None:
         self.model, self.asked, self.form, self.failing = model, 0, "openai", list[tuple[int, bytes]]()
-        self.models, self.authorization = ["teacher"], ""
+        self.models, self.authorization, self.most = ["teacher"], "", WORDS.vocab_size
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -376,6 +399,9 @@ class Server:
             def do_POST(self) -> None:
                 asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 server.asked += 1
+                if asked["logprobs"] > server.most:
+                    self.answer(400, b'{"message": "more than max_logprobs"}')
+                    return
                 self.answer(*(server.failing.pop(0) if server.failing else (200, server.scored(asked))))
 
             def answer(self, status: int, body: bytes) -> None:
@@ -398,12 +424,18 @@ class Server:
         tokens = asked["prompt"]
         logs = distributions(self.model, tokens, 1.0)
         values = [None, *(logs[t - 1, tokens[t]].item() for t in range(1, len(tokens)))]
+        likeliest = [{token: value} for token, value in zip(tokens[1:], values[1:], strict=True)]
+        for t, named in enumerate(likeliest):
+            top = logs[t].topk(asked["logprobs"])
+            named |= dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
         if self.form == "vllm":
-            listed = [None, *({str(tokens[t]): {"logprob": values[t], "rank": 1}} for t in range(1, len(tokens)))]
-            return json.dumps({"choices": [{"text": "x", "prompt_logprobs": listed}]}).encode()
-        texts = [WORDS.decode([t]) for t in tokens]
-        own = {"token_logprobs": [*values, -0.5], "tokens": [*texts, "x"]}
-        return json.dumps({"choices": [{"text": "x", "logprobs": own}]}).encode()
+            listed = [{str(id): {"logprob": logp, "rank": 1} for id, logp in named.items()} for named in likeliest]
+            return json.dumps({"choices": [{"text": "x", "prompt_logprobs": [None, *listed]}]}).encode()
+        as_ids = asked.get("return_tokens_as_token_ids") and self.form != "plain"
+        texts = [f"token_id:{id}" if as_ids else WORDS.decode([id]) for id in range(WORDS.vocab_size)]
+        tops = [{texts[id]: logp for id, logp in named.items()} for named in likeliest]
+        own = {"token_logprobs": [*values, -0.5], "tokens": [*(texts[id] for id in tokens), "x"]}
+        return json.dumps({"choices": [{"text": "x", "logprobs": {**own, "top_logprobs": [None, *tops, {}]}}]}).encode()
 
 
 @pytest.fixture
@@ -530,3 +562,151 @@ def test_run_taught_by_an_endpoint_is_that_taught_by_the_folder(server: Server, 
     for one, other in zip(metrics(place / "near")[1:], metrics(place / "far")[1:], strict=True):
         assert one["divergence"] == pytest.approx(other["divergence"], abs=1e-4)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+
+
+# -- the likeliest tokens of an endpoint -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["openai", "vllm"])
+def test_endpoint_names_the_likeliest_tokens_of_the_model_and_the_sampled_one(server: Server, form: str) -> None:
+    server.form = form
+    rollouts = rollouts_of()
+    rollouts[1].task["teacher_prompt"] = "9-9=0, so "
+    with closing(RemoteTeacher(server.address)) as remote:
+        remote.check_top(3)
+        teachers = Teachers(WORDS, {}, {TEACHER: remote})
+        told, sampled = teachers.top(rollouts, 3, torch.device("cpu")), teachers.logp(learner_of(), rollouts, 60)
+    added = 0
+    for taught, top, one in zip(teachers.taught(rollouts), told, sampled, strict=True):
+        (read,) = taught.transcripts
+        logs = distributions(server.model, read.tokens, 1.0)
+        assert torch.equal(top.sampled, one) and top.ids.shape == top.logp.shape == (len(one), 4)
+        for row, place in enumerate(read.scored.tolist()):
+            likeliest, token = logs[place - 1].topk(3).indices.tolist(), read.tokens[place]
+            expected = likeliest if token in likeliest else [*likeliest, token]
+            assert top.ids[row].tolist() == [*expected, -1][:4]
+            assert torch.allclose(top.logp[row, : len(expected)], logs[place - 1, expected], atol=1e-6)
+            added += token not in likeliest
+    assert 0 < added < sum(map(len, sampled))
+
+
+@pytest.mark.parametrize("budget", [30, 10_000])
+@pytest.mark.parametrize("name", ["distill-reverse-kl", "distill-forward-kl", "distill-jsd"])
+def test_loss_of_likeliest_tokens_is_the_mean_of_a_loop_over_their_cells(
+    server: Server, remote: RemoteTeacher, name: str, budget: int
+) -> None:
+    """The gradient too, whatever the micro-batches; and the record has the teacher's values of the sampled tokens."""
+    row = chosen_row(find(name), teacher_top_k=3, teacher_temperature=1.0)
+    learner, rollouts = LocalLearner(tiny(WORDS, dtype=torch.float64), Optimization(), temperature=0.8), rollouts_of()
+    teachers, stats = Teachers(WORDS, {}, {TEACHER: remote}), Stats()
+    credited = credit(row, rollouts, learner, budget, {}, None, stats, teachers)
+    ledger = Ledger(row, 1, rollouts, {}, TokenRecording())
+    ledger.credit(credited)
+    size = Size(3, 2, budget)
+    batches = Minibatches(row, learner, size, 0, None, (), None, teachers).updates(1, credited, {}, ledger)[0]()
+    objective, told = policy_objective(row), Stats()
+    for batch in batches:
+        assert not batch.readings
+        objective(learner._outputs(learner.model, batch, objective.wants), batch, told).backward()
+    beta = {"distill-reverse-kl": 1.0, "distill-forward-kl": 0.0, "distill-jsd": 0.5}[name]
+    parameters = [p for p in learner.model.parameters() if p.grad is not None]
+    found = [p.grad.clone() for p in parameters if p.grad is not None]
+    own = []
+    for rollout, top in zip(rollouts, credited.per_token["teacher_ids"], strict=True):
+        (read,) = rollout.transcripts
+        hidden = learner.model(torch.tensor(read.tokens), torch.arange(len(read.tokens)), causal)
+        log_p = (hidden @ learner.model.head.weight.T / 0.8).log_softmax(-1)
+        log_q = distributions(server.model, read.tokens, 1.0).double()
+        for ids, place in zip(top.tolist(), read.scored.tolist(), strict=True):
+            own.append(over_cells(log_p[place - 1], log_q[place - 1], [i for i in ids if i >= 0], beta))
+    loss = torch.stack(own).mean()
+    assert told.means()["divergence"] == pytest.approx(loss.item(), rel=1e-5)
+    expected = torch.autograd.grad(loss, parameters)
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-7) for a, b in zip(found, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(
+        credited.per_token["teacher_logp"], teachers.logp(learner, rollouts, budget), strict=True
+    ))  # fmt: skip
+
+
+def over_cells(log_p: Tensor, log_q: Tensor, named: list[int], beta: float) -> Tensor:
+    """The divergence over these tokens and all others together."""
+    other = torch.ones(len(log_p), dtype=torch.bool)
+    other[named] = False
+    p, q = (torch.stack([*(x[i].exp() for i in named), x[other].exp().sum()]) for x in (log_p, log_q))
+    m = (1 - beta) * p + beta * q
+    if beta in (0.0, 1.0):
+        return (p * (p / q).log()).sum() if beta else (q * (q / p).log()).sum()
+    return ((1 - beta) * p * (p / m).log() + beta * q * (q / m).log()).sum()
+
+
+def changed(server: Server, tokens: Sequence[int], change: Callable[[dict[str, Any]], None]) -> bytes:
+    """The server's answer with a change in its choice."""
+    asked = {
+        "echo": True,
+        "model": "teacher",
+        "prompt": list(tokens),
+        "logprobs": 2,
+        "return_tokens_as_token_ids": True,
+    }
+    answer = json.loads(server.scored(asked))
+    change(answer["choices"][0])
+    return json.dumps(answer).encode()
+
+
+@pytest.mark.parametrize(
+    ("form", "change", "told"),
+    [
+        ("openai", lambda c: c["logprobs"].pop("top_logprobs"), "sent the likeliest tokens at 0 of"),
+        ("openai", lambda c: c["logprobs"].update(top_logprobs="no"), "sent the likeliest tokens at 0 of"),
+        ("openai", lambda c: c["logprobs"]["top_logprobs"].__setitem__(-3, None), "sent 0 likeliest tokens, and --teacher-"),
+        ("openai", lambda c: c["logprobs"]["top_logprobs"][-3].update({"token_id:5": None}), "sent a log-probability None"),
+        ("openai", lambda c: c["logprobs"]["top_logprobs"][-3].update({"token_id:5": math.inf}), "log-probability inf"),
+        ("openai", lambda c: c["logprobs"]["top_logprobs"][-3].update({"token_id:5": 0.4}), "that add up to"),
+        ("openai", lambda c: c["logprobs"]["top_logprobs"][-3].update({"token_id:x": -1.0}), "sent the token 'token_id:x'"),
+        ("openai", lambda c: c["logprobs"]["top_logprobs"][-3].update({"5": -1.0}), "sent the token '5' in place of its id"),
+        ("openai", lambda c: c["logprobs"]["top_logprobs"][-3].update({f"token_id:{9**20}": -1.0}), "sent the token"),
+        ("openai", lambda c: c.update(logprobs=[]), "0 log-probabilities for"),
+        ("vllm", lambda c: c["prompt_logprobs"].__setitem__(-2, []), "a log-probability None"),
+        ("vllm", lambda c: c["prompt_logprobs"][-2].update({" a": {"logprob": -1.0}}), "sent the token ' a'"),
+        ("vllm", lambda c: c.update(prompt_logprobs="no"), "0 log-probabilities for"),
+    ],
+)  # fmt: skip
+def test_damaged_likeliest_tokens_are_told_in_one_line(
+    server: Server, remote: RemoteTeacher, form: str, change: Callable[[dict[str, Any]], None], told: str
+) -> None:
+    server.form = form
+    transcripts = transcripts_of(1)
+    tokens = transcripts[0].tokens[: int(transcripts[0].scored[-1]) + 1]
+    assert remote.top(transcripts, 2)[0].ids.shape[1] == 3
+    server.failing = [(200, changed(server, tokens, change))]
+    with pytest.raises(UserError) as refused:
+        remote.top(transcripts, 2)
+    assert told in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_endpoint_that_names_fewer_tokens_or_no_ids_is_refused_before_the_run(
+    server: Server, place: Path, capsys: Any
+) -> None:
+    words = ["--teacher", server.address, "--teacher-top-k", "9"]
+    for form, most, told in (("openai", 8, "does not name 9 likeliest tokens: HTTP 400"), ("plain", 99, "of its id")):
+        server.form, server.most = form, most
+        assert main(small(place, "refused", *words)) == 2
+        said = capsys.readouterr().err
+        assert told in said and said.count("\n") == 1 and not (place / "refused").exists()
+
+
+@pytest.mark.parametrize("form", ["openai", "vllm"])
+def test_run_with_all_tokens_of_an_endpoint_is_that_taught_by_the_folder(
+    server: Server, place: Path, form: str
+) -> None:
+    server.form = form
+    every = ["--teacher-top-k", str(WORDS.vocab_size)]
+    for name, words in (("whole", [str(place / "teacher")]), (f"named-{form}", [server.address, *every])):
+        assert main(small(place, name, "--minibatches", "2", "--teacher", *words)) == 0
+    for one, other in zip(metrics(place / "whole")[1:], metrics(place / f"named-{form}")[1:], strict=True):
+        assert one["divergence"] == pytest.approx(other["divergence"], abs=1e-4)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+    told = json.loads((place / f"named-{form}" / "run.json").read_text())
+    assert any(
+        f"asked for log-probabilities of the sampled and its {WORDS.vocab_size} likeliest" in s for s in told["sizes"]
+    )

@@ -155,7 +155,7 @@ class RemoteTeacher:
                 if not bad
                 else f"a log-probability {bad[0]!r}"
             )
-        return [math.nan, *map(float, found[1:])]
+        return [math.nan, *(float(x) for x in found[1:] if x is not None)]
 
     def _read_top(self, choice: dict[str, Any], tokens: Sequence[int], places: Sequence[int], count: int) -> TopTokens:
         """Return the likeliest tokens at these places of a prompt."""

@@ -696,6 +696,9 @@ class RLOptions(
     """Steps between updates of the teacher to the policy, whose weights it starts from (0: never)."""
     teacher_update_rate: float
     """Share of the way to the policy's weights that an update of the teacher goes (1: it becomes the policy)."""
+    teacher_top_k: int
+    """Likeliest tokens of which an endpoint gives log-probabilities, for the other divergences (0: none). A folder
+    gives whole distributions."""
     branches: int
     """Rollouts that branch at a tool result that raised the entropy (0: none)."""
     branch_first: float

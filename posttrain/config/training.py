@@ -410,8 +410,8 @@ class Distill(RL):
     """Algorithm: distill-reverse-kl, distill-forward-kl, distill-jsd, distill-k1, or one of rl. Those of rl (grpo ...) learn
     from rewards and the teacher."""
     teacher: str | None = option(None, group="model", first_hour=True, value="MODEL")
-    """Teacher: the folder of a checkpoint or of a run, of any size, with the student's tokenizer. For distill-k1 also
-    an OpenAI-compatible endpoint: http://host:8000/v1, or http://host:8000/v1#MODEL."""
+    """Teacher: the folder of a checkpoint or of a run, of any size, with the student's tokenizer. For distill-k1, or
+    with --teacher-top-k, also an OpenAI-compatible endpoint: http://host:8000/v1, or http://host:8000/v1#MODEL."""
     teachers: dict[str, str] = option(factory=dict, group="model", value="MODEL")
     """Teachers that tasks choose with a column "teacher": --teachers.maths runs/maths --teachers.code runs/code. Tasks
     without a choice use --teacher."""

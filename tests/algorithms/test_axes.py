@@ -262,6 +262,7 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("distill-reverse-kl", {"teacher_temperature": 0.5}, TEACHER, Distillation(temperature=0.5)),
     ("distill-reverse-kl", {"temperature": 0.5}, TEACHER, Distillation()),
     ("distill-jsd", {"divergence": "forward-kl"}, TEACHER, Distillation("forward-kl")),
+    ("distill-jsd", {"teacher_top_k": 20}, TEACHER, Distillation("jensen-shannon", top_k=20)),
     ("distill-jsd", {"teacher_every": 3}, TEACHER, Distillation("jensen-shannon", every=3)),
     (
         "distill-reverse-kl",
@@ -653,6 +654,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("distill-k1", {"jsd_beta": 0.2}, "--jsd-beta has no effect with sampled"),
     ("distill-jsd", {"jsd_beta": 1.0}, "--jsd-beta must be above 0 and below 1, not 1"),
     ("distill-jsd", {"distillation": 0.0}, "--distillation must be above 0, not 0"),
+    ("distill-k1", {"teacher_top_k": 20}, "--teacher-top-k has no effect with sampled"),
     ("distill-jsd", {"teacher_temperature": 0.0}, "--teacher-temperature must be above 0, not 0"),
     # parts that do not have what the option changes
     ("ppo", {"baseline": "group"}, "--baseline cannot go with ppo.*--advantage baselined"),

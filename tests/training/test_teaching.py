@@ -695,18 +695,14 @@ def test_endpoint_that_names_fewer_tokens_or_no_ids_is_refused_before_the_run(
         assert told in said and said.count("\n") == 1 and not (place / "refused").exists()
 
 
-@pytest.mark.parametrize("form", ["openai", "vllm"])
-def test_run_with_all_tokens_of_an_endpoint_is_that_taught_by_the_folder(
-    server: Server, place: Path, form: str
-) -> None:
-    server.form = form
+def test_run_with_all_tokens_of_an_endpoint_is_that_taught_by_the_folder(server: Server, place: Path) -> None:
     every = ["--teacher-top-k", str(WORDS.vocab_size)]
-    for name, words in (("whole", [str(place / "teacher")]), (f"named-{form}", [server.address, *every])):
+    for name, words in (("whole", [str(place / "teacher")]), ("named", [server.address, *every])):
         assert main(small(place, name, "--minibatches", "2", "--teacher", *words)) == 0
-    for one, other in zip(metrics(place / "whole")[1:], metrics(place / f"named-{form}")[1:], strict=True):
+    for one, other in zip(metrics(place / "whole")[1:], metrics(place / "named")[1:], strict=True):
         assert one["divergence"] == pytest.approx(other["divergence"], abs=1e-4)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
-    told = json.loads((place / f"named-{form}" / "run.json").read_text())
+    told = json.loads((place / "named" / "run.json").read_text())
     assert any(
         f"asked for log-probabilities of the sampled and its {WORDS.vocab_size} likeliest" in s for s in told["sizes"]
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,16 +72,17 @@ from posttrain.config.resolve import filled, validate
 from posttrain.config.training import RL, Distill
 from posttrain.core.component import NEVER, Need, setting_of
 from posttrain.core.trust_region import TrustRegion
-from posttrain.core.types import Task, UserError
+from posttrain.core.types import Task, Transcript, UserError
 from posttrain.envs.demonstration import demonstrate
 from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.models.native.decoder import causal
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.training.adjust import adjust
 from posttrain.training.loop import train
 from posttrain.training.sources.collector import Size
 from posttrain.training.sources.rl_source import RLSource
 from posttrain.training.sources.teacher_targets import TEACHER as NAMED_TEACHER
-from posttrain.training.sources.teacher_targets import Teachers
+from posttrain.training.sources.teacher_targets import Teachers, TopTokens
 
 Part = Callable[[Algorithm], Any]
 
@@ -417,6 +418,36 @@ def digits(task: Task, reply: str) -> dict[str, float]:
 TASKS = [{"id": str(i), "prompt": f"{i}+1="} for i in range(4)]
 
 
+class NamesTokens:
+    """A teacher that names the likeliest tokens of a model."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def logp(self, transcripts: Sequence[Transcript]) -> list[torch.Tensor]:
+        return [told.sampled for told in self.top(transcripts, 1)]
+
+    def top(self, transcripts: Sequence[Transcript], count: int) -> list[TopTokens]:
+        found = []
+        for transcript in transcripts:
+            with torch.no_grad():
+                tokens = torch.tensor(transcript.tokens)
+                hidden = self.model(tokens, torch.arange(len(tokens)), causal)
+                logs = (hidden @ self.model.head.weight.T).log_softmax(-1)[transcript.scored - 1]
+            sampled, top = tokens[transcript.scored][:, None], logs.topk(count)
+            last = sampled.masked_fill((top.indices == sampled).any(-1, keepdim=True), -1)
+            own = logs.gather(-1, sampled)
+            found.append(TopTokens(torch.cat([top.indices, last], -1), torch.cat([top.values, own], -1), own[:, 0]))
+        return found
+
+
+def teachers_of(row: Algorithm, learner: LocalLearner) -> Teachers | None:
+    if row.teacher is None:
+        return None
+    named = NamesTokens(learner.others[NAMED_TEACHER])
+    return Teachers(WORDS, {}, {NAMED_TEACHER: named}) if row.teacher.top_k else Teachers(WORDS, {NAMED_TEACHER: 64})
+
+
 @pytest.mark.parametrize(("name", "how", "where", "expected"), CASES)
 def test_row_with_the_option_takes_a_step(name: str, how: dict[str, Any], where: Part, expected: Any) -> None:
     row = chosen(name, how)
@@ -426,7 +457,7 @@ def test_row_with_the_option_takes_a_step(name: str, how: dict[str, Any], where:
     source = RLSource(
         tasks=TASKS, player=new_player(digits, learner.model, length),
         learner=learner, algorithm=row, size=Size(2, 3, 60), seed=0, success=0.25, texts=texts,
-        teachers=Teachers(WORDS, {NAMED_TEACHER: 64}) if row.teacher else None,
+        teachers=teachers_of(row, learner),
     )  # fmt: skip
     figures: list[dict[str, float]] = []
     steps = 2 if row.replay or row.moving else 1

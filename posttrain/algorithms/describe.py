@@ -323,17 +323,19 @@ def axes(algorithm: PreferenceAlgorithm) -> list[tuple[str, str, str]]:
     """Return (option, resulting component, source) of the options that change a formula, not only its numbers."""
     found: list[tuple[str, str, Component]] = []
     transported = algorithm.transport is not None  # the margins and weights of single responses have no place then
+    weighted = algorithm.weight is not None
     paired = transported and not algorithm.reads_labels
     if isinstance(algorithm.score, LogRatio) and not paired:
         for name in ("forward-kl", "jensen-shannon", "alpha"):
             found.append((f"--divergence {name}", "score", change(algorithm, {"divergence": name}).score))
-    if isinstance(algorithm.score, LogRatio | ResponseLikelihood) and not algorithm.reads_labels:
-        found.append(("--tail 0.5", "score", replace(algorithm.score, tail=0.5)))
-    if algorithm.link.of_difference and not transported:
+    score = algorithm.score
+    if isinstance(score, LogRatio | ResponseLikelihood) and score.tail == 1 and not algorithm.reads_labels:
+        found.append(("--tail 0.5", "score", replace(score, tail=0.5)))
+    if algorithm.link.of_difference and not transported and not weighted:
         if isinstance(algorithm.score, LogRatio):
             found.append(("--transport paired", "quantile k", OptimalTransport("paired")))
         found.append(("--transport unpaired", "quantile k", OptimalTransport("unpaired")))
-    if algorithm.weight is None and not transported:
+    if not weighted and not transported:
         found.append(("--policy-weight", "further weight", PolicyWeight()))
     if algorithm.link.takes_margin and not transported:
         found.append(("--row-margins 1", "margin", replace(algorithm.margin or Margin(), scale=1.0)))

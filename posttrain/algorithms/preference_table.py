@@ -1,6 +1,6 @@
 """Table of preference algorithms, which learn from preferences without sampling.
 
-WPO (arXiv 2406.11827) is --policy-weight, LD-DPO (arXiv 2409.06411) is --tail, for any algorithm.
+The ideas of wpo and ld-dpo go with other algorithms too: --policy-weight and --tail.
 
 Left out: DiscoPOP (arXiv 2406.08414), a link found by a search over code: it has no derivation, and is not convex.
 """
@@ -23,7 +23,7 @@ from posttrain.algorithms.links import (
 from posttrain.algorithms.moving_models import MovingReference
 from posttrain.algorithms.optimal_transport import OptimalTransport
 from posttrain.algorithms.preference import Imitated, Margin, PreferenceAlgorithm
-from posttrain.algorithms.responses import LogRatio, Odds, ResponseLikelihood
+from posttrain.algorithms.responses import LogRatio, Odds, PolicyWeight, ResponseLikelihood
 
 _ALGORITHMS = (
     PreferenceAlgorithm(
@@ -57,6 +57,20 @@ _ALGORITHMS = (
         link=Sigmoid(5.0),
         score=LogRatio(mean=True),
         idea="Log ratios are means over tokens",
+    ),
+    PreferenceAlgorithm(
+        "ld-dpo",
+        "Length-desensitised DPO (LD-DPO, arXiv 2409.06411); its alpha, tuned for each model there, is 0.5 here",
+        link=Sigmoid(0.1),
+        score=LogRatio(tail=0.5),
+        idea="Tokens beyond the shorter response count less",
+    ),
+    PreferenceAlgorithm(
+        "wpo",
+        "Weighted preference optimization (WPO, arXiv 2406.11827), beta as in its authors' models",
+        link=Sigmoid(0.01),
+        weight=PolicyWeight(),
+        idea="Comparisons count by the policy's own probability",
     ),
     PreferenceAlgorithm(
         "ipo",

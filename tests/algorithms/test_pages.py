@@ -156,7 +156,9 @@ def test_options_on_a_page_give_the_formula_that_stands_beside_them(row: Prefere
         assert source and any(formula in said for _, formula, _ in components(changed)), option
     offered = {option.split()[0] for option, _, _ in axes(row)}
     assert ("--divergence" in offered) == ("ref" in row.score.formula and row.name != "aot")
-    assert ("--tail" in offered) == (row.name not in ("orpo", "kto", "aot-unpaired"))
+    assert ("--policy-weight" in offered) == (row.name not in ("wpo", "aot", "aot-unpaired"))
+    assert ("--transport" not in offered) or row.name != "wpo"
+    assert ("--tail" in offered) == (row.name not in ("orpo", "kto", "aot-unpaired", "ld-dpo"))
 
 
 def test_requirements_tell_each_row_once_and_what_it_needs() -> None:

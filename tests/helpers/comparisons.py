@@ -274,12 +274,47 @@ def aot_unpaired(items: list[Asked]) -> Tensor:
     return between_quantiles(good, bad)
 
 
+def desensitised(tail: float) -> Loss:
+    """LD-DPO: what lies behind the length of the shorter one counts `tail`."""
+
+    def ratio(y: Said, public: int) -> Tensor:
+        total = ZERO
+        for place, (lp, ref) in enumerate(zip(y.lp, y.ref, strict=True), 1):
+            total = total + (lp - ref) * (1 if place <= public else tail)
+        return total
+
+    def loss(w: Said, v: Said) -> Tensor:
+        public = min(w.n, v.n)
+        return -torch.log(sigma(0.1 * (ratio(w, public) - ratio(v, public))))
+
+    return lambda items: over_pairs(items, loss)
+
+
+def by_policy(items: list[Asked], beta: float = 0.1) -> Tensor:
+    """WPO, equation 2, sampled alignment: a constant for each response."""
+
+    def weight(y: Said) -> float:
+        logs = [lp.item() - math.log(square) for lp, square in zip(y.lp, y.squares, strict=True)]
+        return math.exp(sum(logs) / len(logs))
+
+    def loss(w: Said, v: Said) -> Tensor:
+        return -weight(w) * weight(v) * torch.log(sigma(beta * (w.ratio - v.ratio)))
+
+    return over_pairs(items, loss)
+
+
+def wpo(items: list[Asked]) -> Tensor:
+    return by_policy(items, 0.01)
+
+
 LOSSES: dict[str, Loss] = {
     "dpo": dpo,
     "tr-dpo": dpo,  # whose reference moves between updates
     "cdpo": cdpo,
     "robust": robust,
     "dpo-norm": dpo_norm,
+    "ld-dpo": desensitised(0.5),
+    "wpo": wpo,
     "ipo": ipo,
     "hinge": hinge,
     "kto": kto,
@@ -318,35 +353,6 @@ def diverging(name: str) -> Loss:
         return -torch.log(sigma(0.1 * derivative(name, w.ratio) - 0.1 * derivative(name, v.ratio)))
 
     return lambda items: over_pairs(items, loss)
-
-
-def desensitised(tail: float) -> Loss:
-    """LD-DPO: what lies behind the length of the shorter one counts `tail`."""
-
-    def ratio(y: Said, public: int) -> Tensor:
-        total = ZERO
-        for place, (lp, ref) in enumerate(zip(y.lp, y.ref, strict=True), 1):
-            total = total + (lp - ref) * (1 if place <= public else tail)
-        return total
-
-    def loss(w: Said, v: Said) -> Tensor:
-        public = min(w.n, v.n)
-        return -torch.log(sigma(0.1 * (ratio(w, public) - ratio(v, public))))
-
-    return lambda items: over_pairs(items, loss)
-
-
-def by_policy(items: list[Asked]) -> Tensor:
-    """WPO, equation 2, sampled alignment: a constant for each response."""
-
-    def weight(y: Said) -> float:
-        logs = [lp.item() - math.log(square) for lp, square in zip(y.lp, y.squares, strict=True)]
-        return math.exp(sum(logs) / len(logs))
-
-    def loss(w: Said, v: Said) -> Tensor:
-        return -weight(w) * weight(v) * torch.log(sigma(0.1 * (w.ratio - v.ratio)))
-
-    return over_pairs(items, loss)
 
 
 def labelled_by_policy(items: list[Asked]) -> Tensor:

@@ -583,7 +583,17 @@ class RLOptions(
     eval_limit: int
     """Maximum number of held-out tasks in an evaluation, of each set or part of a mixture."""
     advantage: Literal[
-        "baselined", "to-go", "process", "turns", "decoupled", "pass-at-k", "gae", "k-step", "earned", "none"
+        "baselined",
+        "to-go",
+        "process",
+        "turns",
+        "turn-histories",
+        "decoupled",
+        "pass-at-k",
+        "gae",
+        "k-step",
+        "earned",
+        "none",
     ]
     """Advantage estimator; gae adds a critic."""
     baseline: Literal["none", "batch", "group", "others", "greedy"]
@@ -617,6 +627,10 @@ class RLOptions(
     """Discount factor per turn."""
     turn_state: Literal["observation", "history"]
     """State of a turn: the observation before it, or the whole context before it."""
+    turn_history: int
+    """Number K of earlier observations that turns of the same state may share."""
+    turn_history_power: float
+    """Exponent of the weight k + 1 of turns with the same last k observations."""
     surrogate: Literal[
         "clip", "ratio", "log-probability", "weighted", "soft-gate", "divergence-mask", "gamma-weight", "expected-q"
     ]

@@ -14,13 +14,14 @@ from posttrain.algorithms.credit import (
     ToGo,
     Unrewarded,
 )
-from posttrain.algorithms.turn_groups import TurnGroups
+from posttrain.algorithms.turn_groups import TurnGroups, TurnHistories
 
 ADVANTAGES: dict[str, Advantage] = {
     "baselined": Baselined(),
     "to-go": ToGo(),
     "process": StepRewards(),
     "turns": TurnGroups(),
+    "turn-histories": TurnHistories(),
     "decoupled": Decoupled(),
     "pass-at-k": PassAtK(),
     "gae": GAE(whiten=True),

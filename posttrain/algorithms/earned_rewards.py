@@ -51,15 +51,18 @@ def add_final(earned: Tensor, scores: Scores, i: int, reward: float) -> None:
         earned[-1] += reward
 
 
-def standardised(values: Sequence[float], among: Sequence[float], eps: float | None) -> list[float]:
+def standardised(
+    values: Sequence[float], among: Sequence[float], eps: float | None, population: bool = False
+) -> list[float]:
     """Return (value - mean) / (std + eps) of each value, with mean and std of `among`. `eps` None: do not divide.
 
-    The result is exactly 0 if all numbers in `among` are equal, up to rounding, or if there is only one.
+    The result is exactly 0 if all numbers in `among` are equal, up to rounding, or if there is only one. `population`: the
+    standard deviation divides by n, not by n - 1.
     """
     every = torch.tensor(among, dtype=torch.float64)
     if not len(every) or every.max() - every.min() <= 1e-8 * max(1.0, every.abs().max().item()):
         return [0.0] * len(values)
-    scale = 1.0 if eps is None else every.std().item() + eps
+    scale = 1.0 if eps is None else every.std(correction=0 if population else 1).item() + eps
     return [(value - every.mean().item()) / scale for value in values]
 
 

@@ -29,7 +29,7 @@ from posttrain.algorithms.surrogate import (
     WeightedLogProbability,
 )
 from posttrain.algorithms.teacher import Distillation
-from posttrain.algorithms.turn_groups import TurnGroups
+from posttrain.algorithms.turn_groups import TurnGroups, TurnHistories
 from posttrain.core.trust_region import TrustRegion
 
 _ALGORITHMS = (
@@ -129,6 +129,15 @@ _ALGORITHMS = (
         aggregate=TokenMean(),
         kl=KL("k3", 0.01),
         idea="A turn against others of its state",
+    ),
+    Algorithm(
+        "hgpo",
+        "GRPO on turns, compared by ever longer shared histories, for agents (HGPO, arXiv 2602.22817)",
+        advantage=TurnHistories(),
+        surrogate=Clip(0.2, 0.2),
+        aggregate=TokenMean(),
+        kl=KL("k3", 0.01),
+        idea="Turns with longer shared histories count more",
     ),
     Algorithm(
         "grpo-sequence",

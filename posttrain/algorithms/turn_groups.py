@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 from typing import TYPE_CHECKING, Literal
 
 from posttrain.algorithms.credit import Advantage, Baselined
@@ -65,7 +66,7 @@ class TurnGroups(Advantage):
     def __call__(self, scores: Scores) -> list[Tensor]:
         assert len(scores.turns) == len(scores.reward), "the scoreboard has the turns where they are needed"
         whole = Baselined("group", self.scale, eps=self.eps)(scores).double().tolist()
-        returns = [self._returns(own, turns) for own, turns in zip(earnings(scores), scores.turns, strict=True)]
+        returns = turn_returns(scores, self.gamma)
         states: dict[tuple[int, int], list[float]] = defaultdict(list)
         keys = [
             [(group, getattr(turn, self.state)) for turn in turns]
@@ -75,21 +76,112 @@ class TurnGroups(Advantage):
             for key, value in zip(own, values, strict=True):
                 states[key].append(value)
         eps = self.eps if self.scale == "group" else None
-        out = []
-        for i, length in enumerate(scores.length.long().tolist()):
-            advantage = torch.full((length,), whole[i], dtype=torch.float64)
-            ends = [*(turn.before for turn in scores.turns[i]), length]
-            for (first, end), key, value in zip(pairwise(ends), keys[i], returns[i], strict=True):
-                advantage[first:end] += self.weight * standardised([value], states[key], eps)[0]
-            out.append(advantage.to(scores.reward.dtype))
-        return out
+        own_advantages = [
+            [self.weight * standardised([value], states[key], eps)[0] for key, value in zip(own, values, strict=True)]
+            for own, values in zip(keys, returns, strict=True)
+        ]
+        return over_turns(scores, own_advantages, whole)
 
-    def _returns(self, earned: Tensor, turns: tuple[TurnStart, ...]) -> list[float]:
-        """Return R_t of each turn, given the reward that each token earned, [n_i]."""
-        ends = [*(turn.before for turn in turns), len(earned)]
-        found: list[float] = []
-        behind = 0.0
-        for first, end in reversed(list(pairwise(ends))):
-            behind = earned[first:end].sum().item() + self.gamma * behind
-            found.append(behind)
-        return found[::-1]
+
+@dataclass(frozen=True)
+class TurnHistories(Advantage):
+    """Credits single turns without a critic, and trusts turns with the same longer history more (HGPO).
+
+    A turn is compared K + 1 times: with the turns of its group behind the same observation, behind the same last two
+    observations, and so on up to K + 1. A_k is R_t less the mean of those behind the same k, over their standard deviation.
+    A comparison that gives 0, such as that of a turn with itself alone, is left out, and the others are averaged with
+    weights (k + 1)^power (HGPO, arXiv 2602.22817). There is no advantage of the whole rollout.
+    """
+
+    history: int = setting(
+        2, "turn-history", "Number K of earlier observations that turns of the same state may share.", least=0
+    )
+    power: float = setting(
+        1.0, "turn-history-power", "Exponent of the weight k + 1 of turns with the same last k observations.", least=0
+    )
+    gamma: float = setting(0.95, "turn-gamma", "Discount factor per turn.", least=0, most=1)
+    scale: Literal["none", "group"] = setting(
+        "group", "scale", "Divide advantages by the standard deviation of the group."
+    )
+    eps: float = setting(1e-6, above=0)
+    needs = frozenset({Need.GROUP, Need.TURNS})
+    source = "HGPO, arXiv 2602.22817, and its authors' code"
+    interpretation = (
+        "As in the authors' code the weights are powers of k + 1, 2, 3, 4 for three comparisons; notes on the paper's equation "
+        "7 give 1, 2, 3. As there, a turn whose return is the mean of its state counts as a turn without others. The option of "
+        "that code which adds the whole rollout is left out: `gigpo` has such a part."
+    )
+    by_token = True
+
+    @property
+    def formula(self) -> str:
+        over = "" if self.scale == "none" else f" / (pstd + {self.eps:g})"
+        gamma = "" if self.gamma == 1 else f", each {self.gamma:g} times less a turn away"
+        weight = {0: "1", 1: "(k + 1)"}.get(self.power, f"(k + 1)^{self.power:g}")
+        return (
+            f"sum_k {weight} A_k / sum_k {weight} over A_k != 0, A_k = (R_t - mean(state_k)){over}, R_t: rewards of rollout "
+            f"i from the turn of token t on{gamma}; state_k: turns of the group behind the same last k observations, k = 1 "
+            f"to {self.history + 1}"
+        )
+
+    def __call__(self, scores: Scores) -> list[Tensor]:
+        assert len(scores.turns) == len(scores.reward), "the scoreboard has the turns where they are needed"
+        returns = turn_returns(scores, self.gamma)
+        states: dict[tuple[int, ...], list[float]] = defaultdict(list)
+        keys = [
+            [self._states(group, turns, place) for place in range(len(turns))]
+            for group, turns in zip(scores.group.tolist(), scores.turns, strict=True)
+        ]
+        for own, values in zip(keys, returns, strict=True):
+            for known, value in zip(own, values, strict=True):
+                for key in known:
+                    states[key].append(value)
+        found = [
+            [self._advantage(value, [states[key] for key in known]) for known, value in zip(own, values, strict=True)]
+            for own, values in zip(keys, returns, strict=True)
+        ]
+        return over_turns(scores, found, [0.0] * len(found))
+
+    def _states(self, group: int, turns: tuple[TurnStart, ...], place: int) -> list[tuple[int, ...]]:
+        """Return the state of a turn for k = 1, 2 ...: its group and the last k observations, as far as there are k."""
+        seen = [turn.observation for turn in turns[: place + 1]]
+        return [(group, *seen[-k:]) for k in range(1, min(self.history, place) + 2)]
+
+    def _advantage(self, value: float, states: list[list[float]]) -> float:
+        """Return the weighted mean of the advantages of a turn with this return among the returns of each state."""
+        eps = self.eps if self.scale == "group" else None
+        total = weights = 0.0
+        for k, among in enumerate(states, 1):
+            advantage = standardised([value], among, eps, population=True)[0]
+            if abs(value - fmean(among)) > 1e-8 * max(1.0, *map(abs, among)):  # rounding must not make it count
+                total += (k + 1) ** self.power * advantage
+                weights += (k + 1) ** self.power
+        return total / weights if weights else 0.0
+
+
+def turn_returns(scores: Scores, gamma: float) -> list[list[float]]:
+    """Return R_t of each turn of each rollout."""
+    return [_returns(own, turns, gamma) for own, turns in zip(earnings(scores), scores.turns, strict=True)]
+
+
+def _returns(earned: Tensor, turns: tuple[TurnStart, ...], gamma: float) -> list[float]:
+    """Return R_t of each turn, given the reward that each token earned, [n_i]."""
+    ends = [*(turn.before for turn in turns), len(earned)]
+    found: list[float] = []
+    behind = 0.0
+    for first, end in reversed(list(pairwise(ends))):
+        behind = earned[first:end].sum().item() + gamma * behind
+        found.append(behind)
+    return found[::-1]
+
+
+def over_turns(scores: Scores, of_turns: list[list[float]], of_rollouts: list[float]) -> list[Tensor]:
+    """Return the advantages of tokens, [n_i] for each rollout: that of the rollout plus that of the token's turn."""
+    out = []
+    for i, length in enumerate(scores.length.long().tolist()):
+        advantage = torch.full((length,), of_rollouts[i], dtype=torch.float64)
+        ends = [*(turn.before for turn in scores.turns[i]), length]
+        for (first, end), own in zip(pairwise(ends), of_turns[i], strict=True):
+            advantage[first:end] += own
+        out.append(advantage.to(scores.reward.dtype))
+    return out

@@ -66,7 +66,7 @@ from posttrain.algorithms.surrogate import (
     WeightedLogProbability,
 )
 from posttrain.algorithms.teacher import Distillation
-from posttrain.algorithms.turn_groups import TurnGroups
+from posttrain.algorithms.turn_groups import TurnGroups, TurnHistories
 from posttrain.cli.main import main
 from posttrain.config.resolve import filled, validate
 from posttrain.config.training import RL, Distill
@@ -181,6 +181,11 @@ CHANGES: list[tuple[str, dict[str, Any], Part, Any]] = [
     ("gigpo", {"turn_state": "history"}, ADVANTAGE, TurnGroups(state="history")),
     ("gigpo", {"scale": "none"}, ADVANTAGE, TurnGroups(scale="none")),
     ("grpo", {"advantage": "turns"}, ADVANTAGE, TurnGroups()),
+    ("hgpo", {"turn_history": 4}, ADVANTAGE, TurnHistories(4)),
+    ("hgpo", {"turn_history_power": 0.5}, ADVANTAGE, TurnHistories(power=0.5)),
+    ("hgpo", {"turn_gamma": 1.0}, ADVANTAGE, TurnHistories(gamma=1.0)),
+    ("hgpo", {"scale": "none"}, ADVANTAGE, TurnHistories(scale="none")),
+    ("grpo", {"advantage": "turn-histories"}, ADVANTAGE, TurnHistories()),
     ("iterative-grpo", {"reference_every": 0}, part("moving"), None),
     ("iterative-grpo", {"kl": 0.0}, part("moving"), None),
     ("iterative-grpo", {"reference_update_rate": 0.5}, part("moving"), MovingReference(50, 0.5)),
@@ -515,6 +520,11 @@ TurnGroups.gamma = 0.95: at least 0 and at most 1
 TurnGroups.state = observation
 TurnGroups.scale = group
 TurnGroups.eps = 1e-06: above 0
+TurnHistories.history = 2: at least 0
+TurnHistories.power = 1.0: at least 0
+TurnHistories.gamma = 0.95: at least 0 and at most 1
+TurnHistories.scale = group
+TurnHistories.eps = 1e-06: above 0
 MovingReference.every = 1: at least 0; 0 is absent
 MovingReference.rate = 1.0: above 0 and at most 1
 ToGo.whiten = False
@@ -617,6 +627,7 @@ remax: greedy | |
 grpo: group, reference | | every token
 grpo-process: group, reference | | every token
 gigpo: group, reference, turns | | every token
+hgpo: group, reference, turns | | every token
 grpo-sequence: group, old, reference | | every token
 iterative-grpo: group, reference | | every token
 dr-grpo: episode tokens, group, old | |

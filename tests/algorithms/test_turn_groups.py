@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from statistics import mean, stdev
+from statistics import mean, pstdev, stdev
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from update_cases import WORDS
 
 import posttrain
 from posttrain.algorithms.credit import Baselined
-from posttrain.algorithms.turn_groups import TurnGroups
+from posttrain.algorithms.turn_groups import TurnGroups, TurnHistories
 from posttrain.core.batch import Scores
 from posttrain.core.component import Need
 from posttrain.core.types import Completion, Rollout, StopReason, Transcript
@@ -103,6 +103,38 @@ def test_states_that_never_recur_leave_grpo_beyond_the_first_turn_which_all_shar
 def test_turns_that_all_earned_the_same_add_exactly_nothing() -> None:
     rollouts = [episode("a", f"p {a} x B", r) for a, r in (("A", 0.1 + 0.2), ("B", 0.3))]
     assert all(a.tolist() == [0.0, 0.0] for a in TurnGroups()(scores_of(*rollouts)))
+
+
+def test_a_turn_is_compared_once_for_each_length_of_history_and_longer_ones_weigh_more() -> None:
+    """All come to x, the first two behind y: rewards 1, 0, 0, of which the third is one of three, then alone."""
+    rollouts = [episode("a", f"p A {w} B x C", r) for w, r in (("y", 1.0), ("y", 0.0), ("z", 0.0))]
+    found = TurnHistories(gamma=1.0)(scores_of(*rollouts))
+
+    def over(value: float, among: list[float]) -> float:
+        return (value - mean(among)) / (pstdev(among) + EPS)
+
+    three, two = [1.0, 0.0, 0.0], [1.0, 0.0]
+    at_x = [(2 * over(r, three) + 3 * over(r, two) + 4 * over(r, two)) / 9 for r in two]
+    at_y = [(2 * over(r, two) + 3 * over(r, two)) / 5 for r in two]
+    assert found[0].tolist() == pytest.approx([over(1.0, three), at_y[0], at_x[0]], abs=1e-12)
+    assert found[1].tolist() == pytest.approx([over(0.0, three), at_y[1], at_x[1]], abs=1e-12)
+    assert found[2].tolist() == pytest.approx([over(0.0, three), 0.0, over(0.0, three)], abs=1e-12)
+
+
+def test_without_earlier_observations_turns_are_those_of_gigpo_less_the_rollout_s_part() -> None:
+    rollouts = [episode("a", "p AB x C y D", 1.0), episode("a", "p A x BC", 0.0), episode("a", "p B y C", 0.5)]
+    scores = scores_of(*rollouts)
+    whole = Baselined("group", "none")(scores)
+    found, both = TurnHistories(0, scale="none")(scores), TurnGroups(scale="none")(scores)
+    for own, other, a in zip(found, both, whole, strict=True):
+        assert own.tolist() == pytest.approx((other - a).tolist(), abs=1e-12)
+
+
+def test_a_return_that_is_the_mean_of_its_state_does_not_count_whatever_the_rounding() -> None:
+    """0.1, 0.2 and 0.3: the second has no advantage among the three, so the longer history alone counts."""
+    rollouts = [episode("a", f"p A {w} B x C", r) for w, r in (("y", 0.1), ("y", 0.2), ("z", 0.3))]
+    found = TurnHistories(1, gamma=1.0)(scores_of(*rollouts))
+    assert found[1].tolist()[2] == pytest.approx((0.2 - 0.15) / (0.05 + EPS), abs=1e-12)
 
 
 def test_spans_sampled_one_behind_the_other_are_one_turn_and_unscored_ones_none() -> None:

@@ -170,19 +170,21 @@ def ended(r: Played) -> list[tuple[int, float]]:
     return [*r.steps, (len(r.lp), r.reward - sum(reward for _, reward in r.steps))]
 
 
-def gigpo(rollouts: list[Played]) -> Tensor:
-    """Equations 3 to 8 of GiGPO, a turn's return discounted by 0.95 a turn."""
+def returns(r: Played) -> list[float]:
+    """Of each turn: what it and later turns earned, discounted by 0.95 a turn."""
+    found = []
+    for turn in range(len(r.turns)):
+        worth = 0.0
+        for later in range(turn, len(r.turns)):
+            first = r.turns[later][0]
+            last = r.turns[later + 1][0] if later + 1 < len(r.turns) else len(r.lp)
+            worth += 0.95 ** (later - turn) * sum(x for end, x in ended(r) if first < end <= last)
+        found.append(worth)
+    return found
 
-    def returns(r: Played) -> list[float]:
-        found = []
-        for turn in range(len(r.turns)):
-            worth = 0.0
-            for later in range(turn, len(r.turns)):
-                first = r.turns[later][0]
-                last = r.turns[later + 1][0] if later + 1 < len(r.turns) else len(r.lp)
-                worth += 0.95 ** (later - turn) * sum(x for end, x in ended(r) if first < end <= last)
-            found.append(worth)
-        return found
+
+def gigpo(rollouts: list[Played]) -> Tensor:
+    """Equations 3 to 8 of GiGPO."""
 
     def of_token(r: Played, t: int) -> Tensor:
         turn = max(k for k, (before, _) in enumerate(r.turns) if before <= t)
@@ -197,6 +199,36 @@ def gigpo(rollouts: list[Played]) -> Tensor:
         a = over_group_std(r, rollouts) + (own / (stdev(same) + EPS) if len(set(same)) > 1 else 0.0)
         ratio = (r.lp[t] - r.old[t]).exp()
         return -clipped(ratio, a, 0.2, 0.2) + 0.01 * k3(r.lp[t], r.ref[t])
+
+    return over_tokens(rollouts, of_token)
+
+
+def hgpo(rollouts: list[Played]) -> Tensor:
+    """HGPO: turns behind the same last one, two and three observations weigh 2, 3 and 4, without those that give 0."""
+
+    def behind(r: Played, turn: int, k: int) -> list[tuple[int, ...]]:
+        return [observed for _, observed in r.turns[turn - k + 1 : turn + 1]]
+
+    def of_turn(r: Played, turn: int) -> float:
+        weighed = weights = 0.0
+        for k in (1, 2, 3):
+            if turn + 1 < k:
+                break
+            same = []
+            for o in rollouts:
+                for other in range(k - 1, len(o.turns)):
+                    if o.group == r.group and behind(o, other, k) == behind(r, turn, k):
+                        same.append(returns(o)[other])
+            own = returns(r)[turn] - mean(same)
+            if abs(own) > 1e-9:
+                weighed += (k + 1) * own / (pstdev(same) + EPS)
+                weights += k + 1
+        return weighed / weights if weights else 0.0
+
+    def of_token(r: Played, t: int) -> Tensor:
+        turn = max(k for k, (before, _) in enumerate(r.turns) if before <= t)
+        ratio = (r.lp[t] - r.old[t]).exp()
+        return -clipped(ratio, of_turn(r, turn), 0.2, 0.2) + 0.01 * k3(r.lp[t], r.ref[t])
 
     return over_tokens(rollouts, of_token)
 
@@ -670,6 +702,7 @@ LOSSES: dict[str, Loss] = {
     "reinforce++-baseline": reinforce_plus_plus_baseline,
     "grpo-process": grpo_process,
     "gigpo": gigpo,
+    "hgpo": hgpo,
     "off-policy-pg": off_policy_pg,
     "grpo-sequence": grpo_sequence,
     "gspo": gspo,

@@ -1,6 +1,6 @@
 """All replies of a tiny policy, so that the expected gradient of an algorithm is a sum and not an estimate.
 
-    PYTHONPATH=tests/helpers python tools/expected_gradients.py
+    PYTHONPATH=tests:tests/helpers python tools/expected_gradients.py
 
 writes docs/algorithms/expected-gradients.md. The policy is a table: a row of three logits for each of 15 beginnings of a
 reply. A reply ends with the token 0, or after four tokens: 31 replies, and 961 pairs of them as the group of an update. The
@@ -418,7 +418,7 @@ Is the average update of an algorithm the gradient of its aim? This page compute
 table of logits, with three tokens and replies of one to four: 31 replies, and every pair of them is the group of an
 update (for `pass-at-k` every three). Advantages, weights and loss are the library's own; critics are exact. A reply earns
 1 for an odd number of one word, 0.4 for another one in the second place, and 0.2 if it ends before the length limit.
-`PYTHONPATH=tests/helpers python tools/expected_gradients.py` writes this page, and a test compares it with the code.
+`PYTHONPATH=tests:tests/helpers python tools/expected_gradients.py` writes this page, and a test compares it with the code.
 
 - **Error**: the sine of the angle between the expected and the true gradient. "exact": the same direction; 1: orthogonal;
   above 1, up to 2: opposed. So the length of steps, which the learning rate and the optimizer set, is ignored.

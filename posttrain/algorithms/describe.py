@@ -194,7 +194,9 @@ def _reward(algorithm: Algorithm) -> str:
 
 def describe(algorithm: AlgorithmBase) -> list[str]:
     """Return the description in plain mathematics, one line per component."""
-    lines = [f"{algorithm.name}: {algorithm.paper}", f"  {objective(algorithm)}"]
+    lines = [f"{algorithm.name}: {algorithm.paper}"]
+    lines += [f"  best for: {use}"] if (use := best_for(algorithm)) else []
+    lines.append(f"  {objective(algorithm)}")
     if isinstance(algorithm, Algorithm) and (reward := _reward(algorithm)):
         lines.append(f"  {reward}, each token's share within its own reward")
     for what, formula, source in components(algorithm):
@@ -240,7 +242,7 @@ def index(algorithms: Sequence[AlgorithmBase]) -> str:
     for kind, title, about in kinds:
         lines += [f"## {title}", "", about, "", "| name | idea | paper |", "|---|---|---|"]
         lines += [*(line(algorithm) for algorithm in algorithms if isinstance(algorithm, kind)), ""]
-    return "\n".join([*lines, "## Requirements", "", *requirements(algorithms), ""])
+    return "\n".join([*lines, "## Requirements, and when to take which", "", USES, "", *requirements(algorithms), ""])
 
 
 ABOUT = """\
@@ -250,16 +252,24 @@ and its differences from GRPO or DPO. `posttrain algorithms NAME` prints the sam
 it as data. [The guide](../guides/algorithms.md) shows how to choose one, change a setting or write your own. Most policy
 gradients have been run on [one common task](../results/algorithms.md); their pages show the curve.
 """
+USES = """\
+The last column follows from what each algorithm changes. Only "ahead of", "behind", "safer", times and gains are measured:
+on [sums](../results/algorithms.md), on [worked sums](../results/algorithms-worked-sums.md), with [other sources of the
+reward](../results/grid.md) and with [agents](../results/agents.md).
+"""
 
 
 def requirements(algorithms: Iterable[AlgorithmBase]) -> list[str]:
-    """Return the table of requirements as lines of Markdown; algorithms with the same requirements share a line."""
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for algorithm in algorithms:
-        alike.setdefault(_required(algorithm), []).append(f"`{algorithm.name}`")
-    columns = ("method", "rollouts", "reward or reward model", "critic", "reference", "data")
-    lines = [", ".join(names) + " | " + " | ".join(required) for required, names in alike.items()]
-    return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *(f"| {line} |" for line in lines)]
+    """Return the table of requirements and uses as lines of Markdown, one line for each algorithm."""
+    columns = ("method", "rollouts", "reward or reward model", "critic", "reference", "data", "best for")
+    lines = [[f"`{algorithm.name}`", *_required(algorithm), best_for(algorithm)] for algorithm in algorithms]
+    return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *(f"| {' | '.join(line)} |" for line in lines)]
+
+
+def best_for(algorithm: AlgorithmBase) -> str:
+    """Return when to take the algorithm; "" if that is not known."""
+    assert isinstance(algorithm, Algorithm | PreferenceAlgorithm | RewardModelAlgorithm)
+    return algorithm.best_for
 
 
 def _required(algorithm: AlgorithmBase) -> tuple[str, ...]:
@@ -297,6 +307,7 @@ def as_data(algorithm: AlgorithmBase) -> dict[str, Any]:
             {
                 "name": algorithm.name,
                 "paper": algorithm.paper,
+                "best_for": best_for(algorithm),
                 "objective": objective(algorithm),
                 "parts": [{"what": w, "formula": f, "source": s} for w, f, s in components(algorithm)],
                 "interpretations": interpretations(algorithm),
@@ -362,7 +373,7 @@ def page(algorithm: AlgorithmBase, beside: AlgorithmBase, measured: Sequence[str
     lines = [
         f"# {algorithm.name}",
         "",
-        f"{algorithm.paper}.",
+        f"{algorithm.paper}." + (f" Best for: {use}." if (use := best_for(algorithm)) else ""),
         "",
         f"`{objective(algorithm)}`",
         "",

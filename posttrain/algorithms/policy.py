@@ -140,6 +140,7 @@ class Algorithm(AlgorithmBase):
     minibatches: int = setting(1, "minibatches", "Optimizer updates per pass.", above=0, first_hour=True)
     stated: str = ""  # the number of updates in the paper, or in its authors' code
     idea: str = ""  # what is new about it, in at most eight words
+    best_for: str = ""  # when to take it, in at most twelve words
 
     @property
     def on_policy(self) -> bool:

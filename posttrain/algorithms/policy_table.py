@@ -41,6 +41,7 @@ _ALGORITHMS = (
         surrogate=LogProbability(),
         aggregate=SequenceSum(),
         idea="Reward to go, no baseline",
+        best_for="a plain baseline, on policy",
     ),
     Algorithm(
         "reinforce-baseline",
@@ -49,6 +50,7 @@ _ALGORITHMS = (
         surrogate=LogProbability(),
         aggregate=SequenceSum(),
         idea="Mean reward of the batch as baseline",
+        best_for="a plain baseline where all prompts pay alike",
     ),
     Algorithm(
         "off-policy-pg",
@@ -60,6 +62,7 @@ _ALGORITHMS = (
         minibatches=2,
         stated="the method fixes no number of updates: two, so that the ratios differ from 1",
         idea="Each reward weighed by the ratios before it",
+        best_for="an exact gradient from older rollouts of short replies",
     ),
     Algorithm(
         "reinforce++",
@@ -70,6 +73,7 @@ _ALGORITHMS = (
         kl=KL("k1", 0.01, "reward"),
         stated="not stated in the paper",
         idea="Whitened returns, KL in the reward",
+        best_for="right-or-wrong rewards; ahead of grpo on worked sums",
     ),
     Algorithm(
         "reinforce++-baseline",
@@ -80,6 +84,7 @@ _ALGORITHMS = (
         kl=KL("k2", 0.01),
         stated="not stated in the paper",
         idea="Group mean removed, then whitened over the batch",
+        best_for="tasks of unequal difficulty; ahead of grpo on worked sums",
     ),
     Algorithm(
         "rloo",
@@ -90,6 +95,7 @@ _ALGORITHMS = (
         kl=KL("k1", 0.05, "reward"),
         stated="on policy (arXiv 2402.14740, section 2)",
         idea="Mean of the group's others as baseline",
+        best_for="a reward model or a rule, without a critic",
     ),
     Algorithm(
         "remax",
@@ -99,6 +105,7 @@ _ALGORITHMS = (
         aggregate=SequenceSum(),
         stated="on policy (arXiv 2310.10505, algorithm 1)",
         idea="Reward of a greedy reply as baseline",
+        best_for="one sample a prompt, beside a greedy one",
     ),
     # -- rewards compared within a group -------------------------------------------------------------------------------
     Algorithm(
@@ -110,6 +117,7 @@ _ALGORITHMS = (
         kl=KL("k3", 0.04),
         stated="one, DeepSeekMath, arXiv 2402.03300, section 4.2",
         idea="Rewards normalised within a group, no critic",
+        best_for="right-or-wrong rewards: the first to try",
     ),
     Algorithm(
         "grpo-process",
@@ -120,6 +128,7 @@ _ALGORITHMS = (
         kl=KL("k3", 0.04),
         stated="one, DeepSeekMath, arXiv 2402.03300, section 4.2",
         idea="GRPO with rewards for steps",
+        best_for="rewards for steps; equals grpo without them",
     ),
     Algorithm(
         "gigpo",
@@ -129,6 +138,7 @@ _ALGORITHMS = (
         aggregate=TokenMean(),
         kl=KL("k3", 0.01),
         idea="A turn against others of its state",
+        best_for="agents that revisit states; no gain measured there yet",
     ),
     Algorithm(
         "hgpo",
@@ -138,6 +148,7 @@ _ALGORITHMS = (
         aggregate=TokenMean(),
         kl=KL("k3", 0.01),
         idea="Turns with longer shared histories count more",
+        best_for="agents in states that depend on history; not measured yet",
     ),
     Algorithm(
         "grpo-sequence",
@@ -151,6 +162,7 @@ _ALGORITHMS = (
         minibatches=16,
         stated="16 of one epoch, DeepSeek-R1 (Nature 645, 2025), methods",
         idea="GRPO with one ratio per response",
+        best_for="short replies, many updates per step",
     ),
     Algorithm(
         "iterative-grpo",
@@ -163,6 +175,7 @@ _ALGORITHMS = (
         moving=MovingReference(50),
         stated="one, DeepSeekMath, arXiv 2402.03300, section 4.2",
         idea="GRPO that renews its reference",
+        best_for="long runs that go far from their start",
     ),
     Algorithm(
         "dr-grpo",
@@ -173,6 +186,7 @@ _ALGORITHMS = (
         minibatches=8,
         stated="8 in the authors' code: 1,024 rollouts a step, 128 in an update; not stated in the paper",
         idea="GRPO without its length and difficulty biases",
+        best_for="replies of very different lengths",
     ),
     Algorithm(
         "dapo",
@@ -186,6 +200,7 @@ _ALGORITHMS = (
         minibatches=16,
         stated="16, arXiv 2503.14476, section 4.1",
         idea="Clip-higher, dynamic sampling, token mean, soft overlong",
+        best_for="long replies that are cut off; samples several times the rollouts",
     ),
     Algorithm(
         "gspo",
@@ -197,6 +212,7 @@ _ALGORITHMS = (
         minibatches=4,
         stated="4, arXiv 2507.18071, section 5.1",
         idea="One length-normalised ratio per response",
+        best_for="mixtures of experts, long replies, several updates",
     ),
     Algorithm(
         "gspo-token",
@@ -208,6 +224,7 @@ _ALGORITHMS = (
         minibatches=4,
         stated="as gspo",
         idea="GSPO's ratio with per-token gradients",
+        best_for="as gspo, with advantages that differ by token",
     ),
     Algorithm(
         "gmpo",
@@ -219,6 +236,7 @@ _ALGORITHMS = (
         minibatches=8,
         stated="8 in the authors' code, as Dr. GRPO's; not stated in the paper",
         idea="Geometric mean of clipped token ratios",
+        best_for="several updates with a few extreme ratios",
     ),
     Algorithm(
         "gpg",
@@ -227,6 +245,7 @@ _ALGORITHMS = (
         surrogate=LogProbability(),
         aggregate=TokenMean(),
         idea="Plain policy gradient, rescaled for uninformative groups",
+        best_for="on-policy runs with the fewest parts",
     ),
     Algorithm(
         "lite-ppo",
@@ -236,6 +255,7 @@ _ALGORITHMS = (
         aggregate=TokenMean(),
         stated="not stated in the paper",
         idea="Group mean, batch standard deviation, token mean",
+        best_for="right-or-wrong rewards with many lopsided groups",
     ),
     Algorithm(
         "pass-at-k",
@@ -245,6 +265,7 @@ _ALGORITHMS = (
         aggregate=TokenMean(),
         stated="the method fixes no number of updates: one",
         idea="Rewards one right reply among any k",
+        best_for="exploration, where one right reply of k is enough",
     ),
     Algorithm(
         "cispo",
@@ -255,6 +276,7 @@ _ALGORITHMS = (
         minibatches=16,
         stated="16, MiniMax-M1, arXiv 2506.13585, section 3.1",
         idea="Clips the importance weight, keeps every gradient",
+        best_for="many updates that must not silence rare tokens",
     ),
     Algorithm(
         "sapo",
@@ -265,6 +287,7 @@ _ALGORITHMS = (
         minibatches=4,
         stated="chosen here, as for gspo",
         idea="A gate that fades instead of a clip",
+        best_for="several updates without a hard clip; behind grpo on worked sums",
     ),
     Algorithm(
         "dppo",
@@ -276,6 +299,7 @@ _ALGORITHMS = (
         minibatches=8,
         stated="8 in verl's script for it: 256 prompts a step, 32 in an update",
         idea="Masks by change of probability, not by ratio",
+        best_for="several updates, or an engine that differs from the learner",
     ),
     Algorithm(
         "dppo-kl",
@@ -287,6 +311,7 @@ _ALGORITHMS = (
         minibatches=8,
         stated="8 in verl's script for it: 256 prompts a step, 32 in an update",
         idea="Masks by a KL of the sampled token",
+        best_for="as dppo, with a bound on the KL",
     ),
     Algorithm(
         "maxrl",
@@ -296,6 +321,7 @@ _ALGORITHMS = (
         aggregate=TokenMean(),
         stated="one in the authors' code: 256 prompts a step and in an update",
         idea="Divides by the group's mean reward, for likelihood",
+        best_for="hard tasks that are rarely solved, rewards from 0 to 1",
     ),
     Algorithm(
         "luspo",
@@ -307,6 +333,7 @@ _ALGORITHMS = (
         minibatches=4,
         stated="chosen here, as for gspo",
         idea="GSPO whose long replies weigh by their length",
+        best_for="as gspo, where replies must not get shorter",
     ),
     Algorithm(
         "vespo",
@@ -319,6 +346,7 @@ _ALGORITHMS = (
         minibatches=8,
         stated="8 in the authors' code, and up to 64 in its tests of stability",
         idea="Soft weight of the whole reply's ratio",
+        best_for="asynchronous rollouts of much older weights",
     ),
     Algorithm(
         "deepseek-v3.2",
@@ -332,6 +360,7 @@ _ALGORITHMS = (
         minibatches=4,
         stated="several, their number is not stated, nor are clip, KL coefficient and delta (0.5: TRL's documentation)",
         idea="Masks bad stale replies, weighs the KL",
+        best_for="older rollouts, with a KL to the reference",
     ),
     Algorithm(
         "clip-cov",
@@ -343,6 +372,7 @@ _ALGORITHMS = (
         minibatches=8,
         stated="chosen here: several, as the ratio needs",
         idea="Leaves out tokens that lower the entropy most",
+        best_for="an entropy that collapses; behind grpo on worked sums",
     ),
     Algorithm(
         "kl-cov",
@@ -354,6 +384,7 @@ _ALGORITHMS = (
         minibatches=8,
         stated="chosen here: several, as the penalty needs",
         idea="Holds tokens that lower the entropy most",
+        best_for="an entropy that collapses; learned slowly on both common tasks",
     ),
     Algorithm(
         "trpo",
@@ -364,6 +395,7 @@ _ALGORITHMS = (
         trust_region=TrustRegion(),
         stated="one, arXiv 1502.05477, section 6",
         idea="Natural gradient within a KL trust region",
+        best_for="a bound on every step; several times grpo's time",
     ),
     Algorithm(
         "arpo",
@@ -375,6 +407,7 @@ _ALGORITHMS = (
         branching=Branching(),
         stated="not stated in the paper: as grpo",
         idea="Branches where a tool's answer raises the entropy",
+        best_for="agents with tools; ahead of grpo on search questions",
     ),
     Algorithm(
         "chord",
@@ -386,6 +419,7 @@ _ALGORITHMS = (
         pretraining=Pretraining(0.1, weight="uncertainty", mask_prompt=True),
         stated="chosen here: one, and a constant weight of the demonstrations",
         idea="Imitates where the policy is uncertain",
+        best_for="demonstrations beside the reward",
     ),
     # -- a critic ------------------------------------------------------------------------------------------------------
     Algorithm(
@@ -398,6 +432,7 @@ _ALGORITHMS = (
         critic=Value(clip=None),
         stated="one, arXiv 1602.01783, algorithm S3",
         idea="Rewards of k tokens, then the critic",
+        best_for="rewards along the way, on policy, with a critic",
     ),
     Algorithm(
         "ppo",
@@ -410,6 +445,7 @@ _ALGORITHMS = (
         minibatches=8,
         stated="8 of one epoch, InstructGPT, arXiv 2203.02155, appendix C.4",
         idea="Critic, clipped ratio, KL in the reward",
+        best_for="a reward model, several updates, and memory for a critic",
     ),
     Algorithm(
         "ppo-kl",
@@ -422,6 +458,7 @@ _ALGORITHMS = (
         minibatches=2,
         stated="two, so that the policy differs from the one before",
         idea="PPO with an adaptive KL penalty, no clip",
+        best_for="as ppo, with a target for the change of a step",
     ),
     Algorithm(
         "ppo-ptx",
@@ -435,6 +472,7 @@ _ALGORITHMS = (
         minibatches=8,
         stated="8 of one epoch, InstructGPT, arXiv 2203.02155, appendix C.4",
         idea="PPO mixed with a language-modelling loss",
+        best_for="alignment that keeps the model's general text",
     ),
     Algorithm(
         "open-reasoner-zero",
@@ -445,6 +483,7 @@ _ALGORITHMS = (
         critic=Value(),
         stated="one of the policy (and 12 of its critic: here both learn as often), arXiv 2503.24290, section 2.2",
         idea="Undiscounted PPO without a KL",
+        best_for="right-or-wrong rewards with a critic, without a reference",
     ),
     Algorithm(
         "vapo",
@@ -457,6 +496,7 @@ _ALGORITHMS = (
         minibatches=16,
         stated="16, arXiv 2504.05118, section 5.1",
         idea="Pre-trained critic, length-adaptive GAE, imitation",
+        best_for="long replies with a critic",
     ),
     Algorithm(
         "sac",
@@ -471,6 +511,7 @@ _ALGORITHMS = (
         minibatches=4,
         stated="not stated for language models: eight from the replay buffer",
         idea="Soft action values, entropy target, replay",
+        best_for="reuse of costly rollouts; several times grpo's time",
     ),
     Algorithm(
         "sac-v",
@@ -485,6 +526,7 @@ _ALGORITHMS = (
         minibatches=4,
         stated="as sac; its temperature is tuned, where the paper's is a constant",
         idea="SAC whose targets come from state values",
+        best_for="comparison with sac; more time, no gain measured",
     ),
     # -- a teacher -----------------------------------------------------------------------------------------------------
     Algorithm(
@@ -496,6 +538,7 @@ _ALGORITHMS = (
         teacher=Distillation("reverse-kl"),
         stated="one, GKD, arXiv 2306.13649, algorithm 1",
         idea="Own samples, teacher's reverse KL at every token",
+        best_for="a stronger teacher of the same tokenizer",
     ),
     Algorithm(
         "distill-forward-kl",
@@ -506,6 +549,7 @@ _ALGORITHMS = (
         teacher=Distillation("forward-kl"),
         stated="one, GKD, arXiv 2306.13649, algorithm 1",
         idea="Covers all that the teacher finds likely",
+        best_for="a student that should cover all that the teacher does",
     ),
     Algorithm(
         "distill-jsd",
@@ -516,6 +560,7 @@ _ALGORITHMS = (
         teacher=Distillation("jensen-shannon"),
         stated="one, GKD, arXiv 2306.13649, algorithm 1",
         idea="Between forward and reverse KL, bounded",
+        best_for="a compromise between both directions of the KL",
     ),
     Algorithm(
         "distill-k1",
@@ -526,6 +571,7 @@ _ALGORITHMS = (
         teacher=Distillation("sampled"),
         stated="one, Thinking Machines 2025",
         idea="Teacher's log-probability as reward per token",
+        best_for="a teacher that scores sampled tokens only",
     ),
 )
 TABLE: dict[str, Algorithm] = {algorithm.name: algorithm for algorithm in _ALGORITHMS}

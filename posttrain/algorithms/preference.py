@@ -130,6 +130,7 @@ class PreferenceAlgorithm(AlgorithmBase):
     )
     moving: MovingReference | None = None
     idea: str = ""  # what is new about it, in at most eight words
+    best_for: str = ""  # when to take it, in at most twelve words
 
     @property
     def reads_labels(self) -> bool:

@@ -69,6 +69,7 @@ class RewardModelAlgorithm(AlgorithmBase):
     margin: Margin | None = None
     penalty: ScorePenalty | None = None
     idea: str = ""  # what is new about it, in at most eight words
+    best_for: str = ""  # when to take it, in at most twelve words
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ _ALGORITHMS = (
         link=Sigmoid(1.0),
         margin=Margin(0.0, 1.0),
         idea="Better responses are likelier to win",
+        best_for="pairs: the first to try",
     ),
     RewardModelAlgorithm(
         "k-wise",
@@ -136,6 +138,7 @@ _ALGORITHMS = (
         link=Sigmoid(1.0),
         denominator=PerPrompt(),
         idea="All comparisons of a prompt are one element",
+        best_for="many comparisons per prompt",
     ),
     RewardModelAlgorithm(
         "plackett-luce",
@@ -143,18 +146,21 @@ _ALGORITHMS = (
         link=PlackettLuce(),
         denominator=PerPrompt(),
         idea="A ranking is a row of choices",
+        best_for="rankings of several responses",
     ),
     RewardModelAlgorithm(
         "outcome",
         "A verifier from labels of whole responses, or of their steps (arXiv 2110.14168; steps: arXiv 2305.20050)",
         link=CrossEntropy(),
         idea="The probability that it is right",
+        best_for="right-or-wrong labels; safer to optimise than bradley-terry on sums",
     ),
     RewardModelAlgorithm(
         "regression",
         "A reward model from scores (HelpSteer2, arXiv 2406.08673)",
         link=SquaredError(),
         idea="The score that people gave",
+        best_for="scores that people gave",
     ),
 )
 REWARD_MODELS: dict[str, RewardModelAlgorithm] = {algorithm.name: algorithm for algorithm in _ALGORITHMS}

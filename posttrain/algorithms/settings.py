@@ -24,7 +24,7 @@ from posttrain.system.user_code import load_named
 Place = tuple[str, ...]
 AnyAlgorithm = TypeVar("AnyAlgorithm", bound=AlgorithmBase)
 
-LABELS = ("name", "paper", "stated", "idea")
+LABELS = ("name", "paper", "stated", "idea", "best_for")
 """Fields of an algorithm that are not settings."""
 
 

@@ -50,6 +50,7 @@ def test_page_that_leads_to_all_others_is_what_the_tables_say() -> None:
     assert written == index(list(EVERY.values())), "write it again: posttrain algorithms --pages docs/algorithms"
     assert all(f"[`{row.name}`]({row.name}.md) | {row.idea} |" in written for row in EVERY.values())
     assert all(0 < len(row.idea.split()) <= 8 for row in EVERY.values())
+    assert all(0 < len(row.best_for.split()) <= 12 and not row.best_for.endswith(".") for row in EVERY.values())
 
 
 @ALL
@@ -164,9 +165,11 @@ def test_options_on_a_page_give_the_formula_that_stands_beside_them(row: Prefere
 def test_requirements_tell_each_row_once_and_what_it_needs() -> None:
     found = {}
     for line in requirements(EVERY.values())[2:]:
-        names, *needed = (cell.strip() for cell in line.strip("|").split("|"))
-        found |= dict.fromkeys(names.replace("`", "").split(", "), needed)
+        name, *needed = (cell.strip() for cell in line.strip("|").split("|"))
+        assert name.strip("`") not in found
+        found[name.strip("`")] = needed
     assert found.keys() == EVERY.keys()
+    assert all(row.best_for == found[row.name].pop() for row in EVERY.values())
     assert found["ppo"] == ["yes", "yes", "yes", "yes", "prompts"]
     assert found["dr-grpo"] == ["yes", "yes", "no", "no", "prompts"]
     assert found["dpo"] == ["no", "no", "no", "yes", "comparisons of responses"]

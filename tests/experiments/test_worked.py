@@ -58,7 +58,7 @@ def test_each_arm_of_the_ablation_lacks_its_part_of_ppo_and_keeps_the_others() -
         "no critic": {"advantage": rows["no critic"].advantage, "critic": None},
     }
     assert rows.keys() == changed.keys()
-    labels = ("name", "paper", "stated", "idea")
+    labels = ("name", "paper", "stated", "idea", "best_for")
     for arm, row in rows.items():
         same = {k: v for k, v in vars(whole).items() if k not in labels}
         assert {k: v for k, v in vars(row).items() if k not in labels} == same | changed[arm]

@@ -1,10 +1,12 @@
 """Two tasks that every algorithm must learn, several seeds each: a table, and a curve per algorithm.
 
     python recipes/algorithms.py [--task worked-sums] [--rows grpo rloo] [--seeds 0 1 2] [--processes 2]
+    python recipes/algorithms.py --variants [--task worked-sums] [--seeds 0 1 2]
 
 `common_tasks` describes the tasks, and holds the settings. The start of a seed is trained once, and each (algorithm, seed)
 is a process of its own. A finished one with the same settings is not repeated (delete its folder to repeat it). `report`
-alone only writes the page again, between its marks.
+alone only writes the page again, between its marks: a table of the runs that there are. `--variants` runs the variants of
+`common_tasks` and the algorithms that they change, and writes only the table of variants, between marks of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from common_tasks import TASKS, CommonTask
+from common_tasks import TASKS, VARIANTS, CommonTask
 from pages import over_seeds, write_page
 
 import posttrain
@@ -60,14 +62,14 @@ def start(out: Path, common: CommonTask, seed: int) -> None:
 
 
 def learn(out: Path, common: CommonTask, row: str, seed: int) -> None:
-    """Train one algorithm with one seed, measure it against its start, and write result.json."""
+    """Train one algorithm or variant with one seed, measure it against its start, and write result.json."""
     folder, begun = out / row / f"seed-{seed}", _start(out, seed)
     options = {k: v.format(start=begun) if isinstance(v, str) else v for k, v in common.settings(row).items()}
     env = options.pop("env")
-    held_out = str(begun / "unseen.jsonl")
+    held_out, algorithm = str(begun / "unseen.jsonl"), VARIANTS[row].row if row in VARIANTS else row
     begin = time.process_time()
     run = posttrain.rl(
-        str(begun / "practice.jsonl"), env, str(begun / "sft"), algorithm=row,
+        str(begun / "practice.jsonl"), env, str(begun / "sft"), algorithm=algorithm,
         out=str(folder / "rl"), overwrite=True, seed=seed, eval_tasks=held_out, **options,
     )  # fmt: skip
     assert not run.interrupted, "an interrupted run is no result"
@@ -152,13 +154,13 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 # -- the report --------------------------------------------------------------------------------------------------------
 
 Results = dict[str, dict[int, dict[str, Any]]]
-"""Row -> seed -> result, rows in the order of the table."""
+"""Row or variant -> seed -> result, rows in the order of the table, then variants."""
 
 
 def collect(out: Path) -> Results:
     """The results so far, also written to results.json."""
     found: Results = {}
-    for row in TABLE:
+    for row in (*TABLE, *VARIANTS):
         seeds = {int(path.parent.name.removeprefix("seed-")): _read(path) for path in out.glob(f"{row}/*/result.json")}
         if seeds:
             found[row] = dict(sorted(seeds.items()))
@@ -169,29 +171,24 @@ def collect(out: Path) -> Results:
 
 
 def report(common: CommonTask, results: Results, docs: Path) -> Path:
-    """Write the page of a task with its pictures. Raises UserError without results."""
+    """Write the page of a task with its pictures, and its variants. Raises UserError without results."""
+    results, variants = (
+        {name: seeds for name, seeds in results.items() if (name in VARIANTS) is of} for of in (False, True)
+    )
     if not results:
         raise UserError("no run is finished yet: run recipes/algorithms.py without `report` first")
-    flat = [result for seeds in results.values() for result in seeds.values()]
-    first, revisions = flat[0], sorted({_revision(result) for result in flat})
     folder, name = PLACES[common.name]
     for made in ("results", f"algorithms/{folder}"):
         (docs / made).mkdir(parents=True, exist_ok=True)
     for row, seeds in results.items():
         draw({row: seeds}, docs / "algorithms" / folder / f"{row}.png", 1, (6.4, 3.6), common.target)
     draw(results, docs / "results" / f"{name}.png", 5, (2.6, 1.9), common.target)
-    seconds = sum(result["seconds"] for result in flat)
     learned = [row for row, seeds in results.items() if min(r["after"] for r in seeds.values()) > common.target]
     told = ", ".join(f"{name} {_word(value)}" for name, value in common.common.items())
-    seeds_told = " ".join(map(str, sorted({r["seed"] for r in flat})))
     text = [
         f"# Every algorithm on {common.name.replace('-', ' ')}",
         "",
-        f"    python recipes/algorithms.py --task {common.name} --seeds {seeds_told}",
-        "",
-        f"{max(r['end'] for r in flat)[:10]}, revision {', '.join(revisions)}, {first['machine']['platform']}, "
-        f"{first['machine']['cores']} cores, one thread a run, Python {first['versions']['python']}, "
-        f"torch {first['versions']['torch']}, float32. {len(flat)} runs, {seconds / 60:.0f} minutes of one core.",
+        *origin(f"--task {common.name}", results),
         "",
         *common.text,
         "",
@@ -203,7 +200,42 @@ def report(common: CommonTask, results: Results, docs: Path) -> Path:
         "",
         f"![Held-out accuracy over steps]({name}.png)",
     ]
-    return write_page(docs / "results" / f"{name}.md", text)
+    page = write_page(docs / "results" / f"{name}.md", text)
+    return report_variants(common, {**results, **variants}, docs) if variants else page
+
+
+def report_variants(common: CommonTask, results: Results, docs: Path) -> Path:
+    """Write the variants' part of the page of a task. Raises UserError without results of variants."""
+    variants = {name: seeds for name, seeds in results.items() if name in VARIANTS}
+    if not variants:
+        raise UserError("no variant is finished yet: run recipes/algorithms.py --variants without `report` first")
+    compared = {VARIANTS[name].compared for name in variants}
+    text = [
+        "## Variants",
+        "",
+        *origin(f"--variants --task {common.name}", {n: s for n, s in results.items() if n in {*variants, *compared}}),
+        "",
+        "Options that change one component of an algorithm, with its settings otherwise. Differences are seed by seed, from",
+        "the same starts.",
+        "",
+        *variant_table(results),
+    ]
+    return write_page(docs / "results" / f"{PLACES[common.name][1]}.md", text, "variants")
+
+
+def origin(words: str, results: Results) -> list[str]:
+    """The command, and when, on what and for how long it ran."""
+    flat = [result for seeds in results.values() for result in seeds.values()]
+    first, revisions = flat[0], sorted({_revision(result) for result in flat})
+    seeds = " ".join(map(str, sorted({r["seed"] for r in flat})))
+    return [
+        f"    python recipes/algorithms.py {words} --seeds {seeds}",
+        "",
+        f"{max(r['end'] for r in flat)[:10]}, revision {', '.join(revisions)}, {first['machine']['platform']}, "
+        f"{first['machine']['cores']} cores, one thread a run, Python {first['versions']['python']}, "
+        f"torch {first['versions']['torch']}, float32. {len(flat)} runs, {sum(r['seconds'] for r in flat) / 60:.0f} minutes "
+        "of one core.",
+    ]
 
 
 def table(common: CommonTask, results: Results) -> list[str]:
@@ -215,13 +247,41 @@ def table(common: CommonTask, results: Results) -> list[str]:
         found = list(seeds.values())
         before, after = ([r[name] for r in found] for name in ("before", "after"))
         own = ", ".join(f"{name} {_word(value)}" for name, value in common.own.get(row, {}).items())
-        beside = {} if row == "grpo" else results.get("grpo", {})
-        gains = [r["after"] - beside[seed]["after"] for seed, r in seeds.items() if seed in beside]
-        gained = over_seeds(gains, "+.3f") if gains else ""
+        gained = "" if row == "grpo" else gain(seeds, results.get("grpo", {}))
         seconds = f"{np.mean([r['seconds'] for r in found]):.0f}"
         cells = [f"[{row}](../algorithms/{row}.md)", _figures(before), _figures(after), over_seeds(after), gained]
         lines.append(f"| {' | '.join([*cells, str(found[0]['steps']), seconds, own])} |")
     return lines
+
+
+def variant_table(results: Results) -> list[str]:
+    """A Markdown table, one line per variant that has run."""
+    columns = ["variant", "options", "after, each seed", "after, mean and 95% interval", "minus", "difference", "seeds",
+               "seconds"]  # fmt: skip
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for name in (name for name in VARIANTS if name in results):
+        variant, seeds = VARIANTS[name], results[name]
+        options = " ".join(f"--{key.replace('_', '-')} {_word(value)}" for key, value in variant.options.items())
+        linked = f"[{variant.row}](../algorithms/{variant.row}.md)"
+        after = [r["after"] for r in seeds.values()]
+        seconds = f"{np.mean([r['seconds'] for r in seeds.values()]):.0f}"
+        gained = gain(seeds, results.get(variant.compared, {}))
+        cells = [
+            name,
+            f"{linked} `{options.replace(' True', '')}`",
+            _figures(after),
+            over_seeds(after),
+            variant.compared,
+            gained,
+        ]
+        lines.append(f"| {' | '.join([*cells, ' '.join(map(str, seeds)), seconds])} |")
+    return lines
+
+
+def gain(seeds: Mapping[int, Mapping[str, Any]], beside: Mapping[int, Mapping[str, Any]]) -> str:
+    """The mean difference over the seeds that both have, with its interval; "" if there are none."""
+    gains = [r["after"] - beside[seed]["after"] for seed, r in seeds.items() if seed in beside]
+    return over_seeds(gains, "+.3f") if gains else ""
 
 
 def _revision(result: Mapping[str, Any]) -> str:
@@ -274,13 +334,17 @@ def _panel(axes: Axes, title: str, curves: Sequence[Sequence[tuple[int, float]]]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("stage", nargs="?", default="all", choices=("all", "start", "learn", "report"))
-    parser.add_argument("--rows", nargs="+", default=PRACTISED, choices=list(TABLE), metavar="ROW")
+    names = [*TABLE, *VARIANTS]
+    parser.add_argument("--rows", nargs="+", choices=names, metavar="ROW", help="algorithms, or names of variants")
+    parser.add_argument("--variants", action="store_true", help="all variants, and the algorithms that they change")
     parser.add_argument("--task", default="sums", choices=tuple(TASKS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, default=Path("runs/algorithms"))
     parser.add_argument("--processes", type=int, default=2, help="runs at a time, of one thread each")
     parser.add_argument("--docs", type=Path, default=DOCS, help="where the report goes")
     options = parser.parse_args()
+    compared = list(dict.fromkeys(variant.row for variant in VARIANTS.values()))
+    options.rows = options.rows or ([*compared, *VARIANTS] if options.variants else PRACTISED)
     common, out = TASKS[options.task], options.out / options.task
     here: dict[str, Callable[[str, int], None]] = {
         "start": lambda _row, seed: start(out, common, seed),
@@ -294,7 +358,8 @@ def main() -> int:
     failed = []
     if options.stage == "all":
         failed = run_all(out, common, options.rows, options.seeds, options.processes)
-    print(report(common, collect(out), options.docs))
+    written = report_variants if options.variants else report
+    print(written(common, collect(out), options.docs))
     return 1 if failed else 0
 
 

@@ -1,5 +1,7 @@
 """The two tasks that every algorithm must learn: their rows, the start of a seed, and the settings of each algorithm.
 
+`VARIANTS` are algorithms with an option that changes one component.
+
 sums           3+5+2+7=17, the answer alone: replies of two or three tokens
 worked-sums    7 4 9 2 8: answered line by line, 7+4=11, 11+9=20 ...: replies of some 25 tokens, long ones are cut off
 """
@@ -24,6 +26,34 @@ _ON_POLICY = {"minibatches": 1}  # lp A has no ratio: a second update would foll
 
 
 @dataclass(frozen=True)
+class Variant:
+    """An algorithm with other options of `posttrain.rl`, the same on both tasks."""
+
+    row: str
+    options: Mapping[str, Any]
+    beside: str = ""  # the variant that it is compared with; "": the algorithm itself
+
+    @property
+    def compared(self) -> str:
+        return self.beside or self.row
+
+
+VARIANTS = {
+    "ppo-bootstrap": Variant("ppo", {"bootstrap_truncated": True}),
+    "ppo-entropy-reward": Variant("ppo", {"entropy": 0.01, "entropy_where": "reward"}),
+    "grpo-kl-response": Variant("grpo", {"kl_unit": "response"}),
+    "grpo-length-penalty": Variant("grpo", {"length_penalty": 0.005}),  # up to .13 on worked sums, .02 on sums
+    # A step ends after an update whose policy had moved before it: that takes more updates than grpo makes on the sums.
+    "grpo-epochs": Variant("grpo", {"epochs": 2}),
+    "grpo-target-kl": Variant("grpo", {"epochs": 2, "target_kl": 0.02}, beside="grpo-epochs"),
+    "grpo-epsilon-greedy": Variant("grpo", {"epsilon_greedy": 0.02}),
+    "reinforce++-even": Variant("reinforce++", {"redistribution": "even"}),
+    "reinforce++-by-entropy": Variant("reinforce++", {"redistribution": "entropy"}),
+    "dapo-reward-floor": Variant("dapo", {"reward_floor": -1.0}),
+}
+
+
+@dataclass(frozen=True)
 class CommonTask:
     """A task, and how each algorithm trains on it."""
 
@@ -40,9 +70,11 @@ class CommonTask:
         default_factory=dict
     )  # algorithm -> where it differs, each with its reason
 
-    def settings(self, algorithm: str) -> dict[str, Any]:
-        """Return all options of `posttrain.rl`; {start} is the folder of the seed's start."""
-        return {"env": self.env, **self.common, **self.own.get(algorithm, {})}
+    def settings(self, name: str) -> dict[str, Any]:
+        """Return all options of `posttrain.rl` for an algorithm or a variant; {start} is the folder of the seed's start."""
+        if name in VARIANTS:
+            return {**self.settings(VARIANTS[name].row), **VARIANTS[name].options}
+        return {"env": self.env, **self.common, **self.own.get(name, {})}
 
 
 # -- sums --------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -11,12 +12,14 @@ from typing import Any
 import pytest
 from places import ROOT
 
+from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.describe import COMMON_TASKS
 from posttrain.config.resolve import filled, validate
 from posttrain.config.training import RL, SFT
 from posttrain.core.types import UserError
 from posttrain.envs.builtin import arithmetic
 from posttrain.envs.play.load_env import load_env
+from posttrain.training.adjust import adjust
 
 
 @pytest.fixture
@@ -72,6 +75,67 @@ def test_every_row_has_settings_that_exist(recipe: ModuleType, name: str) -> Non
         options = {**common.settings(row), "tasks": "x", "model": "x", "algorithm": row}
         validate(filled(RL, options))
         load_env(options["env"])
+
+
+@pytest.mark.parametrize("name", ["sums", "worked-sums"])
+def test_every_variant_is_an_algorithm_with_options_that_exist_and_change_it(recipe: ModuleType, name: str) -> None:
+    common = recipe.TASKS[name]
+    assert not recipe.VARIANTS.keys() & recipe.TABLE.keys()
+
+    def adjusted(of: str, row: str) -> Any:
+        config = filled(RL, {**common.settings(of), "tasks": "x", "model": "x", "algorithm": row})
+        validate(config)
+        return adjust(find(row), config)  # refuses what has no effect
+
+    for of, variant in recipe.VARIANTS.items():
+        assert common.settings(of) == {**common.settings(variant.row), **variant.options}
+        assert adjusted(of, variant.row) != adjusted(variant.compared, variant.row), of
+
+
+def test_variants_are_a_part_of_the_page_compared_with_their_algorithm_by_seed(
+    recipe: ModuleType, tmp_path: Path
+) -> None:
+    found = {
+        "ppo": {seed: result("ppo", seed, after) for seed, after in enumerate((0.95, 0.90))},
+        "ppo-bootstrap": {seed: result("ppo-bootstrap", seed, after) for seed, after in enumerate((0.96, 0.93, 0.9))},
+        "dapo-reward-floor": {1: result("dapo-reward-floor", 1, 0.9)},
+    }
+    sums = recipe.TASKS["sums"]
+    whole = recipe.report(sums, found, tmp_path).read_text()
+    assert "1 of 1 algorithms" not in whole and "0 of 1 algorithms end above 0.9" in whole  # variants do not count
+    line = "| ppo-bootstrap | [ppo](../algorithms/ppo.md) `--bootstrap-truncated` | 0.960, 0.930, 0.900 "
+    line += "| 0.930 [0.855, 1.005] | ppo | +0.020 [-0.107, +0.147] | 0 1 2 | 10 |"  # 12.706 * 0.01, of the two common seeds
+    assert line in whole
+    floor = (
+        "| dapo-reward-floor | [dapo](../algorithms/dapo.md) `--reward-floor -1` | 0.900 | 0.900 | dapo |  | 1 | 10 |"
+    )
+    assert floor in whole and "--variants --task sums --seeds 0 1 2\n" in whole
+    assert {path.stem for path in (tmp_path / "algorithms" / "curves").iterdir()} == {"ppo"}
+    del found["dapo-reward-floor"]
+    again = recipe.report_variants(sums, found, tmp_path).read_text()
+    assert floor not in again and line in again and "0 of 1 algorithms" in again  # the other part is left alone
+    with pytest.raises(UserError, match="no variant is finished"):
+        recipe.report_variants(sums, {"ppo": found["ppo"]}, tmp_path)
+
+
+def test_rows_may_name_variants_and_all_variants_bring_their_algorithms(
+    recipe: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(recipe, "run_all", lambda out, common, rows, *_: asked.append(list(rows)) or [])
+    kept = tmp_path / "sums"
+    for name in ("grpo", "grpo-kl-response"):
+        folder = kept / name / "seed-0"
+        folder.mkdir(parents=True)
+        (folder / "result.json").write_text(json.dumps(result(name, 0, 0.9)))
+    where = ["--out", str(tmp_path), "--docs", str(tmp_path / "docs")]
+    for words in (["--rows", "grpo", "grpo-kl-response"], ["--variants"]):
+        monkeypatch.setattr("sys.argv", ["algorithms.py", *words, *where])
+        assert recipe.main() == 0
+    assert asked[0] == ["grpo", "grpo-kl-response"]
+    assert set(asked[1]) == {*recipe.VARIANTS, "ppo", "grpo", "reinforce++", "dapo"}
+    page = (tmp_path / "docs" / "results" / "algorithms.md").read_text()
+    assert page.count("| grpo-kl-response |") == 1 and "1 of 1" not in page and "0 of 1" in page
 
 
 def test_the_report_has_every_task_seed_interval_and_learned_row(recipe: ModuleType, tmp_path: Path) -> None:

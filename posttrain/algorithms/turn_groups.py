@@ -117,7 +117,7 @@ class TurnHistories(Advantage):
     def formula(self) -> str:
         over = "" if self.scale == "none" else f" / (pstd + {self.eps:g})"
         gamma = "" if self.gamma == 1 else f", each {self.gamma:g} times less a turn away"
-        weight = {0: "1", 1: "(k + 1)"}.get(self.power, f"(k + 1)^{self.power:g}")
+        weight = "(k + 1)" if self.power == 1 else f"(k + 1)^{self.power:g}"
         return (
             f"sum_k {weight} A_k / sum_k {weight} over A_k != 0, A_k = (R_t - mean(state_k)){over}, R_t: rewards of rollout "
             f"i from the turn of token t on{gamma}; state_k: turns of the group behind the same last k observations, k = 1 "

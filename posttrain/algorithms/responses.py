@@ -44,7 +44,7 @@ class Responses:
             return sums[which]
         lengths = self.length[which]
         starts = (self.length.cumsum(0) - self.length)[which]
-        owner = torch.arange(len(which), device=which.device).repeat_interleave(lengths)
+        owner = torch.repeat_interleave(lengths)
         place = torch.arange(len(owner), device=which.device) - (lengths.cumsum(0) - lengths)[owner]
         picked = values[starts[owner] + place]
         weighed = torch.where(place < first[owner], picked, tail * picked)

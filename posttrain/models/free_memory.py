@@ -45,6 +45,12 @@ def peak_memory(device: torch.device) -> int:
     return most
 
 
+def release_cached_memory() -> None:
+    """Give the driver the GPU memory that torch keeps for later tensors, so that other processes can have it."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def in_gib(size: float) -> str:
     """Format bytes for a reader: "17.3 GiB"."""
     return f"{size / 2**30:,.1f} GiB"

@@ -9,7 +9,7 @@ each learner shares that learner's GPU.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -93,6 +93,21 @@ def working_on(device: torch.device) -> AbstractContextManager[Any]:
     the current one.
     """
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def on_this_gpu(begin: Callable[[], None] = lambda: None) -> Callable[[], None]:
+    """Return the beginning of a new thread: it takes over the current GPU of this one, then calls `begin`. Threads start
+    on GPU 0.
+    """
+    if not torch.cuda.is_initialized():
+        return begin
+    gpu = torch.cuda.current_device()
+
+    def begun() -> None:
+        torch.cuda.set_device(gpu)
+        begin()
+
+    return begun
 
 
 def visible_name(gpu: int) -> str:

@@ -10,7 +10,7 @@ import torch
 from posttrain.config.training import ROLES
 from posttrain.core.types import UserError
 from posttrain.models.gpu_placement import GPUPlacement, gpus_of_roles
-from posttrain.training.setup import choose_device
+from posttrain.training.setup import named_device
 
 _, CRITIC, TEACHERS, REWARD_MODELS, JUDGES = ROLES
 
@@ -34,7 +34,7 @@ def role_device(config: Any, role: str, device: torch.device) -> torch.device:
     if name in ("auto", "cuda"):  # which would be the GPU of the training process
         raise UserError(f"--role-devices {role}={named[role]} names no GPU: give its number, as in {role}=1")
     try:
-        return choose_device(f"cuda:{name}" if name.isdecimal() else name)
+        return named_device(f"cuda:{name}" if name.isdecimal() else name)
     except UserError as error:
         raise UserError(str(error).replace("--device ", f"--role-devices {role}=")) from None
 

@@ -87,8 +87,8 @@ def use_threads(count: int | None) -> None:
 def choose_device(name: str, learner_devices: tuple[int, ...] = (), role_devices: tuple[int, ...] = ()) -> torch.device:
     """Return the device of that name; "auto": a CUDA device if there is one. Raises UserError if it cannot be used.
 
-    Each of several processes of a machine takes a CUDA device of its own, as far as there are enough. `role_devices`:
-    GPUs that models beside the policy take.
+    It becomes the current CUDA device of this thread. Each of several processes of a machine takes a CUDA device of its
+    own, as far as there are enough. `role_devices`: GPUs that models beside the policy take.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() or learner_devices else "cpu"
@@ -98,7 +98,14 @@ def choose_device(name: str, learner_devices: tuple[int, ...] = (), role_devices
         placement = GPUPlacement.here(learner_devices, (), role_devices)
         if placement.gpus:
             name = f"cuda:{placement.learner()}"
-            torch.cuda.set_device(name)
+    device = named_device(name)
+    if device.type == "cuda":  # else libraries and captured graphs work on GPU 0, and hold some of its memory
+        torch.cuda.set_device(device)
+    return device
+
+
+def named_device(name: str) -> torch.device:
+    """Return the device of that name, with its index. Raises UserError if it cannot be used."""
     try:
         probe = torch.zeros(1, device=name)
         probe.item()  # fails for "meta"

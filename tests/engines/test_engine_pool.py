@@ -22,7 +22,7 @@ import torch
 from conftest import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pools import Put, Score, Somewhere, World, pool_of
+from pools import SECONDS, Put, Score, Somewhere, World, pool_of
 from processes import descendants, gone
 
 import posttrain
@@ -100,7 +100,9 @@ class Interleaved:
 
     def rest(self) -> None:
         if not self.open and not self.pool._finished and not self.pool._queue and not self.pool._submitted:
+            told = [m.link for m in self.pool.members if m.state is MemberState.READY]
             self.pool.rest()
+            assert all(link.asleep or link.ended for link in told), "an update begins while one frees its memory"
 
     def finish(self) -> None:
         polls = 0
@@ -298,6 +300,38 @@ def test_silence_counts_only_while_something_is_owed_and_the_pool_listens() -> N
     while works.state is MemberState.READY:
         pool.poll()
     assert pool.counts()["resubmitted"] == 1
+
+
+def test_an_engine_that_does_not_fall_asleep_in_time_is_lost_and_starts_again_after_the_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    released = list[float]()
+    monkeypatch.setattr("posttrain.engines.pool.engine_pool.release_cached_memory", lambda: released.append(world.now))
+    world = World(random.Random(0), 0)
+    pool = pool_of(world, 2, Put(world))
+    pool.load(0, 0)
+    assert len(released) == 2, "before each loads"
+    world.engines[0].stopped = True
+    begun = world.now
+    pool.rest()
+    assert world.now - begun > SECONDS and world.engines[0].ended and world.engines[1].asleep
+    assert [m.state for m in pool.members] == [MemberState.DEAD, MemberState.STALE]
+    pool.poll()
+    assert len(world.engines) == 2 and len(released) == 2, "the learner has the memory now"
+    pool.load(1, 1)
+    assert len(world.engines) == 3 and not world.engines[1].asleep and len(released) >= 3
+
+
+def test_engines_without_an_offer_may_rest() -> None:
+    world = World(random.Random(0), 0)
+    transport = Put(world)
+    pool = pool_of(world, 1, transport, restarts=0)
+    pool.load(0, 0)
+    transport.offer = None  # as after a transfer from GPU to GPU
+    pool.rest()
+    pool.poll()
+    pool.load(1, 1)
+    assert pool.members[0].state is MemberState.READY
 
 
 def test_the_weight_probe_is_told_who_had_the_version_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fake_vllm
@@ -30,6 +31,8 @@ from rl_sources import digits
 from tiny_models import make
 
 import posttrain
+from posttrain.config.training import RL
+from posttrain.core.protocols import Alone
 from posttrain.core.types import Completion, Sampling, UserError
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.model_manifest import backbone_of
@@ -57,6 +60,7 @@ from posttrain.models.gpu_placement import GPUPlacement
 from posttrain.models.native.decoder import Decoder, new_decoder
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.verbs.rl import _engine as rl_engine
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
@@ -383,7 +387,10 @@ def test_an_interrupted_start_leaves_no_process(tokenizer: Tokenizer, monkeypatc
 
 
 @pytest.mark.slow
-def test_a_server_that_shares_the_learners_gpu_sleeps_until_it_is_asked_again(tokenizer: Tokenizer) -> None:
+def test_a_server_that_shares_the_learners_gpu_sleeps_until_it_is_asked_again(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(fake_vllm.FAULT, "slow sleep")
     model, asked = tiny(tokenizer), ragged(6)
     with closing(opened(model, tokenizer, Many(1))) as pool:
         (member,) = pool.members
@@ -392,14 +399,14 @@ def test_a_server_that_shares_the_learners_gpu_sleeps_until_it_is_asked_again(to
         call = member.link.wire._call  # type: ignore[union-attr]
 
         async def noted(method: str, path: str, body: Any = None) -> bytes:
-            calls.append(path)
             answer: bytes = await call(method, path, body)
+            calls.append(path)
             return answer
 
         member.link.wire._call = noted  # type: ignore[union-attr]
         calm = sampled(pool, asked)
         pool.rest()
-        until(pool, lambda: "/sleep?level=2" in calls)
+        assert "/sleep?level=2" in calls, "it sleeps when the update begins"
         assert member.state is MemberState.STALE
         assert sampled(pool, asked) == calm  # the same weights again
         used = [path for path in calls if not path.startswith(("/inference", "/metrics"))]
@@ -408,6 +415,21 @@ def test_a_server_that_shares_the_learners_gpu_sleeps_until_it_is_asked_again(to
         pool.rest()
         pool.load(tiny(tokenizer, seed=1), 1)
         assert calls.count("/wake_up?tags=kv_cache") == 2 and member.state is MemberState.READY
+
+
+@pytest.mark.parametrize(
+    ("options", "sleeps"),
+    [({}, True), ({"shard": True}, True), ({"tensor_parallel": 2}, True), ({"expert_parallel": 2}, True),
+     ({"async_steps": 1}, False), ({"shard": True, "async_steps": 1}, False)],
+)  # fmt: skip
+def test_only_an_engine_that_samples_during_updates_stays_awake(
+    options: dict[str, Any], sleeps: bool, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr("posttrain.engines.vllm.server_pool.open_servers", lambda *a, **how: told.append(how["sleeps"]))
+    run: Any = SimpleNamespace(config=RL(engine="vllm", **options), path=tmp_path, world=Alone())
+    rl_engine(run, tiny(tokenizer), tokenizer)
+    assert told == [sleeps]
 
 
 def test_a_reply_ends_at_the_first_token_that_completes_a_stop_string(tokenizer: Tokenizer) -> None:

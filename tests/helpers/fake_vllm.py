@@ -36,6 +36,7 @@ from posttrain.models.weight_files import write_weights
 from posttrain.system.temp_folders import TempFolder
 
 FAULT = "FAKE_VLLM"
+SLOW_SECONDS = 0.3  # of a slow server to fall asleep
 TRANSFER = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
 
 
@@ -179,6 +180,8 @@ class Server(WorkerExtension):
     async def note(self, request: web.Request) -> web.Response:
         self.calls.append(request.path_qs)
         if request.path in ("/sleep", "/wake_up"):
+            if os.environ.get(FAULT) == "slow sleep":
+                await asyncio.sleep(SLOW_SECONDS)
             self.sleeping = request.path == "/sleep"
         return web.Response()
 

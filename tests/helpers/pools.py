@@ -115,6 +115,7 @@ class Fake:
         elif what == "sleep":
             assert not self.requests, "asked to sleep while it works"
             self.asleep, self.version = True, -1
+            self.outbox.append(["slept"])
         elif what == "transfer":
             self.called.append((more[0], more[1]))
             self.outbox.append(["transferred", self.world.gpus if more[0] == "get_world_size" else None])

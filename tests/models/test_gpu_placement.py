@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections import Counter
 from itertools import product
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from posttrain.config.resolve import validate
 from posttrain.config.training import RL
-from posttrain.core.types import UserError
+from posttrain.core.protocols import Alone
+from posttrain.core.types import Sampling, UserError
+from posttrain.engines.pool.replica import LocalHost
+from posttrain.engines.serving.engine_thread import EngineThread
 from posttrain.models.gpu_placement import GPUPlacement, gpus_of_roles, visible_name
+from posttrain.models.native.kernels import build
 from posttrain.training.role_devices import role_device
 from posttrain.training.setup import choose_device
+from posttrain.training.sources.async_rollouts import StepQueue
 
 
 def seats(gpus: int, learners: int, each: int, **chosen: tuple[int, ...]) -> tuple[list[int], list[int]]:
@@ -73,7 +82,7 @@ def test_each_process_has_its_own_gpu_of_a_role(place: int, monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", str(place))
-    monkeypatch.setattr("posttrain.training.role_devices.choose_device", torch.device)
+    monkeypatch.setattr("posttrain.training.role_devices.named_device", torch.device)
     own = torch.device("cuda", place)
     config = RL(role_devices={"reference": "2,3", "critic": "cpu", "teacher": "1"})
     assert role_device(config, "reference", own) == torch.device("cuda", 2 + place)
@@ -84,6 +93,97 @@ def test_each_process_has_its_own_gpu_of_a_role(place: int, monkeypatch: pytest.
         role_device(config, "teacher", own)
     with pytest.raises(UserError, match="--role-devices 4 is not a GPU of this machine: it has 4, from 0 to 3"):
         role_device(RL(role_devices={"reference": "4,1"}), "reference", own)
+
+
+class CurrentGPU(threading.local):
+    """The current GPU of each thread, as the driver has it."""
+
+    gpu = 0
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> CurrentGPU:
+    """Four GPUs whose tensors are on the CPU."""
+    found, zeros = CurrentGPU(), torch.zeros
+
+    class Probe:
+        def __init__(self, device: str) -> None:
+            self.device = torch.device(device) if ":" in device else torch.device(device, found.gpu)
+
+        def item(self) -> float:
+            return 0.0
+
+    def probe(*shape: Any, device: Any = "cpu", **how: Any) -> Any:
+        return Probe(str(device)) if str(device).startswith("cuda") else zeros(*shape, device=device, **how)
+
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch, "zeros", probe)
+    for name, stub in {
+        "device_count": lambda: 4,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "current_device": lambda: found.gpu,
+        "set_device": lambda device: setattr(found, "gpu", device if isinstance(device, int) else device.index),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    return found
+
+
+def test_a_run_works_on_its_own_gpu_and_roles_do_not_change_that(
+    current: CurrentGPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert choose_device("cpu") == torch.device("cpu") and current.gpu == 0
+    assert choose_device("cuda:2") == torch.device("cuda:2") and current.gpu == 2
+    assert role_device(RL(role_devices={"reference": "3"}), "reference", torch.device("cuda:2")).index == 3
+    assert current.gpu == 2, "the reference's GPU is not the run's"
+    assert choose_device("cuda", (1,)) == torch.device("cuda:1") and current.gpu == 1
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert choose_device("auto") == torch.device("cuda:3") and current.gpu == 3
+
+
+def test_threads_that_sample_work_on_the_gpu_of_the_run(current: CurrentGPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_device("cuda:2")
+    begun: list[int] = []
+    player: Any = SimpleNamespace(engine=None, world=Alone(), unwanted=None)
+    collector: Any = SimpleNamespace(player=player, mark=None)
+    monkeypatch.setattr("posttrain.training.sources.async_rollouts.replace", lambda given, **changes: given)
+    rollouts = StepQueue(collector, None, 1, 1)
+    assert rollouts._thread is not None
+    assert rollouts._thread.call(lambda: current.gpu).result() == 2
+    rollouts._thread.close(1.0)
+
+    class Polled:
+        def submit(self, *request: Any) -> None:
+            begun.append(current.gpu)
+            raise UserError("enough")
+
+    async def ask() -> None:
+        thread = EngineThread(cast(Any, Polled()), lambda problem: None)
+        with pytest.raises(UserError, match="enough"):
+            await thread.complete([1], Sampling())
+        thread.close()
+
+    asyncio.run(ask())
+    assert begun == [2]
+
+
+def test_an_engine_in_another_process_works_on_its_gpu(current: CurrentGPU, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*given: Any) -> Any:
+        raise InterruptedError
+
+    monkeypatch.setattr("posttrain.engines.pool.replica.read_json", stop)
+    for device, gpu in (("cuda:3", 3), ("cuda", 3), ("cpu", 3)):
+        setup = {
+            "threads": torch.get_num_threads(),
+            "compiled": build.used(),
+            "folder": ".",
+            "layout": {"dtype": "float32"},
+            "backed": None,
+        }
+        with pytest.raises(InterruptedError):
+            LocalHost({**setup, "device": device})
+        assert current.gpu == gpu
 
 
 def test_another_process_gets_the_name_that_the_mask_has(monkeypatch: pytest.MonkeyPatch) -> None:

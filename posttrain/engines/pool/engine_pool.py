@@ -31,6 +31,7 @@ from posttrain.engines.pool.pool_protocol import Gone, Wire, decode_completion, 
 from posttrain.engines.request import Request
 from posttrain.engines.weight_probe import WeightProbe
 from posttrain.engines.weight_sync import Transport
+from posttrain.models.free_memory import release_cached_memory
 
 POLL_SECONDS = 0.005  # maximal wait of a poll
 LOOK_SECONDS = 1.0  # maximum of silence counted between two reads: in a longer time the pool itself was busy
@@ -186,13 +187,18 @@ class EnginePool:
             transport.done()
 
     def rest(self) -> None:
-        """Free the memory of engines that share a GPU with the learner, until the next weights or the next request."""
+        """Free the memory of engines that share a GPU with the learner, until the next weights or the next request.
+
+        Return when each has freed it or is lost: an update needs that memory, and vLLM fails if the GPU's free memory
+        shrinks meanwhile.
+        """
         assert not self._queue and not self._submitted, "engines rest between batches of rollouts, not within one"
         self._resting = True
         for member in self.members:
             if member.place.sleeps and member.state is MemberState.READY:
                 self._send(member, "sleep")
-                member.state = MemberState.STALE
+                member.state, member.dozing = MemberState.STALE, True
+        self._until(lambda: not any(m.dozing for m in self.members))
 
     def close(self) -> None:
         """Stop all engines and drop their requests. May be called twice."""
@@ -237,12 +243,13 @@ class EnginePool:
     def _is_lost_for_good(self, member: PoolMember) -> bool:
         """Return whether an engine cannot recover: it has no restarts left, or needs weights that are gone."""
         lacks = self._weights_offered and member.place.transport.offer is None and not member.awaited
+        lacks = lacks and not self._resting  # the next weights follow
         spent = member.state is MemberState.DEAD and member.failures > self.restarts
         return spent or (member.state is MemberState.STALE and lacks)
 
     def _start_again(self) -> None:
         now = self._clock()
-        for member in self.members:
+        for member in () if self._resting else self.members:  # while they rest, the learner has the memory
             if member.state is MemberState.DEAD and member.failures <= self.restarts and now >= member.restart_at:
                 member.state, member.link = MemberState.STARTING, member.place.open()
                 self._counted["restarts"] += 1
@@ -253,6 +260,8 @@ class EnginePool:
             offer = member.place.transport.offer
             if self._weights_offered and offer is not None and member.state is MemberState.STALE and not member.awaited:
                 member.loading = True
+                if member.place.sleeps:
+                    release_cached_memory()
                 try:
                     member.place.transport.send(member.place.name, member.held is None, partial(self._call, member))
                 except Gone as error:
@@ -337,6 +346,8 @@ class EnginePool:
             member.hello, member.state, member.held = hello, MemberState.STALE, None
         elif what == "loaded":
             self._handle_loaded(member, *more)
+        elif what == "slept" and member.dozing:
+            member.dozing = False
         elif what == "memory":
             member.memory = float(more[0]) / 1e9
         elif what == "done":
@@ -420,7 +431,7 @@ class EnginePool:
         self._prefix_owner = {id: owner for id, owner in self._prefix_owner.items() if owner is not member}
         for had in (member.requests, member.cancelled, member.probe, member.probed):
             had.clear()
-        member.tokens, member.loading, member.silent = 0, False, 0.0
+        member.tokens, member.loading, member.dozing, member.silent = 0, False, False, 0.0
 
 
 def _cost(request: Request) -> int:

@@ -7,7 +7,8 @@
                      ("alive",) as a heartbeat while it works, ("failed", reason) before it exits
 
 It also samples while the pool does not listen. A vLLM server gets the same messages through a client of its own (see
-`posttrain.engines.vllm.server_client`), and ("transfer", method, info) and ("sleep",) besides.
+`posttrain.engines.vllm.server_client`), and ("transfer", method, info) and ("sleep",) besides, which it answers
+with ("transferred", result) and ("slept",).
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class LocalHost:
         folder, self.layout = Path(setup["folder"]), setup["layout"]
         self.dtype = dtype = getattr(torch, setup["layout"]["dtype"])
         self.device = device = torch.device(setup["device"])
+        if device.index is not None:  # Ray shows an actor one GPU alone
+            torch.cuda.set_device(device)
         self.model: Backbone
         if setup["backed"] is None:
             config = read_config(folder, read_json(folder / "config.json"))

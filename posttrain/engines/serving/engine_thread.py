@@ -17,6 +17,7 @@ from posttrain.core.messages import one_line
 from posttrain.core.protocols import Engine
 from posttrain.core.types import Completion, Sampling, UserError
 from posttrain.engines.serving.requests import RequestRefused
+from posttrain.models.gpu_placement import on_this_gpu
 
 JOIN_SECONDS = 30.0  # timeout for a decoding step to end
 
@@ -49,7 +50,7 @@ class EngineThread:
         self._problem: RequestRefused | None = None
         self._count = 0
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(on_this_gpu(),), name="engine", daemon=True)
         self._thread.start()
 
     async def complete(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
@@ -100,7 +101,8 @@ class EngineThread:
 
     # -- in the thread -------------------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
+    def _work(self, begin: Callable[[], None]) -> None:
+        begin()
         has: set[int] = set()  # numbers of the requests in the engine
         try:
             while self._carry_out(has):

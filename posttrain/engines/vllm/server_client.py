@@ -318,10 +318,11 @@ class ServerClient(Wire):
         await self._call("POST", f"/{method}", {names[method]: info} if method in names else {})
         return ["transferred", None]
 
-    async def _sleep(self) -> None:
+    async def _sleep(self) -> Message:
         """Free the server's GPU memory until the next weights."""
         await self._call("POST", "/sleep?level=2")
         self._asleep, self._base = True, None  # it has no weights at all then
+        return ["slept"]
 
     async def _wake_up(self) -> None:
         """Allocate memory for weights again."""

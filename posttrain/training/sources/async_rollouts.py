@@ -21,6 +21,7 @@ from posttrain.core.batch import Stats
 from posttrain.core.protocols import Counting, Learner, Model, Paced, Resting
 from posttrain.core.types import Fate, UserError
 from posttrain.engines.local.engine_weights import own_copy
+from posttrain.models.gpu_placement import on_this_gpu
 from posttrain.models.native.linear import compute_apart
 from posttrain.system.worker_thread import WorkerThread
 from posttrain.training.sources.collector import Collected, Collector, Mark
@@ -52,7 +53,7 @@ class StepQueue:
         """
         self.groups, self.async_steps, self.last = groups, async_steps, last
         self._steps: deque[_Step] = deque()  # in order, the next one to learn from first
-        self._thread = WorkerThread("playing", compute_apart) if async_steps else None
+        self._thread = WorkerThread("playing", on_this_gpu(compute_apart)) if async_steps else None
         if self._thread is not None:
             player = replace(collector.player, unwanted=self._thread.left, world=collector.player.world.apart())
             collector = replace(collector, player=player)

@@ -292,6 +292,7 @@ def _engine(run: RunFolder[RL], model: Model, tokenizer: Tokenizer) -> Engine:
         cache_gib=config.engine_cache,
         seconds=config.engine_timeout,
         own=config.async_steps > 0 or config.in_parts,
+        ahead=config.async_steps > 0,
         seeds=config.engine_seeds,
         seed=config.seed,
         many=many,

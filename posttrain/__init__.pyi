@@ -506,9 +506,9 @@ class EngineOptions(ReplicaOptions, total=False):
     engine_devices: Sequence[int]
     """GPUs of engines in processes of their own (--replicas, --engine vllm), in turn. Default: the GPUs that no
     training process uses; if there are none, the training GPUs."""
-    engine_cache: float
+    engine_cache: float | None
     """KV cache limit in GiB: of vLLM, or of the local engine's cache of episodes between turns. The local engine
-    recomputes dropped entries, bit for bit."""
+    recomputes dropped entries, bit for bit. Default: 4; for vLLM on GPUs that it has to itself, what it finds free."""
     engine_timeout: float
     """Timeout of an engine in another process, in seconds, for a weight sync or a decoding step. After it, the engine
     is restarted."""

@@ -317,9 +317,9 @@ class EngineGroup(ReplicaGroup, group="scale"):
     engine_devices: tuple[int, ...] = option((), value="GPU", on_resume="free")
     """GPUs of engines in processes of their own (--replicas, --engine vllm), in turn. Default: the GPUs that no
     training process uses; if there are none, the training GPUs."""
-    engine_cache: float = option(4.0, above=0, value="GIB")
+    engine_cache: float | None = option(None, above=0, value="GIB")
     """KV cache limit in GiB: of vLLM, or of the local engine's cache of episodes between turns. The local engine
-    recomputes dropped entries, bit for bit."""
+    recomputes dropped entries, bit for bit. Default: 4; for vLLM on GPUs that it has to itself, what it finds free."""
     engine_timeout: float = option(120.0, above=0, most=86_400, value="SECONDS", on_resume="free")
     """Timeout of an engine in another process, in seconds, for a weight sync or a decoding step. After it, the engine is
     restarted."""

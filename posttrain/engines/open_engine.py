@@ -7,7 +7,6 @@ from typing import Literal
 from posttrain.core.protocols import Engine, Model
 from posttrain.core.types import UserError
 from posttrain.engines.local.embedded import embedded
-from posttrain.engines.local.prefix_cache import KEPT_BYTES
 from posttrain.engines.model_manifest import backbone_of
 from posttrain.engines.pool.replicas import Many, open_pool
 from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -20,7 +19,7 @@ def open_engine(
     slots: int,
     precision: str,
     *,
-    cache_gib: float = KEPT_BYTES / 2**30,
+    cache_gib: float | None = None,
     seconds: float = 120.0,
     serving: bool = False,
     own: bool = False,
@@ -31,10 +30,11 @@ def open_engine(
 ) -> Engine:
     """Open an engine.
 
-    `seconds`: timeout of a weight sync and of a decoding step, for an engine in another process. `serving`: requests
-    come at any time, and memory is used for sampling alone. `own`: sample with the weights that were loaded last, even
-    if the model changes. `ahead`: it samples during updates too, so it cannot free its memory for them. `seeds`, `seed`:
-    see `vllm.server_pool.open_servers`. `many`: open a pool if it names engines.
+    `cache_gib`: limit of the cache in GiB; None: see `--engine-cache`. `seconds`: timeout of a weight sync and of a
+    decoding step, for an engine in another process. `serving`: requests come at any time, and memory is used for
+    sampling alone. `own`: sample with the weights that were loaded last, even if the model changes. `ahead`: it samples
+    during updates too, so it cannot free its memory for them. `seeds`, `seed`: see `vllm.server_pool.open_servers`.
+    `many`: open a pool if it names engines.
     """
     if kind == "local" and many.weight_sync == "adapter":
         raise UserError("--weight-sync adapter requires --engine vllm: add it, or leave --weight-sync out")

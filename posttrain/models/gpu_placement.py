@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,6 +77,14 @@ class GPUPlacement:
     def shares(self, gpus: Sequence[int]) -> bool:
         """Return whether a learner uses one of these GPUs."""
         return not set(gpus).isdisjoint(self._learning())
+
+    def alone(self, gpus: Sequence[int], engines: int) -> bool:
+        """Return whether one engine has these GPUs to itself. `engines`: number of engines of each learner."""
+        if self.shares(gpus) or not set(gpus).isdisjoint(self.role_devices):
+            return False
+        learners = [replace(self, place=place) for place in range(self.learners)]
+        seats = [one.engine_gpus(number, len(gpus)) for one in learners for number in range(engines)]
+        return sum(not set(gpus).isdisjoint(seat) for seat in seats) == 1
 
     def _learning(self) -> list[int]:
         return [self.learner(place) for place in range(self.learners)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -521,13 +522,14 @@ class Sender:
     @classmethod
     def trainer_init(cls, info: Any, *, client: Any, source: Any) -> Sender:
         sender = cls()
-        sender.client, sender.source = client, source
+        sender.client, sender.source, sender.room = client, source, info[-1]
         client.init_weight_transfer_engine({"info": [*info]})
         Sender.made.append(sender)
         return sender
 
     client: Any
     source: Any
+    room: int
 
     def send_weights(self) -> None:
         meta = self.source.metadata()
@@ -537,12 +539,24 @@ class Sender:
             "shapes": [list(m[2]) for m in meta],
         }
         self.client.start_weight_update()
-        if self.backend == "ipc":
-            told["ipc_handles"] = [{"card": ("handle",)}]
-        self.client.update_weights(told)
+        for piece in self._pieces(told) if self.backend == "ipc" else [told]:
+            self.client.update_weights(piece)
         assert not torch.is_grad_enabled() and self.on == ["cpu"], "both are a thread's own"
         self.sent = dict(self.source)
         self.client.finish_weight_update()
+
+    def _pieces(self, told: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Tensors in a buffer that is used again, as many as fit; one that does not fit is refused."""
+        sizes = [4 * math.prod(shape) for shape in told["shapes"]]
+        assert max(sizes) <= self.room, "Increase buffer_size_bytes"
+        first = 0
+        while first < len(sizes):
+            last = first + 1
+            while last < len(sizes) and sum(sizes[first : last + 1]) <= self.room:
+                last += 1
+            part = {name: values[first:last] for name, values in told.items()}
+            yield {**part, "tensor_sizes": sizes[first:last], "ipc_handles": {"card": ("handle",)}}
+            first = last
 
 
 @pytest.mark.parametrize("backend", ["nccl", "ipc"])
@@ -555,7 +569,12 @@ def test_weights_from_card_to_card_follow_the_documented_calls(
     base, engine, kind = sys.modules[f"{folder}.base"], sys.modules[f"{folder}.{backend}_engine"], backend.upper()
     monkeypatch.setattr(base, "ParamMeta", lambda *what: what, raising=False)
     monkeypatch.setattr(base, "WeightSource", object, raising=False)
-    monkeypatch.setattr(engine, f"{kind}TrainerInitInfo", lambda *what, rank: (*what, rank), raising=False)
+    about = {
+        "nccl": lambda *what, rank: (*what, rank),
+        "ipc": lambda *, rank, packed, packed_buffer_size_bytes: (rank, packed, packed_buffer_size_bytes),
+    }
+    monkeypatch.setattr(engine, f"{kind}TrainerInitInfo", about[backend], raising=False)
+    monkeypatch.setattr("posttrain.engines.vllm.gpu_transfer.PIECE", 1000)
     on: list[str] = []
 
     @contextmanager
@@ -578,16 +597,22 @@ def test_weights_from_card_to_card_follow_the_documented_calls(
     pool.seconds = 60.0  # time leaps here, and no engine is late
     monkeypatch.setattr(pool.probe, "deviation", lambda found, had_previous: (0.0, None))  # the fakes sample nothing
     begun = [*["get_world_size"] * (backend == "nccl"), "init_weight_transfer_engine"]
-    whole = ["start_weight_update", "update_weights", "finish_weight_update"]
+    largest = 4 * first.config.hidden * max(first.config.vocab, first.config.intermediate)
     pool.load(first, 0)
     pool.load(second, 1)
     for made in world.engines:
-        assert [name for name, _ in made.called] == [*begun, *whole, *whole]
         joined = made.called[len(begun) - 1][1]["info"]
-        assert backend == "ipc" or joined[-2] == 1 + 6, "the learner, and the processes that the server says it has"
-        told = made.called[len(begun) + 1][1]
+        assert joined == [0, True, largest] or joined[-2] == 1 + 6, "the learner, and the processes of the server"
+        called = [name for name, _ in made.called]
+        pieces = called.count("update_weights") // 2
+        assert (pieces > 2) == (backend == "ipc"), "in pieces of a largest matrix"
+        whole = ["start_weight_update", *["update_weights"] * pieces, "finish_weight_update"]
+        assert called == [*begun, *whole, *whole]
+        parts = [info for name, info in made.called if name == "update_weights"][:pieces]
+        assert all(("ipc_handles_pickled" in part) == (backend == "ipc") for part in parts)
+        told = {name: [x for part in parts for x in part[name]] for name in ("names", "dtype_names", "shapes")}
         assert "lm_head.weight" in told["names"] and told["dtype_names"] == ["float32"] * len(told["names"])
-        assert ("ipc_handles_pickled" in told) == (backend == "ipc") and "ipc_handles" not in told
+        assert not any("ipc_handles" in part for part in parts)
     assert len(Sender.made) == 2 and all(torch.equal(s.sent["lm_head.weight"], second.head.weight) for s in Sender.made)
     checksum = checksum_of_names(told["names"], told["dtype_names"], told["shapes"])
     transport.put(first, 5)

@@ -450,6 +450,9 @@ def test_the_command_asks_for_what_the_options_name() -> None:
     cpu = words(SETUP, ())
     assert cpu.startswith("--model folder --uds socket ") and "--enforce-eager" in cpu and "tensor-parallel" not in cpu
     assert "--logprobs-mode processed_logprobs" in cpu and "--max-model-len 64" in cpu and "--enable-lora" not in cpu
+    assert "--kv-cache-memory-bytes 1048576" in cpu and "--gpu-memory-utilization 0.05" in cpu
+    alone = words(replace(SETUP, cache_bytes=None), (1,))
+    assert "--gpu-memory-utilization 0.85" in alone and "kv-cache-memory-bytes" not in alone
     four = words(replace(SETUP, lora_rank=8, transfer="nccl"), (4, 5, 6, 7), True)
     assert "--tensor-parallel-size 4" in four and "--enable-sleep-mode" in four and "--max-lora-rank 8" in four
     assert '--weight-transfer-config {"backend": "nccl"}' in four and "--enforce-eager" not in four
@@ -473,6 +476,36 @@ def test_the_gpus_of_a_server_divide_the_cache_as_they_divide_heads(tokenizer: T
     one, two, four, eight = (cache_bytes(model, 8, torch.bfloat16, 99.0, gpus) for gpus in (1, 2, 4, 8))
     assert one == 2 * two == 4 * four == 4 * eight, "with more GPUs than heads each has one"
     assert cache_bytes(model, 8, torch.bfloat16, two / 2**30, 2) == two < one, "the limit is that of a GPU"
+
+
+@pytest.mark.parametrize(
+    ("given", "learners", "devices", "roles", "replicas", "found"),
+    [
+        (None, 1, (), (), 3, [None] * 3),  # GPUs 1, 2, 3
+        (None, 1, (), (), 4, [4 << 30, None, None, 4 << 30]),  # the first and the last one share GPU 1
+        (None, 1, (0, 1), (), 2, [4 << 30, None]),  # GPU 0 learns
+        (None, 1, (1, 2), (2,), 2, [None, 4 << 30]),  # GPU 2 has a reference
+        (None, 2, (), (), 1, [None]),  # each learner has one
+        (None, 2, (), (), 2, [4 << 30] * 2),  # of which each GPU has two
+        (2.0, 1, (), (), 1, [2 << 30]),
+    ],
+)
+def test_a_server_takes_what_is_free_only_where_nobody_else_is(
+    given: float | None, learners: int, devices: tuple[int, ...], roles: tuple[int, ...], replicas: int, found: list[Any],
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(learners))
+    monkeypatch.setenv("LOCAL_RANK", str(learners - 1))
+    pool = "posttrain.engines.vllm.server_pool"
+    monkeypatch.setattr(f"{pool}.EnginePool", lambda places, *more, **how: list(places))
+    monkeypatch.setattr(f"{pool}.require_vllm", lambda: None)
+    monkeypatch.setattr(f"{pool}.on_gpu", lambda model: True)
+    monkeypatch.setattr(f"{pool}.cache_bytes", lambda model, slots, dtype, most_gib, gpus: int(most_gib * 2**30))
+    many = Many(learners * replicas, devices=devices, role_devices=roles)
+    own = many.of(SimpleNamespace(size=learners, rank=learners - 1))  # type: ignore[arg-type]
+    places: Any = open_servers(tiny(tokenizer), tokenizer, 8, "float32", own, cache_gib=given, seconds=9.0)
+    assert [place.setup.cache_bytes for place in places] == found
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -536,6 +569,7 @@ def test_a_server_that_slept_gets_the_base_again_and_lost_adapters_are_unloaded(
         for slept in (False, False, True):
             if slept:
                 client.send("sleep")
+                assert client.answer() == ["slept"]
             del client.calls[:]
             client.send("load", offer)
             assert client.answer() == ["loaded", 5, 2]

@@ -46,6 +46,7 @@ class Many:
     gpus: int = 1  # of each vLLM server
     learner_devices: tuple[int, ...] = ()  # GPUs of the learners
     role_devices: tuple[int, ...] = ()  # GPUs of models beside the policy
+    most: int = 0  # replicas of the process of the run that has most
 
     def __bool__(self) -> bool:
         return bool(self.replicas or self.urls)
@@ -60,11 +61,12 @@ class Many:
                 "--engine-url)"
             )
         replicas = len(range(world.rank, self.replicas, world.size))
-        return replace(self, replicas=replicas, urls=self.urls[world.rank :: world.size], rank=world.rank)
+        most = -(-self.replicas // world.size)
+        return replace(self, replicas=replicas, most=most, urls=self.urls[world.rank :: world.size], rank=world.rank)
 
 
 def setup_of(
-    model: Model, tokenizer: Tokenizer, folder: Path, slots: int, precision: str, cache_gib: float, threads: int
+    model: Model, tokenizer: Tokenizer, folder: Path, slots: int, precision: str, cache_gib: float | None, threads: int
 ) -> dict[str, Any]:
     """Return the setup of an engine, but for its weights and heartbeat, and write its files into `folder`."""
     tokenizer.save(folder)
@@ -77,7 +79,14 @@ def setup_of(
 
 
 def open_pool(
-    model: Model, tokenizer: Tokenizer, slots: int, precision: str, many: Many, *, cache_gib: float, seconds: float
+    model: Model,
+    tokenizer: Tokenizer,
+    slots: int,
+    precision: str,
+    many: Many,
+    *,
+    cache_gib: float | None,
+    seconds: float,
 ) -> EnginePool:
     """Open a pool of embedded engines. Before the first weight sync it cannot sample, and no weights are on disk.
 

@@ -23,8 +23,10 @@ from torch import Tensor
 from posttrain.core.messages import one_line
 from posttrain.engines.pool.pool_protocol import Gone
 from posttrain.engines.vllm.server_setup import checkpoint_tensors
-from posttrain.engines.weight_sync import Call, Fetched, Transport, WeightLayout, checksum_of_names
+from posttrain.engines.weight_sync import Call, Fetched, Transport, WeightLayout, checksum_of_names, size_of
 from posttrain.models.gpu_placement import working_on
+
+PIECE = 1 << 28  # bytes of weights that are sent at once within a GPU, unless one tensor has more
 
 Backend = Literal["nccl", "ipc"]
 
@@ -110,13 +112,18 @@ class CardToCard(Fetched):
         if self.backend == "ipc":
             from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
 
-            return IPCTrainerWeightTransferEngine.trainer_init(
-                IPCTrainerInitInfo(rank=0), client=Client(call), source=Source()
-            )
+            # in pieces: else vLLM holds a second copy of all weights until the last one has arrived
+            how = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=self._piece())
+            return IPCTrainerWeightTransferEngine.trainer_init(how, client=Client(call), source=Source())
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
 
         info = NCCLTrainerInitInfo(*free_address(name), 1 + world_size(call), rank=0)
         return NCCLTrainerWeightTransferEngine.trainer_init(info, client=Client(call), source=Source())
+
+    def _piece(self) -> int:
+        """Return the bytes that are sent at once: vLLM refuses a tensor that is larger."""
+        dtype = self.weight_layout.dtype
+        return max(PIECE, *(size_of(dtype, stored.shape) for stored in self.weight_layout.stored))
 
     def done(self) -> None:
         self.offer = self._weights = None

@@ -85,7 +85,7 @@ class ServerClient(Wire):
         self.run, self.address, self.path = run, address.rstrip("/"), path
         self.version = -1  # of the weights; -1: none yet
         self.model = ""  # name by which requests ask for the model, or for its adapter
-        self._asleep = False
+        self._asleep: set[str] = set()  # what of the GPU's memory the server has freed, by vLLM's tags
         self._base: int | None = None  # checksum of the weights below an adapter that the server has
         self._gone: Gone | None = None  # why the server cannot be used any more
         self._answers: SimpleQueue[Message] = SimpleQueue()
@@ -262,7 +262,7 @@ class ServerClient(Wire):
 
     async def _load(self, offer: dict[str, Any]) -> Message:
         """Load what was offered. Return version and checksum as the server read them."""
-        await self._wake_up()
+        await self._wake_up("weights")
         await self._call("POST", "/pause?mode=abort")  # ends cancelled requests of which vLLM has not heard yet
         version, checksum = offer["version"], offer["checksum"]
         if "adapter" in offer:
@@ -271,9 +271,7 @@ class ServerClient(Wire):
             version, checksum = await self._load_tensors(offer)
         elif "folder" in offer:
             await self._remote("reload_weights", weights_path=offer["folder"])
-        if self._asleep:
-            await self._call("POST", "/wake_up?tags=kv_cache")
-            self._asleep = False
+        await self._wake_up("kv_cache")
         await self._call("POST", "/reset_prefix_cache")
         await self._call("POST", "/resume")
         self.version = version
@@ -309,7 +307,7 @@ class ServerClient(Wire):
 
     async def _transfer(self, method: str, info: Any) -> Message:
         """Carry out one call of vLLM's weight transfer."""
-        await self._wake_up()
+        await self._wake_up("weights")
         if method == "start_weight_update":  # requests that vLLM still computes would read weights that are moved
             await self._call("POST", "/pause?mode=abort")
         names = {"init_weight_transfer_engine": "init_info", "update_weights": "update_info"}
@@ -321,13 +319,14 @@ class ServerClient(Wire):
     async def _sleep(self) -> Message:
         """Free the server's GPU memory until the next weights."""
         await self._call("POST", "/sleep?level=2")
-        self._asleep, self._base = True, None  # it has no weights at all then
+        self._asleep, self._base = {"weights", "kv_cache"}, None  # it has no weights at all then
         return ["slept"]
 
-    async def _wake_up(self) -> None:
-        """Allocate memory for weights again."""
-        if self._asleep:
-            await self._call("POST", "/wake_up?tags=weights")
+    async def _wake_up(self, tag: str) -> None:
+        """Allocate memory of this kind again."""
+        if tag in self._asleep:
+            await self._call("POST", f"/wake_up?tags={tag}")
+            self._asleep.discard(tag)
 
     # -- HTTP ----------------------------------------------------------------------------------------------------------
 

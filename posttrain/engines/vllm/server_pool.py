@@ -14,6 +14,7 @@ import torch
 from posttrain.core.protocols import Model
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import UserError
+from posttrain.engines.local.prefix_cache import KEPT_BYTES
 from posttrain.engines.model_manifest import HEAD, backbone_of
 from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.pool_member import EnginePlace
@@ -71,7 +72,7 @@ def open_servers(
     precision: str,
     many: Many,
     *,
-    cache_gib: float,
+    cache_gib: float | None,
     seconds: float,
     start_seconds: float = 1800.0,
     seeds: bool = False,
@@ -81,13 +82,14 @@ def open_servers(
     """Open a pool of servers; without `many.replicas` and `many.urls`, of one. Before the first weight sync it cannot
     sample.
 
+    `cache_gib`: limit of a server's cache in GiB; None: what vLLM finds free on GPUs that it has to itself, 4 elsewhere.
     `start_seconds`: timeout of a server's start, in which it may compile. `seeds`: sample each request with its own
     seed. `seed`: from it follow those of the servers, for other requests. `sleeps`: free the memory of GPUs that a
     learner uses too during updates.
     Raises UserError if vLLM is not installed, or a server does not start.
     """
     replicas = many.replicas or int(not many.urls)
-    alone, cuda = many.weight_sync == "adapter", model.head.device.type == "cuda"
+    alone, cuda = many.weight_sync == "adapter", on_gpu(model)
     if many.weight_sync in ("nccl", "ipc") and not cuda:
         raise UserError(f"--weight-sync {many.weight_sync} requires GPUs: give --device cuda, or leave it out")
     rank = rank_for(model) if alone else 0
@@ -107,7 +109,8 @@ def open_servers(
         if replicas:
             opened.callback(ours.close)
         threads = max(1, torch.get_num_threads() // max(1, replicas))
-        cache = cache_bytes(model, slots, dtype, cache_gib, many.gpus)
+        limit = KEPT_BYTES / 2**30 if cache_gib is None else cache_gib
+        cache = cache_bytes(model, slots, dtype, limit, many.gpus)
         transfer = many.weight_sync if many.weight_sync in ("nccl", "ipc") else None
         setup = ServerSetup(str(read), dtype, model.config.context, slots, cache, threads, seed, rank, transfer)
         placement = GPUPlacement.here(many.learner_devices, many.devices, many.role_devices) if cuda else None
@@ -117,13 +120,20 @@ def open_servers(
             if placement is not None:
                 check_transfer(transfer, gpus, placement)
             rests = sleeps and placement is not None and placement.shares(gpus)
-            seeded = replace(setup, seed=seed_of(seed, "vLLM", many.rank, number))
+            whole = cache_gib is None and placement is not None and placement.alone(gpus, max(many.most, replicas))
+            seeded = replace(
+                setup, seed=seed_of(seed, "vLLM", many.rank, number), **({"cache_bytes": None} if whole else {})
+            )
             places.append(OwnServer(str(number), own, seeded, run, ours, gpus, rests))
         sizes, closed = (model.config.context, model.config.vocab), opened.pop_all().close
         return EnginePool(
             places, probe_of(model, precision), *sizes, seconds=seconds, start_seconds=start_seconds,
             restarts=many.restarts, closed=closed,
         )  # fmt: skip
+
+
+def on_gpu(model: Model) -> bool:
+    return model.head.device.type == "cuda"
 
 
 def check_transfer(transfer: str | None, gpus: Sequence[int], placement: GPUPlacement) -> None:

@@ -37,6 +37,9 @@ LOGPROBS = "processed_logprobs"  # of the sampled distribution, with the tempera
 BLOCK = 128  # tokens in a block of vLLM's cache on processors: the largest supported size
 PREFILL_TOKENS = 2048  # tokens of prompts that a processor computes at once, or one longer prompt
 GPU_SHARE = 0.05  # vLLM checks at its start that this share is free; it uses weights + cache_bytes
+ALONE_SHARE = (
+    0.85  # of a GPU that a server has to itself, for weights, cache and activations; new weights arrive beside them
+)
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the calls that sync weights
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
@@ -54,7 +57,7 @@ class ServerSetup:
     dtype: torch.dtype  # of weights, arithmetic and cache
     context: int
     slots: int
-    cache_bytes: int
+    cache_bytes: int | None  # of keys and values on each GPU; None: what vLLM finds free
     threads: int
     seed: int = 0  # of requests without a seed of their own
     lora_rank: int = 0  # maximal rank of adapters that are synced alone; 0: adapters are not synced alone
@@ -74,11 +77,12 @@ class ServerSetup:
             "dtype": str(self.dtype).removeprefix("torch."),
             "max-model-len": self.context,
             "max-num-seqs": self.slots,
-            "kv-cache-memory-bytes": self.cache_bytes,
-            "gpu-memory-utilization": GPU_SHARE,
+            "gpu-memory-utilization": ALONE_SHARE if self.cache_bytes is None else GPU_SHARE,
             "seed": self.seed,
             "uvicorn-log-level": "warning",
         }
+        if self.cache_bytes is not None:
+            given["kv-cache-memory-bytes"] = self.cache_bytes
         if len(gpus) > 1:
             given["tensor-parallel-size"] = len(gpus)
         if self.transfer is not None:

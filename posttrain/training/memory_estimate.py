@@ -25,7 +25,7 @@ from posttrain.models.backbone import decoders_in
 from posttrain.models.free_memory import in_gib
 from posttrain.models.losses.likelihood import GPU_LOGITS
 from posttrain.models.native.decoder_shape import DecoderConfig
-from posttrain.models.native.quantized import packed_layers
+from posttrain.models.native.quantized import QuantizedLinear, packed_layers
 from posttrain.training.role_devices import CRITIC, TEACHERS
 
 TIGHT = 0.95
@@ -44,13 +44,14 @@ class SamplingSize:
 
     requests: int
     tokens: int  # most tokens of a reply
+    ahead: bool = False  # it samples during updates too, and never rests
 
 
 def sampling_size(config: Training) -> SamplingSize | None:
     """Return the size of the sampling in the learner's process; None if it samples nothing."""
     if not isinstance(config, RL) or config.engine != "local" or config.replicas:
         return None
-    return SamplingSize(min(config.slots, config.prompts * config.group), config.max_tokens)
+    return SamplingSize(min(config.slots, config.prompts * config.group), config.max_tokens, config.async_steps > 0)
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,7 @@ class UpdateSize:
     context: int = 1  # processes that divide the tokens of a micro-batch
     offload: frozenset[str] = frozenset()  # what is on the host: optimizer, activations, reference
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # role of models beside the policy -> their device
+    copies: int = 0  # of the weights, that engines which sample during updates have or wait for
     wants: frozenset[str] = frozenset()  # outputs that the loss reads, see `Objective`
 
     @classmethod
@@ -92,7 +94,9 @@ class UpdateSize:
         """Return the size of a run's updates, whose loss reads `wants`."""
         how = config.recompute != "none", sampling_size(config)
         divided = shares, config.tensor_parallel, config.context_parallel
-        return cls(tokens, *how, room, *divided, frozenset(config.offload), dict(config.role_devices), wants)
+        # the step that is sampled, and those that wait; an engine elsewhere has its own, and receives one meanwhile
+        copies = config.async_steps if isinstance(config, RL) else 0
+        return cls(tokens, *how, room, *divided, frozenset(config.offload), dict(config.role_devices), copies, wants)
 
 
 def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate | None:
@@ -124,12 +128,14 @@ def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate |
     }
     parts["fetched models"] = _evaluated_bytes([learner.others[name] for name in away], parts, size)
     if size.sampling is not None:
-        copies = narrow and not _packed(learner)  # packed weights are sampled from as they are, see `cuda_step.fits`
+        # packed weights are sampled from as they are, see `cuda_step.fits`; copies of them are not packed
+        copies = narrow and (size.copies > 0 or not _packed(learner))
         engine = _engine_bytes(learner.model, shape, size.sampling, narrow, copies * COPIED_SHARE * size.room)
-        if engine <= RESTING_SHARE * size.room:  # else it is freed before an update
+        if size.sampling.ahead or engine <= RESTING_SHARE * size.room:  # else it is freed before an update
             parts["engine"] = engine
-        if size.shares > 1 or size.tensor > 1:  # it samples with weights of its own
-            parts["engine's weights"] = 4.0 * shape.parameters
+    divided = size.shares > 1 or size.tensor > 1  # an engine here samples with whole weights of its own
+    if copies := max(size.copies, int(divided and size.sampling is not None)):
+        parts["engine's weights"] = copies * (4.0 * shape.parameters if divided else copy_bytes(learner.model))
     return MemoryEstimate(parts)
 
 
@@ -286,6 +292,20 @@ def _gathered_bytes(learner: LocalLearner, narrow: bool) -> float:
             read = sum(min(2, p.itemsize) * p.numel() if narrow and p.ndim == 2 else p.nbytes for p in first)
             layers = max(layers, 2 * read + sum(p.nbytes for p in first if p.requires_grad))
     return rest + layers
+
+
+def copy_bytes(model: Any) -> float:
+    """Return the bytes of a copy of a whole model with adapters merged, see `engine_weights.own_copy`."""
+    found = float(sum(p.nbytes for p in _unique([model])))
+    for adapter in adapters(model):
+        found -= sum(p.nbytes for p in adapter.parameters())
+    for _, linear, _ in model.linears():
+        numbers = linear.shape.numel() if isinstance(linear, QuantizedLinear) else linear.weight.numel()
+        if isinstance(linear, QuantizedLinear):
+            found += 4.0 * numbers
+        elif linear.adapter is not None:  # merged in the wider type
+            found += numbers * max(0, linear.adapter.a.itemsize - linear.weight.itemsize)
+    return found
 
 
 def _unique(modules: Iterable[Any]) -> list[nn.Parameter]:

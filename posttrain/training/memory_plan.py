@@ -42,6 +42,7 @@ from posttrain.training.memory_estimate import (
     advice,
     estimate_memory,
     estimate_roles,
+    memory_lines,
     refuse_too_large,
     roles_too_large,
 )
@@ -103,15 +104,30 @@ def refuse_impossible(config: Training, start: Path | None, processes: int, devi
 
     Options that the estimate does not know pass, and so do mistakes, which the run itself reports.
     """
+    if (found := _planned(config, start, processes, device)) is not None:
+        refuse_too_large(*found)
+
+
+def planned_lines(config: Training, start: Path | None, processes: int, device: torch.device) -> list[str]:
+    """Return lines with the estimate for one GPU of a run whose weights or micro-batches are divided; [] if there is
+    none.
+    """
+    found = _planned(config, start, processes, device)
+    return [] if found is None else memory_lines(*found)
+
+
+def _planned(
+    config: Training, start: Path | None, processes: int, device: torch.device
+) -> tuple[LocalLearner, UpdateSize] | None:
+    """Return `_sized` of a run on this GPU; None for options that the estimate does not know."""
     if device.type != "cuda" or type(config) not in ESTIMATED or start is None:
-        return
+        return None
     if config.lora is None and is_adapter(start):  # adapters that continue
-        return
+        return None
     try:
-        learner, size = _sized(config, str(start), processes, float(gpu_memory(device)))
+        return _sized(config, str(start), processes, float(gpu_memory(device)))
     except UserError:
-        return
-    refuse_too_large(learner, size)
+        return None
 
 
 def _sized(config: Training, model: str, processes: int, room: float) -> tuple[LocalLearner, UpdateSize]:

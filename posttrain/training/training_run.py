@@ -26,7 +26,7 @@ from posttrain.runs.run_folder import RunFolder
 from posttrain.training.distributed_setup import open_world
 from posttrain.training.hooks import Hooks
 from posttrain.training.memory_estimate import UpdateSize, memory_lines, refuse_too_large
-from posttrain.training.memory_plan import refuse_impossible
+from posttrain.training.memory_plan import planned_lines, refuse_impossible
 from posttrain.training.setup import microbatch_tokens, prepare
 from posttrain.training.sources.length_filter import TooLong
 from posttrain.training.suite_check import suite_check
@@ -89,7 +89,7 @@ def run_training(
         trainer = Trainer(run, parts.learner, parts.source, parts.tokenizer, measure, parts.steps, watching)
         for part in parts.notifiers:
             part.say = trainer.display.note
-        sizes = [*parts.sizes, *_memory(run.config, parts, device)]
+        sizes = [*parts.sizes, *_memory(run, parts, device)]
         ended = trainer.run(parts.objective, sizes, parts.formula)
         if not world.rank:
             totals = [line for part in parts.notifiers if isinstance(part, TooLong) for line in part.total()]
@@ -108,13 +108,16 @@ def _together(before: Sequence[Callable[[Stats], None]], last: Measure | None) -
     return measure if before else last
 
 
-def _memory(config: Training, parts: RunParts, device: torch.device) -> list[str]:
-    """Describe the GPU memory that the run takes; [] on a CPU, if it is spread over several GPUs, or with --float8.
+def _memory(run: RunFolder[Training], parts: RunParts, device: torch.device) -> list[str]:
+    """Describe the GPU memory that a process of the run takes; [] on a CPU, and for what the estimate does not know, such
+    as --float8 and --expert-parallel.
 
     Raises UserError if it cannot fit.
     """
-    learner = parts.learner
-    if device.type != "cuda" or config.divisions or not isinstance(learner, LocalLearner):
+    config, learner = run.config, parts.learner
+    if config.divisions:  # the learner has a part of each weight, and the estimate starts from whole ones
+        return planned_lines(config, run.start, run.world.size, device)
+    if device.type != "cuda" or not isinstance(learner, LocalLearner):
         return []
     tokens = microbatch_tokens(config, learner.model)
     size = UpdateSize.of(config, tokens, float(gpu_memory(device)), parts.objective.wants)

@@ -7,6 +7,7 @@ import math
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
@@ -45,6 +46,7 @@ from posttrain.core.types import (
     UserError,
 )
 from posttrain.data.tasks import to_tasks
+from posttrain.engines.local.engine_weights import own_copy
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.local.uncached_engine import UncachedEngine
 from posttrain.envs.play.env_pool import EnvPool
@@ -198,6 +200,24 @@ def stocked(
         stock = StepQueue(Quick(to_tasks(SUMS), player, Size(2, 1, 64), 0, None, broken=broken), None, 2, 3)
         yield stock, learner
         stock.close()
+
+
+def test_copies_of_weights_are_freed_as_soon_as_the_engine_has_them(
+    start: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[weakref.ref[Any]] = []
+
+    def copied(model: Any) -> Any:
+        own = own_copy(model)
+        copies.append(weakref.ref(own))
+        return own
+
+    monkeypatch.setattr("posttrain.training.sources.async_rollouts.own_copy", copied)
+    with stocked(start, tokenizer) as (stock, learner):
+        stock.take(1, learner)
+        for step in stock._steps:
+            step.result()
+        assert len(copies) == 1 and len(stock._steps) == 2 and copies[0]() is None
 
 
 def test_a_state_is_that_behind_the_last_step_learned_from_however_far_playing_is(

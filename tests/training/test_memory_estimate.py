@@ -13,11 +13,13 @@ from layouts import segments
 from torch import nn
 
 from posttrain.config.resolve import filled
-from posttrain.config.training import SFT
+from posttrain.config.training import RL, SFT
 from posttrain.core.trust_region import TrustRegion
 from posttrain.core.types import UserError
+from posttrain.engines.local.engine_weights import own_copy
 from posttrain.learners.gradient_sums import BUCKET
-from posttrain.learners.local_learner import LocalLearner
+from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.models.adapters.lora import LoRA, attach, begin
 from posttrain.models.native.decoder import Decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.kernels import build
@@ -73,6 +75,44 @@ def test_what_is_on_the_host_or_elsewhere_takes_no_memory_of_the_gpu() -> None:
     assert changed == {"": set(), "optimizer": {"moments"}, "activations": {"activations"}}
     assert parts["optimizer"]["moments"] == 2 * largest < whole["moments"] / 5
     assert parts["activations"]["activations"] == whole["activations"] / QWEN_1B.layers * 2
+
+
+@pytest.mark.parametrize("how", ["plain", "frozen", "int8"])
+def test_copies_for_engines_that_sample_during_updates_are_counted(how: str, tokenizer: Tokenizer) -> None:
+    model = tiny(tokenizer)
+    if how != "plain":
+        attach(model, LoRA(2, 4.0, quantize="int8" if how == "int8" else ""), lambda name: name.endswith("o_proj"))
+        begin(model, 0)
+    for parameter in model.parameters():
+        if how == "frozen" and not parameter.requires_grad:
+            parameter.data = parameter.data.bfloat16()
+    copied: Any = own_copy(model)
+    held = sum({p.data_ptr(): p.nbytes for p in copied.parameters()}.values())
+    learner, size = LocalLearner(model, Optimization()), UpdateSize(64, False, None, H200)
+    once, often = (estimate_memory(learner, replace(size, copies=copies)) for copies in (0, 3))
+    assert once is not None and often is not None and often.total - once.total == 3 * held
+
+
+def test_an_engine_that_samples_during_updates_never_rests() -> None:
+    learner, size = learner_of(QWEN), UpdateSize(1024, False, SamplingSize(256, 4096), 24e9)
+    ahead = replace(size, sampling=replace(SamplingSize(256, 4096), ahead=True))
+    for room, rests in ((24e9, True), (200e9, False)):
+        found, awake = (estimate_memory(learner, replace(one, room=room)) for one in (size, ahead))
+        assert found is not None and awake is not None
+        assert ("engine" not in found.parts) == rests and awake.parts["engine"] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "copies", "ahead"),
+    [({}, 0, False), ({"async_steps": 1}, 1, True), ({"async_steps": 3}, 3, True),
+     ({"async_steps": 1, "engine": "vllm"}, 1, None)],
+)  # fmt: skip
+def test_the_engine_has_a_copy_and_each_step_that_waits(
+    options: dict[str, Any], copies: int, ahead: bool | None
+) -> None:
+    config = filled(RL, {"tasks": "x", "env": "x", "model": "x", **options})
+    size = UpdateSize.of(config, 64, H200)
+    assert size.copies == copies and (None if size.sampling is None else size.sampling.ahead) == ahead
 
 
 def test_what_processes_sum_at_once_is_less_than_what_the_backward_pass_had() -> None:

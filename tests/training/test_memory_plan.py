@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,6 +172,27 @@ def test_a_run_that_cannot_fit_is_refused_before_weights_are_read(
         assert not Path("run").exists()
     assert main(["sft", *words, "--lora", "8"]) == 2  # 7b has no weights here, which only a run that may fit misses
     assert "this run needs" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", [{}, {"shard": True}, {"tensor_parallel": 2}, {"context_parallel": 4}])
+def test_a_run_says_the_memory_of_each_of_its_gpus(
+    models: Path, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = torch.device("cuda")
+    for module in (memory_plan, training_run):
+        monkeypatch.setattr(module, "gpu_memory", lambda device: 80 * GIB)
+    monkeypatch.setattr(training_run, "microbatch_tokens", lambda *given: 1024)
+    ours = config(SFT, model="1b", tokens_per_microbatch=1024, processes=4, **how)
+    parts: Any = SimpleNamespace(
+        learner=memory_plan.shapes_of(ours, memory_plan.shape_of("1b")), objective=SimpleNamespace(wants=frozenset())
+    )
+    run: Any = SimpleNamespace(config=ours, start=models / "1b", world=SimpleNamespace(size=4))
+    [said, *_] = training_run._memory(run, parts, cuda)
+    assert said == str(plan_memory(ours, 80 * GIB).found)
+    assert training_run._memory(run, parts, torch.device("cpu")) == []
+    unknown: Any = SimpleNamespace(config=config(SFT, model="1b", expert_parallel=4, processes=4), start=run.start)
+    unknown.world = run.world
+    assert training_run._memory(unknown, parts, cuda) == []
 
 
 @pytest.mark.parametrize(

@@ -101,15 +101,17 @@ class StepQueue:
             self._thread.close(END_SECONDS)
 
     def _begin(self, number: int, weights: Model, version: int) -> None:
+        given = [weights]  # emptied by the engine that loads them: a copy must not last through an update
+
         def play() -> PlayedStep:
-            return self._played(number, weights, version)
+            return self._played(number, given, version)
 
         self._steps.append(_Step(self._thread.call(play) if self._thread is not None else _made(play())))
 
-    def _played(self, number: int, weights: Model, version: int) -> PlayedStep:
+    def _played(self, number: int, given: list[Model], version: int) -> PlayedStep:
         player, stats = self.collector.player, Stats()
         before, began = self._work(), time.perf_counter()
-        player.engine.load(weights, version)
+        player.engine.load(given.pop(), version)
         loaded, seconds = time.perf_counter(), self._waited()
         player.services.begin(number)
         collected = self.collector.collect(number, self.groups, stats)

@@ -78,11 +78,15 @@ class GPUPlacement:
         """Return whether a learner uses one of these GPUs."""
         return not set(gpus).isdisjoint(self._learning())
 
+    def at(self, place: int) -> GPUPlacement:
+        """Return the placement for the learner at this index."""
+        return replace(self, place=place)
+
     def alone(self, gpus: Sequence[int], engines: int) -> bool:
         """Return whether one engine has these GPUs to itself. `engines`: number of engines of each learner."""
         if self.shares(gpus) or not set(gpus).isdisjoint(self.role_devices):
             return False
-        learners = [replace(self, place=place) for place in range(self.learners)]
+        learners = [self.at(place) for place in range(self.learners)]
         seats = [one.engine_gpus(number, len(gpus)) for one in learners for number in range(engines)]
         return sum(not set(gpus).isdisjoint(seat) for seat in seats) == 1
 

@@ -129,8 +129,8 @@ def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate |
     parts["fetched models"] = _evaluated_bytes([learner.others[name] for name in away], parts, size)
     if size.sampling is not None:
         # packed weights are sampled from as they are, see `cuda_step.fits`; copies of them are not packed
-        copies = narrow and (size.copies > 0 or not _packed(learner))
-        engine = _engine_bytes(learner.model, shape, size.sampling, narrow, copies * COPIED_SHARE * size.room)
+        cast_once = narrow and (size.copies > 0 or not _packed(learner))
+        engine = _engine_bytes(learner.model, shape, size.sampling, narrow, cast_once * COPIED_SHARE * size.room)
         if size.sampling.ahead or engine <= RESTING_SHARE * size.room:  # else it is freed before an update
             parts["engine"] = engine
     divided = size.shares > 1 or size.tensor > 1  # an engine here samples with whole weights of its own

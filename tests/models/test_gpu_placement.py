@@ -17,9 +17,11 @@ from posttrain.config.training import RL
 from posttrain.core.protocols import Alone
 from posttrain.core.types import Sampling, UserError
 from posttrain.engines.pool.replica import LocalHost
+from posttrain.engines.pool.replicas import placement_of
 from posttrain.engines.serving.engine_thread import EngineThread
 from posttrain.models.gpu_placement import GPUPlacement, gpus_of_roles, visible_name
 from posttrain.models.native.kernels import build
+from posttrain.training.gpu_seats import gpu_seats, many_of
 from posttrain.training.role_devices import role_device
 from posttrain.training.setup import choose_device
 from posttrain.training.sources.async_rollouts import StepQueue
@@ -184,6 +186,36 @@ def test_an_engine_in_another_process_works_on_its_gpu(current: CurrentGPU, monk
         with pytest.raises(InterruptedError):
             LocalHost({**setup, "device": device})
         assert current.gpu == gpu
+
+
+@pytest.mark.parametrize(
+    ("gpus", "learners", "device", "options", "said"),
+    [
+        (1, 1, 0, {}, None),
+        (4, 1, 0, {}, None),  # the others are idle
+        (4, 1, 0, {"replicas": 3}, "GPUs: 0 learns, 1-3 sample"),
+        (4, 1, 2, {"replicas": 3}, "GPUs: 2 learns, 0-1 3 sample"),  # --device cuda:2
+        (5, 1, 0, {"replicas": 3, "role_devices": {"reference": "4"}}, "GPUs: 0 learns, 1-3 sample, 4 reference"),
+        (8, 2, 0, {"engine": "vllm", "replicas": 3, "engine_tensor_parallel": 2}, "GPUs: 0-1 learn, 2-7 sample"),
+        (2, 2, 0, {}, "GPUs: 0-1 learn, 0-1 sample"),
+        (2, 1, 0, {"engine": "vllm", "engine_url": ("http://10.0.0.7:8000",)}, None),
+        (2, 1, 0, {"engine": "vllm", "engine_devices": (0, 1), "replicas": 2}, "GPUs: 0 learns, 0-1 sample"),
+        (3, 2, 0, {"role_devices": {"critic": "2,2", "judge": "cpu"}}, "GPUs: 0-1 learn, 0-1 sample, 2 critic"),
+    ],
+)
+def test_a_run_says_who_is_on_which_gpu(
+    gpus: int, learners: int, device: int, options: dict[str, Any], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(learners))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    world: Any = SimpleNamespace(size=learners, rank=0)
+    config = RL(model="m", **options)
+    assert gpu_seats(config, world, torch.device("cuda", device)) == ([said] if said else [])
+    assert gpu_seats(config, world, torch.device("cpu")) == []
+    if options == {"replicas": 3}:
+        where = placement_of(many_of(config).of(world), torch.device("cuda", device))
+        assert not any(where.shares(where.engine_gpus(number, 1)) for number in range(3)), "as the line says"
 
 
 def test_another_process_gets_the_name_that_the_mask_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def open_pool(
         else:
             memory = SharedMemory(weight_layout)
             opened.callback(memory.close)
-            placement = GPUPlacement.here(many.learner_devices, many.devices, many.role_devices)
+            placement = placement_of(many, model.head.device)
             setups = [_on_device(setup, number, placement) for number in range(many.replicas)]
             places = [LocalProcess(str(number), setup, memory) for number, setup in enumerate(setups)]
         sizes, closed = (model.config.context, model.config.vocab), opened.pop_all().close
@@ -118,6 +118,14 @@ def open_pool(
             places, probe_of(model, precision), *sizes, seconds=seconds, restarts=many.restarts, closed=closed
         )
     raise AssertionError("nothing above is left without a pool")
+
+
+def placement_of(many: Many, device: torch.device) -> GPUPlacement:
+    """Return the placement of a run's engines. `device`: that of this process's learner, perhaps by `--device cuda:2`."""
+    found = GPUPlacement.here(many.learner_devices, many.devices, many.role_devices)
+    if device.index is None or device.index == found.learner():
+        return found
+    return replace(found, learner_devices=(device.index,))
 
 
 def probe_of(model: Model, precision: str) -> WeightProbe:

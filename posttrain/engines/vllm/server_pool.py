@@ -18,7 +18,7 @@ from posttrain.engines.local.prefix_cache import KEPT_BYTES
 from posttrain.engines.model_manifest import HEAD, backbone_of
 from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.pool_member import EnginePlace
-from posttrain.engines.pool.replicas import ALIVE_SECONDS, Many, probe_of
+from posttrain.engines.pool.replicas import ALIVE_SECONDS, Many, placement_of, probe_of
 from posttrain.engines.vllm.adapter_sync import AdapterFiles, base_of, rank_for
 from posttrain.engines.vllm.gpu_transfer import CardToCard
 from posttrain.engines.vllm.server_client import ServedRun
@@ -113,7 +113,7 @@ def open_servers(
         cache = cache_bytes(model, slots, dtype, limit, many.gpus)
         transfer = many.weight_sync if many.weight_sync in ("nccl", "ipc") else None
         setup = ServerSetup(str(read), dtype, model.config.context, slots, cache, threads, seed, rank, transfer)
-        placement = GPUPlacement.here(many.learner_devices, many.devices, many.role_devices) if cuda else None
+        placement = placement_of(many, model.head.device) if cuda else None
         places: list[EnginePlace] = [GivenServer(url, run, theirs) for url in many.urls]
         for number in range(replicas):
             gpus = () if placement is None else placement.engine_gpus(number, many.gpus)
@@ -121,9 +121,8 @@ def open_servers(
                 check_transfer(transfer, gpus, placement)
             rests = sleeps and placement is not None and placement.shares(gpus)
             whole = cache_gib is None and placement is not None and placement.alone(gpus, max(many.most, replicas))
-            seeded = replace(
-                setup, seed=seed_of(seed, "vLLM", many.rank, number), **({"cache_bytes": None} if whole else {})
-            )
+            own_seed = seed_of(seed, "vLLM", many.rank, number)
+            seeded = replace(setup, seed=own_seed, cache_bytes=None if whole else cache)
             places.append(OwnServer(str(number), own, seeded, run, ours, gpus, rests))
         sizes, closed = (model.config.context, model.config.vocab), opened.pop_all().close
         return EnginePool(

@@ -26,19 +26,18 @@ from posttrain.data.mixed_tasks import MixedTasks
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.engines.open_engine import open_engine
 from posttrain.engines.pool.engine_pool import EnginePool
-from posttrain.engines.pool.replicas import Many
 from posttrain.envs.builtin import unscored
 from posttrain.envs.play.group_rewards import is_group_reward
 from posttrain.envs.play.load_env import is_generator_env, load_env, success_of
 from posttrain.envs.play.player import Player
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Teaching
 from posttrain.models.critic import ActionValueModel, Critic, SoftStateValueModel, ValueModel, new_critic
-from posttrain.models.gpu_placement import gpus_of_roles
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.run_files import WEIGHT_SYNC
 from posttrain.runs.run_folder import RunFolder
 from posttrain.training.adjust import adjust
+from posttrain.training.gpu_seats import many_of
 from posttrain.training.mixtures import mixed_tasks, separate_tasks
 from posttrain.training.open_learner import new_learner, policy, reference, replay_experts
 from posttrain.training.open_teachers import OpenTeachers, load_teachers
@@ -277,12 +276,6 @@ def _sizes(config: RL, model: Model, tasks: str, engine: Engine) -> list[str]:
 def _engine(run: RunFolder[RL], model: Model, tokenizer: Tokenizer) -> Engine:
     """Open the engine that samples the rollouts."""
     config = run.config
-    how = run.path / WEIGHT_SYNC, config.launch, config.replica_cpus, config.weight_sync
-    many = Many(
-        config.replicas, config.engine_restarts, *how, devices=config.engine_devices, urls=config.engine_url,
-        gpus=config.engine_tensor_parallel, learner_devices=config.learner_devices,
-        role_devices=gpus_of_roles(config.role_devices),
-    ).of(run.world)  # fmt: skip
     return open_engine(
         config.engine,
         model,
@@ -295,7 +288,7 @@ def _engine(run: RunFolder[RL], model: Model, tokenizer: Tokenizer) -> Engine:
         ahead=config.async_steps > 0,
         seeds=config.engine_seeds,
         seed=config.seed,
-        many=many,
+        many=many_of(config, run.path / WEIGHT_SYNC).of(run.world),
     )
 
 

@@ -1,0 +1,71 @@
+"""The line that says which of this machine's GPUs learn, sample, and hold other models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from posttrain.config.training import RL, Training
+from posttrain.core.protocols import World
+from posttrain.engines.pool.replicas import Many, placement_of
+from posttrain.models.gpu_placement import gpus_of_roles
+
+
+def many_of(config: RL, folder: Any = None) -> Many:
+    """Return the engines that the options of all processes name. `folder`: for checkpoints of weights."""
+    return Many(
+        config.replicas, config.engine_restarts, folder, config.launch, config.replica_cpus, config.weight_sync,
+        devices=config.engine_devices, urls=config.engine_url, gpus=config.engine_tensor_parallel,
+        learner_devices=config.learner_devices, role_devices=gpus_of_roles(config.role_devices),
+    )  # fmt: skip
+
+
+def gpu_seats(config: Training, world: World, device: torch.device) -> list[str]:
+    """Return the line for this machine; [] on a CPU, or where one GPU does everything."""
+    if device.type != "cuda":
+        return []
+    roles = gpus_of_roles(config.role_devices)
+    placement = placement_of(Many(learner_devices=config.learner_devices, role_devices=roles), device)
+    seats = {"learn": {placement.learner(place) for place in range(placement.learners)}}
+    if isinstance(config, RL):
+        seats["sample"] = set(_sampling(config, world, device)) if _apart(config) else seats["learn"]
+    seats |= {role: set(gpus_of_roles({role: named})) for role, named in config.role_devices.items()}
+    if len(set().union(*seats.values())) < 2:
+        return []
+    return [f"GPUs: {', '.join(_said(what, gpus) for what, gpus in seats.items() if gpus)}"]
+
+
+def _apart(config: RL) -> bool:
+    """Return whether engines are in processes of their own."""
+    return config.engine == "vllm" or bool(config.replicas)
+
+
+def _sampling(config: RL, world: World, device: torch.device) -> Iterator[int]:
+    """Yield the GPUs of the engines that the processes of this machine start here."""
+    many = many_of(config)
+    if many.launch == "ray":
+        return
+    placement = placement_of(many, device)
+    for place in range(placement.learners):
+        count = len(range(place, many.replicas, world.size)) if many else 1
+        for number in range(count):
+            yield from placement.at(place).engine_gpus(number, many.gpus)
+
+
+def _said(what: str, gpus: Iterable[int]) -> str:
+    numbers = sorted(gpus)
+    verb = what + "s" * (len(numbers) == 1) if what in ("learn", "sample") else what
+    return f"{_ranges(numbers)} {verb}"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Return ascending numbers as the options take them, with neighbours as a range: "0 2-4"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return " ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)

@@ -1,4 +1,4 @@
-"""The line that says which of this machine's GPUs learn, sample, and hold other models."""
+"""The start line that names the GPUs that learn, that sample, and that hold other models."""
 
 from __future__ import annotations
 

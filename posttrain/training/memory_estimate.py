@@ -25,7 +25,8 @@ from posttrain.models.backbone import decoders_in
 from posttrain.models.free_memory import in_gib
 from posttrain.models.losses.likelihood import GPU_LOGITS
 from posttrain.models.native.decoder_shape import DecoderConfig
-from posttrain.models.native.quantized import QuantizedLinear, packed_layers
+from posttrain.models.native.merged_weights import copied_bytes
+from posttrain.models.native.quantized import packed_layers
 from posttrain.training.role_devices import CRITIC, TEACHERS
 
 TIGHT = 0.95
@@ -135,7 +136,9 @@ def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate |
             parts["engine"] = engine
     divided = size.shares > 1 or size.tensor > 1  # an engine here samples with whole weights of its own
     if copies := max(size.copies, int(divided and size.sampling is not None)):
-        parts["engine's weights"] = copies * (4.0 * shape.parameters if divided else copy_bytes(learner.model))
+        parts["engine's weights"] = copies * (
+            4.0 * shape.parameters if divided else copied_bytes(cast(nn.Module, learner.model))
+        )
     return MemoryEstimate(parts)
 
 
@@ -292,20 +295,6 @@ def _gathered_bytes(learner: LocalLearner, narrow: bool) -> float:
             read = sum(min(2, p.itemsize) * p.numel() if narrow and p.ndim == 2 else p.nbytes for p in first)
             layers = max(layers, 2 * read + sum(p.nbytes for p in first if p.requires_grad))
     return rest + layers
-
-
-def copy_bytes(model: Any) -> float:
-    """Return the bytes of a copy of a whole model with adapters merged, see `engine_weights.own_copy`."""
-    found = float(sum(p.nbytes for p in _unique([model])))
-    for adapter in adapters(model):
-        found -= sum(p.nbytes for p in adapter.parameters())
-    for _, linear, _ in model.linears():
-        numbers = linear.shape.numel() if isinstance(linear, QuantizedLinear) else linear.weight.numel()
-        if isinstance(linear, QuantizedLinear):
-            found += 4.0 * numbers
-        elif linear.adapter is not None:  # merged in the wider type
-            found += numbers * max(0, linear.adapter.a.itemsize - linear.weight.itemsize)
-    return found
 
 
 def _unique(modules: Iterable[Any]) -> list[nn.Parameter]:

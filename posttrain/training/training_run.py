@@ -14,7 +14,6 @@ from typing import Any, Generic
 import torch
 
 from posttrain.config.resolve import AnyTraining, validate
-from posttrain.config.training import Training
 from posttrain.config.verbs import VERBS, load
 from posttrain.core.batch import Stats
 from posttrain.core.protocols import Learner, Objective, Source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 from posttrain.models.native.linear import Adapter, Linear
@@ -46,3 +47,21 @@ def plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 seen.add(id(parameter))
                 yield f"{place}.{key}".lstrip("."), parameter
     yield from _beside(model)
+
+
+def copied_bytes(model: nn.Module) -> float:
+    """Return the bytes of a copy of a whole model with adapters merged. A merged weight has the wider type of weight and
+    adapter; an unpacked one is float32.
+    """
+    seen: dict[int, float] = {}
+    for module in model.modules():
+        if isinstance(module, Adapter):
+            continue
+        for parameter in module.parameters(recurse=False):
+            seen[id(parameter)] = parameter.nbytes
+        if isinstance(module, QuantizedLinear):
+            seen[id(module)] = 4.0 * module.shape.numel()
+        elif isinstance(module, Linear) and module.adapter is not None:
+            wide = torch.promote_types(module.weight.dtype, module.adapter.a.dtype)
+            seen[id(module.weight)] = module.weight.numel() * wide.itemsize
+    return sum(seen.values())

@@ -1,6 +1,6 @@
 """Options of mixtures: several sets of tasks in one run, in `rl` each with its own environment and limits."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
@@ -104,7 +104,7 @@ def weights_of(config: MixtureGroup, sizes: Mapping[str, int]) -> dict[str, floa
 
 def check_mixture(config: MixtureGroup) -> None:
     """Raise UserError, in one line, for a mixture that contradicts other options."""
-    if isinstance(config, MixtureWeightsGroup) and config.mixture_weights == "fixed" and config.mixture_floor != FLOOR:
+    if isinstance(config, MixtureWeightsGroup) and config.mixture_weights == "fixed" and _floored(config):
         raise UserError("--mixture-floor has no effect without --mixture-weights progress: leave it out")
     if not config.mixture:
         if config.mixture_temperature != 1:
@@ -124,6 +124,13 @@ def check_mixture(config: MixtureGroup) -> None:
             "--mixture-temperature has no effect where parts have weights: leave it out, or leave the weights out"
         )
     weights_of(config, dict.fromkeys(config.mixture, 1))
+
+
+def _floored(config: MixtureWeightsGroup) -> bool:
+    """Whether a floor was chosen: another one, or the default one explicitly."""
+    given: Collection[str] = getattr(config, "given", ())
+    explicit = "mixture_floor" in given and len(given) < len(fields(config))  # a resumed run gives every option
+    return explicit or config.mixture_floor != FLOOR
 
 
 def _read_part(config: MixtureGroup, name: str, given: Any) -> dict[str, Any]:

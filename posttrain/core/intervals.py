@@ -84,6 +84,18 @@ def wilson_interval(successes: float, n: float, level: float = LEVEL, quantile: 
     return Interval(centre - half if successes else 0.0, centre + half if successes < n else 1.0)
 
 
+def shares_apart_interval(first: float, second: float, n: float, level: float = LEVEL) -> Interval:
+    """Return the interval of the first share minus the second, each of `n` independent tasks.
+
+    Newcombe's hybrid score interval (Statistics in Medicine 17:873, 1998, method 10) from Wilson's of both shares. It
+    needs no result of single tasks; `paired_interval` is narrower where there are some.
+    """
+    one, other = (wilson_interval(min(max(share, 0.0), 1.0) * n, n, level) for share in (first, second))
+    low = sqrt((first - one.low) ** 2 + (other.high - second) ** 2)
+    high = sqrt((one.high - first) ** 2 + (second - other.low) ** 2)
+    return Interval(first - second - low, first - second + high)
+
+
 def share_interval(sums: ArrayLike, counts: ArrayLike = 1.0, level: float = LEVEL, of: str = "tasks") -> Interval:
     """Return the interval of a share. `sums`: for each task (or the unit that `of` names) the sum of its right samples;
     `counts`: their number.

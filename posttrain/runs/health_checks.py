@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from statistics import fmean, median
 
+from posttrain.core.intervals import shares_apart_interval
 from posttrain.runs.metric_history import History
 
 Check = Callable[[History], str | None]
@@ -229,7 +230,10 @@ def forgetting(history: History) -> str | None:
     """Detect that other tasks or texts suffer from the training, in the last two evaluations."""
     limits, lost = history.limits, []
     for part, series in history.parts_of_suite(3).items():
-        if series.values[0] - max(series.values[-2:]) > limits.forgotten:
+        before, since = series.values[0], max(series.values[-2:])
+        tasks = history.tasks_of_suite(part)
+        # Few tasks differ as much by chance; those without a number may be any.
+        if tasks and before - since > limits.forgotten and shares_apart_interval(before, since, tasks).low > 0:
             lost.append(f"accuracy on {part} fell from {series.values[0]:.2f} to {series.values[-1]:.2f}")
     texts = history.of("forget/loss", 3)
     if texts is not None and min(texts.values[-2:]) - texts.values[0] > limits.forgotten_text:

@@ -69,7 +69,8 @@ class HealthLimits:
     memory_held_out: float = 0.1
     """At least so much of it."""
     forgotten: float = 0.15
-    """By how much the accuracy of a part of --eval-suite may fall: a part of 100 tasks has a standard error of 0.05."""
+    """By how much the accuracy of a part of --eval-suite may fall. A fall must also exceed what chance does to a part of
+    so many tasks."""
     forgotten_text: float = 0.1
     """By how many nats per token the loss of the texts of --forget may rise."""
     skipped: float = 0.1
@@ -164,6 +165,11 @@ class History:
         """Return the accuracy of each part of the suite that has at least `least` values."""
         found = ((metric_named(name), own) for name, own in self._series.items() if len(own) >= least)
         return {metric.line: own for metric, own in found if metric is not None and metric.panel == SUITE}
+
+    def tasks_of_suite(self, part: str) -> float:
+        """Return the number of tasks of a part of the suite that had a valid reward, the least so far; 0: unknown."""
+        series = self._series.get(f"suite/{part}/tasks")
+        return min(series.values) if series else 0
 
     @property
     def unsolved(self) -> float | None:

@@ -77,6 +77,7 @@ _OF_SUITE = (
     ("reward/{name}", "part {name} of the reward", "", "Mean of this part of the reward of the rollouts", False, ()), ("accuracy", "accuracy", "share", "Share of right rollouts", True, ()),
     ("reward", "reward", "", "Mean reward of the rollouts", True, ("suite/{part}/accuracy",)), ("length", "reply length", "tokens", "Mean number of sampled tokens of a rollout", False, ()),
     ("truncated", "replies cut off", "share", "Share of the rollouts that a limit ended", False, ()), ("invalid", "invalid rewards", "share", "Share of invalid rewards", False, ()),
+    ("tasks", "tasks", "count", "Number of tasks with a valid reward", False, ()),
 )  # fmt: skip
 """name, title, unit, meaning, whether it is in the overview, more exact metrics"""
 
@@ -88,7 +89,7 @@ _TRAINING = (
     Metric("divergence", "KL from the teacher", "nats per token", "Distance of the policy from its teacher that distillation minimises.", LEARNING, colour="red", plotted=True, terminal="divergence", form=".4f", checked=True),
     Metric("eval/accuracy", "Held-out accuracy", "share", "Accuracy on the held-out tasks or comparisons.", LEARNING, colour="green", plotted=True, checked=True),
     Metric("suite/mean", "Mean over the suite", "", "Mean over the parts of `--eval-suite`: of their accuracy, or of their reward where nothing defines a right reply.", LEARNING, SUITE, "mean", "green", plotted=True),
-    *(Metric(f"suite/{{part}}/{what}", f"Suite: {title} of {{part}}", unit, f"{meaning} of this part of `--eval-suite`.", LEARNING if shown else "", SUITE if shown else "", "{part}", unless=unless, checked=what == "accuracy") for what, title, unit, meaning, shown, unless in _OF_SUITE),
+    *(Metric(f"suite/{{part}}/{what}", f"Suite: {title} of {{part}}", unit, f"{meaning} of this part of `--eval-suite`.", LEARNING if shown else "", SUITE if shown else "", "{part}", unless=unless, checked=what in ("accuracy", "tasks")) for what, title, unit, meaning, shown, unless in _OF_SUITE),
     Metric("eval/loss", "Held-out loss", "nats per token", "Negative log-likelihood of the held-out responses.", LEARNING, colour="green", plotted=True),
     Metric("forget/loss", "Loss of the texts of --forget", "nats per token", "Negative log-likelihood of texts that are not trained on: it rises where training makes the model forget.", LEARNING, colour="red", plotted=True, checked=True),
     Metric("eval/divergence", "Held-out KL from the teacher", "nats per token", "KL(policy || teacher) at the policy's replies to held-out tasks, whatever distillation minimises.", LEARNING, colour="green", plotted=True),

@@ -147,6 +147,7 @@ def _add(stats: Stats, part: _OpenPart, rollouts: Sequence[Rollout]) -> list[flo
         return []
     figures = summary(list(rewards.values()), (), part.success, outcomes=list(outcomes_by_task(rollouts).values()))
     stats.add(f"suite/{name}/reward", figures["reward"]["mean"])
+    stats.add(f"suite/{name}/tasks", figures["tasks"])
     if "accuracy" in figures:
         stats.add(f"suite/{name}/accuracy", figures["accuracy"]["mean"])
     return [headline(figures)["mean"]]

@@ -17,6 +17,7 @@ from posttrain.core.intervals import (
     mean_interval,
     paired_interval,
     share_interval,
+    shares_apart_interval,
     sign_test,
     student_interval,
     tango_interval,
@@ -233,6 +234,21 @@ def test_pairing_removes_the_difficulty_that_both_models_share() -> None:
 
 
 # -- changes and correlations ------------------------------------------------------------------------------------------
+
+
+def test_shares_apart_have_newcombes_interval() -> None:
+    """From the two roots of each score equation, as in the paper (method 10)."""
+    z = 1.959963984540054
+
+    def ends(p: float, n: float) -> tuple[float, float]:
+        half = z * math.sqrt(z * z + 4 * n * p * (1 - p))
+        return (2 * n * p + z * z - half) / (2 * (n + z * z)), (2 * n * p + z * z + half) / (2 * (n + z * z))
+
+    (low, high), (other_low, other_high) = ends(0.8, 75), ends(0.6, 75)
+    found = shares_apart_interval(0.8, 0.6, 75)
+    assert found.low == pytest.approx(0.2 - math.hypot(0.8 - low, other_high - 0.6), abs=1e-12)
+    assert found.high == pytest.approx(0.2 + math.hypot(high - 0.8, 0.6 - other_low), abs=1e-12)
+    assert shares_apart_interval(1.0, 1.0, 5).low < 0 < shares_apart_interval(1.0, 1.0, 5).high
 
 
 def test_change_of_the_same_prompts_is_that_of_pairs_and_of_others_that_of_independent_means() -> None:

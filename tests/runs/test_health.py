@@ -263,6 +263,8 @@ def test_tasks_and_texts_that_training_makes_the_model_forget_are_named_once_two
         **{
             "suite/sums/accuracy": [0.8, 0.3, 0.8, 0.6, 0.5, 0.2],
             "suite/code/accuracy": [0.1, 0.2, 0.5, 0.9, 0.9, 0.9],
+            "suite/sums/tasks": [100.0] * 6,
+            "suite/code/tasks": [100.0] * 6,
         },
         **{
             "suite/sums/reward/accuracy": [0.9, 0.1, 0.1, 0.1, 0.1, 0.1],
@@ -276,6 +278,13 @@ def test_tasks_and_texts_that_training_makes_the_model_forget_are_named_once_two
     (finding,) = find(evaluations(**{"forget/loss": [2.0, 2.2, 1.9, 2.3, 2.4]}))
     assert finding.step == 40 and "--forget rose from 2.00 to 2.40 nats per token" in finding.message
     assert find(evaluations(**{"forget/loss": [2.0, 1.9, 1.8], "suite/sums/accuracy": [0.8, 0.7, 0.7]})) == []
+
+
+@pytest.mark.parametrize(("tasks", "named_at"), [(8, []), (28, []), (29, [20]), (400, [20])])
+def test_a_part_of_few_tasks_whose_accuracy_falls_by_chance_is_no_forgetting(tasks: int, named_at: list[int]) -> None:
+    """Newcombe's interval of 0.75 - 0.5 excludes 0 from 29 tasks on."""
+    fallen = {"suite/sums/accuracy": [0.75, 0.5, 0.5], "suite/sums/tasks": [float(tasks)] * 3}
+    assert [f.step for f in find(evaluations(**fallen))] == named_at
 
 
 def test_updates_that_are_skipped_are_named() -> None:
@@ -480,7 +489,14 @@ def test_a_real_run_reports_what_the_checks_read_and_its_constant_reward_is_name
         lr=1e-4, kl=0.04, success=1.0, env_workers=0, **small,
     )  # fmt: skip
     others = {"explained_variance", "invalid/timeout", "divergence", "logp_per_token/chosen", "logp_per_token/rejected"}
-    others |= {"routing/entropy", "routing/busiest", "groups/played", "forget/loss", "suite/{part}/accuracy"}
+    others |= {
+        "routing/entropy",
+        "routing/busiest",
+        "groups/played",
+        "forget/loss",
+        "suite/{part}/accuracy",
+        "suite/{part}/tasks",
+    }
     assert READ - run.metrics[-1].keys() <= others, (
         "of a critic, of slow rewards, of a teacher, of preferences, of experts, of dynamic sampling, of other tasks"
     )

@@ -86,6 +86,7 @@ def alone(model: str) -> dict[str, float]:
         found |= {
             f"suite/{name}/{of}": part["figures"][of]["mean"] for of in ("reward", "accuracy") if of in part["figures"]
         }
+        found[f"suite/{name}/tasks"] = part["figures"]["tasks"]
         found[f"suite/{name}/length"] = part["rates"]["tokens"]
         found |= {f"suite/{name}/{rate}": part["rates"][rate] for rate in ("truncated", "invalid")}
     found["suite/far/reward/short"] = content["parts"]["far"]["rates"]["part/short"]

@@ -256,6 +256,7 @@ def test_parts_have_the_options_of_the_run_but_for_their_own() -> None:
         ({"mixture": {}, "tasks": "x", "env": "y", "mixture_temperature": 2.0}, "--mixture-temperature has no effect"),
         ({"curriculum": "stages", "curriculum_column": "level"}, "--curriculum stages needs one set of rows"),
         ({"mixture_floor": 0.3}, "--mixture-floor has no effect without --mixture-weights progress"),
+        ({"mixture_floor": 0.2}, "--mixture-floor has no effect without --mixture-weights progress"),
         ({"mixture_weights": "progress", "mixture_floor": 0.0}, "--mixture-floor must be above 0"),
         (
             {"mixture": {}, "tasks": "x", "env": "y", "mixture_weights": "progress"},

@@ -311,6 +311,8 @@ class PolicyObjective:
         if count:
             stats.add("ratio/max", ratio.max().item())
             stats.add("ratio/min", ratio.min().item())
+        if outputs.top is not None:
+            stats.add("top_mass", outputs.top.double().sum().item(), count)
         self.algorithm.surrogate.measure(ratio, outputs, batch, stats)
         if self.algorithm.early_stop is not None:
             assert batch.old_logp is not None

@@ -217,6 +217,7 @@ class Outputs:
 
     logp: Tensor  # float32 [N]; [0] where scores are requested instead
     entropy: Tensor | None = None  # float32 [N], of the whole distribution at each scored token
+    top: Tensor | None = None  # float32 [N], probability of the most likely token at each position; no gradient
     kl: Tensor | None = None  # float32 [N], exact KL(policy || reference) at each scored token
     reverse_kl: Tensor | None = None  # float32 [N], exact KL(policy || teacher) at each scored token
     forward_kl: Tensor | None = None  # float32 [N], exact KL(teacher || policy)

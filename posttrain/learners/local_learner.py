@@ -38,12 +38,12 @@ from posttrain.models.gpu_placement import working_on
 from posttrain.models.hf.experts import Routed, watching
 from posttrain.models.losses.divergence import FORWARD, REVERSE, measured_divergence
 from posttrain.models.losses.likelihood import (
+    Entropies,
     Hidden,
     Temperature,
     exact_kl,
     log_collision,
-    token_logp,
-    token_logp_entropy,
+    token_logp_top,
 )
 from posttrain.models.losses.top_divergence import top_divergence
 from posttrain.models.native.linear import accumulating, multiplying
@@ -444,14 +444,10 @@ class LocalLearner:
                 outputs = Outputs(logp)  # computed from the same logits
                 if measured:
                     outputs = replace(outputs, teacher=told[0], entropy=told[1])
-            if "entropy" in want:
-                logp, entropy = token_logp_entropy(hidden, model.head, batch.target, temperature)
-                outputs = Outputs(logp, entropy=entropy)
-            elif outputs is None and measured:
-                logp, entropy = token_logp_entropy(hidden, model.head, batch.target, temperature, constant=True)
-                outputs = Outputs(logp, entropy=entropy)
-            if outputs is None:
-                outputs = Outputs(token_logp(hidden, model.head, batch.target, temperature))
+            if "entropy" in want or outputs is None:
+                kind: Entropies = "learned" if "entropy" in want else "constant" if measured else "none"
+                logp, entropy, top = token_logp_top(hidden, model.head, batch.target, temperature, kind)
+                outputs = Outputs(logp, entropy=entropy, top=top)
             outputs = replace(outputs, **distances)
             if "collision" in want:
                 fixed = Hidden(hidden.detach(), model.head.detach())

@@ -58,6 +58,8 @@ def entropy(history: History) -> str | None:
         return None
     accuracy = history.of("accuracy")
     still = "" if unsolved is None or accuracy is None else f", yet {1 - accuracy.now:.0%} of the replies are wrong"
+    if (top := history.of("top_mass")) is not None:
+        still = f", the most likely token has {top.now:.0%} of the probability ({top.start:.0%} at the start){still}"
     cause, remedy = "", ""
     if history.clip_binds:
         cause, remedy = " or a clip that keeps rare tokens rare", " --clip-high 0.28,"

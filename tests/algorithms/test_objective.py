@@ -296,7 +296,8 @@ def test_what_is_logged_of_a_micro_batch_is_what_its_name_says() -> None:
         "mine", "nobody 2026", Baselined(), Clip(0.2, 0.3, dual=3.0), TokenMean(), kl=KL("k2", 0.1), entropy=Entropy(0.05)
     )  # fmt: skip
     stats = Stats()
-    loss = policy_objective(row)(Outputs(current, entropy=others[4], kl=others[5]), batch, stats)
+    outputs = Outputs(current, entropy=others[4], kl=others[5], top=others[5])
+    loss = policy_objective(row)(outputs, batch, stats)
     r = [math.exp(a - b) for a, b in zip(logp, old, strict=True)]
     gaps = [a - b for a, b in zip(old, mu, strict=True)]
     k3 = sum(math.exp(b - a) - 1 - (b - a) for a, b in zip(logp, ref, strict=True))
@@ -305,7 +306,7 @@ def test_what_is_logged_of_a_micro_batch_is_what_its_name_says() -> None:
         "ratio/clipped_low": (sum(x < 0.8 and a < 0 for x, a in zip(r, advantage, strict=True)), n),
         "ratio/clipped_high": (sum(x > 1.3 and a > 0 for x, a in zip(r, advantage, strict=True)), n),
         "ratio/clipped_dual": (sum(x > 3 and a < 0 for x, a in zip(r, advantage, strict=True)), n),
-        "entropy/policy": (sum(entropy), n),
+        "entropy/policy": (sum(entropy), n), "top_mass": (sum(exact), n),
         "sampler/kl": (sum(math.exp(g) - 1 - g for g in gaps), n), "sampler/gap": (sum(map(abs, gaps)), n),
         "sampler/ratio": (sum(map(math.exp, gaps)), n), "sampler/ratio/square": (sum(math.exp(2 * g) for g in gaps), n),
         "sampler/gap/max": (max(map(abs, gaps)), 1),

@@ -24,7 +24,7 @@ from posttrain.engines.local.kv_cache import attention, plain_attention
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.learners.adamw import AdamW
 from posttrain.models.losses import divergence, likelihood
-from posttrain.models.losses.likelihood import Hidden, token_logp, token_logp_entropy
+from posttrain.models.losses.likelihood import Hidden, token_logp, token_logp_entropy, token_logp_top
 from posttrain.models.native import head as head_module
 from posttrain.models.native.attention import SegmentAttention, filled
 from posttrain.models.native.decoder import Decoder, causal, new_decoder
@@ -172,6 +172,28 @@ def test_likelihood_in_blocks_equals_the_plain_softmax(
         )
         gradients, others = (torch.autograd.grad(x, (hidden, *tensors(head))) for x in (total, expected))
         assert all(torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(gradients, others, strict=True))
+
+
+@pytest.mark.parametrize("entropies", ["none", "constant", "learned"])
+def test_mass_of_the_most_likely_token_is_that_of_the_softmax_and_changes_no_bit(
+    monkeypatch: pytest.MonkeyPatch, entropies: likelihood.Entropies
+) -> None:
+    monkeypatch.setattr(likelihood, "BLOCK_LOGITS", 9 * 64)
+    hidden, head = normal(9, 5).requires_grad_(), new_head("tied", 200, 5, torch.Generator().manual_seed(1))
+    target, added = torch.arange(9) * 22, likelihood._added
+
+    def made() -> tuple[Tensor, list[Tensor]]:
+        logp, entropy, top = token_logp_top(hidden, head, target, 0.7, entropies)
+        assert not top.requires_grad and (entropy is None) == (entropies == "none")
+        rest = [logp] if entropy is None else [logp, entropy]
+        total = sum((part.square().sum() for part in rest if part.requires_grad), torch.zeros(()))
+        return top, [*rest, *torch.autograd.grad(total, (hidden, *tensors(head)))]
+
+    top, rest = made()
+    expected = (plain_logits(hidden, head) / 0.7).softmax(-1).amax(-1)
+    assert torch.allclose(top, expected, rtol=1e-12) and top.unique().numel() == 9
+    monkeypatch.setattr(likelihood, "_added", lambda *given: (*added(*given)[:3], torch.full((9,), torch.nan)))
+    assert all(map(torch.equal, rest, made()[1]))
 
 
 @pytest.mark.parametrize("size", [50.0, 300.0])

@@ -179,6 +179,15 @@ def test_entropy_that_falls_as_fast_without_solving_anything_is_a_collapse() -> 
     assert set(named(rows({**stuck, "accuracy": [0.0] * 94}))) == {"entropy"}, "a reward that never counts as correct"
 
 
+def test_a_collapse_of_the_entropy_tells_the_mass_of_the_most_likely_token_where_it_is_measured() -> None:
+    stuck: dict[str, Any] = {"reward": noisy([0.5] * 94, 0.05), "entropy": LEARNED["entropy"]}
+    (plain,) = (f for f in find(rows(stuck)) if f.name == "entropy")
+    assert "most likely token" not in plain.message
+    (told,) = (f for f in find(rows({**stuck, "top_mass": [0.5] * 20 + [0.96] * 74})) if f.name == "entropy")
+    assert "the most likely token has 96% of the probability (50% at the start)" in told.message
+    assert told.step == plain.step
+
+
 def test_entropy_that_falls_while_groups_still_differ_is_no_collapse() -> None:
     """Means of ten steps of a run of recipes/real/reading.py (SmolLM2, seed 2), which learns to answer briefly."""
     entropy = [2.42, 1.66, 1.18, 0.99, 0.75, 0.66, 0.58, 0.67, 0.68, 0.45, 0.31, 0.29]

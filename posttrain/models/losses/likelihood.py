@@ -66,12 +66,27 @@ def token_logp_entropy(
     `constant`: the entropy has no gradient. Log-probabilities and gradients are then bit-identical to `token_logp`'s.
     """
     kind = "constant" if constant else "learned"
-    logp, entropy = _Likelihood.apply(hidden, head.weight, head.bias, head, target, temperature, kind)
+    logp, entropy, _ = _Likelihood.apply(hidden, head.weight, head.bias, head, target, temperature, kind)
     return logp, entropy
 
 
+Entropies = Literal["none", "constant", "learned"]
+"""Whether entropies are computed, and whether they have a gradient."""
+
+
+def token_logp_top(
+    hidden: Tensor, head: Head, target: Tensor, temperature: Temperature = 1.0, entropies: Entropies = "none"
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return `token_logp`, the entropy (None if none is computed), and the probability of the most likely token at each
+    position, without a gradient: all [N]. The last costs no product, as its logit is needed for the sum of the others.
+    """
+    logp, entropy, top = _Likelihood.apply(hidden, head.weight, head.bias, head, target, temperature, entropies)
+    return logp, None if entropies == "none" else entropy, top
+
+
 class _Likelihood(torch.autograd.Function):
-    """`token_logp` and the entropy by blocks of the vocabulary, so memory does not grow with V. Differentiable once.
+    """`token_logp`, the entropy and the mass of the most likely token by blocks of the vocabulary, so memory does not
+    grow with V. Differentiable once.
 
     With x = logits / temperature and p = softmax(x): d logp / dx = [target] - p and d entropy / dx = -p (log p + entropy).
     `weight` and `bias` are the head's, passed separately because autograd differentiates arguments only.
@@ -86,8 +101,8 @@ class _Likelihood(torch.autograd.Function):
         head: Head,
         target: Tensor,
         temperature: Temperature,
-        entropies: Literal["none", "constant", "learned"],
-    ) -> tuple[Tensor, Tensor]:
+        entropies: Entropies,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         with_entropy = entropies != "none"
         rows, vocabulary, shared = hidden.shape[0], head.rows, head.shared
         place = target if shared is None else target - shared.first
@@ -95,28 +110,28 @@ class _Likelihood(torch.autograd.Function):
         kept, narrow = list[Tensor](), narrow_type(hidden)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         at = torch.zeros(rows, dtype=wide, device=hidden.device)
-        total, mean = torch.full_like(at, -math.inf), torch.zeros_like(at)
+        total, mean, top = torch.full_like(at, -math.inf), torch.zeros_like(at), torch.full_like(at, -math.inf)
         for block in blocks(hidden, vocabulary):
             logits = scaled_logits(hidden, head, block, temperature, narrow)
             if keep:
                 kept.append(logits)
             spare = not (keep or with_entropy or hidden.is_cuda)  # the logits may be overwritten
             add = fused(_added, logits)
-            at, total, mean = add(logits, place - block.start, at, total, mean, with_entropy, spare)
+            at, total, mean, top = add(logits, place - block.start, at, total, mean, top, with_entropy, spare)
         if shared is not None:
-            at, total, mean = shared.over_all(at, total, mean)
+            at, total, mean, top = shared.over_all(at, total, mean, top)
         logp, entropy = at - total, total - mean
         ctx.save_for_backward(
             hidden, weight, place, total, entropy, *kept
         )  # the weight is saved so that torch detects changes in place
         ctx.head, ctx.temperature, ctx.with_entropy, ctx.narrow = head, temperature, entropies == "learned", narrow
-        if entropies == "constant":
-            ctx.mark_non_differentiable(entropy)
-        return logp, entropy
+        mass = top.sub_(total).exp_()
+        ctx.mark_non_differentiable(mass, *([entropy] if entropies == "constant" else []))
+        return logp, entropy, mass
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, to_logp: Tensor, to_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, to_logp: Tensor, to_entropy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, _, place, total, entropy, *kept = ctx.saved_tensors
         head, temperature = ctx.head, ctx.temperature
         sums = Gradients(hidden, head, temperature, total.dtype, ctx.needs_input_grad[:3], ctx.narrow)
@@ -131,9 +146,16 @@ class _Likelihood(torch.autograd.Function):
 
 
 def _added(
-    logits: Tensor, place: Tensor, at: Tensor, total: Tensor, mean: Tensor, with_entropy: bool, spare: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (logit at the target, logsumexp, mean logit) of the blocks so far and this one, each [N].
+    logits: Tensor,
+    place: Tensor,
+    at: Tensor,
+    total: Tensor,
+    mean: Tensor,
+    highest: Tensor,
+    with_entropy: bool,
+    spare: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return (logit at the target, logsumexp, mean logit, highest logit) of the blocks so far and this one, each [N].
 
     logits [N, width]; place int64 [N], the target's column in the block, out of range if it is in another block.
     `spare`: the logits may be overwritten.
@@ -147,7 +169,7 @@ def _added(
     if with_entropy:
         own = mass.mul_(logits).sum(-1) * (top - here).exp()
         mean = mean * (total - joined).exp() + own * (here - joined).exp()
-    return at, joined, mean
+    return at, joined, mean, torch.maximum(highest, top)
 
 
 def _slope(

@@ -38,13 +38,15 @@ class SharedVocabulary:
         """Id of this process's first row."""
         return sum(self.counts[: self.peers.rank])
 
-    def over_all(self, at: Tensor, total: Tensor, mean: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (logit at the target, logsumexp, mean logit) of all ids, given those of each process's own, all [N]."""
+    def over_all(self, at: Tensor, total: Tensor, mean: Tensor, top: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return (logit at the target, logsumexp, mean logit, highest logit) of all ids, given those of each process's
+        own, all [N].
+        """
         if not at.numel():
-            return at, total, mean
-        own = self.peers.stacked(torch.stack((at, total, mean)))
+            return at, total, mean, top
+        own = self.peers.stacked(torch.stack((at, total, mean, top)))
         joint = own[:, 1].logsumexp(0)
-        return own[:, 0].sum(0), joint, ((own[:, 1] - joint).exp() * own[:, 2]).sum(0)
+        return own[:, 0].sum(0), joint, ((own[:, 1] - joint).exp() * own[:, 2]).sum(0), own[:, 3].amax(0)
 
 
 @dataclass(frozen=True)

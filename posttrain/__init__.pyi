@@ -940,6 +940,9 @@ class EvaluationOptions(
     best: Sequence[int]
     """Values of k for best@k (best-of-N): the share of tasks where the reply with the highest score of --scorer among k
     replies is right."""
+    forget: str | None
+    """Texts, or prompts with responses, whose loss in nats per token is reported too, to see what a model has
+    forgotten. With --against, text by text."""
     success: float | None
     """Reward from which a reply counts as right. Default: the environment's own SUCCESS."""
     out: str | None

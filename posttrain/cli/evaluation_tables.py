@@ -15,6 +15,7 @@ from posttrain.core.types import UserError
 from posttrain.runs.terminal.printing import say, table
 from posttrain.training.harness_figures import Figures, harness_figures
 from posttrain.training.rollout_figures import headline, rates
+from posttrain.training.text_loss import TEXT_LOSS
 from posttrain.training.verbs import suite
 from posttrain.training.verbs.evaluate import Evaluated
 
@@ -33,9 +34,12 @@ def show_figures(config: Evaluation, found: Evaluated) -> None:
     title = f"{found.figures['tasks']} tasks, {config.samples} sample{'s'[: config.samples - 1]} each"
     table(title, ["", *(model for model, _ in sides)], rows, upright=len(sides) > 2)
     if found.against:
-        gaps = list(found.against[0].differences)
+        gaps = list(dict.fromkeys(name for one in found.against for name in one.differences))
         head = ["minus", *(f"difference in {name}" for name in gaps)]
-        compared = [([one.model, *(_cell(one.differences[name]) for name in gaps)], one.wins) for one in found.against]
+        cells = [
+            [_cell(one.differences[gap]) if gap in one.differences else None for gap in gaps] for one in found.against
+        ]
+        compared = [([one.model, *own], one.wins) for one, own in zip(found.against, cells, strict=True)]
         _compared(_minus(config), head, compared)
         rated = [([one.model, _cell(one.win_rate)], one.win_rate["wins"]) for one in found.against if one.win_rate]
         _compared(_win_rate(config), ["against", "win rate"], rated, "win rate")
@@ -157,6 +161,11 @@ def _suite_tables(config: Evaluation, found: suite.EvaluatedSuite) -> None:
         each = [(name, one) for name, told in found.parts.items() for one in told["against"]]
         rows = [([name, one["model"], _cell(headline(one["differences"]))], one["wins"]) for name, one in each]
         _compared(_minus(config), ["part", "minus", "difference"], rows)
+        lost = [(name, one["model"], one["differences"].get(TEXT_LOSS)) for name, one in each]
+        rows_of_texts = [[name, model, _cell(gap)] for name, model, gap in lost if gap is not None]
+        if rows_of_texts:
+            title = f"{config.model} minus other models: {TEXT_LOSS}, nats per token"
+            table(title, ["part", "minus", "difference"], rows_of_texts, upright=True)
         rated = [(name, one["model"], one["win_rate"]) for name, one in each if "win_rate" in one]
         rows = [([name, model, _cell(rate)], rate["wins"]) for name, model, rate in rated]
         _compared(_win_rate(config), ["part", "against", "win rate"], rows, "win rate")

@@ -60,6 +60,9 @@ class Evaluation(
     best: tuple[int, ...] = option((), above=0, group="evaluation", value="K")
     """Values of k for best@k (best-of-N): the share of tasks where the reply with the highest score of --scorer among k
     replies is right."""
+    forget: str | None = option(None, group="evaluation", value="ROWS")
+    """Texts, or prompts with responses, whose loss in nats per token is reported too, to see what a model has forgotten.
+    With --against, text by text."""
     success: float | None = option(None, group="environment", first_hour=True, value="REWARD")
     """Reward from which a reply counts as right. Default: the environment's own SUCCESS."""
     out: str | None = option(None, group="record", first_hour=True, value="FILE")

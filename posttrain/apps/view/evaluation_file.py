@@ -72,6 +72,8 @@ def _side(side: Mapping[str, Any]) -> dict[str, Any]:
     if "differences" in side:
         wins = {name: side["wins"].get(name) for name in ("won", "lost", "tied", "p", "p_holm", "verdict")}
         found |= {"difference": _figure(side["differences"].get(of, side["differences"]["reward"])), "wins": wins}
+        if "text loss" in side["differences"]:
+            found["means"] = {"difference in text loss": _figure(side["differences"]["text loss"]), **found["means"]}
     if side.get("win_rate"):
         found["means"] = {"win rate of the evaluated model": _figure(side["win_rate"]), **found["means"]}
     return found

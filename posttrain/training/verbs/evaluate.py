@@ -51,6 +51,8 @@ from posttrain.training.setup import (
     reply_length_note,
 )
 from posttrain.training.sources.length_filter import TooLong
+from posttrain.training.sources.sft_source import Transcripts
+from posttrain.training.text_loss import TEXT_LOSS, TextLosses, forget_texts, losses_of_texts
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,7 @@ def evaluate_as_given(
         raise UserError("these rows have no end: set the number to evaluate on with --limit")
     paths = [resolve(folder) for folder in folders]
     day = next(filter(None, map(day_of, paths)), None)  # all checkpoints get the same date
+    losses: list[TextLosses] = []  # of each side, with --forget
     searched: list[dict[str, Any]] = []  # figures of the searches of each side
     with (
         run_date.fixed(day),
@@ -121,6 +124,7 @@ def evaluate_as_given(
         open_playground(config, env, data, device, models=paths) as ground,
     ):
         said.extend(ground.about)
+        texts = None if config.forget is None else forget_texts(config.forget)
         scorer = RolloutScorer(config, device, opened) if config.scorer else None
 
         def played(folder: str, place: int) -> list[Rollout]:
@@ -135,6 +139,12 @@ def evaluate_as_given(
             some = fitting(shown, ground.pool, tokenizer, TooLong(config.too_long, context, beyond.append))
             if not some:
                 raise UserError(f"no prompt fits into the context of {folder}: {beyond[0]}")
+            if texts is not None:
+                long = TooLong(config.too_long, context, beyond.append)
+                own = Transcripts(
+                    known.chat.of(texts, answered=True), tokenizer, model.eos_ids, model.config.vocab, long
+                )
+                losses.append(losses_of_texts(own, model, config.precision))
             said.extend(beyond)
             how = config.slots, config.precision
             with closing(open_engine("local", model, tokenizer, *how, many=Many(config.replicas))) as engine:
@@ -161,10 +171,20 @@ def evaluate_as_given(
     figures = _figures(config, every, success, scored, said.append)
     for place, own in enumerate(searched):
         figures[place] |= own
+    for place, lost in enumerate(losses):
+        figures[place][TEXT_LOSS] = lost.figure
     invalid = sum(isinstance(r.reward, Invalid) for r in every[0])
     of_invalid = [note for side in zip(folders, every, figures, strict=True) for note in _of_invalid(*side)]
-    notes = (*dict.fromkeys(said), *of_invalid)
     against = _comparisons(config, every, figures, success, scored)
+    for one, lost in zip(against, losses[1:], strict=False):
+        gap = losses[0].minus(lost)
+        if gap is None:
+            said.append(
+                f"no difference in {TEXT_LOSS} from {one.model}: its tokens of the texts of --forget are others"
+            )
+        else:
+            one.differences[TEXT_LOSS] = gap
+    notes = (*dict.fromkeys(said), *of_invalid)
     harness = harness_figures(config) if config.harness is not None else {}
     return Evaluated(figures[0], rewards_by_task(every[0]), every[0], invalid, notes, against, harness, counts)
 
@@ -215,6 +235,8 @@ def read(
 ) -> tuple[float | None, Tasks | Stream]:
     """Return the reward from which a reply counts as right, and the tasks. Raises UserError for mistakes in either."""
     success = success_of(env or config.env, config.success)
+    if config.forget is not None:
+        forget_texts(config.forget)
     for name in ("k", "maj", "best"):
         if success is None and name in config.given:
             raise UserError(
@@ -311,7 +333,9 @@ def _of_invalid(name: str, rollouts: Sequence[Rollout], figures: dict[str, Any])
         f"{reasons[0]}"
     ]
     tasks = len({r.task["id"] for r in rollouts})
-    fewer = [f"{n} over {f['tasks']}" for n, f in figures.items() if isinstance(f, dict) and f["tasks"] < tasks]
+    fewer = [
+        f"{n} over {f['tasks']}" for n, f in figures.items() if isinstance(f, dict) and f.get("tasks", tasks) < tasks
+    ]
     if fewer:
         notes.append(f"{name}: {', '.join(fewer)} of {tasks} tasks: the others have too few valid rewards")
     return tuple(notes)

@@ -943,6 +943,8 @@ class EvaluationOptions(
     forget: str | None
     """Texts, or prompts with responses, whose loss in nats per token is reported too, to see what a model has
     forgotten. With --against, text by text."""
+    price: float | None
+    """Price of a million sampled tokens, in any currency: the cost of each model's replies is reported too."""
     success: float | None
     """Reward from which a reply counts as right. Default: the environment's own SUCCESS."""
     out: str | None

@@ -22,7 +22,7 @@ from posttrain.training.verbs.evaluate import Evaluated
 HEAD = ["part", "tasks", "accuracy or reward", "tokens", "cut off", "invalid", "distribution"]
 WIDTH, SPACE, DIGITS = 80, 3, 6
 """Columns of a terminal, those between two columns of a table, and the most that a mean takes."""
-CALLS, PART = ("tool_calls", "valid_calls"), "part/"  # of `rates`
+BESIDE, PART = ("tool_calls", "valid_calls", "successful_calls", "cost"), "part/"  # of `rates`
 Row = tuple[list[Any], Mapping[str, Any]]  # the first cells of a row, and the `ModelComparison.wins` of its last ones
 
 
@@ -49,7 +49,7 @@ def show_figures(config: Evaluation, found: Evaluated) -> None:
             reasons.setdefault(figure["why"], {})[name] = None
     say(*(f"{', '.join(of)}: {why}" for why, of in reasons.items()), *found.notes)
     for model, rollouts in [(config.model, found.rollouts), *((one.model, one.rollouts) for one in found.against)]:
-        say(f"{model}: {_rates(rates(rollouts))}")
+        say(f"{model}: {_rates(rates(rollouts, config.price))}")
     if found.cost is not None:
         say(f"cost        {found.cost:.4g}, of judges")
     if found.harness:
@@ -62,7 +62,12 @@ def _rates(found: Mapping[str, float]) -> str:
     """
     text = f"{found['tokens']:.4g} tokens a rollout, {found['truncated']:.1%} cut off, {found['invalid']:.1%} invalid"
     if "tool_calls" in found:
-        text += f", {found['tool_calls']:.4g} tool calls ({found['valid_calls']:.1%} well-formed)"
+        text += f", {found['tool_calls']:.4g} tool calls ({found['valid_calls']:.1%} well-formed"
+        text += (
+            f", {found['successful_calls']:.1%} of those answered succeeded)" if "successful_calls" in found else ")"
+        )
+    if "cost" in found:
+        text += f", cost {found['cost']:.4g}"
     parts = {name.removeprefix(PART): mean for name, mean in found.items() if name.startswith(PART)}
     if parts:
         text += "; " + ", ".join(f"{name} {mean:.4g}" for name, mean in parts.items())
@@ -196,7 +201,7 @@ def _means(side: dict[str, Any]) -> dict[str, float]:
     """Return the means of a side of a part beside those of the first table, with the named parts of its rewards."""
     first = ("reward", "accuracy")
     means = {name: one["mean"] for name, one in side["figures"].items() if isinstance(one, dict) and name not in first}
-    calls = {name.replace("_", " "): side["rates"][name] for name in CALLS if name in side["rates"]}
+    calls = {name.replace("_", " "): side["rates"][name] for name in BESIDE if name in side["rates"]}
     parts = {name.removeprefix(PART): rate for name, rate in side["rates"].items() if name.startswith(PART)}
     return means | calls | parts
 

@@ -63,6 +63,8 @@ class Evaluation(
     forget: str | None = option(None, group="evaluation", value="ROWS")
     """Texts, or prompts with responses, whose loss in nats per token is reported too, to see what a model has forgotten.
     With --against, text by text."""
+    price: float | None = option(None, least=0, group="evaluation")
+    """Price of a million sampled tokens, in any currency: the cost of each model's replies is reported too."""
     success: float | None = option(None, group="environment", first_hour=True, value="REWARD")
     """Reward from which a reply counts as right. Default: the environment's own SUCCESS."""
     out: str | None = option(None, group="record", first_hour=True, value="FILE")

@@ -117,6 +117,7 @@ class Turn:
     temperature: float | None = (
         None  # of this reply; None: its task's, or the run's. Where the run has 0, all are greedy
     )
+    failed: int | None = None  # of a tool's answers in these messages, those that are no result; None: unknown
 
 
 @dataclass(frozen=True)
@@ -562,6 +563,7 @@ class PlayedTurn:
     cut: int = 0  # tokens that did not fit the context and were left out
     calls: tuple[ToolCall, ...] = ()  # tool calls of a reply
     temperature: float | None = None  # of a reply's sampling; None: the run's
+    answered: tuple[int, int] = (0, 0)  # answers of `Tools` to calls, and how many of them are no result
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ class Tools:
             {"role": "tool", "name": c.call.name or "unknown", "tool_call_id": c.call.id, "content": c.answer}
             for c in made
         ]
-        return Turn(messages=messages)
+        return Turn(messages=messages, failed=sum(c.problem is not None for c in made))
 
 
 def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, str]:

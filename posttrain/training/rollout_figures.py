@@ -82,12 +82,14 @@ def headline(figures: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def rates(rollouts: Sequence[Rollout]) -> dict[str, float]:
+def rates(rollouts: Sequence[Rollout], price: float | None = None) -> dict[str, float]:
     """Return rates of these rollouts, and means per rollout.
 
     "invalid", "truncated": shares of all rollouts. "tokens": mean number sampled. "part/NAME": mean of a named part of
     the reward, over the rollouts that have it. "total_tokens": sum of sampled tokens. If there are tool calls,
-    "tool_calls": mean number, and "valid_calls": share of the calls that are well-formed, so that they can be executed.
+    "tool_calls": mean number, and "valid_calls": share of the calls that are well-formed, so that they can be executed;
+    where `Tools` answer them, "successful_calls": share of the answers that are results and no error. With a `price` of a
+    million tokens, "cost": of all sampled tokens.
     """
     sampled = [rollout.n_sampled for rollout in rollouts]
     found = {
@@ -99,6 +101,11 @@ def rates(rollouts: Sequence[Rollout]) -> dict[str, float]:
     calls = [call.problem is None for rollout in rollouts for turn in rollout.turns for call in turn.calls]
     if calls:
         found |= {"tool_calls": len(calls) / len(rollouts), "valid_calls": float(np.mean(calls))}
+    answered = [turn.answered for rollout in rollouts for turn in rollout.turns]
+    if answers := sum(count for count, _ in answered):
+        found["successful_calls"] = 1 - sum(failed for _, failed in answered) / answers
+    if price is not None:
+        found["cost"] = sum(sampled) * price / 1e6
     for name in sorted({name for rollout in rollouts for name in rollout.rewards}):
         found[f"part/{name}"] = float(np.mean([r.rewards[name] for r in rollouts if name in r.rewards]))
     return found

@@ -31,7 +31,7 @@ from posttrain.training.setup import fitting, load_tasks, split_seed
 from posttrain.training.sources.length_filter import TooLong
 
 OPTION = "--eval-suite"
-OF_THE_RUN = ("search", "replicas", "chat_template", "chat_template_kwargs", "forget")
+OF_THE_RUN = ("search", "replicas", "chat_template", "chat_template_kwargs", "forget", "price")
 """Options of a part that the run itself decides, or that need more than its weights."""
 
 

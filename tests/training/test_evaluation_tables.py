@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from posttrain import Rollout
 from posttrain.cli.evaluation_tables import _further, _rates
-from posttrain.core.types import PlayedTurn, SpanKind, ToolCall
+from posttrain.core.types import (
+    Completion,
+    Invalid,
+    PlayedTurn,
+    Reply,
+    SpanKind,
+    StopReason,
+    ToolCall,
+    Transcript,
+    Turn,
+)
+from posttrain.envs.play.env_outputs import read_turn
+from posttrain.envs.tools import Tools
 from posttrain.training.rollout_figures import rates
+from posttrain.training.sources.rollout_state import _played, _turn
 
 
 def side(names: list[str], draw: random.Random, **own: float) -> dict[str, Any]:
@@ -59,3 +73,44 @@ def test_well_formed_tool_calls_are_counted_over_all_rollouts() -> None:
     assert (found["tool_calls"], found["valid_calls"]) == (1.0, 0.75)
     assert "1 tool calls (75.0% well-formed)" in _rates(found)
     assert "tool_calls" not in rates(made[1:2]) and "tool" not in _rates(rates(made[1:2]))
+
+
+def test_calls_succeed_where_tools_answer_them_with_a_result() -> None:
+    def ratio(a: int, b: int) -> float:
+        """A ratio.
+
+        Args:
+            a: Numerator.
+            b: Denominator.
+        """
+        return a / b
+
+    def call(name: str, **arguments: int) -> ToolCall:
+        return ToolCall(name, arguments)
+
+    tools = Tools(ratio)
+    reply = Reply(
+        "", tool_calls=(call("ratio", a=1, b=2), call("ratio", a=1, b=0), call("nothing"), call("ratio", a=4, b=2))
+    )
+    turn = tools.answer(reply)
+    assert turn is not None and turn.failed == 2
+    read = read_turn(turn)
+    assert isinstance(read, Turn) and read.failed == 2
+    plain = PlayedTurn(SpanKind.SAMPLED, "", 0, 0, 0, calls=reply.tool_calls)
+    told = PlayedTurn(SpanKind.TOOL, "", 0, 0, 0, answered=(4, 2))
+    rollout = Rollout({"id": "t"}, "t", [], 1.0, turns=[plain, told])
+    found = rates([rollout, rollout])
+    assert (found["valid_calls"], found["successful_calls"]) == (1.0, 0.5)
+    assert "8 tool calls (100.0% well-formed, 50.0% of those answered succeeded)" in _rates(
+        {**found, "tool_calls": 8.0}
+    )
+    assert _played(_turn(told)) == told
+    assert isinstance(read_turn(replace(turn, failed=5)), Invalid)
+
+
+def test_the_price_of_a_million_tokens_gives_the_cost_of_the_sampled_ones() -> None:
+    transcript = Transcript()
+    transcript.sample(Completion(0, [1, 2, 3], [-1.0] * 3, "abc", StopReason.EOS, 0))
+    rollout = Rollout({"id": "t"}, "t", [transcript], 1.0)
+    assert rates([rollout] * 4, 250_000.0)["cost"] == 3.0 and "cost" not in rates([rollout])
+    assert _rates(rates([rollout], 0.0)).endswith("cost 0")

@@ -12,6 +12,7 @@ from posttrain.runs.jsonl import FILE, content_of, parsed
 
 ALONE = "all tasks"  # the only part of an evaluation that is no suite
 OWN = "evaluated model"  # as which a file without its name shows it
+BESIDE = ("tool_calls", "valid_calls", "successful_calls", "cost")  # rates that are shown beside the means
 FIRST = ("accuracy", "reward")  # the headline is the first of these
 
 
@@ -65,7 +66,7 @@ def _side(side: Mapping[str, Any]) -> dict[str, Any]:
     of = next(name for name in FIRST if name in figures)
     means = {name: _figure(one) for name, one in figures.items() if isinstance(one, Mapping) and name not in FIRST}
     parts = {name.removeprefix("part/"): {"mean": mean} for name, mean in rates.items() if name.startswith("part/")}
-    calls = {name.replace("_", " "): {"mean": rates[name]} for name in ("tool_calls", "valid_calls") if name in rates}
+    calls = {name.replace("_", " "): {"mean": rates[name]} for name in BESIDE if name in rates}
     found = {"model": side["model"], "tasks": figures["tasks"], "of": of, "figure": _figure(figures[of])}
     found |= {name: rates.get(name) for name in ("tokens", "truncated", "invalid")}
     found |= {"means": means | calls | parts}

@@ -240,6 +240,9 @@ def _read_turn(value: Any) -> Turn:
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise UnreadableOutput(f"yielded a Turn whose {name} is {short(flag)}; expected True or False")
+    failed = value.failed
+    if failed is not None and (type(failed) is not int or not 0 <= failed <= len(messages or ())):
+        raise UnreadableOutput(f"yielded a Turn whose failed is {short(failed)}; expected how many of its messages are")
     reward = _number(value.reward, "yielded a Turn whose reward is")
     if strange := problem_of_side(value.side):
         raise UnreadableOutput(f"yielded a Turn of {strange}")
@@ -247,7 +250,9 @@ def _read_turn(value: Any) -> Turn:
     flags["whole"] = flags["whole"] or tokens is not None
     how = stop, reward, None if most is None else int(most)
     temperature = None if temperature is None else float(temperature)
-    return Turn(text, messages, tokens, *how, **flags, tools=tools, side=value.side, temperature=temperature)
+    return Turn(
+        text, messages, tokens, *how, **flags, tools=tools, side=value.side, temperature=temperature, failed=failed
+    )
 
 
 def _read_tokens(value: Any) -> list[int] | None:

@@ -187,7 +187,8 @@ class RunningEpisode:
             self._asked[self.side] = last_asked(messages)
         if turn.tokens is not None:
             text = self.tokenizer.decode(tokens)
-        self._note(kind, text, len(tokens), turn.reward, seconds, cut if tokens else 0)
+        answered = (0, 0) if turn.failed is None else (len(messages), turn.failed)
+        self._note(kind, text, len(tokens), turn.reward, seconds, cut if tokens else 0, answered=answered)
         seen = self.context.conversation.seen if tokens else ()
         transcript.observe(tokens, kind, [replace(m, start=m.start + before) for m in seen])
         self._learn = turn.learn
@@ -313,9 +314,10 @@ class RunningEpisode:
         cut: int = 0,
         calls: Sequence[ToolCall] = (),
         temperature: float | None = None,
+        answered: tuple[int, int] = (0, 0),
     ) -> None:
         place, start = self.contexts.index(self.context), len(self.context.transcript.tokens)
-        turn = PlayedTurn(kind, text, place, start, tokens, reward, seconds, cut, tuple(calls), temperature)
+        turn = PlayedTurn(kind, text, place, start, tokens, reward, seconds, cut, tuple(calls), temperature, answered)
         self.turns.append(turn)
 
     @property

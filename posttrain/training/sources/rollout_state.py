@@ -95,11 +95,12 @@ def _answered(row: Mapping[str, Any]) -> Any:
 def _turn(turn: PlayedTurn) -> list[Any]:
     calls = [[c.name, plain(dict(c.arguments)), c.end, c.problem, c.id] for c in turn.calls]
     where = turn.transcript, turn.start, turn.length
-    return [str(turn.kind), turn.text, *where, turn.reward, turn.cut, calls, turn.temperature]
+    return [str(turn.kind), turn.text, *where, turn.reward, turn.cut, calls, turn.temperature, [*turn.answered]]
 
 
 def _played(turn: list[Any]) -> PlayedTurn:
-    kind, text, transcript, start, length, reward, cut, calls, temperature = turn
+    kind, text, transcript, start, length, reward, cut, calls, temperature, (answers, failed) = turn
     called = tuple(ToolCall(*call) for call in calls)
     where = transcript, start, length
-    return PlayedTurn(SpanKind(kind), text, *where, reward, cut=cut, calls=called, temperature=temperature)
+    told: dict[str, Any] = {"temperature": temperature, "answered": (answers, failed)}
+    return PlayedTurn(SpanKind(kind), text, *where, reward, cut=cut, calls=called, **told)

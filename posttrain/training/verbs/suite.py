@@ -128,11 +128,16 @@ def beside(out: Path, part: str) -> Path:
 
 
 def _told(part: Part, found: Evaluated) -> dict[str, Any]:
-    told = {"in_distribution": not part.out_of_distribution, "figures": found.figures, "rates": rates(found.rollouts)}
+    price = part.config.price
+    told = {
+        "in_distribution": not part.out_of_distribution,
+        "figures": found.figures,
+        "rates": rates(found.rollouts, price),
+    }
     told |= {"services": found.services} if found.services else {}
     if not found.against:
         return told
-    others = [one.as_dict() | {"rates": rates(one.rollouts)} for one in found.against]
+    others = [one.as_dict() | {"rates": rates(one.rollouts, price)} for one in found.against]
     return told | {"against": others}
 
 

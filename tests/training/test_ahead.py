@@ -667,7 +667,7 @@ def test_a_rollout_is_stored_and_restored_whole() -> None:
     calls = (ToolCall("add", {"a": 1, "b": [2.5, None]}, 9, "wrong", "c1"),)
     turns = [
         PlayedTurn(SpanKind.PROMPT, "hi", 0, 0, 2, 0.0, 1.5),
-        PlayedTurn(SpanKind.SAMPLED, "é", 0, 2, 2, 0.25, 2.5, 3, calls),
+        PlayedTurn(SpanKind.SAMPLED, "é", 0, 2, 2, 0.25, 2.5, 3, calls, answered=(2, 1)),
     ]
     whole = Rollout(
         {"id": "x"}, "x#0", [transcript], 0.1 + 0.2, {"a": 0.1, "b": 0.2}, [(2, 0.5)], StopReason.TURNS, turns, "é", "hi",

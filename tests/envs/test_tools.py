@@ -309,7 +309,9 @@ def test_a_policy_is_told_of_tools_and_its_calls_are_answered_and_paid(
         "|<assistant>"
     )
     assert [[c.problem is None for c in turn.calls] for turn in turns] == [[True], [], [False, True], [], []]
-    assert [turn.answered for turn in turns] == [(0, 0), (1, 0), (0, 0), (2, 1), (0, 0)], "answers, and those that failed"
+    assert [turn.answered for turn in turns] == [(0, 0), (1, 0), (0, 0), (2, 1), (0, 0)], (
+        "answers, and those that failed"
+    )
     # each call is paid at its last token
     places = rollout.transcripts[0].scored
     ends = [int(places[place - 1]) for place, reward in rollout.steps if reward]

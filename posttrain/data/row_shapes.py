@@ -2,10 +2,12 @@
 
     ShareGPT    conversations: [{"from": "human", "value": ...}, {"from": "gpt", ...}], perhaps system and tools
     Alpaca      instruction, input, output; perhaps system and history: [[instruction, output], ...]
+    ms-swift    query, response; perhaps system and history: [[query, response], ...]
     verl        data_source, prompt (messages), reward_model {"ground_truth": ...}, extra_info
 
 A shape is recognised by its columns, for each row, and only if the row has no prompt or messages of its own (verl's
-rows have a prompt). The columns are kept, for rewards. Every error is a UserError of one line.
+rows have a prompt). A history of pairs is read beside a prompt too. The columns are kept, for rewards. Every error is a
+UserError of one line.
 """
 
 from __future__ import annotations
@@ -71,6 +73,7 @@ SHAPES: Sequence[tuple[str, Callable[[set[str]], bool]]] = (
     ("prompt and completion", lambda there: "prompt" in there and bool({"response", "completion"} & there)),
     ("prompts", _shaped_like("prompt")),
     ("Alpaca", _shaped_like("instruction")),
+    ("ms-swift", lambda there: "query" in there and bool({"response", "history"} & there)),
     ("questions: --fields.prompt question reads them as prompts", _shaped_like("question")),
     ("unknown", lambda there: True),
 )
@@ -79,6 +82,7 @@ CONVERTED = {
     "verl": "prompt from 'prompt', answer from 'reward_model.ground_truth'",
     "ShareGPT": "messages from 'conversations'",
     "Alpaca": "prompt from 'instruction' and 'input', response from 'output'",
+    "ms-swift": "prompt from 'history' and 'query', response from 'response'",
 }
 """Shapes that are converted -> the columns that the conversion reads."""
 MESSAGES = ("prompt", "chosen", "rejected", "response", "completion")
@@ -94,6 +98,10 @@ def reshaped(row: Row) -> Row:
             return _of_sharegpt(row)
         if "instruction" in there:
             return _of_alpaca(row)
+        if "query" in there and {"response", "history"} & there:
+            return _after_history(row, _text(row["query"], "query"))
+    elif isinstance(row.get("prompt"), str) and "history" in there and _are_pairs(row["history"]):
+        return _after_history(row, row["prompt"])
     elif _shaped_like("data_source", "reward_model", "prompt")(there) and "answer" not in row:
         return _of_verl(row)
     return row
@@ -132,16 +140,42 @@ def _of_alpaca(row: Row) -> Task:
         prompt = f"{prompt}\n{given}"
     output = row.get("output")
     answer = {} if output is None else {"response": _text(output, "output")}
-    history, system = row.get("history") or [], row.get("system")
+    return _after_history(row, prompt) | answer
+
+
+def _after_history(row: Row, prompt: str) -> Task:
+    """Return the row with its prompt after the system message and the earlier turns, if it has any."""
+    history, system = _parsed(row.get("history")) or [], row.get("system")
     if not history and not system:
-        return {**row, "prompt": prompt, **answer}
+        return {**row, "prompt": prompt}
     messages = [{"role": "system", "content": _text(system, "system")}] if system else []
+    if not isinstance(history, list | tuple):
+        raise UserError(f"history must be a list of [instruction, output], and is {short(history)}")
     for number, pair in enumerate(history, 1):
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise UserError(f"history: entry {number} is {short(pair)}; it must be [instruction, output]")
         for role, text in zip(("user", "assistant"), pair, strict=True):
             messages.append({"role": role, "content": _text(text, f"history: entry {number}")})
-    return {**row, "prompt": [*messages, {"role": "user", "content": prompt}], **answer}
+    return {**row, "prompt": [*messages, {"role": "user", "content": prompt}]}
+
+
+def _are_pairs(history: Any) -> bool:
+    """Return whether a column is a history of turns, and no other list of that name."""
+    pairs = _parsed(history)
+    return isinstance(pairs, list | tuple) and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)
+        for pair in pairs
+    )
+
+
+def _parsed(value: Any) -> Any:
+    """Return a list that a cell of a table has as JSON; anything else unchanged."""
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
 
 
 def _of_sharegpt(row: Row) -> Task:

@@ -115,7 +115,7 @@ class Conversion:
         columns = self._columns(rows)
         if columns is None or self.convert is not None or self.patterns or _SLOW & columns.keys():
             return None
-        if self.reshapes and {"conversations", "instruction", "reward_model"} & columns.keys():
+        if self.reshapes and {"conversations", "instruction", "reward_model", "history"} & columns.keys():
             return None
         kinds = {name: set(map(type, values)) for name, values in columns.items()}
         texts = {name for name, kind in kinds.items() if kind == {str}}
@@ -161,8 +161,9 @@ class Conversion:
         prompts, replies = columns("prompt"), columns(*REPLIES)[:1] if "response" in self.need else []
         said: dict[str, list[str]] = {"prompt": prompts, "response": replies}
         if "messages" in task:
-            apart = prompts and isinstance(row[prompts[0]], list)
-            said = {"messages": [*prompts, *replies] if apart else columns("messages")}
+            before = [] if columns("messages") else columns("history")
+            apart = before or (prompts and isinstance(row[prompts[0]], list))
+            said = {"messages": [*before, *prompts, *replies] if apart else columns("messages")}
         said |= {key: [f"{key}_template"] for key in self.patterns}
         words = ", ".join(f"{key} from {' and '.join(map(repr, names))}" for key, names in said.items() if names)
         return words or "the environment makes the prompts"

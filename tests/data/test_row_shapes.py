@@ -80,6 +80,29 @@ def test_instruction_and_input_of_alpaca_are_the_prompt() -> None:
     ]  # the last answer alone is imitated
 
 
+@pytest.mark.parametrize("fields", [None, {"prompt": "query"}])
+@pytest.mark.parametrize("history", [[["a", "b"]], '[["a", "b"]]'])
+def test_history_of_ms_swift_is_the_turns_before_its_query(fields: Any, history: Any) -> None:
+    row = {"query": "Add", "response": "3", "history": history}
+    context = [*said(("user", "a")), {"role": "assistant", "content": "b", "weight": 0}]
+    task = only(row, fields=fields)
+    assert task["messages"] == [*context, *said(("user", "Add"), ("assistant", "3"))]
+    first = only({"system": "S", **row}, fields=fields)["messages"]
+    assert first == [*said(("system", "S")), *task["messages"]]
+    assert only(row, ("prompt",), fields=fields)["messages"] == [
+        *said(("user", "a"), ("assistant", "b"), ("user", "Add"))
+    ]
+    alone = only({"query": "Add", "response": "3", "history": []}, fields=fields)
+    assert (alone["prompt"], alone["response"]) == ("Add", "3")
+    assert to_tasks([row], need=BOTH).taken().startswith("ms-swift: prompt from 'history' and 'query'")
+    assert (
+        to_tasks([{"prompt": "Add", "response": "3", "history": history}], need=BOTH).taken()
+        == "messages from 'history' and 'prompt' and 'response'"
+    )
+    own = only({"prompt": "Add", "response": "3", "history": ["a", "b"]})
+    assert (own["prompt"], own["history"]) == ("Add", ["a", "b"]), "a column of that name that is no list of pairs"
+
+
 def test_row_of_verl_is_a_prompt_with_its_answer(tmp_path: Path) -> None:
     row = {
         "data_source": "openai/gsm8k", "prompt": said(("user", "1+6=")), "ability": "math",
@@ -147,6 +170,7 @@ def test_shapes_are_named_by_their_columns() -> None:
         "ShareGPT": {"conversations": []},
         "Alpaca": {"instruction": "a", "input": "", "output": "b"},
         "verl": {"data_source": "d", "prompt": [], "reward_model": {}},
+        "ms-swift": {"query": "a", "response": "b", "history": []},
         "unknown": {"text": "a", "prompt": None},
     }
     assert {shape_of(row): row for row in names.values()} == names

@@ -17,7 +17,7 @@ from posttrain.core.thoughts import reasoning_of, with_thoughts
 from posttrain.core.types import Mask, Task, Transcript, UserError
 from posttrain.data.chat_prompts import AsMessages
 from posttrain.data.preference_examples import plain, to_item
-from posttrain.data.row_shapes import shape_of
+from posttrain.data.row_shapes import WHOLE, shape_of
 from posttrain.data.rows import Rows
 from posttrain.data.tasks_from_rows import Conversion, identified, key_of, question
 from posttrain.envs.demonstration import demonstrate, learned_of
@@ -93,7 +93,7 @@ def report(
     """
     first = rows[0]
     named = {**first, **{key: first.get(column) for key, column in options.get("fields", {}).items()}}
-    shape = shape_of(plain(named))
+    shape = WHOLE if "text" in options.get("fields", {}) else shape_of(plain(named))
     found = DataReport(shape, _verb(shape), _columns(rows), len(rows), context=model.context if model else None)
     conversion = _conversion(shape, {**options, "whole": mask == "all"})
     places = list(_survey(rows, conversion, found))
@@ -148,7 +148,7 @@ def _survey(rows: Rows, conversion: Conversion, found: DataReport) -> Iterator[i
         else:
             keys.add(key)
             found.used += 1
-            if (prompt := question(task)) is not None:
+            if {"prompt", "messages"} & task.keys() and (prompt := question(task)) is not None:
                 asked.add(hash(prompt))
             yield place
     found.prompts = len(asked)
@@ -262,7 +262,7 @@ def _written(task: Task, mask: Mask) -> Iterator[list[MarkedText]]:
             *([MarkedText(said, trained)] if said else []),
             MarkedText("\n", False),
         ]
-    responses = task.get("responses") or ([task["response"]] if prompt and "response" in task else [""])
+    responses = task.get("responses") or [task.get("response", "")]
     for response in map(_whole, responses):
         yield [*prompt, MarkedText(response, True)] if response else prompt
 

@@ -30,7 +30,14 @@ FROM = {
 
 def shape_of(row: Row) -> str:
     """Return the name of a row's shape, for messages."""
-    return next(name for name, fits in SHAPES if fits(_there(row)))
+    there = _there(row)
+    name = next(name for name, fits in SHAPES if fits(there))
+    if name != "questions":
+        return name
+    asked, reply = (next((like for like in LIKE[key] if like in there), None) for key in ("prompt", "response"))
+    if reply is None:
+        return f"questions: --fields.prompt {asked} reads them as prompts"
+    return f"questions: --fields.prompt {asked} --fields.response {reply} reads them as prompts and responses"
 
 
 def _there(row: Row) -> set[str]:
@@ -53,6 +60,13 @@ def _shaped_like(*columns: str) -> Callable[[set[str]], bool]:
     return lambda there: there.issuperset(columns)
 
 
+LIKE = {
+    "prompt": ("question", "query", "problem", "instruction", "input"),
+    "response": ("response", "completion", "solution", "output", "answer", "code", "summary", "target"),
+}
+"""Key of a task -> columns that other rows have in its place, the likeliest first."""
+WHOLE = "whole texts"
+
 SHAPES: Sequence[tuple[str, Callable[[set[str]], bool]]] = (
     ("verl", _shaped_like("data_source", "reward_model", "prompt")),
     ("rollouts of a run", _shaped_like("transcripts", "turns")),
@@ -74,7 +88,8 @@ SHAPES: Sequence[tuple[str, Callable[[set[str]], bool]]] = (
     ("prompts", _shaped_like("prompt")),
     ("Alpaca", _shaped_like("instruction")),
     ("ms-swift", lambda there: "query" in there and bool({"response", "history"} & there)),
-    ("questions: --fields.prompt question reads them as prompts", _shaped_like("question")),
+    ("questions", lambda there: any(name in there for name in LIKE["prompt"])),
+    (WHOLE, lambda there: "text" in there and not there.intersection(LIKE["response"])),
     ("unknown", lambda there: True),
 )
 """Name -> whether a row with these nonempty columns has the shape; the first match decides."""

@@ -220,6 +220,7 @@ def to_tasks(
     4. Where a response is needed, "completion" serves as well. A "prompt" that is a list is a conversation and becomes
        "messages", with the response as its last turn, the only one imitated. In a row of "messages" all assistant turns
        are imitated, except those with "weight": 0. Prompt, messages and response are checked.
+       A "text" without prompt and reply is imitated as a whole: it becomes a response without a prompt.
     5. `need` names the required keys; a null or blank value counts as missing. "messages" serve as
        the prompt, and as prompt and response if they end with an assistant turn. If a row has both, the one that
        meets the requirement is kept, by preference the prompt; so a task never has two prompts.

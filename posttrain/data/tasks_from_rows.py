@@ -29,7 +29,7 @@ from posttrain.core.types import ROLES, Task, UserError
 from posttrain.data.arrow_store import digest
 from posttrain.data.chat_prompts import unlearned, without_marks
 from posttrain.data.row_files import Row
-from posttrain.data.row_shapes import CONVERTED, reshaped, shape_of
+from posttrain.data.row_shapes import CONVERTED, LIKE, WHOLE, reshaped, shape_of
 from posttrain.data.rows import no_column, quoted_names, value_in
 
 Pattern = list[tuple[str, str | None]]  # a template: pairs of literal text and the column after it
@@ -92,19 +92,27 @@ class Conversion:
             task = reshaped(task)
         if self.convert is not None:
             converted = _converted(dict(task), self.convert)
-            if converted is None or (
-                "response" in self.need and not {"messages", "replies", *REPLIES} & converted.keys()
-            ):
+            unanswered = "response" in self.need and not {"messages", "replies", *REPLIES} & (converted or {}).keys()
+            if converted is None or (unanswered and not self._is_whole(converted)):
                 return None
             task = converted
         if self.patterns:
             task = _filled(task, self.patterns)
+        if {"prompt", "response"} <= {*self.need} and self._is_whole(task):
+            return _of_text(task)
         if "response" in self.need:
             task = _with_reply(task, self.whole)
         task = _met(_checked(task), self.need)
         if "prompt" in self.need and "response" not in self.need:  # for environments of one turn, which show it
             _check_stop(task.get("stop"))
         return task
+
+    def _is_whole(self, task: Task) -> bool:
+        """Return whether a row has a text to imitate as a whole: no prompt and reply, or a text that `fields` names."""
+        if _blank(task.get("text")):
+            return False
+        named = "text" in self.fields and "prompt" not in {*self.fields, *self.patterns}
+        return named or shape_of(task) == WHOLE
 
     def plain(self, rows: Sequence[Row]) -> Plain | None:
         """Return the keys of rows that are tasks without conversion; None if some may need it.
@@ -158,6 +166,8 @@ class Conversion:
             return f"of columns {', '.join(map(repr, there[:8]))}"
         if self.convert is not None:
             return f"{_name(self.convert)} makes the tasks"
+        if "response" in task and not {"prompt", "messages"} & task.keys():
+            return f"whole texts from {self.fields.get('text', 'text')!r}"
         prompts, replies = columns("prompt"), columns(*REPLIES)[:1] if "response" in self.need else []
         said: dict[str, list[str]] = {"prompt": prompts, "response": replies}
         if "messages" in task:
@@ -222,11 +232,11 @@ def key_of(task: Task, copies: Set[str] = frozenset()) -> int:
 
 
 def question(task: Task) -> str | None:
-    """Return the prompt as JSON, by which tasks are split; None: the id is used instead."""
+    """Return the prompt, or a text without one, as JSON, by which tasks are split; None: the id is used instead."""
     if "prompt" in task:
         return quoted(task["prompt"])
     if "messages" not in task:
-        return None
+        return quoted(task["response"]) if isinstance(task.get("response"), str) else None
     messages = without_marks(task["messages"])
     return _dumps(messages[:-1] if messages[-1]["role"] == "assistant" else messages)
 
@@ -278,6 +288,13 @@ def _cell(task: Task, column: str, place: str) -> str:
     if not isinstance(task[column], str | int | float):
         raise UserError(f"{place}: column {column!r} holds a {type(task[column]).__name__}, not text or a number")
     return str(task[column])
+
+
+def _of_text(task: Task) -> Task:
+    """Return the task of a text to imitate as a whole: its "response", without a prompt."""
+    left = {"text", "prompt", "messages", *REPLIES}
+    rest = {key: value for key, value in task.items() if key not in left}
+    return {**rest, "response": _text(task["text"], "text")}
 
 
 def _with_reply(task: Task, whole: bool) -> Task:
@@ -437,7 +454,10 @@ def _met(task: Task, need: Sequence[str]) -> Task:
     if missing:
         there = [str(key)[:40] for key, value in task.items() if not _blank(value)]
         has = quoted_names(there[:12]) + (", ..." if len(there) > 12 else "") or "nothing"
-        named = " ".join(f"--fields.{name} COLUMN" for name in missing)
+        like = {name: next((like for like in LIKE.get(name, ()) if like in there), "COLUMN") for name in missing}
+        named = " ".join(f"--fields.{name} {column}" for name, column in like.items())
+        if {"prompt", "response"} <= {*need} and "COLUMN" in like.values():
+            named += ", or that of a text to train as a whole: --fields.text COLUMN"
         raise UserError(f"no {' and no '.join(missing)}; the row has: {has}; name its column: {named}")
     if "response" in need:
         task = {**task, "response": _text(task["response"], "response")}

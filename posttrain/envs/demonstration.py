@@ -43,8 +43,11 @@ def demonstrate(
     Assistant turns are imitated unless their weight is 0 or their "train" is false. Prompt and response are tokenised
     separately, as when the response is sampled. A response ends with the end-of-sequence token, which is imitated,
     unless "response_stop" marks it as cut off. `mask`: see `Mask`; "all" leaves out the first token, which nothing
-    precedes. `length`: keep only so many tokens. Raises UserError if nothing is left to imitate.
+    precedes. A response without a prompt is a whole text, for which "all" holds. `length`: keep only so many tokens.
+    Raises UserError if nothing is left to imitate.
     """
+    if "prompt" not in task and "messages" not in task:
+        mask = "all"
     pieces = list(_pieces(task, encoder_of(tokenizer, task), eos_ids, mask))
     if task.get("response_stop") in CUT:
         last = max((place for place, piece in enumerate(pieces) if piece.imitated), default=-1)
@@ -183,8 +186,11 @@ def _pieces(task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int], mask: Mask
     sampled from.
     """
     if "messages" not in task:
-        yield _Piece(tokenizer.encode(task.get("prompt", ""), start=True), False)
-        yield _Piece([*tokenizer.encode(task["response"]), eos_ids[0]], True)
+        if "prompt" in task:
+            yield _Piece(tokenizer.encode(task["prompt"], start=True), False)
+        reply = tokenizer.encode(task["response"], start="prompt" not in task)
+        closed = "prompt" not in task and reply and reply[-1] in eos_ids  # a text that was written with its end
+        yield _Piece(reply if closed else [*reply, eos_ids[0]], True)
         return
     messages, learned, tools = without_marks(task["messages"]), learned_of(task["messages"], mask), _tools(task)
     last = max((i for i, own in enumerate(learned) if own), default=-1)

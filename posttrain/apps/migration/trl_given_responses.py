@@ -80,7 +80,7 @@ def _sft(draft: RecipeDraft) -> None:
     if only is None and not assistant:
         told = (
             'not given: TRL trains completions alone, but every token of rows of messages: for these set mask = "all"; '
-            "rows of text alone are not read here"
+            "rows of text alone are trained as a whole, as in TRL"
         )
     draft.put("mask", "assistant" if masked else "all", told)
     if draft.read("packing"):

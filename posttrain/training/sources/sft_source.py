@@ -83,8 +83,7 @@ class Transcripts(ExampleStream[Sequence[Transcript]]):
                 raise UserError(
                     "--min-reward needs recorded rollouts or rows with replies, and this row is neither: leave it out"
                 )
-            mask = self.mask if "prompt" in task or "messages" in task else "all"  # a bare text is imitated as a whole
-            return [demonstrate(task, self.tokenizer, self.eos_ids, mask, length)]
+            return [demonstrate(task, self.tokenizer, self.eos_ids, self.mask, length)]
         elif self.enact is None:
             raise UserError("the row has replies: give the environment in which they run with --env my.py:environment")
         else:

@@ -93,7 +93,10 @@ def report(
     """
     first = rows[0]
     named = {**first, **{key: first.get(column) for key, column in options.get("fields", {}).items()}}
-    shape = WHOLE if "text" in options.get("fields", {}) else shape_of(plain(named))
+    try:
+        shape = WHOLE if "text" in options.get("fields", {}) else shape_of(plain(named))
+    except UserError as error:
+        raise UserError(f"{rows.where(0)}: {error}") from error
     found = DataReport(shape, _verb(shape), _columns(rows), len(rows), context=model.context if model else None)
     conversion = _conversion(shape, {**options, "whole": mask == "all"})
     places = list(_survey(rows, conversion, found))

@@ -11,6 +11,8 @@ The result has a prompt (or messages); "responses", each a text, or a list of te
     prompt, responses, scores          ... or a number for each, the higher the better (null: unknown)
     prompt, response, label            one response that is good (true, 1) or bad (false, 0, -1)
     prompt, response, score            one response and a number
+    prompt, response_a, response_b, winner    two responses, and response_a, response_b or tie
+    prompt, completions (or responses)    ... each {"response": ..., "overall_score": ...} (UltraFeedback)
     messages, label (or score)         ... where the response is the last of the messages
     prompt, steps, mistake_index       a solution in steps, and the first that is wrong (null: none)
     prompt, steps (or completions), labels    ... or a label for each of them
@@ -35,6 +37,7 @@ from typing import Any
 from posttrain.core.conversation import ROW_VARIABLES
 from posttrain.core.thoughts import reasoning_of, with_thoughts
 from posttrain.core.types import StopReason, Task, UserError
+from posttrain.data.response_columns import gathered
 from posttrain.data.row_files import Row
 from posttrain.data.row_shapes import quality
 from posttrain.data.tasks_from_rows import not_text
@@ -63,9 +66,11 @@ def to_item(row: Row) -> Task | None:
 
 
 def plain(row: Row) -> Row:
-    """Parse the values of a row: every cell of a CSV file is text, and an empty cell is a missing value."""
+    """Parse the values of a row: every cell of a CSV file is text, and an empty cell is a missing value. Responses in
+    other columns are gathered (see `response_columns.py`).
+    """
     texts = {name: row[name] for name in SAYING if isinstance(row.get(name), str)}
-    return {**row, **{name: _value(text) for name, text in texts.items()}} if texts else row
+    return gathered({**row, **{name: _value(text) for name, text in texts.items()}} if texts else row)
 
 
 def _value(text: str) -> Any:
@@ -174,7 +179,10 @@ def comparisons_of(row: Row, count: int) -> list[list[float]]:
     for name, read in ways.items():
         if _there(row, name):
             return read(row[name], count)
-    raise UserError("responses without labels: add pairs and preferred, or comparisons, ranks or scores")
+    raise UserError(
+        "responses without labels: add pairs and preferred, or comparisons, ranks or scores; or, beside response_a and "
+        "response_b, a winner"
+    )
 
 
 # -- pairs -------------------------------------------------------------------------------------------------------------

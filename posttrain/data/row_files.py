@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 Text = tuple[int, bytes]  # the number of a row, and the row as JSON
 
+OF_ROWS = {"prompt", "messages", "conversations", "instruction", "question", "query", "chosen", "text"}
+"""Columns that an object around a list of rows does not have."""
+
 _raw_decode = json.JSONDecoder().raw_decode
 
 
@@ -170,11 +173,13 @@ def _read_json(path: Path) -> Iterator[Text]:
     if not text.strip():
         return
     content = _parse(text.rstrip(), path.name, 1)
-    if isinstance(content, dict):
+    if isinstance(content, dict) and _is_row(content):
+        content = [content]
+    elif isinstance(content, dict):
         lists = [value for value in content.values() if isinstance(value, list)]
         if len(lists) != 1:
             raise UserError(
-                f"{path.name}:1: expected a list of objects, or an object with one list; it has {len(lists)}"
+                f"{path.name}:1: expected a list of rows, a row, or an object with one list; it has {len(lists)} lists"
             )
         content = lists[0]
     if not isinstance(content, list):
@@ -183,12 +188,26 @@ def _read_json(path: Path) -> Iterator[Text]:
         yield number, json.dumps(row).encode()
 
 
+def _is_row(content: Row) -> bool:
+    """Return whether the only object of a file is a row, and not a frame around a list of rows."""
+    if OF_ROWS & content.keys():
+        return True
+    kinds = set(map(type, content.values()))
+    return list not in kinds and bool(kinds - {dict})
+
+
 def _parse(text: str, name: str, line: int) -> Any:
     """Parse JSON text that begins at this line of a file."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        hint = "; if each line is an object, name the file .jsonl" if error.msg == "Extra data" else ""
+        hint = ""
+        if error.msg == "Extra data" and text[: error.pos].count("\n") < 2:
+            hint = "; if each line is an object, name the file .jsonl"
+        elif error.msg == "Extra data":
+            hint = "; put several rows into a list, [{...}, {...}], or each on one line of a .jsonl file"
+        elif text.strip() in ("{", "["):
+            hint = "; a .jsonl file has each row on a line of its own: name a file of one list, or of one row, .json"
         where = f"{name}:{line + error.lineno - 1}"
         raise UserError(f"{where}: not valid JSON: {error.msg} at column {error.colno}{hint}") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nesting as deep

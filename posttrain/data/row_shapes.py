@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from posttrain.core.messages import short
-from posttrain.core.types import Task, UserError
+from posttrain.core.types import ROLES, Task, UserError
+from posttrain.data.response_columns import LISTS, are_objects
 from posttrain.data.row_files import Row
 
 FROM = {
@@ -44,6 +45,8 @@ def _there(row: Row) -> set[str]:
     there = {name for name, value in row.items() if value is not None and value != ""}
     if "messages" in there and quality(row.get("label")) is None:  # a topic, not whether the last reply is good
         there.discard("label")
+    if any(are_objects(row.get(name)) for name in LISTS):
+        there.add("responses")
     return there
 
 
@@ -100,13 +103,14 @@ CONVERTED = {
     "ms-swift": "prompt from 'history' and 'query', response from 'response'",
 }
 """Shapes that are converted -> the columns that the conversion reads."""
-MESSAGES = ("prompt", "chosen", "rejected", "response", "completion")
+MESSAGES = ("messages", "prompt", "chosen", "rejected", "response", "completion")
 """Columns of messages: a list of them, one of them, or turns of ShareGPT."""
 
 
 def reshaped(row: Row) -> Row:
     """Return the row with the columns of this package if it has such a shape; any other row unchanged."""
-    row = _with_lists(row)
+    texts = {name: row[name] for name in ("messages", "conversations") if isinstance(row.get(name), str)}
+    row = _with_lists({**row, **{name: _parsed(text) for name, text in texts.items()}} if texts else row)
     there = _there(row)
     if not {"prompt", "messages"} & there:
         if "conversations" in there:
@@ -129,7 +133,7 @@ def _with_lists(row: Row) -> Row:
         value = row.get(name)
         alone = _is_turn(value)
         turns = [value] if alone else value
-        if isinstance(turns, list) and any(map(_is_turn, turns)) and (alone or not all(map(_has_role, turns))):
+        if isinstance(turns, list) and any(map(_is_turn, turns)) and (alone or not all(map(_is_ours, turns))):
             changed[name] = [_message(turn, f"{name}: turn {number}") for number, turn in enumerate(turns, 1)]
     return {**row, **changed} if changed else row
 
@@ -138,8 +142,12 @@ def _is_turn(value: Any) -> bool:
     return isinstance(value, Mapping) and ({"role", "content"} <= value.keys() or {"from", "value"} <= value.keys())
 
 
-def _has_role(turn: Any) -> bool:
-    return isinstance(turn, Mapping) and "role" in turn
+def _is_ours(turn: Any) -> bool:
+    return isinstance(turn, Mapping) and "role" in turn and not _is_alias(turn["role"])
+
+
+def _is_alias(role: Any) -> bool:
+    return isinstance(role, str) and role in FROM and role not in ROLES
 
 
 def _of_verl(row: Row) -> Row:
@@ -204,8 +212,12 @@ def _of_sharegpt(row: Row) -> Task:
 
 
 def _message(turn: Any, where: str) -> dict[str, Any]:
-    if isinstance(turn, Mapping) and {"role", "content"} <= turn.keys():
-        return dict(turn)
+    if isinstance(turn, Mapping) and "role" in turn:
+        if not _is_alias(turn["role"]):
+            return dict(turn)
+        if turn["role"] != "function_call":
+            return {**turn, "role": FROM[turn["role"]]}
+        turn = {"from": turn["role"], "value": turn.get("content")}
     if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
         raise UserError(f'{where} must be an object with "from" and "value", and is {short(turn)}')
     role = FROM.get(turn["from"]) if isinstance(turn["from"], str) else None

@@ -188,9 +188,9 @@ def _pieces(task: Task, tokenizer: Tokenizer, eos_ids: Sequence[int], mask: Mask
     if "messages" not in task:
         if "prompt" in task:
             yield _Piece(tokenizer.encode(task["prompt"], start=True), False)
-        reply = tokenizer.encode(task["response"], start="prompt" not in task)
-        closed = "prompt" not in task and reply and reply[-1] in eos_ids  # a text that was written with its end
-        yield _Piece(reply if closed else [*reply, eos_ids[0]], True)
+        tokens = tokenizer.encode(task["response"], start="prompt" not in task)
+        closed = "prompt" not in task and tokens and tokens[-1] in eos_ids  # a text that was written with its end
+        yield _Piece(tokens if closed else [*tokens, eos_ids[0]], True)
         return
     messages, learned, tools = without_marks(task["messages"]), learned_of(task["messages"], mask), _tools(task)
     last = max((i for i, own in enumerate(learned) if own), default=-1)

@@ -239,7 +239,7 @@ def test_environments_that_write_their_own_prompt_need_none() -> None:
         ({"messages": []}, RL, ("messages must be a list",)),
         ({"messages": "hi"}, RL, ("messages must be a list",)),
         ({"messages": ["hi"]}, RL, ("message 1", '"role" and "content"')),
-        ({"messages": [{"from": "human", "value": "hi"}]}, RL, ("message 1", '"role" and "content"')),
+        ({"messages": [{"from": "human", "text": "hi"}]}, RL, ("message 1", '"role" and "content"')),
         ({"messages": [USER, {"role": "bot", "content": "x"}]}, RL, ("message 2", "'bot' is not one of")),
         ({"messages": [{"role": ["user"], "content": "x"}]}, RL, ("message 1", "is not one of")),
         ({"messages": [{"role": "user", "content": None}]}, RL, ("message 1", "content must be text")),

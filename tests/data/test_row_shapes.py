@@ -158,6 +158,51 @@ def test_row_that_is_none_of_its_shape_is_told_with_its_place(row: dict[str, Any
         to_tasks([row], need=BOTH)
 
 
+@pytest.mark.parametrize(
+    "content", [{"prompt": "a", "response": "b"}, {"messages": [{"role": "user", "content": "a"}], "n": 1}, {"n": 1}]
+)
+def test_file_of_one_object_is_one_row(content: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "one.json").write_text(json.dumps(content, indent=2))
+    assert list(load_rows(tmp_path / "one.json")) == [content]
+    (tmp_path / "list.json").write_text(json.dumps({"version": 1, "data": [content]}))
+    assert list(load_rows(tmp_path / "list.json")) == [content]
+
+
+def test_messages_as_json_text_or_with_other_names_of_roles_are_messages() -> None:
+    turns = said(("system", "S"), ("user", "hi"), ("assistant", "yo"))
+    assert only({"messages": json.dumps(turns)})["messages"] == turns
+    assert only({"conversations": json.dumps(turns)})["messages"] == turns
+    names = {"system": "system", "user": "human", "assistant": "gpt"}
+    others = [{**turn, "role": names[turn["role"]]} for turn in turns]
+    assert only({"messages": others})["messages"] == only({"conversations": others})["messages"] == turns
+    pairs = [{"from": turn["role"], "value": turn["content"]} for turn in others]
+    assert only({"messages": pairs})["messages"] == turns
+    marked = only({"messages": [*others[:2], {**others[2], "train": False}, *said(("user", "a"), ("assistant", "b"))]})
+    assert marked["messages"][2] == {**turns[2], "train": False}
+    with pytest.raises(UserError, match="row 1: messages must be a list of"):
+        only({"messages": "no list"})
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"question": "a", "answer": "b"}, "--fields.prompt question --fields.response answer"),
+        ({"problem": "a", "solution": "b", "answer": "c"}, "--fields.prompt problem --fields.response solution"),
+        ({"input": "a", "output": "b"}, "--fields.prompt input --fields.response output"),
+        ({"query": "a", "answer": "b"}, "--fields.prompt query --fields.response answer"),
+    ],
+)
+def test_columns_to_name_are_told(row: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=f"no prompt and no response; the row has: .*; name its column: {named}$"):
+        only(row)
+    with pytest.raises(UserError, match=f"name its column: {named.partition(' --fields.response')[0]}$"):
+        only(row, ("prompt",))
+    assert shape_of(row) == f"questions: {named} reads them as prompts and responses"
+    words = named.split()
+    assert only(row, fields={"prompt": words[1], "response": words[3]})["prompt"] == "a"
+    assert shape_of({"question": "a"}) == "questions: --fields.prompt question reads them as prompts"
+
+
 def test_shapes_are_named_by_their_columns() -> None:
     names = {
         "prompts": {"prompt": "a"},

@@ -333,3 +333,16 @@ def test_a_keyed_value_keeps_its_spaces_and_is_read_as_a_whole_or_stays_text() -
 def test_arguments_given_as_text_are_that_text_and_no_more() -> None:
     [call] = HERMES.read('<tool_call>{"name": "f", "arguments": "{\\"a\\": 1} and b"}</tool_call>')
     assert "behind it stands 'and b'" in str(call.problem) and not call.arguments
+
+
+def test_calls_in_python_end_with_their_mark_whatever_the_model_says_next() -> None:
+    """As LFM2 does, which tells what it is about to do behind its calls."""
+    form, _ = said("python between marks", asked("python between marks"))
+    calls = "<|call_start|>[find(text='a)<|b|> c', n=3), find(text='d')]<|call_end|>"
+    for behind in ("", "Looking for it.", "\n<|im_end|>\n"):
+        found = form.read(calls + behind)
+        assert [(call.name, dict(call.arguments), call.problem) for call in found] == [
+            ("find", {"text": "a)<|b|> c", "n": 3}, None),
+            ("find", {"text": "d"}, None),
+        ]
+        assert {call.end for call in found} == {len(calls)}

@@ -334,6 +334,8 @@ def _read_python(form: ToolFormat, text: str, begin: int) -> Iterator[ToolCall]:
         start = text.find(form.opening, begin) + len(form.opening)
         if start < begin + len(form.opening):
             return
+    if form.opening:
+        text = text[: _end_of_python(text, start)]
     source = text[start:].strip()
     closed = re.search(r"\s*<[^<>()]*>\s*$", source)
     source = source[: closed.start()] if closed else source
@@ -358,6 +360,16 @@ def _read_python(form: ToolFormat, text: str, begin: int) -> Iterator[ToolCall]:
             yield call_of(ast.unparse(node.func), values, end)
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as problem:
         yield ToolCall("", {}, end, f"the call cannot be read: {short(str(problem))}")
+
+
+def _end_of_python(text: str, start: int) -> int:
+    """Return the end of the mark that closes the calls, behind which a model may go on; the text's end without one."""
+    for shut in re.finditer(r"[\])]\s*<\|[^<>()]*\|>", text[start : start + LONGEST_CODE]):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):  # a mark within an argument
+            source = text[start : start + shut.start() + 1].strip()
+            ast.parse(source.replace("\n", " ") if source.startswith("[") else source)
+            return start + shut.end()
+    return len(text)
 
 
 def _read_harmony(form: ToolFormat, text: str, begin: int) -> Iterator[ToolCall]:

@@ -11,6 +11,7 @@ import pytest
 from posttrain.apps.migration.migrate import recipe_for
 from posttrain.config.resolve import filled, validate
 from posttrain.config.verbs import VERBS
+from posttrain.core.types import UserError
 
 SCRIPT = """
 import os
@@ -113,3 +114,126 @@ def test_an_environment_variable_is_read_as_the_script_sets_it(before: str, proj
     path.write_text(SCRIPT.format(**words), encoding="utf-8")
     draft = recipe_for(str(path), None, None, None)
     assert tomllib.loads(draft.toml(path.name, "recipe.toml"))["prefer"]["track_project"] == project
+
+
+def recipe(folder: Path, script: str) -> tuple[str, str, dict[str, Any]]:
+    """Return the verb, the text and the table of a script's recipe, which a run accepts."""
+    path = folder / "own.py"
+    path.write_text(script, encoding="utf-8")
+    draft = recipe_for(str(path), 1, None, None)
+    text = draft.toml(path.name, "recipe.toml")
+    table = tomllib.loads(text)[draft.verb]
+    validate(filled(VERBS[draft.verb].options, table))
+    return draft.verb, text, table
+
+
+@pytest.mark.parametrize(
+    ("trainer", "verb", "rate"),
+    [
+        ("SFTTrainer", "sft", 2e-5),
+        ("DPOTrainer", "prefer", 1e-6),
+        ("KTOTrainer", "prefer", 1e-6),
+        ("RewardTrainer", "reward-model", 1e-4),
+        ("GRPOTrainer", "rl", 1e-6),
+    ],
+)
+def test_a_trainer_without_a_configuration_has_the_defaults_of_its_own(
+    trainer: str, verb: str, rate: float, tmp_path: Path
+) -> None:
+    reward = ", reward_funcs=accuracy_reward" if trainer == "GRPOTrainer" else ""
+    start = f"from trl import {trainer}\nfrom trl.rewards import accuracy_reward\nfrom datasets import load_dataset\n"
+    call = f"{trainer}(model='u/m', train_dataset=load_dataset('u/d', split='train'){reward}).train()"
+    found, _, table = recipe(tmp_path, start + call)
+    own = VERBS[verb].options.__dataclass_fields__["lr"].default
+    assert (found, table["model"], table["tasks"], table.get("lr", own)) == (verb, "u/m", "u/d", rate)
+    old = call.replace(").train", ", args=TrainingArguments('o')).train")
+    assert recipe(tmp_path, start + old)[2]["lr"] == 5e-5, "the rate of transformers"
+    with pytest.raises(UserError, match="makes the args of .*Trainer elsewhere"):
+        recipe(tmp_path, start + call.replace(").train", ", args=made()).train"))
+
+
+LOADED = (
+    "model = AutoModelForCausalLM.from_pretrained('u/m', quantization_config=BitsAndBytesConfig(load_in_4bit=True))\n"
+)
+UNSLOTH = "model, tokenizer = FastLanguageModel.from_pretrained(model_name='u/m', max_seq_length=512{more})\n"
+RANKS = {"lora": 32, "lora_alpha": 64.0, "quantize": "nf4"}
+
+
+@pytest.mark.parametrize(
+    ("made", "lines"),
+    [
+        (LOADED + "model = prepare_model_for_kbit_training(model)\n"
+         "model = get_peft_model(model, LoraConfig(r=32, lora_alpha=64, target_modules='all-linear'))", RANKS),
+        ("model = get_peft_model(AutoModelForCausalLM.from_pretrained('u/m'), LoraConfig())",
+         {"lora": 8, "lora_alpha": 8.0, "quantize": None}),
+        (LOADED + "wrapped = get_peft_model(model, peft_config=LoraConfig(r=32, lora_alpha=64))\nmodel = wrapped", RANKS),
+        (UNSLOTH.format(more="") + "model = FastLanguageModel.get_peft_model(model, r=32, lora_alpha=64)",
+         {**RANKS, "max_length": 512}),
+        (UNSLOTH.format(more=", load_in_4bit=False") + "model = FastLanguageModel.get_peft_model(model)",
+         {"lora": 16, "lora_alpha": 16.0, "quantize": None}),
+        (UNSLOTH.format(more=", full_finetuning=True"), {"lora": None, "quantize": None, "max_length": 512}),
+    ],
+)  # fmt: skip
+def test_adapters_and_bits_that_a_script_gives_to_the_model_are_those_of_the_recipe(
+    made: str, lines: dict[str, Any], tmp_path: Path
+) -> None:
+    _, _, table = recipe(tmp_path, f"{made}\nSFTTrainer(model=model, args=SFTConfig('o'), train_dataset=rows).train()")
+    assert table["model"] == "u/m" and {name: table.get(name) for name in lines} == lines
+
+
+ARGPARSE = """
+p = argparse.ArgumentParser()
+p.add_argument("--lr", type=float, default="3e-5")
+p.add_argument("-m", "--model-id", default="u/m")
+p.add_argument("--bits", action="store_true", dest="no_bits")
+p.add_argument("--seed", type=int)
+args = p.parse_args()
+out, rows = "o", 4
+SFTTrainer(model=args.model_id, args=SFTConfig(out, learning_rate=args.lr, bf16=args.no_bits, seed=args.seed,
+           per_device_train_batch_size=rows), train_dataset=d)
+"""
+
+
+def test_arguments_of_a_script_have_the_values_of_its_command_or_their_defaults(tmp_path: Path) -> None:
+    _, text, table = recipe(tmp_path, "from trl import SFTConfig, SFTTrainer\nimport argparse\n" + ARGPARSE)
+    assert (table["model"], table["lr"], table["out"], table["rows"]) == ("u/m", 3e-5, "o", 4)
+    assert "precision" not in table and "lr = 3e-05, " in text and "seed: only the script computes its value" in text
+    (tmp_path / "run.sh").write_text(
+        "accelerate launch --num_processes 2 own.py --lr 1e-4 --model-id=x/y --max_steps 3\n"
+    )
+    draft = recipe_for(str(tmp_path / "run.sh"), None, None, None)
+    table = tomllib.loads(draft.toml("run.sh", "recipe.toml"))["sft"]
+    assert (table["model"], table["lr"], table["rows"], table["steps"]) == ("x/y", 1e-4, 8, 3)
+
+
+def test_fields_of_a_dataclass_are_arguments_too(tmp_path: Path) -> None:
+    script = """
+@dataclass
+class Own:
+    rate: float = field(default=4e-5, metadata={})
+    base: str = "u/m"
+def main(own):
+    SFTTrainer(model=own.base, args=SFTConfig(learning_rate=own.rate, seed=other.rate), train_dataset=d)
+other = 3
+"""
+    _, text, table = recipe(tmp_path, script)
+    assert (table["model"], table["lr"]) == ("u/m", 4e-5) and "other.rate: set it here" in text
+
+
+def test_a_mapping_becomes_a_table_of_toml(tmp_path: Path) -> None:
+    _, _, table = recipe(tmp_path, "GRPOConfig(chat_template_kwargs={'enable_thinking': False, 'a b': 1, 'c': 'x\"'})")
+    assert table["chat_template_kwargs"] == {"enable_thinking": False, "a b": 1, "c": 'x"'}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "told"),
+    [
+        ("GKDTrainer", "posttrain distill"),
+        ("OnlineDPOTrainer", "posttrain sample, label and prefer"),
+        ("PRMTrainer", "posttrain reward-model --algorithm outcome"),
+        ("BCOTrainer", "posttrain prefer --algorithm bco"),
+    ],
+)
+def test_a_trainer_that_is_another_verb_here_is_refused_with_this_verb(trainer: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=told):
+        recipe(tmp_path, f"{trainer}(model='m', args={trainer.replace('Trainer', 'Config')}())")

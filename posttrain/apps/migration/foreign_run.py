@@ -28,6 +28,7 @@ class ForeignRun:
     devices   processes that share a batch, where the command names them; None: it does not.
     notes     what a reader of the recipe must check, as the end of a sentence that begins with "Check".
     names     options that the file gives under another name -> that name.
+    defaults  those in place of the trainer's own.
     """
 
     framework: str  # "TRL", "verl" or "OpenRLHF"
@@ -36,6 +37,7 @@ class ForeignRun:
     devices: int | None = None
     notes: list[str] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
+    defaults: dict[str, Any] = field(default_factory=dict)
 
 
 def value_of(text: str) -> Any:

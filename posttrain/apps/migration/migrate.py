@@ -36,7 +36,7 @@ def recipe_for(source: str, devices: int | None, rows: int | None, trainer: str 
                 f"{run.framework}'s {clip(name)} has an integer of more than 64 bits: correct it in {clip(source)}"
             )
     rules, defaults, verbs, other = _FRAMEWORKS[run.framework]
-    draft = RecipeDraft(run, verbs.get(run.trainer, other), defaults[run.trainer])
+    draft = RecipeDraft(run, verbs.get(run.trainer, other), {**defaults[run.trainer], **run.defaults})
     rules(draft, devices, rows)
     draft.finish()
     return draft

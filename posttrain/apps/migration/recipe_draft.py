@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 from posttrain.apps.migration.foreign_run import ForeignRun, Unresolved, shown, value_of
 from posttrain.config.verbs import VERBS
@@ -231,6 +231,10 @@ class RecipeDraft:
         hint = self._kinds().get(option.partition(".")[0])
         if hint is None:
             raise UserError(f"posttrain {self.verb} has no such option")
+        if isinstance(value, dict) and get_origin(hint) is dict:
+            if unknown := [name for name, part in value.items() if isinstance(part, Unresolved)]:
+                raise UserError(f"only the script computes its {', '.join(map(str, unknown))}: set it here")
+            return {name: part for name, part in value.items() if part is not None}
         if isinstance(value, str) and hint in (int, float, int | None, float | None):
             value = value_of(value)
         if isinstance(value, int) and not isinstance(value, bool) and hint in (float, float | None):
@@ -345,5 +349,7 @@ def toml_value(value: Any) -> str:
         return repr(value)
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{toml_value(str(name))} = {toml_value(part)}' for name, part in value.items())}}}"
     text = json.dumps(str(value).encode("utf-8", "replace").decode(), ensure_ascii=False)
     return text.replace("\x7f", "\\u007f")

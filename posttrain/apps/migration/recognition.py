@@ -191,15 +191,14 @@ def _of_arguments(words: list[str]) -> dict[str, Any]:
 def _of_trl_command(trainer: str, words: list[str], path: Path) -> ForeignRun:
     """Return a run of `trl TRAINER`: its options, over those of its --config file, if that is there."""
     run = ForeignRun("TRL", trainer)
-    _configured(run, words, path)
+    _configured(run, _of_arguments(words), path)
     if isinstance(processes := run.options.pop("num_processes", None), int):
         run.devices = processes
     return run
 
 
-def _configured(run: ForeignRun, words: list[str], path: Path) -> None:
+def _configured(run: ForeignRun, options: dict[str, Any], path: Path) -> None:
     """Add the options of a command, over those of its --config file, over those that the run has."""
-    options = _of_arguments(words)
     if isinstance(file := options.pop("config", None), str):
         try:
             run.options |= _mapping(user_files.text(path.parent / file, LARGEST), file)
@@ -218,13 +217,14 @@ def _is_trl_script(place: Path) -> bool:
 def _with_script(place: Path, words: list[str], path: Path) -> ForeignRun:
     """Return the run of a script of one's own, with the options of its command over its own."""
     text = user_files.text(place, LARGEST)
+    given = _of_arguments(words)
     try:
-        run = read_script(text, place.name)
+        run = read_script(text, place.name, given)
     except UserError:
         if (config := next((name for name in CONFIGS if re.search(rf"\b{name}\b", text)), None)) is None:
             raise
         run = ForeignRun("TRL", CONFIGS[config], {}, None, [f"{place.name} decides too: read it"])
-    _configured(run, words, path)
+    _configured(run, given, path)
     return run
 
 

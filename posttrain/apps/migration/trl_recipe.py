@@ -47,11 +47,17 @@ COMMON: dict[str, Any] = {
     "gradient_checkpointing": True,
     "bf16": True,
 }
-_LORA = {
+_LORA: dict[str, dict[str, Any]] = {
     "use_peft": {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05},
     "LoraConfig": {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0},
+    "get_peft_model": {
+        "lora_r": 16,
+        "lora_alpha": 16,
+        "lora_dropout": 0.0,
+        "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    },
 }
-"""What turns LoRA on, in a command and in a script -> its defaults: those of TRL's ModelConfig, and those of PEFT."""
+"""What turns LoRA on -> its defaults: those of TRL's ModelConfig for a command, of PEFT and of Unsloth for a script."""
 _ROLLOUTS = {
     "learning_rate": 1e-6,
     "num_generations": 8,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
-import operator
-from typing import Any
+import re
+from typing import Any, NoReturn
 
-from posttrain.apps.migration.foreign_run import ENVIRONMENT, ForeignRun, Unresolved
+from posttrain.apps.migration.foreign_run import ENVIRONMENT, ForeignRun, Unresolved, shown
+from posttrain.apps.migration.script_values import ScriptValues, name_of
 from posttrain.core.types import UserError
 
 CONFIGS = {
@@ -21,11 +22,46 @@ CONFIGS = {
 }
 """Configuration -> its trainer, as the command line of TRL names it."""
 
+_ONLINE_DPO = "rounds of posttrain sample, label and prefer: see Online DPO in docs/guides/preferences.md"
+_DISTILLATION = "posttrain distill --tasks rows.jsonl --model MODEL --teacher MODEL"
+OTHER_TRAINERS = {
+    **dict.fromkeys(("GKDTrainer", "MiniLLMTrainer", "DistillationTrainer", "GOLDTrainer"), _DISTILLATION),
+    **dict.fromkeys(("OnlineDPOTrainer", "XPOTrainer", "NashMDTrainer"), _ONLINE_DPO),
+    "PRMTrainer": "posttrain reward-model --algorithm outcome, on rows with labelled steps (docs/guides/process-rewards.md)",
+    "PPOTrainer": "posttrain rl --algorithm ppo",
+    "BCOTrainer": "posttrain prefer --algorithm bco",
+    "GMPOTrainer": "posttrain rl --algorithm gmpo",
+}
+"""Trainers of TRL whose options are not converted -> their equal here."""
+
 _LORA = {
     "r": "lora_r",
     "target_modules": "lora_target_modules",
     "modules_to_save": "lora_modules_to_save",
 }
+_NOT_OF_LORA = (
+    "task_type",
+    "bias",
+    "model",
+    "random_state",
+    "use_gradient_checkpointing",
+    "loftq_config",
+    "max_seq_length",
+    *("finetune_vision_layers", "finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules"),
+)
+"""Words of LoRA's configuration, or of Unsloth's function, that change nothing for models of text."""
+_OF_TRANSFORMERS = {"learning_rate": 5e-5, "gradient_checkpointing": False, "bf16": False}
+"""Defaults of transformers' TrainingArguments that TRL's configurations change."""
+_OF_TRAINERS = (
+    "max_seq_length",
+    "max_length",
+    "max_prompt_length",
+    "packing",
+    "dataset_text_field",
+    "beta",
+    "loss_type",
+)
+"""Options that older trainers took themselves."""
 _NAMES = {
     "model_name_or_path": "model",
     "dataset_name": "train_dataset",
@@ -34,189 +70,13 @@ _NAMES = {
     "eval_dataset_name": "eval_dataset",
 }
 """Option of a command of TRL -> how a script gives it."""
-_LOADS = ("load_dataset", "load_from_disk", "from_pretrained")
-_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv}
-_LONGEST_CHAIN = 100  # methods that are called on rows one after another, and names that stand for them
-_LONGEST = 10_000  # characters or elements of a value that an operator makes
 
 
-class ScriptValues(ast.NodeVisitor):
-    """The assignments, imports, functions and calls of a script, in its order, whatever function they are in."""
+def read_script(text: str, name: str, given: dict[str, Any] | None = None) -> ForeignRun:
+    """Return the run that a script of TRL starts. Raises UserError for another, or if its options are not in it.
 
-    def __init__(self) -> None:
-        self.values: dict[str, ast.expr] = {}
-        self.calls: list[ast.Call] = []
-        self.functions: set[str] = set()
-        self.imported: dict[str, str] = {}  # name -> module
-        self.attributes: list[tuple[str, str, ast.expr, str]] = []  # object, attribute, value, the branch it is set in
-        self.environment: dict[str, ast.expr] = {}
-        self._branch = ""
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        self.generic_visit(node)
-        for target in node.targets:
-            names = target.elts if isinstance(target, ast.Tuple) else [target]
-            for name in names:
-                self._assign(name, node.value)
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        self.generic_visit(node)
-        if isinstance(node.target, ast.Attribute):
-            self._assign(node.target, ast.BinOp(node.target, node.op, node.value))
-
-    def visit_If(self, node: ast.If) -> None:
-        outer, test = self._branch, ast.unparse(node.test)[:100]
-        self._branch = outer if "__name__" in test else f"if {test}"
-        self.generic_visit(node)
-        self._branch = outer
-
-    def _assign(self, target: ast.expr, value: ast.expr) -> None:
-        if isinstance(target, ast.Name):
-            inner, before = _innermost(value), self.values.get(target.id)
-            if inner is not None and isinstance(inner.value, ast.Name) and inner.value.id == target.id and before:
-                inner.value = before  # rows = rows.map(f): what is mapped is the name's value before
-            self.values[target.id] = value
-        elif isinstance(target, ast.Attribute):
-            self.attributes.append((ast.unparse(target.value), target.attr, value, self._branch))
-        elif isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
-            name, key = ast.unparse(target.value), target.slice
-            if name.endswith("environ"):
-                self.environment[str(key.value)] = value
-            elif (before := self.values.get(name)) is not None and (isinstance(before, ast.Dict) or _is_dict(before)):
-                self.values[name] = ast.Dict([None, key], [before, value])
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        self.generic_visit(node)
-        if isinstance(node.target, ast.Name) and node.value is not None:
-            self.values[node.target.id] = node.value
-
-    def visit_Call(self, node: ast.Call) -> None:
-        self.generic_visit(node)
-        self.calls.append(node)
-        if (
-            name_of(node).endswith("environ.setdefault")
-            and len(node.args) == 2
-            and isinstance(node.args[0], ast.Constant)
-        ):
-            self.environment.setdefault(str(node.args[0].value), node.args[1])
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        self.functions.add(node.name)
-        self.generic_visit(node)
-
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
-        self.functions.add(node.name)
-        self.generic_visit(node)
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        for alias in node.names:
-            self.imported[alias.asname or alias.name] = "." * node.level + (node.module or "")
-
-    def value(self, node: ast.expr | None, depth: int = 0) -> Any:
-        """Return the value of an expression of constants, lists, names and sums of these; `Unresolved` for any other."""
-        if node is None or depth > 20:
-            return Unresolved("?") if node is not None else None
-        if isinstance(node, ast.Constant):
-            plain = isinstance(node.value, (bool, int, float, str)) or node.value is None
-            return node.value if plain else Unresolved(ast.unparse(node))
-        if isinstance(node, ast.Name) and node.id in self.values:
-            return self.value(self.values[node.id], depth + 1)
-        if isinstance(node, (ast.List, ast.Tuple)):
-            return [self.value(part, depth + 1) for part in node.elts]
-        if isinstance(node, ast.Dict) or _is_dict(node):
-            return self._mapping(node, depth)
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            inner = self.value(node.operand, depth + 1)
-            return -inner if isinstance(inner, (int, float)) else Unresolved(ast.unparse(node))
-        if isinstance(node, ast.JoinedStr):
-            return self._joined(node, depth)
-        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-            return self._sum(node, depth)
-        if isinstance(node, ast.Call) and name_of(node).endswith(("environ.get", "getenv")) and len(node.args) == 2:
-            return self.value(node.args[1], depth + 1)
-        return Unresolved(ast.unparse(node)[:200])
-
-    def _mapping(self, node: ast.expr, depth: int) -> Any:
-        """Return the value of {"name": value, **more} or of dict(more, name=value)."""
-        parts: list[tuple[Any, ast.expr]] = []
-        if isinstance(node, ast.Dict):
-            parts = [
-                (key and self.value(key, depth + 1), value) for key, value in zip(node.keys, node.values, strict=True)
-            ]
-        elif isinstance(node, ast.Call):
-            parts = [*((None, more) for more in node.args), *((word.arg, word.value) for word in node.keywords)]
-        found: dict[str, Any] = {}
-        for name, part in parts:
-            value = self.value(part, depth + 1)
-            if isinstance(name, Unresolved) or (name is None and not isinstance(value, dict)):
-                return Unresolved(ast.unparse(node)[:200])
-            found |= value if name is None else {str(name): value}
-        return found
-
-    def _joined(self, node: ast.JoinedStr, depth: int) -> Any:
-        parts = [self.value(p.value if isinstance(p, ast.FormattedValue) else p, depth + 1) for p in node.values]
-        known = not any(isinstance(part, Unresolved) for part in parts)
-        return "".join(map(str, parts))[:_LONGEST] if known else Unresolved(ast.unparse(node))
-
-    def _sum(self, node: ast.BinOp, depth: int) -> Any:
-        left, right = self.value(node.left, depth + 1), self.value(node.right, depth + 1)
-        numbers = all(isinstance(x, (int, float)) and abs(x) < 1e12 for x in (left, right))
-        texts = isinstance(left, str) and isinstance(right, str) and isinstance(node.op, ast.Add)
-        try:
-            found = _OPERATORS[type(node.op)](left, right) if numbers or texts else None
-        except (ZeroDivisionError, OverflowError):
-            found = None
-        return Unresolved(ast.unparse(node)[:200]) if found is None else found[:_LONGEST] if texts else found
-
-    def source(self, node: ast.expr | None) -> tuple[ast.Call | None, list[ast.expr]]:
-        """Return the call that loads a model or a dataset, and what is done with it, last step first.
-
-        These are calls of methods, such as map, and subscripts, such as `["train"]`.
-        """
-        after: list[ast.expr] = []
-        for _ in range(_LONGEST_CHAIN):
-            if isinstance(node, ast.Name) and node.id in self.values:
-                node = self.values[node.id]
-            elif isinstance(node, ast.Call) and name_of(node).rpartition(".")[2] in _LOADS:
-                return node, after
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                after.append(node)
-                node = node.func.value
-            elif isinstance(node, ast.Subscript):
-                after.append(node)
-                node = node.value
-            else:
-                break
-        return None, after
-
-
-def _innermost(node: ast.expr) -> ast.Attribute | ast.Subscript | None:
-    """Return the innermost part of a chain of methods and subscripts; None for any other expression."""
-    found: ast.Attribute | ast.Subscript | None = None
-    while isinstance(node, (ast.Call, ast.Attribute, ast.Subscript)):
-        if isinstance(node, ast.Call):
-            node = node.func
-        else:
-            found, node = node, node.value
-    return found
-
-
-def _is_dict(node: ast.expr | None) -> bool:
-    return isinstance(node, ast.Call) and name_of(node) == "dict"
-
-
-def name_of(node: ast.Call) -> str:
-    """Return the dotted name of the function that is called; "" for one without a name."""
-    parts: list[str] = []
-    target: ast.expr = node.func
-    while isinstance(target, ast.Attribute):
-        parts.append(target.attr)
-        target = target.value
-    return ".".join(reversed([*parts, target.id])) if isinstance(target, ast.Name) else ".".join(reversed(parts))
-
-
-def read_script(text: str, name: str) -> ForeignRun:
-    """Return the run that a script of TRL starts. Raises UserError for another, or if its options are not in it."""
+    `given`: what its command gives. Arguments that the script parses by itself are removed from it.
+    """
     try:
         tree = ast.parse(text)
         script = ScriptValues()
@@ -224,24 +84,81 @@ def read_script(text: str, name: str) -> ForeignRun:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"{name} is not a Python script that can be read: {type(error).__name__}") from error
     last = {name_of(call).rpartition(".")[2]: call for call in script.calls}
-    trainers = [n for n in last if n.endswith("Trainer") and n not in ("Trainer", "Seq2SeqTrainer")]
-    configs = [n for n in last if n in CONFIGS]
-    if not configs:
-        _refuse(script, trainers, name)
-    config = next((c for c in configs if c.replace("Config", "Trainer") in trainers), configs[-1])
-    run = ForeignRun("TRL", CONFIGS[config], _keywords(script, last[config]), names=dict(_NAMES))
-    _of_configuration(script, last[config], run)
-    if others := [c for c in configs if c != config]:
+    for argument in [argument for argument in given or {} if argument in script.arguments]:
+        script.arguments[argument] = ast.Constant((given or {}).pop(argument))
+    config, call = _configuration(script, last, name)
+    run = ForeignRun("TRL", CONFIGS[config], {} if call is None else _keywords(script, call), names=dict(_NAMES))
+    if call is not None:
+        _of_configuration(script, call, run)
+        if name_of(call).endswith("TrainingArguments"):
+            run.defaults = _OF_TRANSFORMERS
+    if others := [c for c in last if c in CONFIGS and c != config]:
         run.notes.append(
             f"that you mean the run of {config}: {name} calls {' and '.join(others)} too, which need a script of their own"
         )
     trainer = last.get(config.replace("Config", "Trainer"))
     if trainer is not None:
         _of_trainer(script, trainer, run, name, _runs_when_imported(tree))
-    if lora := last.get("LoraConfig"):
-        run.options |= {"LoraConfig": True} | {_LORA.get(key, key): value for key, value in _keywords(script, lora).items()
-                                               if key not in ("task_type", "bias")}  # fmt: skip
+    _of_adapters(script, last, run)
+    if "max_seq_length" in run.options:
+        run.options.setdefault("max_length", run.options.pop("max_seq_length"))
+        run.names["max_length"] = "max_seq_length"
+    if script.used:
+        shown_defaults = ", ".join(f"{argument} = {shown(value)}" for argument, value in script.used.items())
+        run.notes.append(f"the arguments of {name}, which are its command's or else their defaults: {shown_defaults}")
     return run
+
+
+def _configuration(script: ScriptValues, last: dict[str, ast.Call], name: str) -> tuple[str, ast.Call | None]:
+    """Return the configuration of the run and the call that makes it; None where its trainer is called without one."""
+    trainers = [n for n in last if n.endswith("Trainer") and n not in ("Trainer", "Seq2SeqTrainer")]
+    configs = [n for n in last if n in CONFIGS]
+    if configs:
+        config = next((c for c in configs if c.replace("Config", "Trainer") in trainers), configs[-1])
+        return config, last[config]
+    known = [n for n in trainers if n.replace("Trainer", "Config") in CONFIGS]
+    if not known:
+        _refuse(script, trainers, name)
+    trainer = last[known[0]]
+    most = 2 if known[0] in ("GRPOTrainer", "RLOOTrainer") else 1  # a model, and reward functions
+    if len(trainer.args) > most or any(word.arg in ("args", None) for word in trainer.keywords):
+        if (older := last.get("TrainingArguments")) is None:
+            _refuse(script, known, name)
+        return known[0].replace("Trainer", "Config"), older
+    return known[0].replace("Trainer", "Config"), None
+
+
+def _of_adapters(script: ScriptValues, last: dict[str, ast.Call], run: ForeignRun) -> None:
+    """Add LoRA and the types of weights that a script gives to the model, not to the trainer."""
+    for call in (last.get("BitsAndBytesConfig"), *_loads_of_models(script)):
+        for word in ("load_in_4bit", "load_in_8bit"):
+            if call is not None and word in (given := _keywords(script, call)):
+                run.options[word] = given[word]
+    unsloth = next((call for call in _loads_of_models(script) if name_of(call).startswith("Fast")), None)
+    if unsloth is not None:
+        given = _keywords(script, unsloth)
+        full = given.get("full_finetuning") is True or given.get("load_in_8bit") or given.get("load_in_16bit")
+        run.options.setdefault("load_in_4bit", not full)
+        if "max_seq_length" in given and run.trainer not in ("grpo", "rloo"):
+            run.options.setdefault("max_seq_length", given["max_seq_length"])
+    made = last.get("get_peft_model")
+    own = made is not None and any(word.arg == "r" for word in made.keywords)
+    own = own or (made is not None and name_of(made).startswith("Fast"))
+    for turned_on, lora in (("LoraConfig", last.get("LoraConfig")), ("get_peft_model", made if own else None)):
+        if lora is not None:
+            words = _keywords(script, lora)
+            run.options |= {turned_on: True} | {_LORA.get(key, key): value for key, value in words.items()
+                                                if key not in _NOT_OF_LORA}  # fmt: skip
+
+
+def _loads_of_models(script: ScriptValues) -> list[ast.Call]:
+    """Return the calls that load a model, in their order: not those of a tokenizer or of a processor."""
+    loads = [
+        call
+        for call in script.calls
+        if name_of(call).endswith("Model.from_pretrained") or ".from_pretrained" in name_of(call)
+    ]
+    return [call for call in loads if not re.search("Tokenizer|Processor|Config", name_of(call))]
 
 
 def _of_configuration(script: ScriptValues, call: ast.Call, run: ForeignRun) -> None:
@@ -259,10 +176,16 @@ def _of_configuration(script: ScriptValues, call: ast.Call, run: ForeignRun) -> 
             run.options[name] = script.value(script.environment[name])
 
 
-def _refuse(script: ScriptValues, trainers: list[str], name: str) -> None:
+def _refuse(script: ScriptValues, trainers: list[str], name: str) -> NoReturn:
     known = ", ".join(CONFIGS)
     if any(name_of(call).endswith(("TrlParser", "HfArgumentParser")) for call in script.calls):
         raise UserError(f"{name} takes its options from its command line: import the command, in a file of its own")
+    if answered := next((trainer for trainer in reversed(trainers) if trainer in OTHER_TRAINERS), None):
+        raise UserError(f"{name} uses {answered}, which is not converted; here it is {OTHER_TRAINERS[answered]}")
+    if trainers and trainers[-1].replace("Trainer", "Config") in CONFIGS:
+        raise UserError(
+            f"{name} makes the args of {trainers[-1]} elsewhere: put the call of its configuration into {name}"
+        )
     if trainers:
         raise UserError(f"{name} uses {trainers[-1]}, which has no counterpart in posttrain; there are {known}")
     raise UserError(f"{name} is not a script of TRL: it calls none of {known}")
@@ -293,7 +216,8 @@ def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, name: str
         value, (load, _) = script.value(given["model"]), script.source(given["model"])
         if load is not None:
             named = {k.arg: k.value for k in load.keywords}
-            value = script.value(load.args[0] if load.args else named.get("model_name"))
+            place = next((named[n] for n in ("model_name", "pretrained_model_name_or_path") if n in named), None)
+            value = script.value(load.args[0] if load.args else place)
             dtype = named.get("torch_dtype") or named.get("dtype")
             if dtype is not None and "bfloat16" in ast.unparse(dtype):
                 run.options.setdefault("torch_dtype", "bfloat16")
@@ -303,6 +227,9 @@ def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, name: str
             _dataset(script, given[argument], run, prefix)
     if "reward_funcs" in given:
         run.options["reward_funcs"] = _rewards(script, given["reward_funcs"], name, runs, run)
+    for argument in _OF_TRAINERS:
+        if argument in given:
+            run.options.setdefault(argument, script.value(given[argument]))
     for argument in ("callbacks", "compute_metrics", "tools", "environment_factory", "rollout_func"):
         if argument in given:
             run.options[argument] = Unresolved(ast.unparse(given[argument])[:200])

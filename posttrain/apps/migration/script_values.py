@@ -1,0 +1,252 @@
+"""The values of a Python script, read from its syntax tree: assignments, calls, arguments. Nothing of it is run."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from typing import Any
+
+from posttrain.apps.migration.foreign_run import Unresolved, value_of
+
+_LOADS = ("load_dataset", "load_from_disk", "from_pretrained")
+_WRAPS = ("get_peft_model", "prepare_model_for_kbit_training")
+"""Functions that return the model of their first argument, changed."""
+_PARSES = ("parse_args", "parse_known_args", "parse_args_into_dataclasses", "parse_args_and_config")
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv}
+_LONGEST_CHAIN = 100  # methods that are called on rows one after another, and names that stand for them
+_LONGEST = 10_000  # characters or elements of a value that an operator makes
+
+
+class ScriptValues(ast.NodeVisitor):
+    """The assignments, imports, functions and calls of a script, in its order, whatever function they are in."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, ast.expr] = {}
+        self.calls: list[ast.Call] = []
+        self.functions: set[str] = set()
+        self.imported: dict[str, str] = {}  # name -> module
+        self.attributes: list[tuple[str, str, ast.expr, str]] = []  # object, attribute, value, the branch it is set in
+        self.environment: dict[str, ast.expr] = {}
+        self.arguments: dict[str, ast.expr] = {}  # of the script's command line -> what it is without it
+        self.used: dict[str, Any] = {}  # arguments whose default is used -> the default
+        self._branch = ""
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.generic_visit(node)
+        for target in node.targets:
+            names = target.elts if isinstance(target, ast.Tuple) else [target]
+            values = [node.value] * len(names)
+            if isinstance(target, ast.Tuple) and isinstance(node.value, (ast.Tuple, ast.List)):
+                values = node.value.elts
+            if len(values) == len(names) and not any(isinstance(part, ast.Starred) for part in (*names, *values)):
+                for name, value in zip(names, values, strict=True):
+                    self._assign(name, value)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self.generic_visit(node)
+        if isinstance(node.target, ast.Attribute):
+            self._assign(node.target, ast.BinOp(node.target, node.op, node.value))
+
+    def visit_If(self, node: ast.If) -> None:
+        outer, test = self._branch, ast.unparse(node.test)[:100]
+        self._branch = outer if "__name__" in test else f"if {test}"
+        self.generic_visit(node)
+        self._branch = outer
+
+    def _assign(self, target: ast.expr, value: ast.expr) -> None:
+        if isinstance(target, ast.Name):
+            if isinstance(of := wrapped(value), ast.Name) and of.id in self.values:
+                value = self.values[of.id]  # model = get_peft_model(model): what was loaded before
+            inner, before = _innermost(value), self.values.get(target.id)
+            if inner is not None and isinstance(inner.value, ast.Name) and inner.value.id == target.id and before:
+                inner.value = before  # rows = rows.map(f): what is mapped is the name's value before
+            self.values[target.id] = value
+        elif isinstance(target, ast.Attribute):
+            self.attributes.append((ast.unparse(target.value), target.attr, value, self._branch))
+        elif isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
+            name, key = ast.unparse(target.value), target.slice
+            if name.endswith("environ"):
+                self.environment[str(key.value)] = value
+            elif (before := self.values.get(name)) is not None and (isinstance(before, ast.Dict) or _is_dict(before)):
+                self.values[name] = ast.Dict([None, key], [before, value])
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self.generic_visit(node)
+        if isinstance(node.target, ast.Name) and node.value is not None:
+            self.values[node.target.id] = node.value
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        """Take the fields of a dataclass as arguments: HfArgumentParser makes them so."""
+        if any("dataclass" in ast.unparse(decorator)[:100] for decorator in node.decorator_list):
+            for part in node.body:
+                if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name) and part.value is not None:
+                    default = part.value
+                    if isinstance(default, ast.Call) and name_of(default).endswith("field"):
+                        default = next((word.value for word in default.keywords if word.arg == "default"), default)
+                    self.arguments[part.target.id] = default
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        self.generic_visit(node)
+        self.calls.append(node)
+        if name_of(node).endswith(".add_argument"):
+            self._argument(node)
+        if (
+            name_of(node).endswith("environ.setdefault")
+            and len(node.args) == 2
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            self.environment.setdefault(str(node.args[0].value), node.args[1])
+
+    def _argument(self, node: ast.Call) -> None:
+        """Keep the default of an argument of argparse."""
+        words = {word.arg: word.value for word in node.keywords}
+        flags = [part.value for part in node.args if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+        flag = next((flag for flag in flags if flag.startswith("--")), flags[0] if flags else "")
+        place, action = words.get("dest"), words.get("action")
+        name = place.value if isinstance(place, ast.Constant) else flag.lstrip("-").replace("-", "_")
+        default = words.get("default")
+        if default is None and isinstance(action, ast.Constant) and action.value in ("store_true", "store_false"):
+            default = ast.Constant(action.value == "store_false")
+        kind = words.get("type")
+        if isinstance(default, ast.Constant) and isinstance(default.value, str) and isinstance(kind, ast.Name):
+            default = ast.Constant(value_of(default.value)) if kind.id in ("int", "float") else default
+        if default is not None:
+            self.arguments[str(name)] = default
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        self.functions.add(node.name)
+        self.generic_visit(node)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+        self.functions.add(node.name)
+        self.generic_visit(node)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        for alias in node.names:
+            self.imported[alias.asname or alias.name] = "." * node.level + (node.module or "")
+
+    def value(self, node: ast.expr | None, depth: int = 0) -> Any:
+        """Return the value of an expression of constants, lists, names and sums of these; `Unresolved` for any other."""
+        if node is None or depth > 20:
+            return Unresolved("?") if node is not None else None
+        if isinstance(node, ast.Constant):
+            plain = isinstance(node.value, (bool, int, float, str)) or node.value is None
+            return node.value if plain else Unresolved(ast.unparse(node))
+        if isinstance(node, ast.Name) and node.id in self.values:
+            return self.value(self.values[node.id], depth + 1)
+        if isinstance(node, (ast.List, ast.Tuple)):
+            return [self.value(part, depth + 1) for part in node.elts]
+        if isinstance(node, ast.Dict) or _is_dict(node):
+            return self._mapping(node, depth)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+            inner = self.value(node.operand, depth + 1)
+            return -inner if isinstance(inner, (int, float)) else Unresolved(ast.unparse(node))
+        if isinstance(node, ast.JoinedStr):
+            return self._joined(node, depth)
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            return self._sum(node, depth)
+        if isinstance(node, ast.Call) and name_of(node).endswith(("environ.get", "getenv")) and len(node.args) == 2:
+            return self.value(node.args[1], depth + 1)
+        if isinstance(node, ast.Attribute) and node.attr in self.arguments and self._is_parsed(node.value):
+            found = self.value(self.arguments[node.attr], depth + 1)
+            if not isinstance(found, Unresolved):
+                self.used[node.attr] = found
+                return found
+        return Unresolved(ast.unparse(node)[:200])
+
+    def _is_parsed(self, node: ast.expr) -> bool:
+        """Whether it is the object of a parser: one of its calls, or a name that the script does not set otherwise."""
+        if isinstance(node, ast.Name) and node.id in self.values:
+            node = self.values[node.id]
+            return isinstance(node, (ast.Call, ast.Subscript)) and any(
+                f".{way}(" in ast.unparse(node) for way in _PARSES
+            )
+        return isinstance(node, ast.Name)
+
+    def _mapping(self, node: ast.expr, depth: int) -> Any:
+        """Return the value of {"name": value, **more} or of dict(more, name=value)."""
+        parts: list[tuple[Any, ast.expr]] = []
+        if isinstance(node, ast.Dict):
+            parts = [
+                (key and self.value(key, depth + 1), value) for key, value in zip(node.keys, node.values, strict=True)
+            ]
+        elif isinstance(node, ast.Call):
+            parts = [*((None, more) for more in node.args), *((word.arg, word.value) for word in node.keywords)]
+        found: dict[str, Any] = {}
+        for name, part in parts:
+            value = self.value(part, depth + 1)
+            if isinstance(name, Unresolved) or (name is None and not isinstance(value, dict)):
+                return Unresolved(ast.unparse(node)[:200])
+            found |= value if name is None else {str(name): value}
+        return found
+
+    def _joined(self, node: ast.JoinedStr, depth: int) -> Any:
+        parts = [self.value(p.value if isinstance(p, ast.FormattedValue) else p, depth + 1) for p in node.values]
+        known = not any(isinstance(part, Unresolved) for part in parts)
+        return "".join(map(str, parts))[:_LONGEST] if known else Unresolved(ast.unparse(node))
+
+    def _sum(self, node: ast.BinOp, depth: int) -> Any:
+        left, right = self.value(node.left, depth + 1), self.value(node.right, depth + 1)
+        numbers = all(isinstance(x, (int, float)) and abs(x) < 1e12 for x in (left, right))
+        texts = isinstance(left, str) and isinstance(right, str) and isinstance(node.op, ast.Add)
+        try:
+            found = _OPERATORS[type(node.op)](left, right) if numbers or texts else None
+        except (ZeroDivisionError, OverflowError):
+            found = None
+        return Unresolved(ast.unparse(node)[:200]) if found is None else found[:_LONGEST] if texts else found
+
+    def source(self, node: ast.expr | None) -> tuple[ast.Call | None, list[ast.expr]]:
+        """Return the call that loads a model or a dataset, and what is done with it, last step first.
+
+        These are calls of methods, such as map, and subscripts, such as `["train"]`.
+        """
+        after: list[ast.expr] = []
+        for _ in range(_LONGEST_CHAIN):
+            if isinstance(node, ast.Name) and node.id in self.values:
+                node = self.values[node.id]
+            elif isinstance(node, ast.Call) and name_of(node).rpartition(".")[2] in _LOADS:
+                return node, after
+            elif isinstance(node, ast.Call) and (model := wrapped(node)) is not None:
+                node = model
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                after.append(node)
+                node = node.func.value
+            elif isinstance(node, ast.Subscript):
+                after.append(node)
+                node = node.value
+            else:
+                break
+        return None, after
+
+
+def _innermost(node: ast.expr) -> ast.Attribute | ast.Subscript | None:
+    """Return the innermost part of a chain of methods and subscripts; None for any other expression."""
+    found: ast.Attribute | ast.Subscript | None = None
+    while isinstance(node, (ast.Call, ast.Attribute, ast.Subscript)):
+        if isinstance(node, ast.Call):
+            node = node.func
+        else:
+            found, node = node, node.value
+    return found
+
+
+def wrapped(node: ast.expr) -> ast.expr | None:
+    """Return the model that a call wraps, with adapters or for training in 4 bits; None for any other expression."""
+    if not isinstance(node, ast.Call) or name_of(node).rpartition(".")[2] not in _WRAPS:
+        return None
+    return node.args[0] if node.args else next((word.value for word in node.keywords if word.arg == "model"), None)
+
+
+def _is_dict(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Call) and name_of(node) == "dict"
+
+
+def name_of(node: ast.Call) -> str:
+    """Return the dotted name of the function that is called; "" for one without a name."""
+    parts: list[str] = []
+    target: ast.expr = node.func
+    while isinstance(target, ast.Attribute):
+        parts.append(target.attr)
+        target = target.value
+    return ".".join(reversed([*parts, target.id])) if isinstance(target, ast.Name) else ".".join(reversed(parts))

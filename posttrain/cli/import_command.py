@@ -23,8 +23,8 @@ def import_recipe(
     Parameters
     ----------
     source
-        File of the run: a shell script or text with a command of TRL, verl or OpenRLHF; a Python script of TRL; or a YAML
-        configuration of TRL. Nothing in it is run.
+        File of the run: a shell script or text with a command of TRL, verl or OpenRLHF; a Python script or
+        notebook of TRL; or a YAML configuration of TRL. Nothing in it is run.
     out
         File for the recipe; it must not exist yet. Default: print the recipe.
     devices

@@ -312,7 +312,7 @@ def test_values_are_read_as_hydra_and_argparse_read_them() -> None:
     ("name", "content", "message"),
     [
         ("run.sh", b"echo hello\n", "has no command of TRL"),
-        ("run.sh", b"python -m verl.trainer.main_eval a=1", "verl.trainer.main_eval has no counterpart"),
+        ("run.sh", b"python -m verl.trainer.main_eval a=1", "main_eval is not converted: here it is posttrain label"),
         ("run.sh", b"trl gold --x 1", "trl gold has no counterpart"),
         ("run.sh", b"\xff\xfe\x00", "is not text in UTF-8"),
         ("run.sh", b"python -m verl.trainer.main_ppo algorithm.adv_estimator=newest", "'newest' has no counterpart"),

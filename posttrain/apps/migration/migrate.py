@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from posttrain.apps.migration import openrlhf_recipe, trl_recipe, verl_recipe
+from posttrain.apps.migration.recipe_check import check_recipe
 from posttrain.apps.migration.recipe_draft import RecipeDraft
 from posttrain.apps.migration.recognition import read
 from posttrain.core.coerce import has_wide_integer
@@ -39,4 +40,5 @@ def recipe_for(source: str, devices: int | None, rows: int | None, trainer: str 
     draft = RecipeDraft(run, verbs.get(run.trainer, other), {**defaults[run.trainer], **run.defaults})
     rules(draft, devices, rows)
     draft.finish()
+    check_recipe(draft)
     return draft

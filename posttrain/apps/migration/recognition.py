@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from contextlib import suppress
@@ -10,6 +11,7 @@ from typing import Any
 
 from posttrain.apps.migration.foreign_run import ENVIRONMENT, LARGEST, ForeignRun, Unresolved, flat, value_of
 from posttrain.apps.migration.hydra_files import configured
+from posttrain.apps.migration.other_programs import answer_to, refuse_configuration, script_that_is_missing
 from posttrain.apps.migration.shell_script import commands
 from posttrain.apps.migration.trl_script import CONFIGS, read_script
 from posttrain.core import user_files
@@ -30,6 +32,7 @@ _HYDRA = {
     **dict.fromkeys(("--config-name", "-cn"), "name"),
     **dict.fromkeys(("--config-path", "-cp", "--config-dir", "-cd"), "path"),
 }
+_LARGEST_NOTEBOOK = 1 << 24  # bytes, pictures that it shows included
 _NODES = {"--nnodes", "--num_machines", "--num_nodes"}
 
 
@@ -42,7 +45,7 @@ def read(source: str, trainer: str | None = None) -> ForeignRun:
     if trainer is not None and path.suffix not in _CONFIGURATIONS:
         raise UserError(f"--trainer is of a YAML configuration, and {clip(source)} is none: leave it out")
     try:
-        text = user_files.text(path, LARGEST).removeprefix("\ufeff")
+        text = user_files.text(path, _LARGEST_NOTEBOOK if path.suffix == ".ipynb" else LARGEST).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
         raise UserError(
             f"{clip(source)} is not text in UTF-8: byte {error.start} is {error.object[error.start]:#04x}"
@@ -51,6 +54,13 @@ def read(source: str, trainer: str | None = None) -> ForeignRun:
         raise UserError(f"{clip(source)} cannot be read: {error.strerror or one_line(error)}") from None
     if path.suffix == ".py":
         return read_script(text, path.name)
+    if path.suffix == ".ipynb":
+        return read_script(_cells(text, path.name), path.name)
+    if path.suffix == ".toml":
+        raise UserError(
+            f"{clip(source)} is TOML, which TRL, verl and OpenRLHF do not read: configurations of prime-rl are not "
+            "converted, and a recipe of posttrain is run with --config"
+        )
     if path.suffix in _CONFIGURATIONS:
         return _of_configuration(_mapping(text, path.name), trainer, path.name)
     words: list[str] = []
@@ -63,10 +73,13 @@ def read(source: str, trainer: str | None = None) -> ForeignRun:
                 )
             _of_environment(run, text)
             return run
-        words += command
+        words += ["", *command]
+    told = answer_to(words)
+    if not told and (missing := script_that_is_missing(words, path)):
+        raise UserError(f"{clip(missing)} is not beside {path.name}: put it there, so that its options can be read")
     raise UserError(
         f"{clip(source)} has no command of TRL (trl grpo), verl (python -m verl.trainer.main_ppo) or OpenRLHF "
-        f"(python -m openrlhf.cli.train_ppo_ray){_found(words)}"
+        f"(python -m openrlhf.cli.train_ppo_ray){told}"
     )
 
 
@@ -84,12 +97,6 @@ def _more(rest: Iterable[list[str]], path: Path) -> int:
         for command in rest:
             found += _of_command(command, path) is not None
     return found
-
-
-def _found(words: Iterable[str]) -> str:
-    """ "; it has ...", for a module of one of the three that has no counterpart in posttrain."""
-    module = next((word for word in words if re.match(r"(verl|openrlhf|recipe|trl)\.[\w.]+$", word)), "")
-    return f"; {module} has no counterpart in posttrain" if module else ""
 
 
 def _of_command(words: list[str], path: Path) -> ForeignRun | None:
@@ -110,6 +117,8 @@ def _of_command(words: list[str], path: Path) -> ForeignRun | None:
         if Path(word).suffix == ".py" and _is_trl_script(path.parent / word):
             return _launched_by(_with_script(path.parent / word, after, path), words[:place], path)
         if words[place - 1 : place] == ["trl"] and re.fullmatch(r"[a-z][\w-]*", word):
+            if told := answer_to(words):
+                raise UserError(told.removeprefix("; "))
             raise UserError(
                 f"trl {word} has no counterpart in posttrain; there are {', '.join(f'trl {name}' for name in TRL_TRAINERS)}"
             )
@@ -228,6 +237,22 @@ def _with_script(place: Path, words: list[str], path: Path) -> ForeignRun:
     return run
 
 
+def _cells(text: str, name: str) -> str:
+    """Return the code of a notebook, without commands of its shell."""
+    try:
+        cells = json.loads(text)["cells"]
+        code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise UserError(f"{clip(name)} is not a Jupyter notebook: it has no cells") from None
+    lines = [line for cell in code if not cell.startswith("%%bash") for line in cell.splitlines()]
+    out = "\n".join(re.sub(r"^(\s*)[!%].*", r"\1pass", line) for line in lines)
+    if len(out) > LARGEST:
+        raise UserError(
+            f"{clip(name)} has more than {LARGEST} characters of code: give the cell that trains, as a script"
+        )
+    return out
+
+
 def _mapping(text: str, name: str) -> dict[str, Any]:
     import yaml
 
@@ -259,6 +284,8 @@ def _of_configuration(options: dict[str, Any], trainer: str | None, name: str) -
     """Return a run of a YAML file. Raises UserError if nothing in it shows of which trainer."""
     if trainer is not None and trainer not in TRL_TRAINERS:
         raise UserError(f"--trainer is one of {', '.join(TRL_TRAINERS)}, not {trainer!r:.40}")
+    if trainer is None:
+        refuse_configuration(options, name)
     found = trainer or next((kind for kind, signs in _SIGNS if signs & options.keys()), None)
     found = found or next((kind for kind in TRL_TRAINERS if kind in re.split(r"\W|_", name.lower())), None)
     if found is None:

@@ -242,6 +242,10 @@ def _server(draft: RecipeDraft) -> None:
     told = "start it with vllm serve, as the guide to vLLM tells, not with trl vllm-serve"
     address = url or f"http://{host or '127.0.0.1'}:{port or 8000}"
     draft.put("engine_url", [address], f"{', '.join(map(draft.origin, named))}: {told}")
+    if shared := draft.lines.pop("processes", None):
+        draft.note(
+            f"{shared[0]} processes", "each needs a server of its own here: processes, with as many in engine_url"
+        )
 
 
 def _generations(draft: RecipeDraft, processes: int) -> tuple[int, int, int, int]:

@@ -46,14 +46,18 @@ def import_recipe(
         print(text, end="")
         return 0
     try:
-        with user_files.opened(out, "xb") as file:
-            file.write(text.encode("utf-8"))
+        _write(out, text)
     except FileExistsError:
         raise UserError(f"{clip(out)} is there already: choose another name for --out, or delete it") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"--out {clip(out)} cannot be written: {one_line(error)}") from error
     missing = sum(map(len, draft.without.values()))
     print(f"wrote       {out}: {len(draft.lines)} options")
+    for name, content in draft.run.files.items():
+        place = str(Path(out).parent / name)
+        try:
+            _write(place, content)
+            print(f"wrote       {place}: what {clip(Path(source).name)} has of it; read it")
+        except FileExistsError:
+            print(f"kept        {place}, which is there already")
     if missing:
         print(
             f"left out    {missing} option{'s'[: missing - 1]} of {draft.run.framework}: listed at the end of the recipe"
@@ -64,3 +68,14 @@ def import_recipe(
         print(f"first       {line}")
     print(f"run it      posttrain {draft.verb} --config {quote(str(Path(out)))}")
     return 0
+
+
+def _write(place: str, text: str) -> None:
+    """Write a new file. Raises FileExistsError if it is there, and UserError if it cannot be written."""
+    try:
+        with user_files.opened(place, "xb") as file:
+            file.write(text.encode("utf-8", "replace"))
+    except FileExistsError:
+        raise
+    except (OSError, ValueError) as error:
+        raise UserError(f"--out {clip(place)} cannot be written: {one_line(error)}") from error

@@ -29,6 +29,7 @@ class ForeignRun:
     notes     what a reader of the recipe must check, as the end of a sentence that begins with "Check".
     names     options that the file gives under another name -> that name.
     defaults  those in place of the trainer's own.
+    files     what has to be beside the recipe -> its content.
     """
 
     framework: str  # "TRL", "verl" or "OpenRLHF"
@@ -38,6 +39,7 @@ class ForeignRun:
     notes: list[str] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
 
 
 def value_of(text: str) -> Any:

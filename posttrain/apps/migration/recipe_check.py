@@ -25,6 +25,7 @@ def check_recipe(draft: RecipeDraft) -> None:
 
 def _accept(verb: str, table: dict[str, Any]) -> None:
     from posttrain.algorithms.all_algorithms import EVERY
+    from posttrain.algorithms.policy import Algorithm
     from posttrain.config.resolve import filled, validate
     from posttrain.config.training import RL
     from posttrain.config.verbs import VERBS
@@ -32,5 +33,6 @@ def _accept(verb: str, table: dict[str, Any]) -> None:
 
     config = filled(VERBS[verb].options, table)
     validate(config)
-    if isinstance(config, RL) and config.algorithm in EVERY:
-        adjust(EVERY[config.algorithm], config)
+    algorithm = EVERY.get(config.algorithm) if isinstance(config, RL) else None
+    if isinstance(config, RL) and isinstance(algorithm, Algorithm):
+        adjust(algorithm, config)

@@ -7,6 +7,7 @@ import re
 from typing import Any, NoReturn
 
 from posttrain.apps.migration.foreign_run import ENVIRONMENT, ForeignRun, Unresolved, shown
+from posttrain.apps.migration.reward_source import runs_when_imported, source_of
 from posttrain.apps.migration.script_values import ScriptValues, name_of
 from posttrain.core.types import UserError
 
@@ -98,7 +99,8 @@ def read_script(text: str, name: str, given: dict[str, Any] | None = None) -> Fo
         )
     trainer = last.get(config.replace("Config", "Trainer"))
     if trainer is not None:
-        _of_trainer(script, trainer, run, name, _runs_when_imported(tree))
+        _of_trainer(script, trainer, run, name, runs_when_imported(tree))
+        _copy_rewards(tree, text, run)
     _of_adapters(script, last, run)
     if "max_seq_length" in run.options:
         run.options.setdefault("max_length", run.options.pop("max_seq_length"))
@@ -126,6 +128,16 @@ def _configuration(script: ScriptValues, last: dict[str, ast.Call], name: str) -
             _refuse(script, known, name)
         return known[0].replace("Trainer", "Config"), older
     return known[0].replace("Trainer", "Config"), None
+
+
+def _copy_rewards(tree: ast.Module, text: str, run: ForeignRun) -> None:
+    """Keep the functions that env names of rewards.py, with what they use."""
+    start = "trl:rewards.py:"
+    given = run.options.get("reward_funcs")
+    terms = [term for term in given if isinstance(term, tuple) and len(term) == 2] if isinstance(given, list) else []
+    names = [str(told).removeprefix(start) for kind, told in terms if kind == "function" and told.startswith(start)]
+    if names:
+        run.files["rewards.py"] = source_of(tree, text, names)
 
 
 def _of_adapters(script: ScriptValues, last: dict[str, ast.Call], run: ForeignRun) -> None:
@@ -310,9 +322,7 @@ def _rewards(script: ScriptValues, node: ast.expr, name: str, runs: bool, run: F
         elif isinstance(part, ast.Name) and part.id in script.functions:
             terms.append(("function", f"trl:{'rewards.py' if runs else name}:{part.id}"))
             if runs:
-                run.notes.append(
-                    f"that rewards.py has {part.id}, copied from {name}: a reward is imported, and this file would train"
-                )
+                run.notes.append(f"{part.id} in rewards.py, which --out writes: importing {name} would train or load")
         elif isinstance(part, ast.Name) and script.imported.get(part.id, "").startswith("trl"):
             terms.append(("function", f"trl:{part.id}"))
         elif isinstance(part, ast.Name) and part.id in script.imported:
@@ -320,14 +330,3 @@ def _rewards(script: ScriptValues, node: ast.expr, name: str, runs: bool, run: F
         else:
             terms.append(("unknown", ast.unparse(part)[:100]))
     return terms
-
-
-def _runs_when_imported(tree: ast.Module) -> bool:
-    """Whether importing the script would train: a trainer is made outside functions and the guard of `__main__`."""
-    for node in tree.body:
-        guarded = isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)
-        inner = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-        made = (name_of(call) for call in ast.walk(node) if isinstance(call, ast.Call))
-        if not guarded and not inner and any(name.endswith("Trainer") for name in made):
-            return True
-    return False

@@ -223,6 +223,9 @@ other = 3
 def test_a_mapping_becomes_a_table_of_toml(tmp_path: Path) -> None:
     _, _, table = recipe(tmp_path, "GRPOConfig(chat_template_kwargs={'enable_thinking': False, 'a b': 1, 'c': 'x\"'})")
     assert table["chat_template_kwargs"] == {"enable_thinking": False, "a b": 1, "c": 'x"'}
+    (tmp_path / "a.yaml").write_text("num_generations: 8\nchat_template_kwargs:\n  enable_thinking: false\n")
+    text = recipe_for(str(tmp_path / "a.yaml"), 1, None, None).toml("a.yaml", "recipe.toml")
+    assert tomllib.loads(text)["rl"]["chat_template_kwargs"] == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize(

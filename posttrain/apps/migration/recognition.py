@@ -294,4 +294,5 @@ def _of_configuration(options: dict[str, Any], trainer: str | None, name: str) -
         )
     notes = [] if trainer else [f"that this configuration is one of trl {found}: --trainer names another"]
     options = {key: value for key, value in options.items() if not isinstance(value, Unresolved)}
-    return ForeignRun("TRL", found, flat(options), None, notes)
+    tables = {key: options.pop(key) for key in ("chat_template_kwargs",) if isinstance(options.get(key), dict)}
+    return ForeignRun("TRL", found, {**flat(options), **tables}, None, notes)

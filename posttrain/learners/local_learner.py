@@ -434,6 +434,8 @@ class LocalLearner:
         `measured`: compute the entropy too, without a gradient if it is not in `want`. `of`: the model's name.
         """
         temperature = self._temperature(batch, of)
+        if isinstance(batch, Batch) and batch.advantage is None:  # texts to imitate, which no teacher has read
+            want = want - DISTANCES
         with self._computing(batch.at.device):
             hidden = model.hidden(batch.layout, batch.at)
             if "score" in want:

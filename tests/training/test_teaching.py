@@ -313,6 +313,17 @@ def test_front_door_takes_teachers_by_name_and_a_reward_to_mix_in(place: Path) -
     assert {"teachers a", "teachers b"} <= json.loads((run.path / "run.json").read_text())["inputs"].keys()
 
 
+def test_texts_to_imitate_beside_a_divergence_need_no_teacher(place: Path) -> None:
+    (place / "texts.jsonl").write_text('{"text": "1=2"}\n' * 4)
+    texts = ["--ptx", str(place / "texts.jsonl"), "--ptx-coefficient", "0.5"]
+    for name, words in (("with", texts), ("without", [])):
+        options = ["--algorithm", "distill-reverse-kl", "--teacher", str(place / "teacher")]
+        assert main(small(place, f"{name}-texts", *options, *words)) == 0
+    with_texts, without = (metrics(place / f"{name}-texts")[1:] for name in ("with", "without"))
+    assert with_texts[0]["divergence"] == without[0]["divergence"], "texts are no tokens of the divergence"
+    assert with_texts[-1]["divergence"] != without[-1]["divergence"] and all(s["skipped"] == 0 for s in with_texts)
+
+
 def test_evaluation_reports_the_exact_divergence_whatever_the_row(place: Path) -> None:
     starts = set()
     for name in DISTILLING:

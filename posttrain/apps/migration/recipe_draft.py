@@ -296,8 +296,9 @@ class RecipeDraft:
                 )
         if value.get("engine") == "vllm" and "engine_url" not in value:
             found.append("install vLLM, or remove engine and correction: the local engine samples")
-        if files := re.findall(r"(?:trl|verl):([\w/.-]+\.py)", str(value.get("env"))):
-            found.append(f"{', '.join(dict.fromkeys(files))} must be here, with the functions that env names")
+        files = re.findall(r"(?:trl|verl):([\w/.-]+\.py)", str(value.get("env")))
+        if files := [file for file in dict.fromkeys(files) if file not in self.run.files]:
+            found.append(f"{', '.join(files)} must be here, with the functions that env names")
         if tracked := value.get("track"):
             found.append(f"{install(tracked[0])}, or remove track")
         return found

@@ -107,8 +107,9 @@ class TurnHistories(Advantage):
     needs = frozenset({Need.GROUP, Need.TURNS})
     source = "HGPO, arXiv 2602.22817, and its authors' code"
     interpretation = (
-        "The weights are powers of k + 1, as in the authors' code: 2, 3, 4 for three comparisons. Descriptions of the paper's "
-        "equation 7 give 1, 2, 3. As in that code, a turn whose return is the mean of its state counts as a turn without others. "
+        "The weights are powers of k + 1, as in the authors' code: 2, 3, 4 for three comparisons. Descriptions of the "
+        "paper's equation 7 give 1, 2, 3. As in that code, a turn whose return is the mean of its state counts as a turn "
+        "without others. "
         "The option of that code which adds the whole rollout is left out: `gigpo` has such a part."
     )
     by_token = True

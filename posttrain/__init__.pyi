@@ -417,7 +417,8 @@ class CurriculumOptions(TypedDict, total=False):
     curriculum: Literal["uniform", "solve-rate", "stages", "levels"]
     """Order of the tasks. uniform: each once per epoch. solve-rate: those that the policy solves about half of the time
     come first. stages: by a column, the lowest value first; a stage ends at --curriculum-accuracy. levels: the same
-    with new tasks of the function tasks(seed, level) that --tasks my.py:tasks names, levels counted from 1."""
+    with new tasks of the function tasks(seed, level) that --tasks my.py:tasks names; levels count from 1, and one
+    without rows ends them."""
     curriculum_column: str
     """Column with the stage of a task, for --curriculum stages: numbers, or strings in alphabetical order. Or a
     function of the task that returns it, as my.py:stage."""

@@ -15,7 +15,8 @@ class CurriculumGroup(OptionGroup, group="sampling"):
     curriculum: Literal["uniform", "solve-rate", "stages", "levels"] = "uniform"
     """Order of the tasks. uniform: each once per epoch. solve-rate: those that the policy solves about half of the time
     come first. stages: by a column, the lowest value first; a stage ends at --curriculum-accuracy. levels: the same with
-    new tasks of the function tasks(seed, level) that --tasks my.py:tasks names, levels counted from 1."""
+    new tasks of the function tasks(seed, level) that --tasks my.py:tasks names; levels count from 1, and one without
+    rows ends them."""
     curriculum_column: str = option("", value="COLUMN")
     """Column with the stage of a task, for --curriculum stages: numbers, or strings in alphabetical order. Or a
     function of the task that returns it, as my.py:stage."""

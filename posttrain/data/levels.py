@@ -17,14 +17,16 @@ from posttrain.system.user_code import describe_error
 
 SPAN = 2**24  # places of a level: more tasks than a run visits
 MOST_LEVELS = 2**31 // SPAN - 1  # as a place is recorded in 32 bits
+VARIOUS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 MakeRows = Callable[[int, int], Iterable[Mapping[str, Any]] | None]
 """(seed, level from 1 on) -> rows; none beyond the last level."""
 
 
 def makes_levels(function: Callable[..., Any]) -> bool:
-    """Whether a function makes rows by level: its parameters are named seed and level."""
+    """Whether a function makes rows by level: it needs a seed and a level."""
     try:
-        return {"seed", "level"} <= set(inspect.signature(function).parameters)
+        parameters = inspect.signature(function).parameters.values()
+        return {"seed", "level"} == {p.name for p in parameters if p.default is p.empty and p.kind not in VARIOUS}
     except (TypeError, ValueError):  # no signature, as of some functions in C
         return False
 
@@ -59,9 +61,14 @@ class Levels(Stream):
         return f"{self._of(level).where(number) if level else super().where(number)} of level {level + 1}"
 
     def has(self, level: int) -> bool:
-        """Whether there are tasks of a level. Raises UserError if the function fails."""
+        """Whether there are tasks of a level: rows, and no IndexError of a list of levels that has ended.
+
+        Raises UserError if the function fails otherwise.
+        """
         try:
             return level < MOST_LEVELS and next(self._rows(level), None) is not None
+        except (IndexError, KeyError):
+            return False
         except Exception as error:  # the user's function may raise anything
             raise UserError(f"making rows of level {level + 1} failed: {describe_error(error, None)}") from error
 

@@ -71,6 +71,16 @@ def _of_objects(entries: Sequence[Mapping[str, Any]], name: str) -> Row:
             has = ", ".join(map(str, entry)) or "nothing"
             raise UserError(f"{name}: entry {number} has {has}, and no text: name it response, beside its score")
         texts.append(entry[key])
-        scores.append(next((entry[key] for key in SCORES if entry.get(key) is not None), None))
+        scores.append(next((_number(entry[key]) for key in SCORES if entry.get(key) is not None), None))
     told = any(score is not None for score in scores)
     return {"responses": texts, **({"scores": scores} if told else {})}
+
+
+def _number(score: Any) -> Any:
+    """Return a score that is text as a number, or None if it is n/a; anything else unchanged."""
+    if not isinstance(score, str):
+        return score
+    try:
+        return float(score)
+    except ValueError:
+        return None if score.strip().lower() in ("", "n/a", "na", "none", "null") else score

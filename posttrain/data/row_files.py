@@ -26,7 +26,9 @@ Row = dict[str, Any]
 Text = tuple[int, bytes]  # the number of a row, and the row as JSON
 
 OF_ROWS = {"prompt", "messages", "conversations", "instruction", "question", "query", "chosen", "text"}
-"""Columns that an object around a list of rows does not have."""
+"""Columns of a row that an object without a list of rows has."""
+IN_ROWS = {"completions", "responses", "tools", "turns", "transcripts", "replies", "comparisons", "pairs", "steps"}
+"""Columns of a row that may be lists of objects."""
 
 _raw_decode = json.JSONDecoder().raw_decode
 
@@ -173,7 +175,9 @@ def _read_json(path: Path) -> Iterator[Text]:
     if not text.strip():
         return
     content = _parse(text.rstrip(), path.name, 1)
-    if isinstance(content, dict) and _is_row(content):
+    if isinstance(content, dict) and (framed := _framed(content)) is not None:
+        content = framed
+    elif isinstance(content, dict) and _is_row(content):
         content = [content]
     elif isinstance(content, dict):
         lists = [value for value in content.values() if isinstance(value, list)]
@@ -188,8 +192,21 @@ def _read_json(path: Path) -> Iterator[Text]:
         yield number, json.dumps(row).encode()
 
 
+def _framed(content: Row) -> list[Any] | None:
+    """Return the only list of rows in an object, whatever else describes it; None if there is none, or several."""
+    lists = [
+        value
+        for name, value in content.items()
+        if name not in IN_ROWS
+        and isinstance(value, list)
+        and value
+        and all(isinstance(row, dict) and not {"role", "from"} & row.keys() for row in value)
+    ]
+    return lists[0] if len(lists) == 1 else None
+
+
 def _is_row(content: Row) -> bool:
-    """Return whether the only object of a file is a row, and not a frame around a list of rows."""
+    """Return whether the only object of a file is a row."""
     if OF_ROWS & content.keys():
         return True
     kinds = set(map(type, content.values()))

@@ -69,6 +69,18 @@ LIKE = {
 }
 """Key of a task -> columns that other rows have in its place, the likeliest first."""
 WHOLE = "whole texts"
+NOT_WHOLE = {
+    *LIKE["prompt"],
+    *LIKE["response"],
+    "label",
+    "labels",
+    "score",
+    "conversation",
+    "dialogue",
+    "dialog",
+    "chat",
+}
+"""Columns, in small letters, beside which a text is not all that there is to imitate."""
 
 SHAPES: Sequence[tuple[str, Callable[[set[str]], bool]]] = (
     ("verl", _shaped_like("data_source", "reward_model", "prompt")),
@@ -92,7 +104,7 @@ SHAPES: Sequence[tuple[str, Callable[[set[str]], bool]]] = (
     ("Alpaca", _shaped_like("instruction")),
     ("ms-swift", lambda there: "query" in there and bool({"response", "history"} & there)),
     ("questions", lambda there: any(name in there for name in LIKE["prompt"])),
-    (WHOLE, lambda there: "text" in there and not there.intersection(LIKE["response"])),
+    (WHOLE, lambda there: "text" in there and NOT_WHOLE.isdisjoint(map(str.lower, there))),
     ("unknown", lambda there: True),
 )
 """Name -> whether a row with these nonempty columns has the shape; the first match decides."""
@@ -119,8 +131,10 @@ def reshaped(row: Row) -> Row:
             return _of_alpaca(row)
         if "query" in there and {"response", "history"} & there:
             return _after_history(row, _text(row["query"], "query"))
-    elif isinstance(row.get("prompt"), str) and "history" in there and _are_pairs(row["history"]):
-        return _after_history(row, row["prompt"])
+    elif "query" in there and row.get("prompt") == row["query"] and _are_pairs(row.get("history") or []):
+        return _after_history(row, row["prompt"])  # --fields.prompt query
+    elif isinstance(row.get("prompt"), str) and "response" in there and _are_pairs(row.get("history")):
+        return _after_history({**row, "system": None}, row["prompt"])  # rows of ChatGLM have no system message
     elif _shaped_like("data_source", "reward_model", "prompt")(there) and "answer" not in row:
         return _of_verl(row)
     return row
@@ -183,7 +197,7 @@ def _after_history(row: Row, prompt: str) -> Task:
 
 
 def _are_pairs(history: Any) -> bool:
-    """Return whether a column is a history of turns, and no other list of that name."""
+    """Return whether a column is a history of turns, which may be empty, and no other list of that name."""
     pairs = _parsed(history)
     return isinstance(pairs, list | tuple) and all(
         isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(text, str) for text in pair)

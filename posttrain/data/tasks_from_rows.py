@@ -236,7 +236,7 @@ def question(task: Task) -> str | None:
     if "prompt" in task:
         return quoted(task["prompt"])
     if "messages" not in task:
-        return quoted(task["response"]) if isinstance(task.get("response"), str) else None
+        return quoted(task["text"]) if "response" in task and task.get("text") == task["response"] else None
     messages = without_marks(task["messages"])
     return _dumps(messages[:-1] if messages[-1]["role"] == "assistant" else messages)
 
@@ -291,9 +291,8 @@ def _cell(task: Task, column: str, place: str) -> str:
 
 
 def _of_text(task: Task) -> Task:
-    """Return the task of a text to imitate as a whole: its "response", without a prompt."""
-    left = {"text", "prompt", "messages", *REPLIES}
-    rest = {key: value for key, value in task.items() if key not in left}
+    """Return the task of a text to imitate as a whole: its "text" is its "response", and it has no prompt."""
+    rest = {key: value for key, value in task.items() if key not in {"prompt", "messages", *REPLIES}}
     return {**rest, "response": _text(task["text"], "text")}
 
 

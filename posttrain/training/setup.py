@@ -179,11 +179,13 @@ def load_tasks(
     }
     if callable(rows):
         if makes_levels(rows):
-            if not isinstance(config, RL) or config.curriculum != "levels" or config.limit is not None:
+            if not isinstance(config, RL) or config.curriculum != "levels":
                 raise UserError(
-                    f"the function of --tasks makes rows by level: {'leave out --limit' if config.limit else 'add'} "
-                    f"{'with' if config.limit else 'posttrain rl'} --curriculum levels"
+                    "a function of seed and level makes rows for posttrain rl --curriculum levels: give both a default "
+                    "to use it elsewhere"
                 )
+            if config.limit is not None:
+                raise UserError("--curriculum levels makes as many tasks as the run needs: leave out --limit")
             return Levels(rows, Conversion(**options), config.seed)
         if config.limit is None:
             return Stream(rows, Conversion(**options))

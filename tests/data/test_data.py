@@ -620,3 +620,24 @@ def test_what_can_be_no_name_of_a_file_is_told_shortly(name: str) -> None:
     with pytest.raises(UserError, match="is not a source of rows") as caught:
         load_rows(name)
     assert len(str(caught.value)) < 200
+
+
+def test_rows_of_an_environment_that_have_a_response_are_split_by_their_ids() -> None:
+    tasks = to_tasks([{"response": "yes" if n % 2 else "no", "seed": n} for n in range(100)], need=())
+    train, held_out = hold_out(tasks, 0.2)
+    assert 5 < len(held_out) < 40 and len(train) + len(held_out) == 100
+    same = to_tasks(
+        [{"text": "a", "seed": n} for n in range(60)] + [{"text": "b", "seed": 0}], need=("prompt", "response")
+    )
+    assert {len(part) for part in hold_out(same, 0.5, seed=next_seed(same))} == {1, 60}, "equal texts are on one side"
+
+
+def next_seed(tasks: Any) -> int:
+    """A seed with which a text is held out and the other is not."""
+    for seed in range(50):
+        try:
+            hold_out(tasks, 0.5, seed)
+        except UserError:
+            continue
+        return seed
+    raise AssertionError

@@ -10,6 +10,7 @@ from posttrain.apps.data_report import report
 from posttrain.core.types import Task, UserError
 from posttrain.data.labels import to_labelled
 from posttrain.data.preference_examples import to_compared, to_item
+from posttrain.data.response_columns import gathered
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import to_tasks
 from posttrain.runs.chat_choice import Chatting
@@ -76,3 +77,8 @@ def test_report_tells_the_row_whose_winner_is_unclear() -> None:
     row = {"prompt": "p", "response_a": "a", "response_b": "b", "winner": "nobody"}
     with pytest.raises(UserError, match="row 1: winner is 'nobody'"):
         report(load_rows([row]), {"fields": {}, "prompt_template": None}, None, Chatting())
+
+
+def test_scores_may_be_text_as_in_ratings() -> None:
+    entries = [{"response": "a", "rating": "4"}, {"response": "b", "rating": " N/A"}, {"response": "c", "rating": 2}]
+    assert gathered({"prompt": "q", "completions": entries})["scores"] == [4.0, None, 2]

@@ -99,6 +99,11 @@ def test_history_of_ms_swift_is_the_turns_before_its_query(fields: Any, history:
         to_tasks([{"prompt": "Add", "response": "3", "history": history}], need=BOTH).taken()
         == "messages from 'history' and 'prompt' and 'response'"
     )
+    for empty in ([], None, ""):  # the system message does not depend on how a row has no history
+        begun = only({"query": "Add", "response": "3", "history": empty, "system": "S"}, fields=fields)
+        assert begun["messages"] == said(("system", "S"), ("user", "Add"), ("assistant", "3"))
+    moves = only({"prompt": "Next", "history": [["e2", "e4"]]}, ("prompt",))
+    assert moves["prompt"] == "Next", "a row without a response is for an environment, which reads its own columns"
     own = only({"prompt": "Add", "response": "3", "history": ["a", "b"]})
     assert (own["prompt"], own["history"]) == ("Add", ["a", "b"]), "a column of that name that is no list of pairs"
 

@@ -424,3 +424,15 @@ def test_what_was_not_used_for_long_goes(tmp_path: Path, monkeypatch: pytest.Mon
     load_rows(numbered(tmp_path / "c.jsonl"))
     left = set(folder.iterdir())
     assert len(before) == len(left) == 2 and len(before & left) == 1
+
+
+@pytest.mark.parametrize("around", ["instruction", "prompt", "text", "version"])
+def test_a_list_of_rows_in_an_object_is_read_whatever_describes_it(around: str, tmp_path: Path) -> None:
+    rows = [{"prompt": f"q{n}"} for n in range(5)]
+    (tmp_path / "rows.json").write_text(json.dumps({around: "about this set", "examples": rows, "tags": ["a"]}))
+    assert list(load_rows(tmp_path / "rows.json")) == rows
+    one = {"prompt": "q", "completions": [{"response": "a", "score": 1}, {"response": "b", "score": 2}]}
+    said = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    for row in (one, said):
+        (tmp_path / "row.json").write_text(json.dumps(row, indent=1))
+        assert list(load_rows(tmp_path / "row.json")) == [row]

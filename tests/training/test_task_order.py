@@ -21,7 +21,7 @@ from posttrain.config.resolve import filled, validate
 from posttrain.config.training import RL
 from posttrain.core.batch import Stats
 from posttrain.core.types import UserError, succeeds
-from posttrain.data.levels import MOST_LEVELS, SPAN, Levels
+from posttrain.data.levels import MOST_LEVELS, SPAN, Levels, makes_levels
 from posttrain.data.tasks import Stream, Tasks, order, to_tasks
 from posttrain.data.tasks_from_rows import Conversion
 from posttrain.models.native.decoder_writer import save_model
@@ -535,12 +535,18 @@ def test_levels_go_on_from_their_state() -> None:
 
 def test_function_that_fails_is_told_with_the_level() -> None:
     def failing(seed: int, level: int) -> list[dict[str, Any]]:
-        return rows_of_level(seed, level) if level == 1 else [{}["none"]]
+        return rows_of_level(seed, level) if level == 1 else [{"prompt": 1 / 0}]
 
     found = by_level(failing)
     found.observe([Solved(place, "", 9, 0) for _, place in found.draw(4, everything, ())])
-    with pytest.raises(UserError, match="making rows of level 2 failed: KeyError"):
+    with pytest.raises(UserError, match="making rows of level 2 failed: ZeroDivisionError"):
         found.draw(4, everything, ())
+
+
+def test_a_list_of_levels_that_has_ended_is_the_end() -> None:
+    listed = levels(lambda seed, level: [{"prompt": ["1=", "2="][level - 1]}])
+    assert listed.has(1) and not listed.has(2)
+    assert makes_levels(rows_of_level) and not makes_levels(lambda seed=0, level=1: []) and not makes_levels(list)
 
 
 LEVELS = """
@@ -570,8 +576,8 @@ def test_run_by_levels_makes_new_tasks_and_a_resumed_run_repeats_them(start: str
 @pytest.mark.parametrize(
     ("tasks", "how", "told"),
     [
-        ("my.py:tasks", {}, "makes rows by level: add posttrain rl --curriculum levels"),
-        ("my.py:tasks", {"curriculum": "levels", "limit": 4}, "leave out --limit with --curriculum levels"),
+        ("my.py:tasks", {}, "makes rows for posttrain rl --curriculum levels: give both a default"),
+        ("my.py:tasks", {"curriculum": "levels", "limit": 4}, "as many tasks as the run needs: leave out --limit"),
         ("my.py:tasks", {"curriculum": "levels", "held_out": 0.1}, "evaluate on --eval-tasks, without --held-out"),
         ("rows.jsonl", {"curriculum": "levels"}, r"a function tasks\(seed, level\) that returns rows"),
         ("rows.jsonl", {"curriculum": "stages", "curriculum_column": "my.py:none"}, "none"),

@@ -91,8 +91,8 @@ def test_a_text_is_whole_only_in_a_row_without_prompt_and_reply() -> None:
         [task] = to_tasks([row], need=NEED, **options)
         return task
 
-    row = {"text": "a b", "label": 1}
-    assert (task := only(row))["response"] == "a b" and not {"prompt", "text"} & task.keys() and task["label"] == 1
+    row = {"text": "a b", "source": "c"}
+    assert (task := only(row))["response"] == "a b" and "prompt" not in task and task["source"] == "c"
     assert to_tasks([row], need=NEED).taken() == "whole texts from 'text'"
     named = {"fields": {"text": "body"}}
     assert only({"body": "a b", "question": "c"}, **named)["response"] == "a b"
@@ -101,7 +101,7 @@ def test_a_text_is_whole_only_in_a_row_without_prompt_and_reply() -> None:
         "a row of Alpaca with its rendered text"
     )
     assert only({"text": "a", "prompt": "b", "completion": "c"})["response"] == "c"
-    for other in ("summary", "code", "question"):
+    for other in ("summary", "code", "question", "Answer", "label", "conversation"):
         with pytest.raises(UserError, match="no prompt and no response; the row has: text, .*--fields.text COLUMN"):
             only({"text": "a", other: "b"})
     with pytest.raises(UserError, match="no prompt; .*text to train as a whole: --fields.text COLUMN"):

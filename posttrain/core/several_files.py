@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 
 from posttrain.core.messages import clip
@@ -17,7 +18,11 @@ def names_of(files: Sequence[str]) -> list[str]:
     if len(set(stems)) < len(stems):
         stems = [Path(file).parent.name or stem for file, stem in zip(files, stems, strict=True)]
     plain = [re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-") or "part" for stem in stems]
-    return [f"{name}-{number}" if plain.count(name) > 1 else name for number, name in enumerate(plain, 1)]
+    names: list[str] = []
+    for name in plain:
+        numbered = (f"{name}-{number}" for number in count(1))
+        names.append(name if plain.count(name) == 1 else next(n for n in numbered if n not in {*names, *plain}))
+    return names
 
 
 def as_mixture(files: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from posttrain.apps.migration.recognition import read
 from posttrain.cli.main import main
 from posttrain.config.resolve import filled, validate
 from posttrain.config.verbs import VERBS
+from posttrain.core.several_files import names_of
 
 PARSED = "from trl import TrlParser, DPOConfig, ModelConfig\nparser = TrlParser((DPOConfig, ModelConfig))\n"
 
@@ -302,3 +303,46 @@ def test_integers_that_python_cannot_show_and_deep_nesting_are_refused_in_one_li
     assert main(["import", str(tmp_path / name)]) == 2
     told = capsys.readouterr()
     assert said in told.err and told.err.count("\n") == 1 and not told.out
+
+
+def test_penalty_near_the_limit_is_that_of_the_manager_that_verl_takes_by_default(tmp_path: Path) -> None:
+    buffer = "+reward.reward_kwargs.overlong_buffer_cfg.enable=True +reward.reward_kwargs.overlong_buffer_cfg.len=128"
+    rest = f"algorithm.adv_estimator=grpo actor_rollout_ref.model.path=m data.train_files=d.parquet {buffer}"
+    rest += " data.max_response_length=512 actor_rollout_ref.rollout.n=8\n"
+    for module, length in (("verl.trainer.main_ppo", None), ("recipe.dapo.main_dapo", 128)):
+        text, table = imported(files(tmp_path, run_sh=f"python3 -m {module} {rest}"))
+        assert table.get("overlong_cache") == length and ("only the reward manager dapo" in text) == (length is None)
+
+
+TWO = """
+from datasets import load_dataset
+from trl import SFTConfig, SFTTrainer
+rows = load_dataset("json", data_files=["x/a.jsonl", "y/a.jsonl"], split="train")
+SFTTrainer(model="m", args=SFTConfig(output_dir="out"), train_dataset=rows).train()
+"""
+COMMAS = "python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m --data.prompt_dataset x/a.jsonl,y/a.jsonl"
+
+
+@pytest.mark.parametrize("run", [{"two_py": TWO}, {"run_sh": f"{COMMAS} --train.batch_size 64\n"}])
+def test_several_files_of_other_trainers_are_parts_of_a_mixture_too(run: dict[str, str], tmp_path: Path) -> None:
+    _, table = imported(files(tmp_path, **run), rows=100)
+    assert table["mixture"] == {"x": {"tasks": "x/a.jsonl"}, "y": {"tasks": "y/a.jsonl"}} and "tasks" not in table
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["p/data/t.parquet", "q/data/t.parquet", "r/data-2/t.parquet"],
+        ["a.jsonl", "a.jsonl", "b.jsonl"],
+        ["a-1.jsonl", "x/a.jsonl", "y/a.jsonl"],
+    ],
+)
+def test_names_of_the_parts_of_a_mixture_differ(names: list[str]) -> None:
+    assert len(set(names_of(names))) == len(names)
+
+
+def test_tokens_of_accounts_are_hidden_and_those_of_a_model_are_not(tmp_path: Path) -> None:
+    options = "trainer.huggingface_token=hf_HIDDEN +x.github_token=gh_HIDDEN +data.eos_token=END +y.token=t_HIDDEN"
+    run = f"python3 -m verl.trainer.main_ppo data.train_files=d.parquet actor_rollout_ref.model.path=m {options}\n"
+    text, _ = imported(files(tmp_path, run_sh=run))
+    assert "HIDDEN" not in text and "END" in text

@@ -152,9 +152,19 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
     return {FLAT.get(name, name): value for name, value in options.items()}
 
 
+def _rows(draft: RecipeDraft, name: str, shares: str) -> None:
+    """Write the rows: several files are separated by commas."""
+    value = draft.run.options.get(name)
+    if isinstance(value, str) and "," in value:
+        draft.run.options[name] = [part.strip() for part in value.split(",") if part.strip()]
+    draft.tasks(name)
+    if draft.parts and draft.given(shares):
+        draft.note(draft.origin(shares), "weights of the parts: mixture.NAME.weight")
+
+
 def _rollouts(draft: RecipeDraft, rows: int | None) -> None:
     """Write the lines of train_ppo_ray."""
-    draft.same("tasks", "data.prompt_dataset")
+    _rows(draft, "data.prompt_dataset", "data.prompt_probs")
     split_of(draft, "data.prompt_split")
     draft.same("fields.prompt", "data.input_key")
     draft.same("fields.answer", "data.label_key")
@@ -357,7 +367,7 @@ def _template(draft: RecipeDraft, column: Any) -> None:
 
 def _given_responses(draft: RecipeDraft, rows: int | None) -> None:
     """Write the lines of train_sft, train_dpo and train_rm."""
-    draft.same("tasks", "data.dataset")
+    _rows(draft, "data.dataset", "data.dataset_probs")
     split_of(draft, "data.dataset_split")
     if draft.read("eval.dataset"):
         draft.note("eval.dataset", "held_out keeps a share of tasks for evaluation")

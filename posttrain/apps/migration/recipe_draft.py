@@ -79,9 +79,9 @@ _OF_OTHERS = re.compile(r"(critic|reward|reward_model|eval|distillation|.*\.ref|
 """Names of options of models that are not the policy: only an entry of their own takes them over."""
 
 _SECRET = re.compile(
-    r"(wandb\.key|wandb_key|use_wandb|(^|\.)token|(hub|hf|wandb|auth|access|api|bearer)_token|secret|password|api_key)$"
+    r"(wandb\.key|wandb_key|use_wandb|(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<!stop_)(?<!image_)token|secret|password|api_key)$"
 )
-"""Names of options whose values no file may repeat."""
+"""Names of options whose values no file may repeat: tokens of a model are none."""
 
 _UNKNOWN = re.compile(r"FILE\d*\.parquet")
 """Files in place of those whose names only a script computes."""
@@ -189,6 +189,8 @@ class RecipeDraft:
         value = self.run.options.get(name)
         files = value if isinstance(value, list) else [value]
         if len(files) == 1 and not isinstance(files[0], Unresolved):
+            if isinstance(value, list):
+                self.run.options[name] = value[0]
             return self.same("tasks", name)
         self.treated.add(name)
         found: list[tuple[str, str]] = []
@@ -224,8 +226,6 @@ class RecipeDraft:
             value = value.split(",")
         if isinstance(value, str) and option in ("model", "tasks", "eval_tasks", "out", "reward_model", "critic_model"):
             value = str(Path(value).expanduser()) if value.startswith("~") else value
-        if isinstance(value, list) and option == "tasks":
-            value = value[0] if value else ""
         if isinstance(value, str) and option in ("reward_model", "env_", "eval_tasks"):
             value = [value]
         hint = self._kinds().get(option.partition(".")[0])

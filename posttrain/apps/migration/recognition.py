@@ -107,7 +107,10 @@ def _of_command(words: list[str], path: Path) -> ForeignRun | None:
         if module[2] in VERL and (
             module[0].split(".")[0] in ("verl", "recipe") or "verl" in module[0] or "dapo" in module[0]
         ):
-            return _of_hydra(VERL[module[2]], after, _launched(words[:place]), path.parent)
+            run = _of_hydra(VERL[module[2]], after, _launched(words[:place]), path.parent)
+            if module[2] == "main_dapo":  # of verl's recipe for DAPO, whose configuration has another manager
+                run.defaults["reward.reward_manager.name"] = "dapo"
+            return run
         if module[2] in OPENRLHF and "openrlhf" in module[0]:
             return ForeignRun("OpenRLHF", module[2], _of_arguments(after), _launched(words[:place]))
         if module[2] in TRL_TRAINERS and (

@@ -193,7 +193,7 @@ def _data(draft: RecipeDraft, rows: int | None) -> None:
     if isinstance(configuration, str) and isinstance(name, str):
         draft.put("tasks", f"{name}:{configuration}", "dataset_name and dataset_config")
     else:
-        draft.same("tasks", "dataset_name")
+        draft.tasks("dataset_name")
     split_of(draft, "dataset_train_split")
     draft.read("dataset_test_split")
     if VERBS_OF.get(draft.run.trainer) == "rl":

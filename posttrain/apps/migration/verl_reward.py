@@ -73,7 +73,7 @@ def _manager(draft: RecipeDraft) -> None:
 
 def _overlong(draft: RecipeDraft) -> None:
     """Write the penalty for replies near the limit, which only the manager dapo adds."""
-    manager = draft.read(MANAGER, "dapo")
+    manager = draft.read(MANAGER, "naive")
     enabled, length = draft.read(f"{BUFFER}.enable"), draft.number(f"{BUFFER}.len")
     factor = draft.number(f"{BUFFER}.penalty_factor", 1)
     draft.read(f"{BUFFER}.log")

@@ -49,6 +49,15 @@ def test_the_configuration_that_a_command_gives_to_a_script_is_read(tmp_path: Pa
     assert (table["rows"], table["processes"]) == (8, 2)
 
 
+def test_a_command_counts_where_its_script_parses_it_by_a_class_of_its_own(tmp_path: Path) -> None:
+    own = "@dataclass\nclass ScriptArguments:\n    dataset_name: str = 'org/default'\n"
+    command = "python sft.py --dataset_name org/mine --dataset_train_split train_sft --learning_rate 2e-6\n"
+    run = files(tmp_path, run_sh=command, sft_py=own + PARSED.replace("DPO", "SFT"))
+    draft = recipe_for(str(run), 1, None, None)
+    table = tomllib.loads(draft.toml(run.name, "recipe.toml"))["sft"]
+    assert (table["tasks"], table["split"], table["lr"]) == ("org/mine", "train_sft", 2e-6)
+
+
 def test_files_that_decide_and_are_not_there_are_told_in_the_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -67,3 +67,18 @@ def test_what_the_command_of_a_recipe_would_refuse_is_told_when_it_is_written(
     (tmp_path / "run.sh").write_text(f"trl grpo --reward_funcs accuracy_reward {options}", encoding="utf-8")
     notes = [note for note in recipe_for(str(tmp_path / "run.sh"), None, 8, None).run.notes if "refuses" in note]
     assert [refused in note for note in notes] == [True] * bool(refused)
+
+
+def test_commands_and_other_languages_in_a_notebook_are_left_out(tmp_path: Path) -> None:
+    sources = [
+        "%%capture\nimport os\nif os.environ:\n    !uv pip install -qqq \\\n        trl \\\n        'torch>=2'\nelse: pass",
+        "%%writefile accelerate.yaml\nnum_processes: [2",
+        "%%html\n<b>SFT</b>",
+        "files = !ls \\\n  *.jsonl\n%env A=b\nfrom trl import SFTConfig, SFTTrainer",
+        "\n%%time\nSFTTrainer(model='u/m', args=SFTConfig(learning_rate=3e-5), train_dataset=d).train()",
+    ]
+    cells = [{"cell_type": "code", "source": source.splitlines(keepends=True)} for source in sources]
+    (tmp_path / "own.ipynb").write_text(json.dumps({"cells": cells}), encoding="utf-8")
+    draft = recipe_for(str(tmp_path / "own.ipynb"), 1, None, None)
+    table = tomllib.loads(draft.toml("own.ipynb", "recipe.toml"))["sft"]
+    assert (table["model"], table["lr"]) == ("u/m", 3e-5)

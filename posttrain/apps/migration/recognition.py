@@ -33,6 +33,9 @@ _HYDRA = {
     **dict.fromkeys(("--config-path", "-cp", "--config-dir", "-cd"), "path"),
 }
 _LARGEST_NOTEBOOK = 1 << 24  # bytes, pictures that it shows included
+_RUNS_PYTHON = re.compile(r"%%(capture|prun|python3?|time|timeit|wandb)\b")
+"""Magics of a notebook's cell whose further lines are Python that it runs."""
+_COMMAND = re.compile(r"(\s*)(?:\w+\s*=\s*)?[!%]")  # !pip install x, %env A=b, files = !ls
 _NODES = {"--nnodes", "--num_machines", "--num_nodes"}
 
 
@@ -230,29 +233,43 @@ def _with_script(place: Path, words: list[str], path: Path) -> ForeignRun:
     """Return the run of a script of one's own, with the options of its command over its own."""
     text = user_files.text(place, LARGEST)
     given = _of_arguments(words)
+    rest = dict(given)  # less what the script parses by itself
     try:
-        run = read_script(text, place.name, given)
+        run = read_script(text, place.name, rest)
     except UserError:
         if (config := next((name for name in CONFIGS if re.search(rf"\b{name}\b", text)), None)) is None:
             raise
         run = ForeignRun("TRL", CONFIGS[config], {}, None, [f"{place.name} decides too: read it"])
-    _configured(run, given, path)
+        rest = given
+    _configured(run, rest, path)
     return run
 
 
 def _cells(text: str, name: str) -> str:
-    """Return the code of a notebook, without commands of its shell."""
+    """Return the code of a notebook, without commands of its shell and cells of other languages."""
     try:
         cells = json.loads(text)["cells"]
-        code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        code = ["".join(cell["source"]).lstrip("\n") for cell in cells if cell["cell_type"] == "code"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{clip(name)} is not a Jupyter notebook: it has no cells") from None
-    lines = [line for cell in code if not cell.startswith("%%bash") for line in cell.splitlines()]
-    out = "\n".join(re.sub(r"^(\s*)[!%].*", r"\1pass", line) for line in lines)
+    lines = [line for cell in code if not cell.startswith("%%") or _RUNS_PYTHON.match(cell) for line in _lines(cell)]
+    out = "\n".join(lines)
     if len(out) > LARGEST:
         raise UserError(
             f"{clip(name)} has more than {LARGEST} characters of code: give the cell that trains, as a script"
         )
+    return out
+
+
+def _lines(cell: str) -> list[str]:
+    """Return the lines of a cell with `pass` for each command of the shell or of the notebook, its further lines included."""
+    out: list[str] = []
+    goes_on = False
+    for line in cell.splitlines():
+        command = _COMMAND.match(line)
+        if not goes_on:
+            out.append(f"{command[1]}pass" if command else line)
+        goes_on = (goes_on or command is not None) and line.rstrip().endswith("\\")
     return out
 
 

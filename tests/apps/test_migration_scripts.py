@@ -187,9 +187,10 @@ p.add_argument("--lr", type=float, default="3e-5")
 p.add_argument("-m", "--model-id", default="u/m")
 p.add_argument("--bits", action="store_true", dest="no_bits")
 p.add_argument("--seed", type=int)
+p.add_argument("--decay", type=float, required=True)
 args = p.parse_args()
 out, rows = "o", 4
-SFTTrainer(model=args.model_id, args=SFTConfig(out, learning_rate=args.lr, bf16=args.no_bits, seed=args.seed,
+SFTTrainer(model=args.model_id, args=SFTConfig(out, learning_rate=args.lr, bf16=args.no_bits, seed=args.seed, weight_decay=args.decay,
            per_device_train_batch_size=rows), train_dataset=d)
 """
 
@@ -204,20 +205,31 @@ def test_arguments_of_a_script_have_the_values_of_its_command_or_their_defaults(
     draft = recipe_for(str(tmp_path / "run.sh"), None, None, None)
     table = tomllib.loads(draft.toml("run.sh", "recipe.toml"))["sft"]
     assert (table["model"], table["lr"], table["rows"], table["steps"]) == ("x/y", 1e-4, 8, 3)
+    assert "weight_decay: only the script computes its value, args.decay" in draft.toml("run.sh", "recipe.toml")
+    (tmp_path / "run.sh").write_text("python own.py --decay 3e-2 --seed 7\n")
+    draft = recipe_for(str(tmp_path / "run.sh"), 1, None, None)
+    table = tomllib.loads(draft.toml("run.sh", "recipe.toml"))["sft"]
+    assert (table["weight_decay"], table["seed"]) == (0.03, 7), "arguments without a default"
 
 
 def test_fields_of_a_dataclass_are_arguments_too(tmp_path: Path) -> None:
     script = """
 @dataclass
 class Own:
+    decay: float
     rate: float = field(default=4e-5, metadata={})
     base: str = "u/m"
 def main(own):
-    SFTTrainer(model=own.base, args=SFTConfig(learning_rate=own.rate, seed=other.rate), train_dataset=d)
+    SFTTrainer(model=own.base, args=SFTConfig(learning_rate=own.rate, seed=other.rate, weight_decay=own.decay), train_dataset=d)
 other = 3
 """
     _, text, table = recipe(tmp_path, script)
     assert (table["model"], table["lr"]) == ("u/m", 4e-5) and "other.rate: set it here" in text
+    (tmp_path / "run.sh").write_text("python own.py --decay 3e-2 --rate 1e-4\n")
+    (tmp_path / "own.py").write_text(f"from trl import SFTTrainer\n{script}")
+    draft = recipe_for(str(tmp_path / "run.sh"), 1, None, None)
+    table = tomllib.loads(draft.toml("run.sh", "recipe.toml"))["sft"]
+    assert (table["weight_decay"], table["lr"]) == (0.03, 1e-4)
 
 
 def test_a_mapping_becomes_a_table_of_toml(tmp_path: Path) -> None:

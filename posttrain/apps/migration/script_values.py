@@ -27,7 +27,7 @@ class ScriptValues(ast.NodeVisitor):
         self.imported: dict[str, str] = {}  # name -> module
         self.attributes: list[tuple[str, str, ast.expr, str]] = []  # object, attribute, value, the branch it is set in
         self.environment: dict[str, ast.expr] = {}
-        self.arguments: dict[str, ast.expr] = {}  # of the script's command line -> what it is without it
+        self.arguments: dict[str, ast.expr | None] = {}  # of its command line -> the default; None: without one
         self.used: dict[str, Any] = {}  # arguments whose default is used -> the default
         self._branch = ""
 
@@ -79,7 +79,7 @@ class ScriptValues(ast.NodeVisitor):
         """Take the fields of a dataclass as arguments: HfArgumentParser makes them so."""
         if any("dataclass" in ast.unparse(decorator)[:100] for decorator in node.decorator_list):
             for part in node.body:
-                if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name) and part.value is not None:
+                if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
                     default = part.value
                     if isinstance(default, ast.Call) and name_of(default).endswith("field"):
                         default = next((word.value for word in default.keywords if word.arg == "default"), default)
@@ -99,7 +99,7 @@ class ScriptValues(ast.NodeVisitor):
             self.environment.setdefault(str(node.args[0].value), node.args[1])
 
     def _argument(self, node: ast.Call) -> None:
-        """Keep the default of an argument of argparse."""
+        """Keep an argument of argparse with its default."""
         words = {word.arg: word.value for word in node.keywords}
         flags = [part.value for part in node.args if isinstance(part, ast.Constant) and isinstance(part.value, str)]
         flag = next((flag for flag in flags if flag.startswith("--")), flags[0] if flags else "")
@@ -111,8 +111,7 @@ class ScriptValues(ast.NodeVisitor):
         kind = words.get("type")
         if isinstance(default, ast.Constant) and isinstance(default.value, str) and isinstance(kind, ast.Name):
             default = ast.Constant(value_of(default.value)) if kind.id in ("int", "float") else default
-        if default is not None:
-            self.arguments[str(name)] = default
+        self.arguments[str(name)] = default
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         self.functions.add(node.name)
@@ -148,8 +147,9 @@ class ScriptValues(ast.NodeVisitor):
             return self._sum(node, depth)
         if isinstance(node, ast.Call) and name_of(node).endswith(("environ.get", "getenv")) and len(node.args) == 2:
             return self.value(node.args[1], depth + 1)
-        if isinstance(node, ast.Attribute) and node.attr in self.arguments and self._is_parsed(node.value):
-            found = self.value(self.arguments[node.attr], depth + 1)
+        given = self.arguments.get(node.attr) if isinstance(node, ast.Attribute) else None
+        if isinstance(node, ast.Attribute) and given is not None and self._is_parsed(node.value):
+            found = self.value(given, depth + 1)
             if not isinstance(found, Unresolved):
                 self.used[node.attr] = found
                 return found

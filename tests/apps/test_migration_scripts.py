@@ -68,6 +68,64 @@ def test_an_attribute_that_only_the_script_computes_is_listed(after: str, told: 
     assert "DPOConfig's argument 2: only the script computes its value" in imported(tmp_path, "DPOConfig('o', 8)")[0]
 
 
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("b = 0.3\nif fast:\n    b = 0.5\n{}", "0.5 if fast"),
+        ("if n > 3:\n    b = 0.3\nelse:\n    b = 0.5\n{}", "0.5 if not (n > 3)"),
+        ("b = 0.3\nfor b in (0.1, 0.5):\n    pass\n{}", "b for b in (0.1, 0.5)"),
+        ("b = 0.3\nwhile more():\n    b = 0.5\n{}", "0.5 while more()"),
+        ("try:\n    b = 0.3\nexcept KeyError:\n    b = 0.5\n{}", "0.5 in an except"),
+        ("match n:\n    case 1:\n        b = 0.5\n{}", "0.5 in case 1"),
+        ("def sweep():\n    b = 0.5\n{}", "b"),
+        ("b = 0.3\ndef train(b):\n    {}", "b"),
+        ("b = 0.3\nwith made() as b:\n    {}", "b"),
+        ("def run(b):\n    {}\nrun(0.3)\nrun(0.5)", "b"),
+        ("c = dict(beta=0.3)\nif fast:\n    c['beta'] = 0.5\nb = 0.4\nargs = GRPOConfig(**c)", "0.5 if fast"),
+        ("c = dict(beta=0.3)\ndef f():\n    c['beta'] = 0.5\nargs = GRPOConfig(**c)", "0.5 in another function"),
+        ("args = GRPOConfig(beta=0.3)\ndef tune(args):\n    args.beta = 0.5", "0.5"),
+    ],
+)
+def test_a_value_that_a_branch_or_another_function_decides_is_listed(code: str, told: str, tmp_path: Path) -> None:
+    script = "from trl import GRPOConfig\n" + code.format("args = GRPOConfig(beta=b)")
+    _, text, table = recipe(tmp_path, script)
+    assert f"beta: only the script computes its value, {told}: set it here" in text and table["kl"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "b = 0.1\nb *= 3\n{}\nb = 0.5",
+        "b = 0.3\ndef sweep():\n    b = 0.5\n{}",
+        "b = 0.3\nclass A:\n    b = 0.5\n{}",
+        "b = 0.3\nother = [b for b in range(3)]\n{}",
+        "if __name__ == '__main__':\n    b = 0.3\n    {}",
+        "def main():\n    {}\nb = 0.3\nmain()",
+        "def main():\n    b = 0.3\n    {}\ndef other():\n    b = 0.5",
+        "if fast:\n    b = 0.3\n    {}\nelse:\n    b = 0.5",
+        "try:\n    b = 0.3\n    with open('a') as f:\n        {}\nfinally:\n    end()",
+        "def run(a, b=0.5):\n    {}\nrun(1, 0.3)",
+        "def run(*, b):\n    {}\nc = 0.3\nrun(b=c)",
+        "c = dict(beta=0.3)\nargs = GRPOConfig(**c)\nc['beta'] = 0.5",
+        "if fast:\n    args = GRPOConfig()\n    args.beta = 0.3",
+    ],
+)
+def test_a_value_is_the_one_that_its_name_has_where_it_is_read(code: str, tmp_path: Path) -> None:
+    script = "from trl import GRPOConfig\n" + code.format("args = GRPOConfig(beta=b)")
+    assert recipe(tmp_path, script)[2]["kl"] == pytest.approx(0.3)
+
+
+def test_rows_and_models_that_a_branch_only_changes_keep_their_source(tmp_path: Path) -> None:
+    script = "rows = load_dataset('u/d')\nif 'train' in rows:\n    rows = rows['train']\nmodel = load()\n"
+    script += "model = AutoModel.from_pretrained('u/m')\nif a:\n    model = get_peft_model(model, c)\n"
+    script += "SFTTrainer(model=model, args=SFTConfig(), train_dataset={})"
+    _, _, table = recipe(tmp_path, script.format("rows"))
+    assert (table["model"], table["tasks"], table["split"]) == ("u/m", "u/d", "train")
+    other = script.replace("model = AutoModel", "if b:\n    model = AutoModel")
+    _, text, table = recipe(tmp_path, other.format("rows"))
+    assert "only the script computes its value" in text and table["model"] == "MODEL"
+
+
 FILES = 'd = load_dataset("json", data_files={"train": "a.jsonl", "test": "b.jsonl"})'
 ONE = 'd = load_dataset("json", data_files="a.jsonl", split="train")\nd = d.map(shape)\n'
 CHANGED = "Check the rows: the script changes them"
@@ -190,8 +248,8 @@ p.add_argument("--seed", type=int)
 p.add_argument("--decay", type=float, required=True)
 args = p.parse_args()
 out, rows = "o", 4
-SFTTrainer(model=args.model_id, args=SFTConfig(out, learning_rate=args.lr, bf16=args.no_bits, seed=args.seed, weight_decay=args.decay,
-           per_device_train_batch_size=rows), train_dataset=d)
+SFTTrainer(model=args.model_id, args=SFTConfig(out, learning_rate=args.lr, bf16=args.no_bits, seed=args.seed,
+           weight_decay=args.decay, per_device_train_batch_size=rows), train_dataset=d)
 """
 
 
@@ -220,7 +278,8 @@ class Own:
     rate: float = field(default=4e-5, metadata={})
     base: str = "u/m"
 def main(own):
-    SFTTrainer(model=own.base, args=SFTConfig(learning_rate=own.rate, seed=other.rate, weight_decay=own.decay), train_dataset=d)
+    SFTTrainer(model=own.base, args=SFTConfig(learning_rate=own.rate, seed=other.rate, weight_decay=own.decay),
+               train_dataset=d)
 other = 3
 """
     _, text, table = recipe(tmp_path, script)

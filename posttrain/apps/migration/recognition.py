@@ -262,7 +262,7 @@ def _cells(text: str, name: str) -> str:
 
 
 def _lines(cell: str) -> list[str]:
-    """Return the lines of a cell with `pass` for each command of the shell or of the notebook, its further lines included."""
+    """Return the lines of a cell with `pass` for each command of the shell, its further lines included."""
     out: list[str] = []
     goes_on = False
     for line in cell.splitlines():

@@ -7,6 +7,7 @@ import operator
 from typing import Any
 
 from posttrain.apps.migration.foreign_run import Unresolved, value_of
+from posttrain.apps.migration.script_names import Assigned, ScriptNames, condition, unknown
 
 _LOADS = ("load_dataset", "load_from_disk", "from_pretrained")
 _WRAPS = ("get_peft_model", "prepare_model_for_kbit_training")
@@ -17,63 +18,42 @@ _LONGEST_CHAIN = 100  # methods that are called on rows one after another, and n
 _LONGEST = 10_000  # characters or elements of a value that an operator makes
 
 
-class ScriptValues(ast.NodeVisitor):
+class ScriptValues(ScriptNames):
     """The assignments, imports, functions and calls of a script, in its order, whatever function they are in."""
 
     def __init__(self) -> None:
-        self.values: dict[str, ast.expr] = {}
-        self.calls: list[ast.Call] = []
-        self.functions: set[str] = set()
+        super().__init__()
         self.imported: dict[str, str] = {}  # name -> module
-        self.attributes: list[tuple[str, str, ast.expr, str]] = []  # object, attribute, value, the branch it is set in
+        self.attributes: list[tuple[ast.expr, str, ast.expr, str]] = []  # object, attribute, value, its condition
         self.environment: dict[str, ast.expr] = {}
         self.arguments: dict[str, ast.expr | None] = {}  # of its command line -> the default; None: without one
         self.used: dict[str, Any] = {}  # arguments whose default is used -> the default
-        self._branch = ""
 
-    def visit_Assign(self, node: ast.Assign) -> None:
-        self.generic_visit(node)
-        for target in node.targets:
-            names = target.elts if isinstance(target, ast.Tuple) else [target]
-            values = [node.value] * len(names)
-            if isinstance(target, ast.Tuple) and isinstance(node.value, (ast.Tuple, ast.List)):
-                values = node.value.elts
-            if len(values) == len(names) and not any(isinstance(part, ast.Starred) for part in (*names, *values)):
-                for name, value in zip(names, values, strict=True):
-                    self._assign(name, value)
-
-    def visit_AugAssign(self, node: ast.AugAssign) -> None:
-        self.generic_visit(node)
-        if isinstance(node.target, ast.Attribute):
-            self._assign(node.target, ast.BinOp(node.target, node.op, node.value))
-
-    def visit_If(self, node: ast.If) -> None:
-        outer, test = self._branch, ast.unparse(node.test)[:100]
-        self._branch = outer if "__name__" in test else f"if {test}"
-        self.generic_visit(node)
-        self._branch = outer
-
-    def _assign(self, target: ast.expr, value: ast.expr) -> None:
-        if isinstance(target, ast.Name):
-            if isinstance(of := wrapped(value), ast.Name) and of.id in self.values:
-                value = self.values[of.id]  # model = get_peft_model(model): what was loaded before
-            inner, before = _innermost(value), self.values.get(target.id)
-            if inner is not None and isinstance(inner.value, ast.Name) and inner.value.id == target.id and before:
-                inner.value = before  # rows = rows.map(f): what is mapped is the name's value before
-            self.values[target.id] = value
-        elif isinstance(target, ast.Attribute):
-            self.attributes.append((ast.unparse(target.value), target.attr, value, self._branch))
+    def set_target(self, target: ast.expr, value: ast.expr) -> None:
+        super().set_target(target, value)
+        if isinstance(target, ast.Attribute):
+            self.attributes.append((target.value, target.attr, value, self._condition(target.value)))
         elif isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
-            name, key = ast.unparse(target.value), target.slice
-            if name.endswith("environ"):
-                self.environment[str(key.value)] = value
-            elif (before := self.values.get(name)) is not None and (isinstance(before, ast.Dict) or _is_dict(before)):
-                self.values[name] = ast.Dict([None, key], [before, value])
+            self._set_item(target.value, target.slice, value)
 
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        self.generic_visit(node)
-        if isinstance(node.target, ast.Name) and node.value is not None:
-            self.values[node.target.id] = node.value
+    def _set_item(self, target: ast.expr, key: ast.Constant, value: ast.expr) -> None:
+        """Take name["key"] = value, and an assignment to a variable of the environment."""
+        if ast.unparse(target).endswith("environ"):
+            self.environment[str(key.value)] = value
+        elif isinstance(target, ast.Name):
+            scope = self.scope
+            while scope and (scope, target.id) not in self.values:
+                scope = scope[:-1]
+            before, branch = self.values.get((scope, target.id), (None, ()))
+            if isinstance(before, ast.Dict) or (before is not None and _is_dict(before)):
+                told = condition(self.branch, branch) or "in another function" * (scope != self.scope)
+                value = unknown(f"{ast.unparse(value)[:200]} {told}") if told else value
+                self.values[scope, target.id] = Assigned(ast.Dict([None, key], [before, value]), branch)
+
+    def _condition(self, owner: ast.expr) -> str:
+        """Return the branch in which an object is changed here; "" if it is made in the same one."""
+        made = self.values.get((self.scope, owner.id)) if isinstance(owner, ast.Name) else None
+        return condition(self.branch, () if made is None else made.branch)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         """Take the fields of a dataclass as arguments: HfArgumentParser makes them so."""
@@ -84,11 +64,10 @@ class ScriptValues(ast.NodeVisitor):
                     if isinstance(default, ast.Call) and name_of(default).endswith("field"):
                         default = next((word.value for word in default.keywords if word.arg == "default"), default)
                     self.arguments[part.target.id] = default
-        self.generic_visit(node)
+        super().visit_ClassDef(node)
 
     def visit_Call(self, node: ast.Call) -> None:
-        self.generic_visit(node)
-        self.calls.append(node)
+        super().visit_Call(node)
         if name_of(node).endswith(".add_argument"):
             self._argument(node)
         if (
@@ -113,14 +92,6 @@ class ScriptValues(ast.NodeVisitor):
             default = ast.Constant(value_of(default.value)) if kind.id in ("int", "float") else default
         self.arguments[str(name)] = default
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
-        self.functions.add(node.name)
-        self.generic_visit(node)
-
-    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
-        self.functions.add(node.name)
-        self.generic_visit(node)
-
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         for alias in node.names:
             self.imported[alias.asname or alias.name] = "." * node.level + (node.module or "")
@@ -132,8 +103,8 @@ class ScriptValues(ast.NodeVisitor):
         if isinstance(node, ast.Constant):
             plain = isinstance(node.value, (bool, int, float, str)) or node.value is None
             return node.value if plain else Unresolved(ast.unparse(node))
-        if isinstance(node, ast.Name) and node.id in self.values:
-            return self.value(self.values[node.id], depth + 1)
+        if isinstance(node, ast.Name) and (assigned := self.assigned(node)) is not None:
+            return self.value(assigned, depth + 1)
         if isinstance(node, (ast.List, ast.Tuple)):
             return [self.value(part, depth + 1) for part in node.elts]
         if isinstance(node, ast.Dict) or _is_dict(node):
@@ -157,12 +128,11 @@ class ScriptValues(ast.NodeVisitor):
 
     def _is_parsed(self, node: ast.expr) -> bool:
         """Whether it is the object of a parser: one of its calls, or a name that the script does not set otherwise."""
-        if isinstance(node, ast.Name) and node.id in self.values:
-            node = self.values[node.id]
-            return isinstance(node, (ast.Call, ast.Subscript)) and any(
-                f".{way}(" in ast.unparse(node) for way in _PARSES
-            )
-        return isinstance(node, ast.Name)
+        node = self.origin(node)
+        if isinstance(node, ast.Name):
+            return True
+        made = ast.unparse(node) if isinstance(node, (ast.Call, ast.Subscript)) else ""
+        return any(f".{way}(" in made for way in _PARSES)
 
     def _mapping(self, node: ast.expr, depth: int) -> Any:
         """Return the value of {"name": value, **more} or of dict(more, name=value)."""
@@ -203,8 +173,11 @@ class ScriptValues(ast.NodeVisitor):
         """
         after: list[ast.expr] = []
         for _ in range(_LONGEST_CHAIN):
-            if isinstance(node, ast.Name) and node.id in self.values:
-                node = self.values[node.id]
+            if isinstance(node, ast.Name) and (found := self.found(node)) is not None:
+                value, branch = found
+                if branch and not _changes(value, node.id):
+                    break
+                node = value
             elif isinstance(node, ast.Call) and name_of(node).rpartition(".")[2] in _LOADS:
                 return node, after
             elif isinstance(node, ast.Call) and (model := wrapped(node)) is not None:
@@ -229,6 +202,13 @@ def _innermost(node: ast.expr) -> ast.Attribute | ast.Subscript | None:
         else:
             found, node = node, node.value
     return found
+
+
+def _changes(value: ast.expr, name: str) -> bool:
+    """Whether a value is what the name was before with more done to it: rows.map(f), get_peft_model(model)."""
+    inner = _innermost(value)
+    before = wrapped(value) if inner is None or wrapped(value) is not None else inner.value
+    return isinstance(before, ast.Name) and before.id == name
 
 
 def wrapped(node: ast.expr) -> ast.expr | None:

@@ -178,11 +178,17 @@ def _of_configuration(script: ScriptValues, call: ast.Call, run: ForeignRun) -> 
     for place, argument in enumerate(call.args):
         name = f"{name_of(call)}'s argument {place + 1}" if place else "output_dir"
         run.options.setdefault(name, script.value(argument) if not place else Unresolved(ast.unparse(argument)[:200]))
-    names = {name for name, value in script.values.items() if value is call}
+    names = {name for (_, name), assigned in script.values.items() if assigned.value is call}
     for owner, name, node, branch in script.attributes:
-        if owner in names or (owner.endswith(".args") and name in run.options):
+        of_trainer = isinstance(owner, ast.Attribute) and owner.attr == "args" and name in run.options
+        made = script.origin(owner)
+        perhaps = isinstance(owner, ast.Name) and isinstance(made, ast.Name) and owner.id in names
+        if branch or perhaps:
+            value: Any = Unresolved(f"{ast.unparse(node)[:200]} {branch}".strip())
+        else:
             value = script.value(node)
-            run.options[name] = Unresolved(f"{ast.unparse(node)[:200]} {branch}") if branch else value
+        if of_trainer or perhaps or made is call:
+            run.options[name] = value
     for name in ENVIRONMENT:
         if name in script.environment:
             run.options[name] = script.value(script.environment[name])
@@ -312,8 +318,7 @@ def _files(given: Any, split: Any) -> Any:
 
 def _rewards(script: ScriptValues, node: ast.expr, name: str, runs: bool, run: ForeignRun) -> Any:
     """Return the reward functions as terms of --env, and models as ("model", name)."""
-    if isinstance(node, ast.Name) and node.id in script.values:
-        node = script.values[node.id]
+    node = script.origin(node)
     terms: list[Any] = []
     for part in node.elts if isinstance(node, (ast.List, ast.Tuple)) else [node]:
         value = script.value(part)

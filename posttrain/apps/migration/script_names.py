@@ -1,0 +1,237 @@
+"""What the names of a Python script stand for where they are read: by function, by order, and by branch."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+Scope = tuple[str, ...]
+"""The functions, classes and comprehensions around a statement, outermost first; () is the module."""
+Branch = tuple[tuple[int, str], ...]
+"""The branches around a statement, outermost first: a number of its own, and its condition as words."""
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+_Comprehension = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
+_Loop = ast.For | ast.AsyncFor
+_Augmented = (ast.Name, ast.Attribute)
+_LONGEST_CHAIN = 100  # names that stand for one another
+
+
+class Assigned(NamedTuple):
+    """What a name is set to, and the branch in which it is."""
+
+    value: ast.expr
+    branch: Branch
+
+
+class _Parameter(NamedTuple):
+    name: str
+    function: str  # "" for one that is never known
+    place: int
+    default: ast.expr | None
+
+
+def unknown(text: str) -> ast.Name:
+    """Return an expression that has no value: a name that is not read."""
+    return ast.Name(text, ast.Store())
+
+
+class ScriptNames(ast.NodeVisitor):
+    """The names of a script. A visit goes in the order of execution, whatever function a statement is in."""
+
+    def __init__(self) -> None:
+        self.calls: list[ast.Call] = []
+        self.functions: set[str] = set()
+        self.values: dict[tuple[Scope, str], Assigned] = {}  # the last of each scope
+        self.branch: Branch = ()
+        self.scope: Scope = ()
+        self._count = 0
+        self._reads: dict[ast.Name, tuple[Scope, Branch, Assigned | None]] = {}
+        self._parameters: dict[tuple[Scope, str], _Parameter] = {}
+
+    def set_target(self, target: ast.expr, value: ast.expr) -> None:
+        """Take an assignment to a name. Others are of the class that inherits from this one."""
+        if isinstance(target, ast.Name):
+            self.values[self.scope, target.id] = Assigned(value, self.branch)
+
+    def found(self, name: ast.Name) -> tuple[ast.expr, str] | None:
+        """Return what a name stands for where it is read, and "" or the branch in which alone it does."""
+        if name not in self._reads:
+            return None
+        scope, branch, assigned = self._reads[name]
+        while assigned is None:
+            if (parameter := self._parameters.get((scope, name.id))) is not None:
+                argument = self._argument_of(parameter)
+                return None if argument is None else (argument, "")
+            assigned = self.values.get((scope, name.id))
+            if not scope:
+                break
+            scope = scope[:-1]
+            while scope and scope[-1].startswith("class "):  # functions do not see the names of their class
+                scope = scope[:-1]
+        return None if assigned is None else (assigned.value, condition(assigned.branch, branch))
+
+    def assigned(self, name: ast.Name) -> ast.expr | None:
+        """Return what a name stands for: an expression without a value where a branch decides, None if nothing sets it."""
+        if (found := self.found(name)) is None:
+            return None
+        value, branch = found
+        return unknown(f"{ast.unparse(value)[:200]} {branch}") if branch else value
+
+    def origin(self, node: ast.expr) -> ast.expr:
+        """Return the expression that a name stands for, through other names; any other expression is its own."""
+        for _ in range(_LONGEST_CHAIN):
+            if not isinstance(node, ast.Name) or (assigned := self.assigned(node)) is None:
+                break
+            node = assigned
+        return node
+
+    def _argument_of(self, parameter: _Parameter) -> ast.expr | None:
+        """Return what a function gets for a parameter, if the script calls it once."""
+        name, function, place, default = parameter
+        calls = [call for call in self.calls if isinstance(call.func, ast.Name) and call.func.id == function]
+        if len(calls) != 1 or any(word.arg is None for word in calls[0].keywords):
+            return None
+        given = {word.arg: word.value for word in calls[0].keywords}
+        for at, argument in enumerate(calls[0].args):
+            if isinstance(argument, ast.Starred):
+                return None
+            if at == place:
+                return argument
+        return given.get(name, default)
+
+    @contextmanager
+    def _within(self, kind: str) -> Iterator[None]:
+        outer, self._count = self.scope, self._count + 1
+        self.scope = (*outer, f"{kind} {self._count}")
+        yield
+        self.scope = outer
+
+    def _visit_branch(self, text: str, *parts: ast.AST) -> None:
+        outer, self._count = self.branch, self._count + 1
+        self.branch = (*outer, (self._count, text))
+        self._visit_all(*parts)
+        self.branch = outer
+
+    def _visit_all(self, *parts: ast.AST | None) -> None:
+        for part in parts:
+            if part is not None:
+                self.visit(part)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if isinstance(node.ctx, ast.Load):
+            self._reads[node] = (self.scope, self.branch, self.values.get((self.scope, node.id)))
+        else:
+            self.set_target(node, unknown(node.id))
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self._visit_all(node.value, *node.targets)
+        for target in node.targets:
+            names = target.elts if isinstance(target, ast.Tuple) else [target]
+            values = [node.value] * len(names)
+            if isinstance(target, ast.Tuple) and isinstance(node.value, (ast.Tuple, ast.List)):
+                values = node.value.elts
+            if len(values) == len(names) and not any(isinstance(part, ast.Starred) for part in (*names, *values)):
+                for name, value in zip(names, values, strict=True):
+                    self.set_target(name, value)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self._visit_all(node.value, node.target)
+            self.set_target(node.target, node.value)
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
+        self._visit_all(node.value, node.target)
+        self.set_target(node.target, node.value)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        before: ast.expr = node.target
+        if isinstance(before, ast.Name):
+            before = ast.Name(before.id, ast.Load())
+            self.visit(before)
+        self._visit_all(node.value, node.target)
+        if isinstance(node.target, _Augmented):
+            self.set_target(node.target, ast.BinOp(before, node.op, node.value))
+
+    def visit_If(self, node: ast.If) -> None:
+        self.visit(node.test)
+        test = ast.unparse(node.test)[:100]
+        if "__name__" in test:
+            self._visit_all(*node.body)
+        else:
+            self._visit_branch(f"if {test}", *node.body)
+        self._visit_branch(f"if not ({test})", *node.orelse)
+
+    def visit_While(self, node: ast.While) -> None:
+        self._visit_branch(f"while {ast.unparse(node.test)[:100]}", node.test, *node.body, *node.orelse)
+
+    def visit_For(self, node: _Loop) -> None:
+        self.visit(node.iter)
+        text = f"for {ast.unparse(node.target)[:50]} in {ast.unparse(node.iter)[:100]}"
+        self._visit_branch(text, node.target, *node.body)
+        self._visit_all(*node.orelse)
+
+    visit_AsyncFor = visit_For
+
+    def visit_Try(self, node: ast.Try | ast.TryStar) -> None:
+        self._visit_branch("in a try", *node.body, *node.orelse)
+        for handler in node.handlers:
+            self._visit_branch("in an except", handler)
+        self._visit_all(*node.finalbody)
+
+    visit_TryStar = visit_Try
+
+    def visit_match_case(self, node: ast.match_case) -> None:
+        self._visit_branch(f"in case {ast.unparse(node.pattern)[:100]}", node.pattern, *node.body)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        self.generic_visit(node)
+        self.calls.append(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self._visit_all(*node.decorator_list, *node.bases, *node.keywords)
+        with self._within("class"):
+            self._visit_all(*node.body)
+
+    def visit_FunctionDef(self, node: _Function) -> None:
+        name = ""
+        if not isinstance(node, ast.Lambda):
+            self._visit_all(*node.decorator_list)
+            self.functions.add(node.name)
+            name = "" if self.scope[-1:] and self.scope[-1].startswith("class ") else node.name  # no method
+        self._visit_all(*node.args.defaults, *node.args.kw_defaults)
+        with self._within("function"):
+            self._set_parameters(name, node.args)
+            self._visit_all(*(node.body if isinstance(node.body, list) else [node.body]))
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+    visit_Lambda = visit_FunctionDef
+
+    def _set_parameters(self, function: str, words: ast.arguments) -> None:
+        positional = [*words.posonlyargs, *words.args]
+        defaults = [*[None] * (len(positional) - len(words.defaults)), *words.defaults, *words.kw_defaults]
+        for place, (word, default) in enumerate(zip([*positional, *words.kwonlyargs], defaults, strict=True)):
+            at = place if place < len(positional) else -1
+            self._parameters[self.scope, word.arg] = _Parameter(word.arg, function, at, default)
+        for word in (words.vararg, words.kwarg):
+            if word is not None:
+                self._parameters[self.scope, word.arg] = _Parameter(word.arg, "", -1, None)
+
+    def visit_ListComp(self, node: _Comprehension) -> None:
+        with self._within("comprehension"):
+            self._visit_all(*node.generators)
+            self._visit_all(*([node.key, node.value] if isinstance(node, ast.DictComp) else [node.elt]))
+
+    visit_SetComp = visit_ListComp
+    visit_GeneratorExp = visit_ListComp
+    visit_DictComp = visit_ListComp
+
+    def visit_comprehension(self, node: ast.comprehension) -> None:
+        self._visit_all(node.iter, node.target, *node.ifs)
+
+
+def condition(of: Branch, where: Branch) -> str:
+    """Return "" if what is set in branch `of` is set wherever branch `where` runs, else the innermost condition."""
+    return "" if where[: len(of)] == of else of[-1][1]

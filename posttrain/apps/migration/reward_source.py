@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+import builtins
+import symtable
+from collections.abc import Collection, Iterable, Iterator
 
 _TRAINS = ("Trainer", "load_dataset", "load_from_disk", "from_pretrained", "parse_args")
 """Ends of the names of calls that a module of rewards must not make when it is imported."""
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
 _IMPORTS = (ast.Import, ast.ImportFrom)
 
 
@@ -16,24 +19,88 @@ def runs_when_imported(tree: ast.Module) -> bool:
     return any(_trains(node) for node in tree.body if not _is_guard(node) and not isinstance(node, _DEFINITIONS))
 
 
-def source_of(tree: ast.Module, text: str, functions: Iterable[str]) -> str:
-    """Return a module with these functions and what they use of the script, in the script's order."""
-    made: dict[str, ast.stmt] = {}
-    for node in _statements(tree.body):
-        for name in _names_made(node):
-            made[name] = node
-    taken: list[ast.stmt] = [made[name] for name in functions if name in made]
-    for node in taken:  # it grows
-        used = (part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load))
-        for name in used:
-            of = made.get(name)
-            if of is not None and of not in taken and (isinstance(of, _DEFINITIONS) or not _trains(of)):
-                taken.append(of)
-    future = [n for n in tree.body if isinstance(n, ast.ImportFrom) and n.module == "__future__"]
-    ordered = sorted([*future, *taken], key=lambda node: node.lineno)
+class _Block:
+    """The statements of a module or of a function by the names that they make, and the block around it."""
+
+    def __init__(self, body: list[ast.stmt], around: _Block | None = None, parameters: Collection[str] = ()) -> None:
+        self.around = around
+        self.depth: int = 0 if around is None else around.depth + 1
+        self.made: dict[str, list[ast.stmt]] = {name: [] for name in parameters}
+        self.inner: list[_Block] = []
+        for node in _statements(body):
+            for name in _names_made(node):
+                if name not in parameters:  # what the caller gives is not in the script's text
+                    self.made.setdefault(name, []).append(node)
+            if isinstance(node, _FUNCTIONS):
+                words = [part.arg for part in ast.walk(node.args) if isinstance(part, ast.arg)]
+                self.inner.append(_Block(node.body, self, words))
+
+    def of(self, name: str) -> _Block | None:
+        """Return the block that makes a name, seen from this one; None if none does."""
+        return self if name in self.made else self.around.of(name) if self.around else None
+
+    def defines(self, function: str) -> _Block | None:
+        """Return the outermost block here that defines a function."""
+        if any(isinstance(node, _FUNCTIONS) for node in self.made.get(function, ())):
+            return self
+        return next((found for block in self.inner if (found := block.defines(function))), None)
+
+
+class _Copy:
+    """The statements that functions need, each with the depth of its block, and the names that cannot be copied."""
+
+    def __init__(self, module: _Block) -> None:
+        self.module = module
+        self.taken: dict[ast.stmt, int] = {}
+        self.missing: list[str] = []
+
+    def take(self, name: str, block: _Block) -> bool:
+        """Take what makes a name, with all that this uses. Returns whether it can be made without training or loading."""
+        if (of := block.of(name)) is None:
+            if hasattr(builtins, name) or (name.startswith("__") and name.endswith("__")):
+                return True
+            stars = self.module.made.get("*", [])
+            self.taken |= dict.fromkeys(stars, 0)
+            return bool(stars)
+        nodes = [node for node in of.made[name] if node not in self.taken]
+        before = dict(self.taken)
+        if all(self._take_statement(node, of) for node in nodes) and of.made[name]:
+            return True
+        self.taken = before
+        return False
+
+    def _take_statement(self, node: ast.stmt, block: _Block) -> bool:
+        """Take a statement. A definition is copied whatever it uses: only its calls need what is missing."""
+        if not isinstance(node, _DEFINITIONS) and _trains(node):
+            return False
+        self.taken[node] = block.depth
+        for name in [] if isinstance(node, _IMPORTS) else _used(node):
+            if not self.take(name, block):
+                if not isinstance(node, _DEFINITIONS):
+                    return False
+                if name not in self.missing:
+                    self.missing.append(name)
+        return True
+
+
+def source_of(tree: ast.Module, text: str, functions: Iterable[str]) -> tuple[str, list[str]]:
+    """Return a module with these functions and what they use of the script, and the names that it cannot have.
+
+    These are made by the training itself: a tokenizer that is loaded, a parameter of the function around.
+    """
+    module = _Block(tree.body)
+    copy = _Copy(module)
+    for name in functions:
+        if (block := module.defines(name)) is not None:
+            copy.take(name, block)
+    future = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
+    taken = {**dict.fromkeys(future, 0), **copy.taken}
+    # what is around a function runs before what is in it
+    ordered = sorted(taken, key=lambda node: (taken[node], node.lineno))
     parts = [(node, ast.unparse(node) if node.col_offset else _with_decorators(node, text)) for node in ordered]
     imports = "\n".join(part for node, part in parts if isinstance(node, _IMPORTS))
-    return "\n\n\n".join([imports, *(part for node, part in parts if not isinstance(node, _IMPORTS))]).strip() + "\n"
+    rest = [part for node, part in parts if not isinstance(node, _IMPORTS)]
+    return "\n\n\n".join([imports, *rest]).strip() + "\n", copy.missing
 
 
 def _trains(node: ast.AST) -> bool:
@@ -46,20 +113,40 @@ def _is_guard(node: ast.stmt) -> bool:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements of a module, of its branches and functions; the module's own last."""
+    """Yield the statements of a block. A branch or loop is one of them, unless it is the guard of `__main__` or trains."""
     for node in body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.If, ast.Try, ast.With)):
-            yield from _statements(node.body)
-    yield from body
+        within = [part for name in ("body", "orelse", "finalbody") for part in getattr(node, name, [])]
+        if isinstance(node, _DEFINITIONS) or not within or not (_is_guard(node) or _trains(node)):
+            yield node
+        else:
+            yield from _statements(within)
 
 
 def _names_made(node: ast.stmt) -> list[str]:
+    """Return the names that a statement sets in its block."""
     if isinstance(node, _DEFINITIONS):
         return [node.name]
     if isinstance(node, _IMPORTS):
         return [alias.asname or alias.name.partition(".")[0] for alias in node.names]
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return [part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)]
+    return [
+        symbol.get_name() for symbol in _symbols(node).get_symbols() if symbol.is_assigned() or symbol.is_imported()
+    ]
+
+
+def _symbols(node: ast.stmt) -> symtable.SymbolTable:
+    try:
+        return symtable.symtable(ast.unparse(node), "script", "exec")
+    except (SyntaxError, RecursionError):  # nonlocal names of a function around, or nesting that Python refuses
+        return symtable.symtable("", "script", "exec")
+
+
+def _used(node: ast.stmt) -> list[str]:
+    """Return the names that a statement reads and does not bind by itself, in arguments, loops and the like."""
+    tables, found = [_symbols(node)], []
+    for table in tables:  # it grows
+        tables += table.get_children()
+        found += [symbol.get_name() for symbol in table.get_symbols() if symbol.is_referenced() and symbol.is_global()]
+    return list(dict.fromkeys(found))
 
 
 def _with_decorators(node: ast.stmt, text: str) -> str:

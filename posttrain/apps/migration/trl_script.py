@@ -137,7 +137,11 @@ def _copy_rewards(tree: ast.Module, text: str, run: ForeignRun) -> None:
     terms = [term for term in given if isinstance(term, tuple) and len(term) == 2] if isinstance(given, list) else []
     names = [str(told).removeprefix(start) for kind, told in terms if kind == "function" and told.startswith(start)]
     if names:
-        run.files["rewards.py"] = source_of(tree, text, names)
+        run.files["rewards.py"], missing = source_of(tree, text, names)
+        for name in missing:
+            run.notes.append(
+                f"{name} in rewards.py, which uses it: the script loads or computes it, so define it there"
+            )
 
 
 def _of_adapters(script: ScriptValues, last: dict[str, ast.Call], run: ForeignRun) -> None:

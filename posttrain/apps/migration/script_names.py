@@ -215,9 +215,9 @@ class ScriptNames(ast.NodeVisitor):
         for place, (word, default) in enumerate(zip([*positional, *words.kwonlyargs], defaults, strict=True)):
             at = place if place < len(positional) else -1
             self._parameters[self.scope, word.arg] = _Parameter(word.arg, function, at, default)
-        for word in (words.vararg, words.kwarg):
-            if word is not None:
-                self._parameters[self.scope, word.arg] = _Parameter(word.arg, "", -1, None)
+        for rest in (words.vararg, words.kwarg):
+            if rest is not None:
+                self._parameters[self.scope, rest.arg] = _Parameter(rest.arg, "", -1, None)
 
     def visit_ListComp(self, node: _Comprehension) -> None:
         with self._within("comprehension"):

@@ -1,4 +1,4 @@
-"""What the names of a Python script stand for where they are read: by function, by order, and by branch."""
+"""Names of a Python script and their values where they are read: by function, by order, and by branch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _Comprehension = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
 _Loop = ast.For | ast.AsyncFor
 _Augmented = (ast.Name, ast.Attribute)
-_LONGEST_CHAIN = 100  # names that stand for one another
+_LONGEST_CHAIN = 100  # names that are set to one another
 
 
 class Assigned(NamedTuple):
-    """What a name is set to, and the branch in which it is."""
+    """An expression that a name is set to, and the branch in which it is."""
 
     value: ast.expr
     branch: Branch
@@ -57,7 +57,7 @@ class ScriptNames(ast.NodeVisitor):
             self.values[self.scope, target.id] = Assigned(value, self.branch)
 
     def found(self, name: ast.Name) -> tuple[ast.expr, str] | None:
-        """Return what a name stands for where it is read, and "" or the branch in which alone it does."""
+        """Return the expression of a name where it is read, and "" or the branch in which alone it has it."""
         if name not in self._reads:
             return None
         scope, branch, assigned = self._reads[name]
@@ -74,14 +74,14 @@ class ScriptNames(ast.NodeVisitor):
         return None if assigned is None else (assigned.value, condition(assigned.branch, branch))
 
     def assigned(self, name: ast.Name) -> ast.expr | None:
-        """Return what a name stands for: an expression without a value where a branch decides, None if nothing sets it."""
+        """Return the expression of a name: one without a value where a branch decides, None if nothing sets it."""
         if (found := self.found(name)) is None:
             return None
         value, branch = found
         return unknown(f"{ast.unparse(value)[:200]} {branch}") if branch else value
 
     def origin(self, node: ast.expr) -> ast.expr:
-        """Return the expression that a name stands for, through other names; any other expression is its own."""
+        """Return the expression of a name, through other names; any other expression is its own."""
         for _ in range(_LONGEST_CHAIN):
             if not isinstance(node, ast.Name) or (assigned := self.assigned(node)) is None:
                 break

@@ -94,7 +94,7 @@ def source_of(tree: ast.Module, text: str, functions: Iterable[str]) -> tuple[st
         if (block := module.defines(name)) is not None:
             copy.take(name, block)
     future = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
-    taken = {**dict.fromkeys(future, 0), **copy.taken}
+    taken: dict[ast.stmt, int] = {node: 0 for node in future} | copy.taken
     # what is around a function runs before what is in it
     ordered = sorted(taken, key=lambda node: (taken[node], node.lineno))
     parts = [(node, ast.unparse(node) if node.col_offset else _with_decorators(node, text)) for node in ordered]

@@ -26,7 +26,7 @@ from rich.console import Console
 from tables import Table
 from work import DATA, REAL
 
-from posttrain.training.setup import multiplies_bfloat16
+from posttrain.models.native.kernels.build import multiplies_bfloat16
 
 HEAD = """# Speed and memory, beside others
 

@@ -34,7 +34,6 @@ from posttrain.config.verbs import VERBS, load, sampling, training
 from posttrain.core import user_files
 from posttrain.core.messages import inline, near, safe
 from posttrain.core.progress import doing, watch
-from posttrain.core.several_files import as_mixture
 from posttrain.core.types import UserError
 from posttrain.system import garbage
 
@@ -180,6 +179,8 @@ def _unused(word: str, words: list[str]) -> str:
     """Return the message for a word without an option before it. `words`: those of the command."""
     verb, *rest = words
     if len(files := _files_of_tasks(rest)) > 1 and word in files:
+        from posttrain.core.several_files import as_mixture
+
         return as_mixture(files)
     if verb == "query":
         return 'put the question into quotes: posttrain query RUN "select ..."'

@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,8 +44,6 @@ TRIAL_TURNS = 8  # turns of a rehearsed episode; an environment may wait for a w
 LARGE_MODEL = 50_000_000  # parameters from which micro-batches on a CPU are smaller
 GPU_TOKENS = 8192  # tokens of a micro-batch on a GPU if the size of its activations is unknown
 ACTIVATION_SHARE = 0.2  # share of a GPU's memory for the activations of a micro-batch
-CPUINFO = Path("/proc/cpuinfo")
-BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # of Intel and AMD, Intel, ARM
 MOST_BEYOND = 1.05  # tokenizer's size / vocabulary: some checkpoints lack tokens that no text uses
 SAMPLE_REPLIES = ("42", "The answer is 42.", "<think>\n6 x 7 = 42\n</think>\n\\boxed{42}")
 
@@ -60,19 +57,12 @@ def prepare(config: Training | Evaluation | Sample) -> torch.device:
     device = choose_device(config.device, getattr(config, "learner_devices", ()), roles)
     if device.type == "cuda":
         repeat_bits(config.deterministic)
-    if device.type == "cpu" and config.precision == "bfloat16" and not multiplies_bfloat16():
+    if device.type == "cpu" and config.precision == "bfloat16" and not build.multiplies_bfloat16():
         warn(
             "this processor has no bfloat16 products (avx512_bf16, amx_bf16), so --precision bfloat16 is slower than "
             "float32: leave it out"
         )
     return device
-
-
-def multiplies_bfloat16() -> bool:
-    """Whether the processor multiplies in bfloat16; True where Linux does not list its instructions."""
-    listed = CPUINFO.read_text() if CPUINFO.exists() else ""
-    found = re.search(r"^(?:flags|Features)\s*:(.*)", listed, re.MULTILINE)
-    return found is None or not BFLOAT16_FLAGS.isdisjoint(found[1].split())
 
 
 def use_threads(count: int | None) -> None:

@@ -52,7 +52,7 @@ JOURNEYS = {
 """Pages whose blocks run one after the other in one folder."""
 RUNS = {
     "README": 1,
-    "start": 51,
+    "start": 52,
     "coming-from": 15,
     "environments": 19,
     "chat-rows": 5,

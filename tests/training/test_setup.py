@@ -20,6 +20,7 @@ from posttrain.learners import repeated_bits as bits
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.native.kernels import build
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training import setup
 from posttrain.training.setup import microbatch_tokens, tokens_of_activations
@@ -110,7 +111,7 @@ def test_bfloat16_on_a_processor_without_such_products_is_warned_of(
     listed: str, fast: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "cpuinfo").write_text("model name\t: avx512_bf16\n" * bool(listed) + listed)
-    monkeypatch.setattr(setup, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
     for precision in ("bfloat16", "float32"):
         setup.prepare(RL(precision=precision, device="cpu"))
         told = "has no bfloat16 products" in " ".join(capsys.readouterr().err.split())

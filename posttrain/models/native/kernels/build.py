@@ -34,6 +34,9 @@ LINK_FLAGS = ("-lm",)
 COMPILER_SECONDS = 120.0
 """Seconds of a compilation: one that takes longer hangs."""
 
+CPUINFO = Path("/proc/cpuinfo")
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # of Intel and AMD, Intel, ARM
+
 _used = True
 _missing: dict[str, str] = {}  # source -> reason why there is no library
 _hung: set[str] = set()  # compilers that hung, and are not run again
@@ -157,9 +160,16 @@ def _key(source: Path, compiler: str) -> str:
 
 def _processor() -> str:
     try:
-        text = Path("/proc/cpuinfo").read_text(errors="replace")
+        text = CPUINFO.read_text(errors="replace")
     except OSError:
         return platform.processor()
     return "\n".join(
         sorted({line for line in text.splitlines() if line.startswith(("model name", "flags", "Features"))})
     )
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the processor multiplies in bfloat16; True where Linux does not list its instructions."""
+    listed = CPUINFO.read_text() if CPUINFO.exists() else ""
+    found = re.search(r"^(?:flags|Features)\s*:(.*)", listed, re.MULTILINE)
+    return found is None or not BFLOAT16_FLAGS.isdisjoint(found[1].split())

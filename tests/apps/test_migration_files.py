@@ -321,6 +321,9 @@ def test_penalty_near_the_limit_is_that_of_the_manager_that_verl_takes_by_defaul
     for module, length in (("verl.trainer.main_ppo", None), ("recipe.dapo.main_dapo", 128)):
         text, table = imported(files(tmp_path, run_sh=f"python3 -m {module} {rest}"))
         assert table.get("overlong_cache") == length and ("only the reward manager dapo" in text) == (length is None)
+    off = rest.replace("enable=True", "enable=False")
+    text, table = imported(files(tmp_path, run_sh=f"python3 -m recipe.dapo.main_dapo {off}"))
+    assert "overlong_cache" not in table and "overlong_buffer_cfg.enable is not true" in text
 
 
 TWO = """

@@ -442,6 +442,7 @@ def test_the_command_serves_until_it_is_interrupted(folder: Path, words: Tokeniz
         answers.append(server.ask("/v1/models")[1]["data"][0]["id"])
         os.kill(os.getpid(), signal.SIGINT)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & ignores it, and the command then does too
     thread = threading.Thread(target=client)
     thread.start()
     serve_policy(ServePolicy(model=str(folder), port=0, name="mine"), said.append)

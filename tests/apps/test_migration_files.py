@@ -326,6 +326,14 @@ def test_penalty_near_the_limit_is_that_of_the_manager_that_verl_takes_by_defaul
     assert "overlong_cache" not in table and "overlong_buffer_cfg.enable is not true" in text
 
 
+def test_a_reward_model_that_is_off_scores_nothing(tmp_path: Path) -> None:
+    run = "python3 -m verl.trainer.main_ppo data.train_files=d.parquet actor_rollout_ref.model.path=m"
+    for enabled, models in (("True", ["rm"]), ("False", None)):
+        given = f"reward.reward_model.enable={enabled} reward.reward_model.model_path=rm\n"
+        _, table = imported(files(tmp_path, run_sh=f"{run} {given}"))
+        assert table.get("reward_model") == models
+
+
 TWO = """
 from datasets import load_dataset
 from trl import SFTConfig, SFTTrainer

@@ -66,21 +66,16 @@ class TurnGroups(Advantage):
     def __call__(self, scores: Scores) -> list[Tensor]:
         assert len(scores.turns) == len(scores.reward), "the scoreboard has the turns where they are needed"
         whole = Baselined("group", self.scale, eps=self.eps)(scores).double().tolist()
-        returns = turn_returns(scores, self.gamma)
-        states: dict[tuple[int, int], list[float]] = defaultdict(list)
-        keys = [
-            [(group, getattr(turn, self.state)) for turn in turns]
+        states: list[list[list[State]]] = [
+            [[(group, getattr(turn, self.state))] for turn in turns]
             for group, turns in zip(scores.group.tolist(), scores.turns, strict=True)
         ]
-        for own, values in zip(keys, returns, strict=True):
-            for key, value in zip(own, values, strict=True):
-                states[key].append(value)
         eps = self.eps if self.scale == "group" else None
-        own_advantages = [
-            [self.weight * standardised([value], states[key], eps)[0] for key, value in zip(own, values, strict=True)]
-            for own, values in zip(keys, returns, strict=True)
+        of_turns = [
+            [self.weight * standardised([value], same, eps)[0] for value, [same] in turns]
+            for turns in compared(scores, self.gamma, states)
         ]
-        return over_turns(scores, own_advantages, whole)
+        return over_turns(scores, of_turns, whole)
 
 
 @dataclass(frozen=True)
@@ -127,23 +122,16 @@ class TurnHistories(Advantage):
 
     def __call__(self, scores: Scores) -> list[Tensor]:
         assert len(scores.turns) == len(scores.reward), "the scoreboard has the turns where they are needed"
-        returns = turn_returns(scores, self.gamma)
-        states: dict[tuple[int, ...], list[float]] = defaultdict(list)
-        keys = [
+        states = [
             [self._states(group, turns, place) for place in range(len(turns))]
             for group, turns in zip(scores.group.tolist(), scores.turns, strict=True)
         ]
-        for own, values in zip(keys, returns, strict=True):
-            for known, value in zip(own, values, strict=True):
-                for key in known:
-                    states[key].append(value)
-        found = [
-            [self._advantage(value, [states[key] for key in known]) for known, value in zip(own, values, strict=True)]
-            for own, values in zip(keys, returns, strict=True)
+        of_turns = [
+            [self._advantage(value, same) for value, same in turns] for turns in compared(scores, self.gamma, states)
         ]
-        return over_turns(scores, found, [0.0] * len(found))
+        return over_turns(scores, of_turns, [0.0] * len(of_turns))
 
-    def _states(self, group: int, turns: tuple[TurnStart, ...], place: int) -> list[tuple[int, ...]]:
+    def _states(self, group: int, turns: tuple[TurnStart, ...], place: int) -> list[State]:
         """Return the state of a turn for k = 1, 2 ...: its group and the last k observations, as far as there are k."""
         seen = [turn.observation for turn in turns[: place + 1]]
         return [(group, *seen[-k:]) for k in range(1, min(self.history, place) + 2)]
@@ -160,9 +148,24 @@ class TurnHistories(Advantage):
         return total / weights if weights else 0.0
 
 
-def turn_returns(scores: Scores, gamma: float) -> list[list[float]]:
-    """Return R_t of each turn of each rollout."""
-    return [_returns(own, turns, gamma) for own, turns in zip(earnings(scores), scores.turns, strict=True)]
+State = tuple[int, ...]
+"""A group, and what its turns of this state have in common."""
+
+
+def compared(
+    scores: Scores, gamma: float, states: list[list[list[State]]]
+) -> list[list[tuple[float, list[list[float]]]]]:
+    """Return, for each turn of each rollout, R_t and the returns of all turns of each of its states."""
+    returns = [_returns(own, turns, gamma) for own, turns in zip(earnings(scores), scores.turns, strict=True)]
+    of_state: dict[State, list[float]] = defaultdict(list)
+    for own, values in zip(states, returns, strict=True):
+        for known, value in zip(own, values, strict=True):
+            for state in known:
+                of_state[state].append(value)
+    return [
+        [(value, [of_state[state] for state in known]) for known, value in zip(own, values, strict=True)]
+        for own, values in zip(states, returns, strict=True)
+    ]
 
 
 def _returns(earned: Tensor, turns: tuple[TurnStart, ...], gamma: float) -> list[float]:

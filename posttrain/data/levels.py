@@ -17,7 +17,7 @@ from posttrain.system.user_code import describe_error
 
 SPAN = 2**24  # places of a level: more tasks than a run visits
 MOST_LEVELS = 2**31 // SPAN - 1  # as a place is recorded in 32 bits
-VARIOUS = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 MakeRows = Callable[[int, int], Iterable[Mapping[str, Any]] | None]
 """(seed, level from 1 on) -> rows; none beyond the last level."""
 
@@ -26,7 +26,7 @@ def makes_levels(function: Callable[..., Any]) -> bool:
     """Whether a function makes rows by level: it needs a seed and a level."""
     try:
         parameters = inspect.signature(function).parameters.values()
-        return {"seed", "level"} == {p.name for p in parameters if p.default is p.empty and p.kind not in VARIOUS}
+        return {"seed", "level"} == {p.name for p in parameters if p.default is p.empty and p.kind not in VARIADIC}
     except (TypeError, ValueError):  # no signature, as of some functions in C
         return False
 

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 Text = tuple[int, bytes]  # the number of a row, and the row as JSON
 
-OF_ROWS = {"prompt", "messages", "conversations", "instruction", "question", "query", "chosen", "text"}
+ROW_COLUMNS = {"prompt", "messages", "conversations", "instruction", "question", "query", "chosen", "text"}
 """Columns of a row that an object without a list of rows has."""
-IN_ROWS = {"completions", "responses", "tools", "turns", "transcripts", "replies", "comparisons", "pairs", "steps"}
+LIST_COLUMNS = {"completions", "responses", "tools", "turns", "transcripts", "replies", "comparisons", "pairs", "steps"}
 """Columns of a row that may be lists of objects."""
 
 _raw_decode = json.JSONDecoder().raw_decode
@@ -197,7 +197,7 @@ def _framed(content: Row) -> list[Any] | None:
     lists = [
         value
         for name, value in content.items()
-        if name not in IN_ROWS
+        if name not in LIST_COLUMNS
         and isinstance(value, list)
         and value
         and all(isinstance(row, dict) and not {"role", "from"} & row.keys() for row in value)
@@ -207,7 +207,7 @@ def _framed(content: Row) -> list[Any] | None:
 
 def _is_row(content: Row) -> bool:
     """Return whether the only object of a file is a row."""
-    if OF_ROWS & content.keys():
+    if ROW_COLUMNS & content.keys():
         return True
     kinds = set(map(type, content.values()))
     return list not in kinds and bool(kinds - {dict})

@@ -68,8 +68,8 @@ LIKE = {
     "response": ("response", "completion", "solution", "output", "answer", "code", "summary", "target"),
 }
 """Key of a task -> columns that other rows have in its place, the likeliest first."""
-WHOLE = "whole texts"
-NOT_WHOLE = {
+WHOLE = "language modeling"
+NOT_BESIDE_TEXT = {
     *LIKE["prompt"],
     *LIKE["response"],
     "label",
@@ -104,7 +104,7 @@ SHAPES: Sequence[tuple[str, Callable[[set[str]], bool]]] = (
     ("Alpaca", _shaped_like("instruction")),
     ("ms-swift", lambda there: "query" in there and bool({"response", "history"} & there)),
     ("questions", lambda there: any(name in there for name in LIKE["prompt"])),
-    (WHOLE, lambda there: "text" in there and NOT_WHOLE.isdisjoint(map(str.lower, there))),
+    (WHOLE, lambda there: "text" in there and NOT_BESIDE_TEXT.isdisjoint(map(str.lower, there))),
     ("unknown", lambda there: True),
 )
 """Name -> whether a row with these nonempty columns has the shape; the first match decides."""

@@ -167,7 +167,7 @@ class Conversion:
         if self.convert is not None:
             return f"{_name(self.convert)} makes the tasks"
         if "response" in task and not {"prompt", "messages"} & task.keys():
-            return f"whole texts from {self.fields.get('text', 'text')!r}"
+            return f"all of the text from {self.fields.get('text', 'text')!r}"
         prompts, replies = columns("prompt"), columns(*REPLIES)[:1] if "response" in self.need else []
         said: dict[str, list[str]] = {"prompt": prompts, "response": replies}
         if "messages" in task:

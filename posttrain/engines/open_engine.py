@@ -23,7 +23,7 @@ def open_engine(
     seconds: float = 120.0,
     serving: bool = False,
     own: bool = False,
-    ahead: bool = False,
+    asynchronous: bool = False,
     seeds: bool = False,
     seed: int = 0,
     many: Many = Many(),  # noqa: B008  frozen
@@ -32,9 +32,9 @@ def open_engine(
 
     `cache_gib`: limit of the cache in GiB; None: see `--engine-cache`. `seconds`: timeout of a weight sync and of a
     decoding step, for an engine in another process. `serving`: requests come at any time, and memory is used for
-    sampling alone. `own`: sample with the weights that were loaded last, even if the model changes. `ahead`: it samples
-    during updates too, so it cannot free its memory for them. `seeds`, `seed`: see `vllm.server_pool.open_servers`.
-    `many`: open a pool if it names engines.
+    sampling alone. `own`: sample with the weights that were loaded last, even if the model changes. `asynchronous`: it
+    samples during updates too, so it cannot free its memory for them. `seeds`, `seed`: see
+    `vllm.server_pool.open_servers`. `many`: open a pool if it names engines.
     """
     if kind == "local" and many.weight_sync == "adapter":
         raise UserError("--weight-sync adapter requires --engine vllm: add it, or leave --weight-sync out")
@@ -59,5 +59,5 @@ def open_engine(
         seconds=seconds,
         seeds=seeds or serving,
         seed=seed,
-        sleeps=not (serving or ahead),
+        sleeps=not (serving or asynchronous),
     )

@@ -45,7 +45,7 @@ class SamplingSize:
 
     requests: int
     tokens: int  # most tokens of a reply
-    ahead: bool = False  # it samples during updates too, and never rests
+    asynchronous: bool = False  # it samples during updates too, and never rests
 
 
 def sampling_size(config: Training) -> SamplingSize | None:
@@ -132,7 +132,7 @@ def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate |
         # packed weights are sampled from as they are, see `cuda_step.fits`; copies of them are not packed
         cast_once = narrow and (size.copies > 0 or not _packed(learner))
         engine = _engine_bytes(learner.model, shape, size.sampling, narrow, cast_once * COPIED_SHARE * size.room)
-        if size.sampling.ahead or engine <= RESTING_SHARE * size.room:  # else it is freed before an update
+        if size.sampling.asynchronous or engine <= RESTING_SHARE * size.room:  # else it is freed before an update
             parts["engine"] = engine
     divided = size.shares > 1 or size.tensor > 1  # an engine here samples with whole weights of its own
     if copies := max(size.copies, int(divided and size.sampling is not None)):

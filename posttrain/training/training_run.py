@@ -23,7 +23,7 @@ from posttrain.models.free_memory import gpu_memory
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_folder import RunFolder
 from posttrain.training.distributed_setup import open_world
-from posttrain.training.gpu_seats import gpu_seats
+from posttrain.training.gpu_assignment import gpu_assignment
 from posttrain.training.hooks import Hooks
 from posttrain.training.memory_estimate import UpdateSize, memory_lines, refuse_too_large
 from posttrain.training.memory_plan import planned_lines, refuse_impossible
@@ -89,7 +89,7 @@ def run_training(
         trainer = Trainer(run, parts.learner, parts.source, parts.tokenizer, measure, parts.steps, watching)
         for part in parts.notifiers:
             part.say = trainer.display.note
-        sizes = [*parts.sizes, *gpu_seats(run.config, world, device), *_memory(run, parts, device)]
+        sizes = [*parts.sizes, *gpu_assignment(run.config, world, device), *_memory(run, parts, device)]
         ended = trainer.run(parts.objective, sizes, parts.formula)
         if not world.rank:
             totals = [line for part in parts.notifiers if isinstance(part, TooLong) for line in part.total()]

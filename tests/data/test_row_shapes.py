@@ -221,7 +221,7 @@ def test_shapes_are_named_by_their_columns() -> None:
         "Alpaca": {"instruction": "a", "input": "", "output": "b"},
         "verl": {"data_source": "d", "prompt": [], "reward_model": {}},
         "ms-swift": {"query": "a", "response": "b", "history": []},
-        "whole texts": {"text": "a", "prompt": None},
+        "language modeling": {"text": "a", "prompt": None},
         "unknown": {"title": "a", "prompt": None},
     }
     assert {shape_of(row): row for row in names.values()} == names

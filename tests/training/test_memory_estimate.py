@@ -95,7 +95,7 @@ def test_copies_for_engines_that_sample_during_updates_are_counted(how: str, tok
 
 def test_an_engine_that_samples_during_updates_never_rests() -> None:
     learner, size = learner_of(QWEN), UpdateSize(1024, False, SamplingSize(256, 4096), 24e9)
-    ahead = replace(size, sampling=replace(SamplingSize(256, 4096), ahead=True))
+    ahead = replace(size, sampling=replace(SamplingSize(256, 4096), asynchronous=True))
     for room, rests in ((24e9, True), (200e9, False)):
         found, awake = (estimate_memory(learner, replace(one, room=room)) for one in (size, ahead))
         assert found is not None and awake is not None
@@ -112,7 +112,7 @@ def test_the_engine_has_a_copy_and_each_step_that_waits(
 ) -> None:
     config = filled(RL, {"tasks": "x", "env": "x", "model": "x", **options})
     size = UpdateSize.of(config, 64, H200)
-    assert size.copies == copies and (None if size.sampling is None else size.sampling.ahead) == ahead
+    assert size.copies == copies and (None if size.sampling is None else size.sampling.asynchronous) == ahead
 
 
 def test_what_processes_sum_at_once_is_less_than_what_the_backward_pass_had() -> None:

@@ -69,7 +69,7 @@ def test_every_token_but_the_first_is_shown_as_trained(model: Path, mask: Mask) 
     known = outline(model)
     found = report(load_rows([{"text": TEXTS[0]}]), NONE, known, Chatting(on=True, template=True), mask=mask)
     tokens = known.tokenizer.encode(TEXTS[0], start=True)
-    assert (found.shape, found.verb, found.prompts) == ("whole texts", "sft", 0)
+    assert (found.shape, found.verb, found.prompts) == ("language modeling", "sft", 0)
     assert found.lengths == {"prompt": [1], "trained": [len(tokens)], "whole": [len(tokens) + 1]}
     [example] = found.examples
     assert "".join(part.text for part in example.texts[0]) == known.tokenizer.decode([*tokens, known.ends[0]])
@@ -93,10 +93,10 @@ def test_a_text_is_whole_only_in_a_row_without_prompt_and_reply() -> None:
 
     row = {"text": "a b", "source": "c"}
     assert (task := only(row))["response"] == "a b" and "prompt" not in task and task["source"] == "c"
-    assert to_tasks([row], need=NEED).taken() == "whole texts from 'text'"
+    assert to_tasks([row], need=NEED).taken() == "all of the text from 'text'"
     named = {"fields": {"text": "body"}}
     assert only({"body": "a b", "question": "c"}, **named)["response"] == "a b"
-    assert to_tasks([{"body": "a b"}], need=NEED, **named).taken() == "whole texts from 'body'"
+    assert to_tasks([{"body": "a b"}], need=NEED, **named).taken() == "all of the text from 'body'"
     assert only({"text": "a", "instruction": "b", "output": "c"})["prompt"] == "b", (
         "a row of Alpaca with its rendered text"
     )

@@ -57,7 +57,7 @@ _LORA: dict[str, dict[str, Any]] = {
         "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     },
 }
-"""What turns LoRA on -> its defaults: those of TRL's ModelConfig for a command, of PEFT and of Unsloth for a script."""
+"""Source of LoRA's settings -> their defaults: TRL's ModelConfig for a command, PEFT or Unsloth for a script."""
 _ROLLOUTS = {
     "learning_rate": 1e-6,
     "num_generations": 8,

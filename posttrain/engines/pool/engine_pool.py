@@ -197,8 +197,8 @@ class EnginePool:
         for member in self.members:
             if member.place.sleeps and member.state is MemberState.READY:
                 self._send(member, "sleep")
-                member.state, member.dozing = MemberState.STALE, True
-        self._until(lambda: not any(m.dozing for m in self.members))
+                member.state, member.sleep_requested = MemberState.STALE, True
+        self._until(lambda: not any(m.sleep_requested for m in self.members))
 
     def close(self) -> None:
         """Stop all engines and drop their requests. May be called twice."""
@@ -346,8 +346,8 @@ class EnginePool:
             member.hello, member.state, member.held = hello, MemberState.STALE, None
         elif what == "loaded":
             self._handle_loaded(member, *more)
-        elif what == "slept" and member.dozing:
-            member.dozing = False
+        elif what == "slept" and member.sleep_requested:
+            member.sleep_requested = False
         elif what == "memory":
             member.memory = float(more[0]) / 1e9
         elif what == "done":
@@ -431,7 +431,7 @@ class EnginePool:
         self._prefix_owner = {id: owner for id, owner in self._prefix_owner.items() if owner is not member}
         for had in (member.requests, member.cancelled, member.probe, member.probed):
             had.clear()
-        member.tokens, member.loading, member.dozing, member.silent = 0, False, False, 0.0
+        member.tokens, member.loading, member.sleep_requested, member.silent = 0, False, False, 0.0
 
 
 def _cost(request: Request) -> int:

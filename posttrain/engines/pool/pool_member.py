@@ -52,7 +52,7 @@ class PoolMember:
     tokens: int = 0  # maximum of tokens of the open requests
     cancelled: set[int] = field(default_factory=set)  # tickets of cancelled requests
     loading: bool = False
-    dozing: bool = False  # it was asked to free its GPU memory, and has not answered
+    sleep_requested: bool = False  # it was asked to free its GPU memory, and has not answered
     probe: dict[int, int] = field(default_factory=dict)  # open tickets of the weight probe -> number of its request
     probed: dict[int, Completion] = field(default_factory=dict)  # results of the weight probe, by number of the request
     held: int | None = None  # version of the weights that last passed the probe; None: none since its start
@@ -65,7 +65,12 @@ class PoolMember:
     @property
     def awaited(self) -> bool:
         """Whether the engine owes an answer."""
-        return self.state is MemberState.STARTING or self.loading or self.dozing or bool(self.probe or self.requests)
+        return (
+            self.state is MemberState.STARTING
+            or self.loading
+            or self.sleep_requested
+            or bool(self.probe or self.requests)
+        )
 
     @property
     def room(self) -> bool:

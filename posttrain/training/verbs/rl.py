@@ -37,7 +37,7 @@ from posttrain.runs.checkpoint import resolve
 from posttrain.runs.run_files import WEIGHT_SYNC
 from posttrain.runs.run_folder import RunFolder
 from posttrain.training.adjust import adjust
-from posttrain.training.gpu_seats import many_of
+from posttrain.training.gpu_assignment import many_of
 from posttrain.training.mixtures import mixed_tasks, separate_tasks
 from posttrain.training.open_learner import new_learner, policy, reference, replay_experts
 from posttrain.training.open_teachers import OpenTeachers, load_teachers
@@ -285,7 +285,7 @@ def _engine(run: RunFolder[RL], model: Model, tokenizer: Tokenizer) -> Engine:
         cache_gib=config.engine_cache,
         seconds=config.engine_timeout,
         own=config.async_steps > 0 or config.in_parts,
-        ahead=config.async_steps > 0,
+        asynchronous=config.async_steps > 0,
         seeds=config.engine_seeds,
         seed=config.seed,
         many=many_of(config, run.path / WEIGHT_SYNC).of(run.world),

@@ -22,19 +22,19 @@ def many_of(config: RL, folder: Any = None) -> Many:
     )  # fmt: skip
 
 
-def gpu_seats(config: Training, world: World, device: torch.device) -> list[str]:
+def gpu_assignment(config: Training, world: World, device: torch.device) -> list[str]:
     """Return the line for this machine; [] on a CPU, or where one GPU does everything."""
     if device.type != "cuda":
         return []
     roles = gpus_of_roles(config.role_devices)
     placement = placement_of(Many(learner_devices=config.learner_devices, role_devices=roles), device)
-    seats = {"learn": {placement.learner(place) for place in range(placement.learners)}}
+    gpus_of = {"learn": {placement.learner(place) for place in range(placement.learners)}}
     if isinstance(config, RL):
-        seats["sample"] = set(_sampling(config, world, device)) if _apart(config) else seats["learn"]
-    seats |= {role: set(gpus_of_roles({role: named})) for role, named in config.role_devices.items()}
-    if len(set().union(*seats.values())) < 2:
+        gpus_of["sample"] = set(_sampling(config, world, device)) if _apart(config) else gpus_of["learn"]
+    gpus_of |= {role: set(gpus_of_roles({role: named})) for role, named in config.role_devices.items()}
+    if len(set().union(*gpus_of.values())) < 2:
         return []
-    return [f"GPUs: {', '.join(_said(what, gpus) for what, gpus in seats.items() if gpus)}"]
+    return [f"GPUs: {', '.join(_said(what, gpus) for what, gpus in gpus_of.items() if gpus)}"]
 
 
 def _apart(config: RL) -> bool:

@@ -470,8 +470,8 @@ def rows_of_level(seed: int, level: int) -> list[dict[str, Any]]:
     return [{"prompt": f"{level} {seed % 997} {n}="} for n in range(3)] if level < 4 else []
 
 
-def levels(of_level: Any = rows_of_level) -> Levels:
-    return Levels(of_level, Conversion({}, None, None, None, None, ("prompt",)), 0)
+def levels(of_level: Any = rows_of_level, seed: int = 0) -> Levels:
+    return Levels(of_level, Conversion({}, None, None, None, None, ("prompt",)), seed)
 
 
 def by_level(of_level: Any = rows_of_level, floor: float = 0.25, decay: float = 0.5) -> ByLevel:
@@ -485,6 +485,8 @@ def test_tasks_of_a_level_follow_from_seed_and_number_alone_and_do_not_come_twic
     again = levels()
     backwards = [again[level * SPAN + number]["prompt"] for level in (2, 1, 0) for number in range(8, -1, -1)]
     assert backwards[::-1] == prompts
+    other = levels(seed=1)
+    assert not {other[level * SPAN + n]["prompt"] for level in range(3) for n in range(9)} & {*prompts}, "another seed"
     endless = levels(lambda seed, level: [{"prompt": str(level)}])
     assert endless.has(MOST_LEVELS - 1) and not endless.has(MOST_LEVELS) and MOST_LEVELS * SPAN < 2**31
     seeds = {p.split()[1] for p in prompts}

@@ -69,8 +69,15 @@ class Evaluation(
     """Reward from which a reply counts as right. Default: the environment's own SUCCESS."""
     out: str | None = option(None, group="record", first_hour=True, value="FILE")
     """JSON file for all figures and rewards. The rollouts go into a file beside it that ends in .rollouts.parquet."""
+    inspect_log: str | None = option(None, group="record", value="FILE")
+    """Log that inspect-ai opens (inspect view, read_eval_log): FILE.eval or FILE.json, with a sample for each reply. The
+    models of --against and the parts of a suite each get a log of their own beside it."""
 
     def __post_init__(self) -> None:
+        if self.inspect_log is not None and not self.inspect_log.endswith((".eval", ".json")):
+            raise UserError(f"--inspect-log {self.inspect_log:.100} must end in .eval or .json")
+        if self.inspect_log is not None and self.inspect_log == self.out:
+            raise UserError(f"--inspect-log and --out are both {self.out:.100}: name two files")
         if len(self.search) > 1:
             raise UserError(
                 f"--search {' '.join(self.search)}: eval takes one search: give one, and compare searches in separate "

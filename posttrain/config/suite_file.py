@@ -17,7 +17,7 @@ from posttrain.config.resolve import filled, validate
 from posttrain.core import user_files
 from posttrain.core.types import UserError
 
-OF_THE_SUITE = ("suite", "model", "against", "harness", "out")
+OF_THE_SUITE = ("suite", "model", "against", "harness", "out", "inspect_log")
 """Options of the whole suite, which a part may not set."""
 MARK = "out_of_distribution"
 PARTS = 1000  # most parts of a suite
@@ -76,7 +76,9 @@ def _part(where: str, name: str, options: dict[str, Any], given: Mapping[str, An
     if not isinstance(marked, bool):
         raise UserError(f"{where}{MARK} must be true or false, not {marked!r:.40}")
     if wrong := next((key for key in OF_THE_SUITE if key in options), None):
-        raise UserError(f"{where}{wrong} belongs to the whole suite: give --{wrong} on the command line")
+        raise UserError(
+            f"{where}{wrong} belongs to the whole suite: give --{wrong.replace('_', '-')} on the command line"
+        )
     config = filled(Evaluation, {**options, **given}, where)
     try:
         validate(config)

@@ -39,7 +39,7 @@ def ranked_by_task(
     found: dict[str, list[tuple[float, float]]] = {}
     for rollout, score in zip(rollouts, scores, strict=True):
         if not isinstance(rollout.reward, Invalid) and not isinstance(score, Invalid):
-            found.setdefault(_key(rollout), []).append((score, rollout.outcome))
+            found.setdefault(key_of(rollout), []).append((score, rollout.outcome))
     return found
 
 
@@ -54,23 +54,23 @@ def paired(own: Sequence[Rollout], other: Sequence[Rollout]) -> list[tuple[int, 
     """
     waiting: dict[str, list[int]] = {}
     for place in reversed(range(len(other))):
-        waiting.setdefault(_key(other[place]), []).append(place)
-    return [(place, waiting[_key(r)].pop()) for place, r in enumerate(own) if waiting.get(_key(r))]
+        waiting.setdefault(key_of(other[place]), []).append(place)
+    return [(place, waiting[key_of(r)].pop()) for place, r in enumerate(own) if waiting.get(key_of(r))]
 
 
 def task_of_each(rollouts: Sequence[Rollout]) -> dict[str, str]:
     """Return key of `rewards_by_task` -> task id, of which each side has a key."""
-    return {_key(rollout): rollout.task["id"] for rollout in rollouts}
+    return {key_of(rollout): rollout.task["id"] for rollout in rollouts}
 
 
-def _key(rollout: Rollout) -> str:
+def key_of(rollout: Rollout) -> str:
     return f"{rollout.task['id']} as {rollout.side}" if rollout.side else rollout.task["id"]
 
 
 def _by_task(rollouts: Sequence[Rollout], read: Callable[[Rollout], Any]) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for r in rollouts:
-        own = found.setdefault(_key(r), [])
+        own = found.setdefault(key_of(r), [])
         if not isinstance(r.reward, Invalid):
             own.append(read(r))
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from posttrain.runs.trained_options import as_trained
 from posttrain.training.figures import bests, majorities, summary
 from posttrain.training.harness_figures import Figures, harness_figures, harness_tasks
 from posttrain.training.held_out_check import overlap, split_seed_of
+from posttrain.training.inspect_log import LoggedModel, write_inspect_log
 from posttrain.training.model_comparison import ModelComparison, Played, compare, with_verdicts
 from posttrain.training.playground import count_lines, open_playground, service_counts
 from posttrain.training.reply_scorer import RolloutScorer, ScorerResults
@@ -104,6 +106,7 @@ def evaluate_as_given(
 ) -> Evaluated:
     """Evaluate with these options alone, whatever the run of the model was. `told`: the first notes of the result."""
     validate(config)
+    began = datetime.now(UTC)
     if config.harness is not None:
         harness_tasks(config.harness)  # raises before anything is sampled
     folders = (config.model, *config.against)
@@ -186,6 +189,12 @@ def evaluate_as_given(
             one.differences[TEXT_LOSS] = gap
     notes = (*dict.fromkeys(said), *of_invalid)
     harness = harness_figures(config) if config.harness is not None else {}
+    if config.inspect_log is not None:
+        log = Path(config.inspect_log)
+        for place, path in enumerate(_of_each(log, log.suffix, len(folders))):
+            own = scored.scores[place] if scored.scores else ()
+            side = LoggedModel(folders[place], every[place], figures[place], own)
+            write_inspect_log(path, config, side, success, began)
     return Evaluated(figures[0], rewards_by_task(every[0]), every[0], invalid, notes, against, harness, counts)
 
 
@@ -285,20 +294,25 @@ def save(found: Evaluated, path: Path) -> list[Path]:
         "rewards": found.rewards,
         "examples": {name: _example(found.rollouts[place], place) for name, place in found.examples.items()},
     }
-    others = {f".against{f'-{number}' * (number > 1)}": own.rollouts for number, own in enumerate(found.against, 1)}
-    sides = {"": found.rollouts, **others}
+    sides = [found.rollouts, *(one.rollouts for one in found.against)]
     files: list[Path] = []
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         user_files.writable(path).write_bytes(json_document(content))
-        for side, rollouts in sides.items():
+        for file, rollouts in zip(_of_each(path, ".rollouts.parquet", len(sides)), sides, strict=True):
             if rollouts:
                 table = rollouts_table(0, [Outcome(rollout) for rollout in rollouts], "eval")
-                files.append(path.with_name(f"{path.stem}{side}.rollouts.parquet"))
-                write_table(files[-1], table)
+                files.append(file)
+                write_table(file, table)
     except OSError as error:
         raise UserError(f"--out {path} cannot be written: {error.strerror}") from error
     return files
+
+
+def _of_each(path: Path, end: str, models: int) -> list[Path]:
+    """Return a file beside `path` for each model: NAME.eval, NAME.against.eval, NAME.against-2.eval ..."""
+    others = [f".against{f'-{number}' * (number > 1)}" for number in range(1, models)]
+    return [path.with_name(f"{path.stem}{side}{end}") for side in ("", *others)]
 
 
 def _example(rollout: Rollout, place: int) -> dict[str, Any]:

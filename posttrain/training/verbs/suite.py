@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config.inference import Evaluation
+from posttrain.config.resolve import filled
 from posttrain.config.suite_file import OF_THE_SUITE, Part, read_suite
 from posttrain.core import user_files
 from posttrain.core.intervals import Interval, stated
@@ -77,7 +78,7 @@ def evaluate_suite(
         began = time.perf_counter()
         try:
             with _named(part):
-                found = evaluate.evaluate_as_given(part.config)
+                found = evaluate.evaluate_as_given(_logged(config, part))
         except UserError as error:
             if not told:
                 raise
@@ -122,9 +123,17 @@ def _outlook(config: Evaluation, done: Sequence[str]) -> str:
     )
 
 
+def _logged(config: Evaluation, part: Part) -> Evaluation:
+    """Return the options of a part, with a log of its own."""
+    if config.inspect_log is None:
+        return part.config
+    given = {name: getattr(part.config, name) for name in part.config.given}
+    return filled(Evaluation, {**given, "inspect_log": str(beside(Path(config.inspect_log), part.name))})
+
+
 def beside(out: Path, part: str) -> Path:
-    """Return the file for a part's own figures and rewards."""
-    return out.with_name(f"{out.stem}.{part}.json")
+    """Return the file for what is a part's own."""
+    return out.with_name(f"{out.stem}.{part}{out.suffix if out.suffix == '.eval' else '.json'}")
 
 
 def _told(part: Part, found: Evaluated) -> dict[str, Any]:

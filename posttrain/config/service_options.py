@@ -51,6 +51,11 @@ class ScorerOption:
         return kind if equals and file and kind in LABELLERS else ""
 
     @property
+    def place(self) -> str:
+        """The folder, recipe or function that it names."""
+        return self.text.partition("=")[2] if self.service else self.env
+
+    @property
     def reward_model(self) -> tuple[str, ...]:
         return self._places("reward-model")
 
@@ -59,7 +64,7 @@ class ScorerOption:
         return self._places("judge")
 
     def _places(self, kind: str) -> tuple[str, ...]:
-        return (self.text.partition("=")[2],) if self.service == kind else ()
+        return (self.place,) if self.service == kind else ()
 
     def check(self, option: str, noun: str) -> None:
         """Raise UserError if it is neither a service nor a reward function. `noun`: what it has to be, with its article."""

@@ -77,7 +77,10 @@ _OF_SUITE = (
     ("reward/{name}", "part {name} of the reward", "", "Mean of this part of the reward of the rollouts", False, ()), ("accuracy", "accuracy", "share", "Share of right rollouts", True, ()),
     ("reward", "reward", "", "Mean reward of the rollouts", True, ("suite/{part}/accuracy",)), ("length", "reply length", "tokens", "Mean number of sampled tokens of a rollout", False, ()),
     ("truncated", "replies cut off", "share", "Share of the rollouts that a limit ended", False, ()), ("invalid", "invalid rewards", "share", "Share of invalid rewards", False, ()),
-    ("tasks", "tasks", "count", "Number of tasks with a valid reward", False, ()),
+    ("tasks", "tasks", "count", "Number of tasks with a valid reward", False, ()), ("win_rate", "win rate", "share", "Win rate by `--scorer` against the model that the run starts from, ties half, on the tasks", False, ()),
+    ("score", "score", "", "Mean score by `--scorer` of the rollouts", False, ()), ("{kind}@{k}", "{kind}@{k}", "share", "Share of right results of k replies: of any (pass@k), of the most frequent answer (maj@k) or of the best score (best@k), on the tasks", False, ()),
+    ("tool_calls", "tool calls", "", "Mean number of tool calls of a rollout", False, ()), ("valid_calls", "well-formed tool calls", "share", "Share of tool calls that are well-formed", False, ()),
+    ("successful_calls", "successful tool calls", "share", "Share of answers to tool calls that are results and no error", False, ()),
 )  # fmt: skip
 """name, title, unit, meaning, whether it is in the overview, more exact metrics"""
 

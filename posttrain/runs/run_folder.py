@@ -18,7 +18,7 @@ from typing import Any, Generic, Self
 
 from posttrain.config.held_out_sets import held_out_sets
 from posttrain.config.resolve import AnyTraining, as_dict, continued, own_judge
-from posttrain.config.service_options import SERVICES, named_services
+from posttrain.config.service_options import SERVICES, ScorerOption, named_services
 from posttrain.config.suite_file import read_suite
 from posttrain.config.training import RL, Training
 from posttrain.core import run_date, user_files
@@ -344,6 +344,7 @@ def _paths(config: Training, name: str) -> list[tuple[str, str]]:
     if name == "eval_suite" and value:
         parts = read_suite(value, {"model": config.model or config.out}, "--eval-suite")
         named = [(f"{name} {part.name} {key}", getattr(part.config, key)) for part in parts for key in ("tasks", "env")]
+        named += [(f"{name} {part.name} scorer", ScorerOption(part.config.scorer).place) for part in parts]
         return [(name, value), *((label, path) for label, path in named if path)]
     if name == "eval_tasks":
         return [(f"{name} {entry}".rstrip(), path) for entry, path in held_out_sets(value or ()).items()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,19 +13,21 @@ from posttrain.config.inference import Evaluation
 from posttrain.config.suite_file import Part, read_suite
 from posttrain.config.training import RewardModelling, Training
 from posttrain.core.batch import Stats
-from posttrain.core.protocols import Learner
+from posttrain.core.protocols import Learner, Model
 from posttrain.core.types import Rollout, Task, UserError
 from posttrain.data.tasks import Stream, hold_out
 from posttrain.engines.open_engine import open_engine
 from posttrain.envs.play.env_pool import default_workers
 from posttrain.envs.play.load_env import success_of
+from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_folder import RunFolder
 from posttrain.runs.terminal.notices import warn
-from posttrain.training.figures import summary
+from posttrain.training.evaluation_figures import figures_of
 from posttrain.training.held_out_check import split_seed_of
 from posttrain.training.playground import Playground, open_playground
-from posttrain.training.rollout_figures import headline, outcomes_by_task, rates, repeated, rewards_by_task
+from posttrain.training.reply_scorer import RolloutScorer, ScorerResults
+from posttrain.training.rollout_figures import headline, rates, repeated, rewards_by_task
 from posttrain.training.row_warnings import warn_unknown_tokens
 from posttrain.training.setup import fitting, load_tasks, split_seed
 from posttrain.training.sources.length_filter import TooLong
@@ -33,6 +35,8 @@ from posttrain.training.sources.length_filter import TooLong
 OPTION = "--eval-suite"
 OF_THE_RUN = ("search", "replicas", "chat_template", "chat_template_kwargs", "forget", "price")
 """Options of a part that the run itself decides, or that need more than its weights."""
+RATES = {"tokens": "length", "total_tokens": ""}
+"""Names of metrics for rates with other names; "": it is no metric."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class _OpenPart:
     tasks: Sequence[Task]  # as this model is shown them
     ground: Playground
     success: float | None  # reward from which a reply counts as right; None: there is none
+    scorer: RolloutScorer | None  # of the process that writes metrics
+    first: list[Rollout] = field(default_factory=list)  # of the model that the run starts from, if there is a scorer
 
 
 def suite_check(
@@ -61,20 +67,31 @@ def suite_check(
         return None
     if isinstance(config, RewardModelling):
         raise UserError(f"{OPTION} samples replies, and a reward model gives none: leave it out")
-    given = {"model": config.model or config.out}
+    given = {"model": config.model or config.out, "against": [str(run.start)] if run.start else []}
     parts = read_suite(config.eval_suite, given, OPTION)
     context = learner.weights().config.context
     open_parts = [_opened(part, run, tokenizer, context, device, len(parts), opened) for part in parts]
 
-    def sampled(stats: Stats) -> None:
-        model, means = learner.weights(), []
+    def played(parts: Sequence[_OpenPart], model: Model, version: int) -> list[list[Rollout]]:
         how = getattr(config, "slots", Evaluation().slots), config.precision
         with closing(open_engine("local", model, tokenizer, *how, own=config.in_parts)) as engine:
-            engine.load(model, learner.version)
-            for part in open_parts:
-                player = part.ground.player(engine, tokenizer, context)
-                rollouts = player.play(repeated(part.tasks, part.config.samples, part.config.seed))
-                means += _add(stats, part, rollouts)
+            engine.load(model, version)
+            players = [part.ground.player(engine, tokenizer, context) for part in parts]
+            asked = [repeated(part.tasks, part.config.samples, part.config.seed) for part in parts]
+            return [player.play(episodes) for player, episodes in zip(players, asked, strict=True)]
+
+    def sampled(stats: Stats) -> None:
+        means = []
+        every = played(open_parts, learner.weights(), learner.version)
+        scored = [place for place, part in enumerate(open_parts) if part.config.scorer]
+        if scored and run.start and not open_parts[scored[0]].first:
+            begun = [every[place] for place in scored]
+            if run.checkpoint is not None:  # a resumed run has no rollouts of its beginning
+                begun = played([open_parts[place] for place in scored], load_model(run.start, device=device), 0)
+            for place, rollouts in zip(scored, begun, strict=True):
+                open_parts[place].first.extend(rollouts)
+        for part, rollouts in zip(open_parts, every, strict=True):
+            means += _add(stats, part, rollouts)
         if means:
             stats.add("suite/mean", sum(means) / len(means))
 
@@ -112,9 +129,11 @@ def _opened(
         fit = fitting(shown, ground.pool, tokenizer, TooLong(config.too_long, context, warn))
         if not fit:
             raise UserError("no prompt fits into the context of the model")
+        scored = bool(config.scorer) and not run.world.rank
+        scorer = RolloutScorer(config, device, opened) if scored else None
     except UserError as error:
         raise UserError(f"{OPTION} [{part.name}] {error}") from None
-    return _OpenPart(part.name, config, fit, ground, success_of(config.env, config.success))
+    return _OpenPart(part.name, config, fit, ground, success_of(config.env, config.success), scorer)
 
 
 def _tasks(config: Evaluation, run: Training) -> Any:
@@ -135,19 +154,32 @@ def _tasks(config: Evaluation, run: Training) -> Any:
 
 def _add(stats: Stats, part: _OpenPart, rollouts: Sequence[Rollout]) -> list[float]:
     """Add the metrics of a part; return its accuracy, or its reward if nothing defines a right reply; [] without any."""
-    own, name = rates(rollouts), part.name
-    stats.add(f"suite/{name}/length", own["tokens"])
-    stats.add(f"suite/{name}/truncated", own["truncated"])
-    stats.add(f"suite/{name}/invalid", own["invalid"])
-    for key, value in own.items():
-        if key.startswith("part/"):
-            stats.add(f"suite/{name}/reward/{key.removeprefix('part/')}", value)
-    rewards = rewards_by_task(rollouts)
-    if not any(rewards.values()):
+    name = part.name
+    for key, value in rates(rollouts).items():
+        if metric := f"reward/{key.removeprefix('part/')}" if key.startswith("part/") else RATES.get(key, key):
+            stats.add(f"suite/{name}/{metric}", value)
+    if not any(rewards_by_task(rollouts).values()):
         return []
-    figures = summary(list(rewards.values()), (), part.success, outcomes=list(outcomes_by_task(rollouts).values()))
-    stats.add(f"suite/{name}/reward", figures["reward"]["mean"])
+    scored = _scored(part, rollouts)
+    own = replace(scored, scores=scored.scores[:1])
+    [figures] = figures_of(part.config, [rollouts], part.success, own, _unsaid)
     stats.add(f"suite/{name}/tasks", figures["tasks"])
-    if "accuracy" in figures:
-        stats.add(f"suite/{name}/accuracy", figures["accuracy"]["mean"])
+    for key, figure in [*figures.items(), *(("win_rate", rate) for rate in scored.win_rates)]:
+        if isinstance(figure, dict) and figure:
+            stats.add(f"suite/{name}/{key}", figure["mean"])
     return [headline(figures)["mean"]]
+
+
+def _scored(part: _OpenPart, rollouts: Sequence[Rollout]) -> ScorerResults:
+    """Return the results of a part's scorer, against the model that the run starts from; none if it fails throughout."""
+    if part.scorer is None:
+        return ScorerResults([], [])
+    try:
+        return part.scorer.results([rollouts, part.first] if part.first else [rollouts], _unsaid)
+    except UserError as error:
+        warn(f"{OPTION} [{part.name}] {error}")
+        return ScorerResults([], [])
+
+
+def _unsaid(note: str) -> None:
+    """Leave out a note, as each evaluation would repeat it."""

@@ -24,6 +24,9 @@ def even(task, reply):
 def graded(task, reply):
     return {"reward": min(len(reply), 10) / 10, "short": float(len(reply) < 4)}
 
+def length(task, reply):
+    return float(len(reply))
+
 def broken(task, reply):
     raise ValueError("no")
 """
@@ -36,6 +39,10 @@ env_workers = 0
 tasks = "near.jsonl"
 env = "rewards.py:even"
 success = 1.0
+k = [1, 2]
+maj = [2]
+best = [2]
+scorer = "rewards.py:length"
 
 [far]
 tasks = "near.jsonl"
@@ -79,16 +86,17 @@ def of_suite(row: dict[str, Any]) -> dict[str, Any]:
 
 def alone(model: str) -> dict[str, float]:
     """The same from `posttrain eval --suite` on a checkpoint."""
-    assert main(["eval", "--suite", "suite.toml", "--model", model, "--threads", "1", "--out", "alone.json"]) == 0
+    words = f"eval --suite suite.toml --model {model} --against model --threads 1 --out alone.json"
+    assert main(words.split()) == 0
     content = json.loads(Path("alone.json").read_text())
     found = {"suite/mean": content["averages"]["all"]["mean"]}
     for name, part in content["parts"].items():
-        found |= {
-            f"suite/{name}/{of}": part["figures"][of]["mean"] for of in ("reward", "accuracy") if of in part["figures"]
-        }
+        found |= {f"suite/{name}/{of}": own["mean"] for of, own in part["figures"].items() if isinstance(own, dict)}
         found[f"suite/{name}/tasks"] = part["figures"]["tasks"]
         found[f"suite/{name}/length"] = part["rates"]["tokens"]
         found |= {f"suite/{name}/{rate}": part["rates"][rate] for rate in ("truncated", "invalid")}
+    found["suite/near/win_rate"] = content["parts"]["near"]["against"][0]["win_rate"]["mean"]
+    assert {"pass@2", "maj@2", "best@2", "score", "win_rate"} <= {name.split("/")[-1] for name in found}
     found["suite/far/reward/short"] = content["parts"]["far"]["rates"]["part/short"]
     return found
 
@@ -142,6 +150,14 @@ def test_a_part_without_valid_rewards_does_not_end_the_run() -> None:
     last = trained("sft", "with").metrics[-1]
     assert last["suite/far/invalid"] == 1 and "suite/far/reward" not in last
     assert last["suite/mean"] == last["suite/near/accuracy"]
+
+
+def test_a_scorer_that_fails_does_not_end_the_run() -> None:
+    Path("suite.toml").write_text(SUITE.replace("rewards.py:length", "rewards.py:broken"))
+    last = trained("sft", "with").metrics[-1]
+    assert "suite/near/accuracy" in last and not {f"suite/near/{of}" for of in ("score", "best@2", "win_rate")} & set(
+        last
+    )
 
 
 @pytest.mark.parametrize(

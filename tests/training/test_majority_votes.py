@@ -12,7 +12,7 @@ import posttrain
 from posttrain import UserError
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.training.verbs.evaluate import _of_valid
+from posttrain.training.evaluation_figures import _of_valid
 
 TASKS = [{"prompt": f"say {word}"} for word in ("one", "two", "six", "ten", "red")]
 

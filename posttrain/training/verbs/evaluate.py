@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -28,21 +28,14 @@ from posttrain.runs.record.rollout_tables import rollouts_table
 from posttrain.runs.record.table_writer import write_table
 from posttrain.runs.run_folder import day_of
 from posttrain.runs.trained_options import as_trained
-from posttrain.training.figures import bests, majorities, summary
+from posttrain.training.evaluation_figures import figures_of
 from posttrain.training.harness_figures import Figures, harness_figures, harness_tasks
 from posttrain.training.held_out_check import overlap, split_seed_of
 from posttrain.training.inspect_log import LoggedModel, write_inspect_log
 from posttrain.training.model_comparison import ModelComparison, Played, compare, with_verdicts
 from posttrain.training.playground import count_lines, open_playground, service_counts
 from posttrain.training.reply_scorer import RolloutScorer, ScorerResults
-from posttrain.training.rollout_figures import (
-    outcomes_by_task,
-    ranked_by_task,
-    repeated,
-    rewards_by_task,
-    task_of_each,
-    votes_by_task,
-)
+from posttrain.training.rollout_figures import outcomes_by_task, repeated, rewards_by_task, task_of_each
 from posttrain.training.row_warnings import warn_unread
 from posttrain.training.search_setup import searching
 from posttrain.training.setup import (
@@ -171,7 +164,7 @@ def evaluate_as_given(
         )
     counts |= scored.counts
     said.extend(count_lines(counts))
-    figures = _figures(config, every, success, scored, said.append)
+    figures = figures_of(config, every, success, scored, said.append)
     for place, own in enumerate(searched):
         figures[place] |= own
     for place, lost in enumerate(losses):
@@ -192,35 +185,10 @@ def evaluate_as_given(
     if config.inspect_log is not None:
         log = Path(config.inspect_log)
         for place, path in enumerate(_of_each(log, log.suffix, len(folders))):
-            own = scored.scores[place] if scored.scores else ()
-            side = LoggedModel(folders[place], every[place], figures[place], own)
+            scores = scored.scores[place] if scored.scores else ()
+            side = LoggedModel(folders[place], every[place], figures[place], scores)
             write_inspect_log(path, config, side, success, began)
     return Evaluated(figures[0], rewards_by_task(every[0]), every[0], invalid, notes, against, harness, counts)
-
-
-def _figures(
-    config: Evaluation,
-    every: Sequence[Sequence[Rollout]],
-    success: float | None,
-    scored: ScorerResults,
-    say: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """Return the figures of each model's rollouts."""
-    rewards = [rewards_by_task(rollouts) for rollouts in every]
-    ranked = [ranked_by_task(*side) for side in zip(every, scored.scores, strict=True)] if scored.scores else []
-    wanted, few = _of_valid(_wanted(config, ("pass", "maj")), rewards)
-    chosen, fewer = _of_valid(_wanted(config, ("best",)), ranked, "rewards and scores") if ranked else ([], ())
-    for line in (*few, *fewer):
-        say(line)
-    ks = {kind: [k for own, k in (*wanted, *chosen) if own == kind] for kind in ("pass", "maj", "best")}
-    found = []
-    for place, (earned, rollouts) in enumerate(zip(rewards, every, strict=True)):
-        outcomes = list(outcomes_by_task(rollouts).values())
-        figures = summary(list(earned.values()), ks["pass"], success, outcomes=outcomes)
-        figures |= majorities(list(votes_by_task(rollouts).values()), outcomes, ks["maj"], success)
-        figures |= bests(list(ranked[place].values()), ks["best"], success) if ranked else {}
-        found.append(figures | scored.figures(place, rollouts))
-    return found
 
 
 def _comparisons(
@@ -319,22 +287,6 @@ def _example(rollout: Rollout, place: int) -> dict[str, Any]:
     """Return a rollout as an example; `place`: its row in the table of rollouts."""
     told = {"place": place, "task": rollout.task["id"], "reward": rollout.reward}
     return {**told, "prompt": rollout.prompt, "reply": rollout.text}
-
-
-def _wanted(config: Evaluation, kinds: Sequence[str]) -> list[tuple[str, int]]:
-    """Return (kind, k) of the figures that the samples suffice for, as not all default values of --k do."""
-    asked = {"pass": config.k, "maj": config.maj, "best": config.best}
-    return [(kind, k) for kind in kinds for k in asked[kind] if k <= config.samples]
-
-
-def _of_valid(
-    wanted: list[tuple[str, int]], sides: Sequence[Mapping[str, Sequence[Any]]], what: str = "rewards"
-) -> tuple[list[tuple[str, int]], tuple[str, ...]]:
-    """Return those for which each side has a task with enough valid rewards, and a note on the others."""
-    most = min(max(map(len, rewards.values()), default=0) for rewards in sides)
-    few = [f"{kind}@{k}" for kind, k in wanted if k > most]
-    told = f"{', '.join(few)} left out: no task has more than {most} valid {what}"
-    return [(kind, k) for kind, k in wanted if k <= most], (told,) if few else ()
 
 
 def _of_invalid(name: str, rollouts: Sequence[Rollout], figures: dict[str, Any]) -> tuple[str, ...]:

@@ -900,10 +900,13 @@ class SearchOptions(TypedDict, total=False):
     """Number of steps in a rollout of --search lookahead."""
     search_exploration: float
     """The constant c of PUCT, for --search mcts: higher values visit more partial replies."""
-    choose: Literal["best", "majority", "weighted"]
+    choose: Literal["best", "majority", "weighted", "verified"]
     """Choice among the whole replies that a search has found: the highest value (best), the most frequent final answer
-    (majority), or the answer with the highest sum of values (weighted). best-of-n with majority needs no reward
-    model."""
+    (majority), the answer with the highest sum of values (weighted), or the highest probability of yes when the policy
+    is asked whether its reply is right (verified). best-of-n with majority or verified needs no reward model."""
+    verify_question: str
+    """Question for --choose verified: a user message after the reply, or after a prompt without messages a line of its
+    own. The verdict is Yes or No."""
 
 class EvaluationOptions(
     SearchOptions,

@@ -32,9 +32,13 @@ class SearchGroup(OptionGroup, group="search"):
     """Number of steps in a rollout of --search lookahead."""
     search_exploration: float = option(1.25, least=0)
     """The constant c of PUCT, for --search mcts: higher values visit more partial replies."""
-    choose: Literal["best", "majority", "weighted"] = "best"
+    choose: Literal["best", "majority", "weighted", "verified"] = "best"
     """Choice among the whole replies that a search has found: the highest value (best), the most frequent final answer
-    (majority), or the answer with the highest sum of values (weighted). best-of-n with majority needs no reward model."""
+    (majority), the answer with the highest sum of values (weighted), or the highest probability of yes when the policy
+    is asked whether its reply is right (verified). best-of-n with majority or verified needs no reward model."""
+    verify_question: str = option("Is the answer correct (Yes/No)?", value="TEXT")
+    """Question for --choose verified: a user message after the reply, or after a prompt without messages a line of its
+    own. The verdict is Yes or No."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +76,14 @@ def check_search(config: Any, env: str | None, temperatures: Sequence[float], to
             raise UserError(f"{option} has no effect with --search, which gives no step rewards: leave it out")
     if not config.search:
         return
+    if config.choose != "verified" and config.verify_question != SearchGroup.verify_question:
+        raise UserError("--verify-question has no effect without --choose verified: leave it out")
     if config.step_delimiter == SPANS:
         raise UserError("--search needs a --step-delimiter in the text: line, a text, a regular expression, or reply")
     check_delimiter(steps_of_search(config)[0])
     if config.reward_model:
         process_model(config)
-    elif config.search != ("best-of-n",) or config.choose != "majority":
+    elif config.search != ("best-of-n",) or config.choose not in ("majority", "verified"):
         raise UserError("--search needs the model that scores steps: --reward-model FOLDER")
     elif given := [f.name for f in fields(config) if f.name in OF_STEPS and getattr(config, f.name) != f.default]:
         raise UserError(f"--{given[0].replace('_', '-')} has no effect without --reward-model: leave it out")

@@ -3,8 +3,6 @@
 A vote's seed depends only on its question's text and its number. If an engine's bits depend on the other requests of a
 batch, questions are sampled one at a time. So an answer depends on its question alone. A vote that was truncated or has
 no verdict is invalid; if fewer than half are valid, the answer is Invalid.
-
-N    tokens of the verdict's words
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from posttrain.core.batch import Layout
 from posttrain.core.messages import clip, inline
 from posttrain.core.protocols import Model, Service
 from posttrain.core.seeds import seed_of
@@ -29,7 +26,7 @@ from posttrain.engines.local.embedded import embedded
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.checkpoint_location import checkpoint_folder
 from posttrain.models.gpu_placement import working_on
-from posttrain.models.losses.likelihood import token_logp
+from posttrain.models.losses.continuations import continuation_logp
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs import fingerprint
 from posttrain.runs.checkpoint import resolve
@@ -236,7 +233,6 @@ class GenerativeJudge:
             return f"ends in {clip(inline(repr(completion.text[-60:])), 80)}"
         return found if recipe.answer == "share" else self._probability(question.tokens, completion)
 
-    @torch.no_grad()
     def _probability(self, prompt: list[int], completion: Completion) -> float:
         """Return P(first word) / (P(first word) + P(second word)) at the place of the reply's verdict, at temperature
         1.
@@ -251,27 +247,8 @@ class GenerativeJudge:
         before = [*prompt, *completion.tokens[:kept]]
         rest = text[len(decode(completion.tokens[:kept])) : found.start]  # text before the word in the same token
         words = [self.tokenizer.encode(rest + word) for word in self.recipe.words]
-        first, second = self._likelihoods(before, words)
+        first, second = continuation_logp(self.model, before, words)
         return 1.0 / (1.0 + math.exp(min(700.0, second - first)))
-
-    def _likelihoods(self, before: list[int], words: list[list[int]]) -> list[float]:
-        """Return the log-probability of each word after the same tokens, which are computed once."""
-        length = [len(before), *map(len, words)]
-        start = [sum(length[:place]) for place in range(len(length))]
-        device = self.model.head.device
-        position = [*range(len(before)), *(len(before) + i for word in words for i in range(len(word)))]
-        layout = Layout(
-            torch.tensor([*before, *(token for word in words for token in word)], device=device),
-            torch.tensor(position, device=device),
-            tuple(start),
-            tuple(length),
-            (-1, *(0 for _ in words)),
-        )
-        places = [[len(before) - 1, *range(s, s + n - 1)] for s, n in zip(start[1:], length[1:], strict=True)]
-        at = torch.tensor([place for own in places for place in own], device=device)  # [N]
-        target = torch.tensor([token for word in words for token in word], device=device)
-        logp = token_logp(self.model.hidden(layout, at), self.model.head, target).double()
-        return [own.sum().item() for own in logp.split(length[1:])]
 
     def _invalid(self, reason: str) -> Invalid:
         return Invalid(f"{self.name}: {reason}", InvalidKind.UNANSWERED)

@@ -10,6 +10,7 @@ from posttrain.config.service_options import process_model
 from posttrain.core.protocols import Engine, Model
 from posttrain.core.reply_steps import LINE, REPLY, expression_of
 from posttrain.engines.search.search_engine import SearchEngine, SearchPlan
+from posttrain.engines.search.self_verification import SelfVerifier
 from posttrain.engines.search.tree_search import SearchSettings
 from posttrain.envs.play.service_client import Services
 from posttrain.envs.step_rewards import StepScorer
@@ -34,9 +35,10 @@ def searching(
         config.search_tokens,
         "\n" if delimiter == LINE else "" if expression is not None or delimiter == REPLY else delimiter,
         None if expression is None else re.compile(expression),
-        config.choose,
+        "best" if config.choose == "verified" else config.choose,
     )
+    verifier = SelfVerifier(model, tokenizer, config.verify_question) if config.choose == "verified" else None
     scorer = None
     if config.reward_model:
         scorer = StepScorer(services, process_model(config), delimiter, aggregate)
-    return SearchEngine(engine, tokenizer, model.eos_ids, model.config.context, plan, scorer)
+    return SearchEngine(engine, tokenizer, model.eos_ids, model.config.context, plan, scorer, verifier)

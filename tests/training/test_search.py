@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import tiny
 from items_place import ROWS, furnish, read
 from row_files import refused
@@ -19,9 +20,12 @@ import posttrain
 from posttrain.cli.main import main
 from posttrain.core.types import Completion, Sampling
 from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.engines.search.self_verification import SelfVerifier
 from posttrain.engines.search.search_engine import SearchEngine, SearchPlan, step_end
 from posttrain.engines.search.tree_search import SEARCHES, SearchSettings
 from posttrain.envs.step_rewards import split_steps
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.native.decoder import Decoder, causal
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.services.reward_model_service import RewardModelService
 from posttrain.verify.answer import voted_answer
@@ -133,6 +137,62 @@ def test_the_best_of_n_is_the_most_valued_of_the_replies_that_it_may_choose_from
     for fewer, more in pairwise(values):
         assert all(a <= b for a, b in zip(fewer, more, strict=True))
     assert values[0] != values[-1]
+
+
+@torch.no_grad()
+def said_yes(model: Decoder, tokenizer: Tokenizer, asked: str) -> float:
+    """The probability of yes among both verdicts, by a plain forward for each word."""
+
+    def probability(word: str) -> float:
+        before, own = tokenizer.encode(asked, start=True), tokenizer.encode(word)
+        if tokenizer.unknown_id in own:
+            return 0.0
+        tokens = torch.tensor([*before, *own])
+        logits = model.logits(model(tokens, torch.arange(len(tokens)), causal)).double().log_softmax(-1)
+        return float(logits[len(before) - 1 : -1].gather(-1, tokens[len(before) :, None]).sum().exp())
+
+    yes, no = probability("Yes") + probability("yes"), probability("No") + probability("no")
+    return yes / (yes + no)
+
+
+def test_a_verified_reply_is_the_one_that_the_policy_itself_finds_right_with_the_highest_probability(
+    place: Path, tokenizer: Tokenizer
+) -> None:
+    """Against plain forwards; a search of more replies begins with those of fewer."""
+    model, values = load_model("start"), []
+    assert isinstance(model, Decoder)
+    how: dict[str, Any] = {"reward_model": (), "search": ("best-of-n",), "choose": "verified", "verify_question": "ok?"}
+    for count in (1, 4, 16):
+        how |= {"search_width": count, "search_proposals": 1, "overwrite": True, "max_tokens": 24}
+        rows = [row for row in sample("a.jsonl", **how) if row["samples"][0]["finished"]]
+        for row in rows:
+            asked = f"{row['prompt']}{row['responses'][0]}\nok?\n"
+            assert row["samples"][0]["value"] == pytest.approx(said_yes(model, tokenizer, asked), abs=1e-6)
+            assert row["samples"][0]["search_tokens"] <= 24 * count, "a verdict samples nothing"
+        values.append({row["id"]: row["samples"][0]["value"] for row in rows})
+    for fewer, more in pairwise(values):
+        assert all(value <= more[id] for id, value in fewer.items())
+    assert values[1] != values[2] and len(values[0]) < len(values[2])
+    steps = {**SEARCH, "search": ("mcts",), "reward_model": ("reward",), "search_tokens": 400, "stop": ("a",)}
+    found = [row for row in sample("a.jsonl", **{**how, **steps}) if row["samples"][0]["finished"] > 1]
+    for row in found:
+        asked = f"{row['prompt']}{row['responses'][0]}\nok?\n"
+        assert row["samples"][0]["value"] == pytest.approx(said_yes(model, tokenizer, asked), abs=1e-6)
+    assert found, "the reward model led the search, and the policy chose"
+
+
+def test_a_verdict_on_messages_is_asked_for_in_the_chat_template_and_read_in_both_spellings() -> None:
+    tokenizer = Tokenizer.train(["YNyesno123+right?[]addu"], 64, "characters")
+    chat = tokenizer.templated("{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}[a]", "a test")
+    model = tiny(tokenizer)
+    verifier = SelfVerifier(model, chat, "right?")
+    messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1?"}]
+    expected = said_yes(model, tokenizer, "[s]add[u]1+1?[a]2[u]right?[a]")
+    assert verifier({"messages": messages}, "2") == pytest.approx(expected, abs=1e-6)
+    with pytest.raises(posttrain.UserError, match="lower --max-tokens"):
+        verifier({"prompt": "1" * model.config.context}, "2")
+    with pytest.raises(posttrain.UserError, match="lacks a token for part of 'Yes'"):
+        SelfVerifier(model, Tokenizer.train(["no"], 8, "characters"), "right?")
 
 
 def test_searched_replies_are_scored_and_labelled_as_sampled_ones(place: Path) -> None:
@@ -253,6 +313,8 @@ def test_contradicting_options_are_refused(place: Path) -> None:
             "a second --reward-model has no effect with --search",
             {"search": ("beam",), "reward_model": ("process=reward", "other=reward")},
         ),
+        ("--verify-question has no effect without --search", {"verify_question": "ok?"}),
+        ("--verify-question has no effect without --choose verified", {"search": ("beam",), "verify_question": "ok?"}),
         (
             "--step-aggregate has no effect without --reward-model",
             {"search": ("best-of-n",), "choose": "majority", "reward_model": (), "step_aggregate": "min"},

@@ -33,6 +33,9 @@ from posttrain.verify.answer import voted_answer
 
 PIECE = 8  # tokens between two looks for a regular expression
 
+Verifier = Callable[[Mapping[str, Any], str], float]
+"""Computes the value of a whole reply: (context, reply)."""
+
 Scorer = Callable[[Mapping[str, Any], str, Callable[[float | Invalid], None]], None]
 """Computes the value of a partial reply of whole steps: (context, reply so far, function to call with the value)."""
 
@@ -104,6 +107,7 @@ class SearchEngine:
     """Engine that searches; implements `posttrain.core.protocols.Engine` and `ReadingEngine`. Replies have no later turns.
 
     `context`: tokens of prompt and reply together that the model reads. `scorer`: None where no step is scored.
+    `verifier`: gives whole replies their value at the end, among which the plan chooses.
     """
 
     def __init__(
@@ -114,9 +118,10 @@ class SearchEngine:
         context: int,
         plan: SearchPlan,
         scorer: Scorer | None,
+        verifier: Verifier | None = None,
     ) -> None:
         self.engine, self.tokenizer, self.eos_ids, self.context = engine, tokenizer, tuple(eos_ids), context
-        self.plan, self.scorer = plan, scorer
+        self.plan, self.scorer, self.verifier = plan, scorer, verifier
         self._searches: dict[int, _Search] = {}
         self._parts: dict[int, _Part] = {}  # by request of the engine below
         self._values: deque[tuple[_Search, int, float | Invalid]] = deque()  # that have come
@@ -309,6 +314,9 @@ class SearchEngine:
 
     def _finish(self, search: _Search) -> None:
         tree = search.tree
+        if self.verifier is not None:
+            for whole in tree.finished:
+                whole.value = self.verifier(search.context, self._text(search, whole))
 
         def answer(node: SearchNode) -> str:
             return voted_answer(self._text(search, node))

@@ -1,0 +1,62 @@
+"""The policy's own verdict on a whole reply: its probability of yes when it is asked whether the reply is right.
+
+It is the score of a generative verifier without reasoning (GenRM, arXiv 2408.15240), and the P(True) of arXiv
+2207.05221, here relative to both verdicts, as the rest of the probability is not about the reply.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from posttrain.core.protocols import Model
+from posttrain.core.types import UserError
+from posttrain.models.losses.continuations import continuation_logp
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+
+YES, NO = ("Yes", "yes"), ("No", "no")
+
+
+class SelfVerifier:
+    """Value of a whole reply: P(yes) / (P(yes) + P(no)) after prompt, reply and question, each word in both spellings."""
+
+    def __init__(self, model: Model, tokenizer: Tokenizer, question: str) -> None:
+        """Raises UserError if the tokenizer cannot write one of the verdicts."""
+        self.model, self.tokenizer, self.question = model, tokenizer, question
+        self._yes, self._no = self._spelled(YES), self._spelled(NO)
+
+    def _spelled(self, words: Sequence[str]) -> list[list[int]]:
+        found = [self.tokenizer.encode(word) for word in words]
+        found = [tokens for tokens in found if self.tokenizer.unknown_id not in tokens]
+        if not found:
+            raise UserError(f"--choose verified: the model's tokenizer lacks a token for part of {words[0]!r}")
+        return found
+
+    def __call__(self, context: Mapping[str, Any], reply: str) -> float:
+        """Return the value of a reply. `context`: its prompt, {"prompt": text} or {"messages": [...]}.
+
+        Raises UserError if the model's context has no room for it with the question.
+        """
+        words = [*self._yes, *self._no]
+        before = self.tokenizer.encode(self._asked(context, reply), start=True)
+        length, most = len(before) + max(map(len, words)), self.model.config.context
+        if length > most:
+            raise UserError(
+                f"--choose verified: a reply has {length} tokens with its prompt and the question, and the model's context "
+                f"has {most}: lower --max-tokens"
+            )
+        logp = continuation_logp(self.model, before, words)
+        yes, no = _log_sum(logp[: len(self._yes)]), _log_sum(logp[len(self._yes) :])
+        return 1.0 / (1.0 + math.exp(min(700.0, no - yes)))
+
+    def _asked(self, context: Mapping[str, Any], reply: str) -> str:
+        if "messages" not in context:
+            return f"{context['prompt']}{reply}\n{self.question}\n"
+        said = [{"role": "assistant", "content": reply}, {"role": "user", "content": self.question}]
+        return self.tokenizer.render([*context["messages"], *said])
+
+
+def _log_sum(logp: Sequence[float]) -> float:
+    most = max(logp)
+    return most + math.log(math.fsum(math.exp(one - most) for one in logp))

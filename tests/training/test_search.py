@@ -20,8 +20,8 @@ import posttrain
 from posttrain.cli.main import main
 from posttrain.core.types import Completion, Sampling
 from posttrain.engines.local.local_engine import LocalEngine
-from posttrain.engines.search.self_verification import SelfVerifier
 from posttrain.engines.search.search_engine import SearchEngine, SearchPlan, step_end
+from posttrain.engines.search.self_verification import SelfVerifier
 from posttrain.engines.search.tree_search import SEARCHES, SearchSettings
 from posttrain.envs.step_rewards import split_steps
 from posttrain.models.checkpoint_folder import load_model

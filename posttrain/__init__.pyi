@@ -955,7 +955,7 @@ class EvaluationOptions(
     """JSON file for all figures and rewards. The rollouts go into a file beside it that ends in .rollouts.parquet."""
     inspect_log: str | None
     """Log that inspect-ai opens (inspect view, read_eval_log): FILE.eval or FILE.json, with a sample for each reply.
-    The models of --against and the parts of a suite each get a log of their own beside it."""
+    The models of --against, the parts of a suite and --harness each get a log of their own beside it."""
 
 class SearchedOptions(SearchOptions, ServiceOptions, total=False):
     """Options of several verbs."""

@@ -107,10 +107,6 @@ def _compared(title: str, head: Sequence[str], rows: Sequence[Row], what: str = 
 def evaluate_harness(config: Evaluation) -> int:
     """Evaluate one or several models with a harness alone, print the table, and return the exit code."""
     check_bounds(config)
-    if config.inspect_log is not None:
-        raise UserError(
-            "--inspect-log has no effect without --tasks or --suite, as --harness records no reply: leave it out"
-        )
     if not config.model:
         raise UserError("--model is missing: give the folder of a checkpoint or of a run")
     found = harness_figures(config)

@@ -71,7 +71,7 @@ class Evaluation(
     """JSON file for all figures and rewards. The rollouts go into a file beside it that ends in .rollouts.parquet."""
     inspect_log: str | None = option(None, group="record", value="FILE")
     """Log that inspect-ai opens (inspect view, read_eval_log): FILE.eval or FILE.json, with a sample for each reply. The
-    models of --against and the parts of a suite each get a log of their own beside it."""
+    models of --against, the parts of a suite and --harness each get a log of their own beside it."""
 
     def __post_init__(self) -> None:
         if self.inspect_log is not None and not self.inspect_log.endswith((".eval", ".json")):

@@ -47,6 +47,16 @@ class LoggedModel:
     scores: Sequence[float | Invalid] = ()  # of `--scorer`, for each rollout; (): there is none
 
 
+@dataclass(frozen=True)
+class LogContent:
+    """The content of a log, as JSON data."""
+
+    model: str
+    task: str
+    results: list[dict[str, Any]]  # see `result`
+    samples: list[dict[str, Any]]
+
+
 def write_inspect_log(
     path: Path, config: Evaluation, side: LoggedModel, success: float | None, began: datetime
 ) -> None:
@@ -54,17 +64,28 @@ def write_inspect_log(
 
     Raises UserError if the file cannot be written.
     """
-    head = _head(config, side, began, datetime.now(UTC))
-    samples = _samples(side, success)
+    content = LogContent(side.name, config.env or Path(config.tasks).stem, _results(side), _samples(side, success))
+    write_log(path, config, content, began)
+
+
+def write_log(path: Path, config: Evaluation, content: LogContent, began: datetime) -> None:
+    """Write a log. Raises UserError if the file cannot be written."""
+    head = _head(config, content, began, datetime.now(UTC))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         user_files.writable(path)
         if path.suffix == ".json":
-            path.write_bytes(json_line(head | {"samples": samples}))
+            path.write_bytes(json_line(head | {"samples": content.samples}))
         else:
-            _write_archive(path, head, samples)
+            _write_archive(path, head, content.samples)
     except OSError as error:
         raise UserError(f"--inspect-log {path} cannot be written: {error.strerror}") from error
+
+
+def file_of_each(path: Path, end: str, models: int) -> list[Path]:
+    """Return a file beside `path` for each model: NAME.eval, NAME.against.eval, NAME.against-2.eval ..."""
+    others = [f".against{f'-{number}' * (number > 1)}" for number in range(1, models)]
+    return [path.with_name(f"{path.stem}{side}{end}") for side in ("", *others)]
 
 
 def _write_archive(path: Path, head: Mapping[str, Any], samples: Sequence[dict[str, Any]]) -> None:
@@ -83,23 +104,26 @@ def _summary(sample: Mapping[str, Any]) -> dict[str, Any]:
     return own | failed | {"completed": True, "message_count": len(sample["messages"])}
 
 
-def _head(config: Evaluation, side: LoggedModel, began: datetime, ended: datetime) -> dict[str, Any]:
+def _head(config: Evaluation, content: LogContent, began: datetime, ended: datetime) -> dict[str, Any]:
     """Return the log without its samples."""
-    task, created = config.env or Path(config.tasks).stem, began.isoformat()
+    task, created, samples = content.task, began.isoformat(), content.samples
     sampling = {name: getattr(config, name) for name in ("temperature", "top_p", "top_k", "max_tokens", "seed")}
     sampling |= {"stop_seqs": config.stop} if config.stop else {}
-    ids = list(dict.fromkeys(key_of(rollout) for rollout in side.rollouts))
-    run, valid = _identity(created, config.model, task), sum(not isinstance(r.reward, Invalid) for r in side.rollouts)
+    ids = list(dict.fromkeys(sample["id"] for sample in samples))
+    run, valid = _identity(created, config.model, task), sum("error" not in sample for sample in samples)
+    used = Counter[str]()
+    for sample in samples:
+        used.update(sample.get("model_usage", {}).get(content.model, {}))
     spec = {
-        "eval_id": _identity(run, side.name),
+        "eval_id": _identity(run, content.model),
         "run_id": run,
         "created": created,
         "task": task,
         "task_id": _identity(task, config.tasks),
         "dataset": {"name": Path(config.tasks).name, "location": config.tasks, "samples": len(ids), "sample_ids": ids},
-        "model": side.name,
+        "model": content.model,
         "model_generate_config": sampling,
-        "config": {"epochs": config.samples},
+        "config": {"epochs": max((sample["epoch"] for sample in samples), default=1)},
         "packages": {"posttrain": __version__},
         "metadata": {name: getattr(config, name) for name in sorted(config.given)},
     }
@@ -108,11 +132,11 @@ def _head(config: Evaluation, side: LoggedModel, began: datetime, ended: datetim
         "status": "success",
         "eval": spec,
         "plan": {"name": "posttrain eval", "steps": [], "config": sampling},
-        "results": {"total_samples": len(side.rollouts), "completed_samples": valid, "scores": _results(side)},
+        "results": {"total_samples": len(samples), "completed_samples": valid, "scores": content.results},
         "stats": {
             "started_at": created,
             "completed_at": ended.isoformat(),
-            "model_usage": {side.name: _usage(side.rollouts)},
+            "model_usage": {content.model: dict(used)} if used else {},
         },
     }
 
@@ -127,15 +151,16 @@ def _results(side: LoggedModel) -> list[dict[str, Any]]:
     for name, figure in side.figures.items():
         if isinstance(figure, Mapping):
             limits = {end: figure[end] for end in ("mean", "low", "high") if figure.get(end) is not None}
-            found.append(_result(name, "accuracy" if "@" in name else name, limits, figure.get("tasks")))
+            found.append(result(name, "accuracy" if "@" in name else name, limits, figure.get("tasks")))
     for name, mean in rates(side.rollouts).items():
         if name.startswith("part/"):
             part = f"reward/{name.removeprefix('part/')}"
-            found.append(_result(part, part, {"mean": mean}, None))
+            found.append(result(part, part, {"mean": mean}))
     return sorted(found, key=lambda one: one["scorer"] != "accuracy")
 
 
-def _result(name: str, scorer: str, metrics: Mapping[str, float], scored: int | None) -> dict[str, Any]:
+def result(name: str, scorer: str, metrics: Mapping[str, float], scored: int | None = None) -> dict[str, Any]:
+    """Return a figure of a log. `scorer`: the score of samples that it belongs to; `scored`: number of tasks."""
     told = {metric: {"name": metric, "value": value} for metric, value in metrics.items()}
     return {"name": name, "scorer": scorer, "metrics": told} | ({} if scored is None else {"scored_samples": scored})
 

@@ -17,7 +17,8 @@ from posttrain.config.inference import Evaluation
 from posttrain.core.types import Invalid, PlayedTurn, Rollout, SpanKind, StopReason, ToolCall, Transcript
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.training.inspect_log import LoggedModel, write_inspect_log
+from posttrain.training.harness_figures import harness_log
+from posttrain.training.inspect_log import LoggedModel, write_inspect_log, write_log
 
 ENV = """
 from posttrain import Graded, Invalid, Turn
@@ -133,6 +134,29 @@ def test_tool_calls_are_read_as_calls_and_their_answers_name_them() -> None:
     assert (tool["role"], tool["tool_call_id"], tool["function"], tool["content"]) == ("tool", "c1", "add", "2")
     assert (user["role"], last["content"], sample["total_time"]) == ("user", "2", 2.0)
     assert sample["output"]["choices"][0]["stop_reason"] == "max_tokens" and list(sample["scores"]) == ["reward"]
+
+
+def test_a_document_of_a_harness_is_a_sample_with_the_scores_of_all_filters() -> None:
+    choice = {"doc_id": 7, "doc": {"q": "1+1="}, "target": 0, "arguments": [["1+1=", " 2"], ["1+1=", " 3"]],
+              "resps": [[[-4.0, False]], [[-3.0, False]]], "filter": "none", "metrics": ["acc"], "acc": 0.0}  # fmt: skip
+    strict = {"doc_id": 7, "doc": {}, "target": "2", "arguments": [["1+1=", {"until": ["x"]}]],
+              "resps": [["it is 2"]], "filter": "strict", "metrics": ["match"], "match": 0.0}  # fmt: skip
+    figures = {
+        "sums": {"acc": {"mean": 0.0, "stderr": 0.1}},
+        "said": {"match (flexible)": {"mean": 1.0, "stderr": None}},
+    }
+    flexible = {**strict, "filter": "flexible", "match": 1.0}
+    content = harness_log("m", "lm-eval:sums,said", figures, {"sums": [choice], "said": [strict, flexible]})
+    sums, said = content.samples
+    assert (sums["id"], sums["target"], sums["output"]["completion"]) == ("sums/7", " 2", " 3"), "the likeliest choice"
+    assert sums["scores"] == {"sums/acc": {"value": 0.0}} and sums["choices"] == [" 2", " 3"]
+    assert (said["id"], said["target"], said["output"]["completion"]) == ("said/7", "2", "it is 2")
+    assert said["scores"] == {"said/match (strict)": {"value": 0.0}, "said/match (flexible)": {"value": 1.0}}
+    assert [(one["name"], list(one["metrics"])) for one in content.results] == [
+        ("sums/acc", ["mean", "stderr"]), ("said/match (flexible)", ["mean"])]  # fmt: skip
+    write_log(Path("h.json"), Evaluation(model="m"), content, datetime.now(UTC))
+    log = json.loads(Path("h.json").read_text())
+    assert (log["eval"]["task"], log["stats"]["model_usage"]) == ("lm-eval:sums,said", {})
 
 
 def test_other_models_and_parts_of_a_suite_have_logs_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:

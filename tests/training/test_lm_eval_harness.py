@@ -143,7 +143,8 @@ def test_a_task_in_a_file_has_the_accuracy_of_a_loop(
     Path("sums.yaml").write_text(TASK)
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     words = "eval --harness lm-eval:sums.yaml --model one --against two --threads 1 --out found.json"
-    assert main(words.split()) == 0
+    assert main([*words.split(), "--inspect-log", "log.json"]) == 0
+    logs = [json.loads(Path(file).read_text()) for file in ("log.json", "log.against.json")]
     found = json.loads(Path("found.json").read_text())["harness"]
     for name, seed in (("one", 0), ("two", 1)):
         own, right = tiny(tokenizer, seed), 0
@@ -152,6 +153,8 @@ def test_a_task_in_a_file_has_the_accuracy_of_a_loop(
             scores = [loop(own, before, tokenizer.encode(f" {choice}"))[0] for choice in row["choices"]]  # type: ignore[union-attr]
             right += scores.index(max(scores)) == row["label"]
         assert found[name]["sums"]["acc"]["mean"] == pytest.approx(right / len(ROWS))
+        assert sum(sample["scores"]["sums/acc"]["value"] for sample in logs[seed]["samples"]) == right
+        assert [sample["input"] for sample in logs[seed]["samples"]] == [row["question"] for row in ROWS]
 
 
 def test_texts_begin_with_the_tokenizers_own_token_and_continuations_do_not(

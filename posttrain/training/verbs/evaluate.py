@@ -31,7 +31,7 @@ from posttrain.runs.trained_options import as_trained
 from posttrain.training.evaluation_figures import figures_of
 from posttrain.training.harness_figures import Figures, harness_figures, harness_tasks
 from posttrain.training.held_out_check import overlap, split_seed_of
-from posttrain.training.inspect_log import LoggedModel, write_inspect_log
+from posttrain.training.inspect_log import LoggedModel, file_of_each, write_inspect_log
 from posttrain.training.model_comparison import ModelComparison, Played, compare, with_verdicts
 from posttrain.training.playground import count_lines, open_playground, service_counts
 from posttrain.training.reply_scorer import RolloutScorer, ScorerResults
@@ -184,7 +184,7 @@ def evaluate_as_given(
     harness = harness_figures(config) if config.harness is not None else {}
     if config.inspect_log is not None:
         log = Path(config.inspect_log)
-        for place, path in enumerate(_of_each(log, log.suffix, len(folders))):
+        for place, path in enumerate(file_of_each(log, log.suffix, len(folders))):
             scores = scored.scores[place] if scored.scores else ()
             side = LoggedModel(folders[place], every[place], figures[place], scores)
             write_inspect_log(path, config, side, success, began)
@@ -267,7 +267,7 @@ def save(found: Evaluated, path: Path) -> list[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         user_files.writable(path).write_bytes(json_document(content))
-        for file, rollouts in zip(_of_each(path, ".rollouts.parquet", len(sides)), sides, strict=True):
+        for file, rollouts in zip(file_of_each(path, ".rollouts.parquet", len(sides)), sides, strict=True):
             if rollouts:
                 table = rollouts_table(0, [Outcome(rollout) for rollout in rollouts], "eval")
                 files.append(file)
@@ -275,12 +275,6 @@ def save(found: Evaluated, path: Path) -> list[Path]:
     except OSError as error:
         raise UserError(f"--out {path} cannot be written: {error.strerror}") from error
     return files
-
-
-def _of_each(path: Path, end: str, models: int) -> list[Path]:
-    """Return a file beside `path` for each model: NAME.eval, NAME.against.eval, NAME.against-2.eval ..."""
-    others = [f".against{f'-{number}' * (number > 1)}" for number in range(1, models)]
-    return [path.with_name(f"{path.stem}{side}{end}") for side in ("", *others)]
 
 
 def _example(rollout: Rollout, place: int) -> dict[str, Any]:

@@ -40,7 +40,7 @@ from posttrain.core.types import (
 __version__ = "0.1.0"
 LATER = {
     "Tracker": "posttrain.runs.tracking.tracker",
-    "Tools": "posttrain.envs.tools",
+    "Tools": "posttrain.envs.play.tools",
     "note": "posttrain.envs.play.call_recording",
     "recorded": "posttrain.envs.play.call_recording",
     "trl_reward": "posttrain.envs.play.trl_rewards",

@@ -22,7 +22,7 @@ from posttrain.core.types import ToolCall as ToolCall
 from posttrain.core.types import Turn as Turn
 from posttrain.core.types import UserError as UserError
 from posttrain.runs.tracking.tracker import Tracker as Tracker
-from posttrain.envs.tools import Tools as Tools
+from posttrain.envs.play.tools import Tools as Tools
 from posttrain.envs.play.call_recording import note as note
 from posttrain.envs.play.call_recording import recorded as recorded
 from posttrain.envs.play.trl_rewards import trl_reward as trl_reward

@@ -33,9 +33,9 @@ from posttrain.envs.play.env_outputs import Done, Event, read_turn
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.env_runner import AsyncEnvRunner, EnvRunner
 from posttrain.envs.play.load_env import is_async
+from posttrain.envs.play.tools import LONGEST_RESULT, ToolFailed
 from posttrain.envs.play.worker_protocol import CallRecord, Garbled, read_answer, write_record
 from posttrain.envs.tool_schemas import schema_of
-from posttrain.envs.tools import LONGEST_RESULT, ToolFailed
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from posttrain.core.types import Ask, Graded, Invalid, Reply, Task, Turn
 from posttrain.envs.play.call_recording import recorded
-from posttrain.envs.tools import Tools
+from posttrain.envs.play.tools import Tools
 
 
 def asking(task: Task) -> Generator[Turn | str, Reply, float]:

@@ -72,7 +72,7 @@ HOMES = {
     "verifiers": ("envs/bridges/verifiers_side.py",),
     "bm25s": ("services/retrieval/bm25.py",),
     "faiss": ("services/retrieval/dense.py",),
-    "jsonschema": ("verify/", "services/", "envs/tools.py"),
+    "jsonschema": ("verify/", "services/", "envs/play/tools.py"),
     "docstring_parser": ("envs/tool_schemas.py",),
     "referencing": ("verify/",),
     "reasoning_gym": ("envs/bridges/reasoning.py",),

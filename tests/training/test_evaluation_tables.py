@@ -22,7 +22,7 @@ from posttrain.core.types import (
     Turn,
 )
 from posttrain.envs.play.env_outputs import read_turn
-from posttrain.envs.tools import Tools
+from posttrain.envs.play.tools import Tools
 from posttrain.training.rollout_figures import rates
 from posttrain.training.sources.rollout_state import _played, _turn
 

@@ -28,7 +28,7 @@ from posttrain.envs.bridges.bridge import LONGEST, shown
 from posttrain.envs.bridges.harbor_tasks import SOLUTION, HarborTask, read_set
 from posttrain.envs.play.call_recording import note
 from posttrain.envs.play.env_outputs import MOST_REWARD
-from posttrain.envs.tools import Tools
+from posttrain.envs.play.tools import Tools
 from posttrain.sandbox import container_choice
 from posttrain.sandbox.containers import LONGEST_COMMAND, START_SECONDS, Container, ContainerError, ContainerLimits
 from posttrain.sandbox.remote.remote_sandbox import RemoteSandbox

@@ -17,7 +17,7 @@ from typing import Any
 
 from posttrain.core.types import Graded, Reply, Task, Turn, UserError, Verdict
 from posttrain.envs.builtin.generated import distinct, write
-from posttrain.envs.tools import Tools
+from posttrain.envs.play.tools import Tools
 from posttrain.verify.format import between
 
 SUCCESS = 1.0  # the reward of a task that is solved

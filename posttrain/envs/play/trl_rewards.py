@@ -5,7 +5,8 @@ TRL's `GRPOTrainer` calls such a function with all completions of a step; here i
 that compares completions of a prompt sees the same ones (TRL 1.16, `GRPOTrainer._calculate_rewards`). It gets TRL's
 arguments: prompts and completions as messages if the row's prompt is messages, else as text; the sampled token ids with
 the end-of-sequence token; each further column of the rows; `log_extra` and `log_metric`, which become notes of the
-rollouts. `trainer_state` and `environments` do not exist here: a function that requires them is refused before the run.
+rollouts. `trainer_state` does not exist here: a function that requires it is refused before the run. With tools or an
+environment, an episode has several replies, and a call scores one episode: see `trl_tools`.
 """
 
 from __future__ import annotations
@@ -20,23 +21,34 @@ from posttrain.core.messages import short
 from posttrain.core.types import Invalid, InvalidKind, Reply, Task, UserError
 from posttrain.envs.play.call_recording import NOTING
 from posttrain.envs.play.group_rewards import GroupReward, group_sum, refusing
+from posttrain.envs.play.trl_tools import LastReply, trl_episodes
 from posttrain.system.user_code import describe_error, is_of_kind, required, source_file, takes_any_name
 
-UNKNOWN = ("trainer_state", "environments")
-"""Parameters of TRL that do not exist here."""
+UNKNOWN = {
+    "trainer_state": "which TRL's trainer passes and posttrain does not: give the parameter a default, trainer_state=None",
+    "environments": "which TRL passes with environment_factory: name it too, trl:FILE.py:NAME,environment_factory=CLASS",
+}
+"""Parameters of TRL that may not exist here -> what to do."""
 LOGS = ("log_extra", "log_metric")
 OURS = ("prompt", "messages", "completion", *UNKNOWN)
 """Columns that are not passed, as TRL passes prompts under its own names."""
 
 
-def trl_reward(*functions: Callable[..., Any], weights: Sequence[float] | None = None) -> GroupReward:
+def trl_reward(
+    *functions: Callable[..., Any],
+    weights: Sequence[float] | None = None,
+    tools: Sequence[Callable[..., Any]] = (),
+    environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
+    max_tool_calling_iterations: int | None = None,
+) -> Callable[..., Any]:
     """Return the weighted sum of functions written for TRL, as a reward: `posttrain.rl(rows, trl_reward(f, g))`.
 
     `weights`: TRL's `reward_weights`; None: 1 each. A function that returns None for a reply does not count for it; if
-    all do, the reply is invalid. Raises UserError for anything else than such functions, and for another number of
-    weights.
+    all do, the reply is invalid. `tools`, `environment_factory`, `max_tool_calling_iterations`: TRL's; with one of the
+    first two, the result is an environment. Raises UserError for anything else than such functions, and for another
+    number of weights.
     """
-    if not functions:
+    if not functions and environment_factory is None:
         raise UserError("trl_reward needs a function, such as those in TRL's reward_funcs")
     weights = [1.0] * len(functions) if weights is None else list(weights)
     if len(weights) != len(functions):
@@ -45,16 +57,20 @@ def trl_reward(*functions: Callable[..., Any], weights: Sequence[float] | None =
     for function, weight in zip(functions, weights, strict=True):
         name = getattr(function, "__name__", type(function).__name__)
         number = sum(known.partition("-")[0] == name for known in parts) + 1
-        parts[name if number == 1 else f"{name}-{number}"] = (float(weight), trl_part(function, name))
+        part = trl_part(function, name, environment_factory is not None)
+        parts[name if number == 1 else f"{name}-{number}"] = (float(weight), part)
+    if tools or environment_factory is not None:
+        return trl_episodes(parts, tools, environment_factory, max_tool_calling_iterations)
     return refusing(group_sum(parts), [part for _, part in parts.values()])
 
 
-def trl_part(function: Callable[..., Any], label: str) -> GroupReward:
+def trl_part(function: Callable[..., Any], label: str, environments: bool = False) -> GroupReward:
     """Return a function written for TRL as a part of a reward of groups. `label`: its name in messages.
 
+    `environments`: whether episodes have an environment, which the function may read.
     Raises UserError if it is not a function, takes no completions, or requires an argument that only TRL's trainer has.
     """
-    taken = _parameters(function, label)
+    taken = _parameters(function, label, environments)
 
     def given(tasks: Sequence[Task], replies: Sequence[Reply]) -> dict[str, Any] | Invalid:
         return _arguments(taken, tasks, replies)
@@ -87,18 +103,16 @@ def trl_part(function: Callable[..., Any], label: str) -> GroupReward:
     return part
 
 
-def _parameters(function: Callable[..., Any], label: str) -> Mapping[str, inspect.Parameter]:
+def _parameters(function: Callable[..., Any], label: str, environments: bool) -> Mapping[str, inspect.Parameter]:
     """Return the parameters by name. Raises UserError if this is no reward function of TRL."""
     if isinstance(function, str) or not callable(function) or inspect.isclass(function):
         kind = "a class" if inspect.isclass(function) else short(function)
         hint = "; a reward model is given with --reward-model FOLDER" if isinstance(function, str) else ""
         raise UserError(f"{label} is {kind}, not a reward function of TRL: def f(completions, **kwargs) -> list{hint}")
     taken = inspect.signature(function).parameters
-    if takes := next((n for n, p in taken.items() if n in UNKNOWN and p.default is p.empty), None):
-        raise UserError(
-            f"{label} needs {takes}, which TRL's trainer passes and posttrain does not: give the parameter a default, "
-            f"{takes}=None"
-        )
+    unknown = [name for name in UNKNOWN if not (environments and name == "environments")]
+    if takes := next((n for n, p in taken.items() if n in unknown and p.default is p.empty), None):
+        raise UserError(f"{label} needs {takes}, {UNKNOWN[takes]}")
     if {"solution_str", "solution_strs"} & taken.keys():
         raise UserError(
             f"{label} takes ({', '.join(taken)}), as functions for verl do: give it as verl:{label.removeprefix('trl:')}"
@@ -118,17 +132,9 @@ def _arguments(
     They are copies that a function may change.
     """
     tasks = copy.deepcopy(list(tasks))
-    chat = [not isinstance(task.get("prompt"), str) for task in tasks]
-    given: dict[str, Any] = {
-        "prompts": [task["messages"] if own else task["prompt"] for task, own in zip(tasks, chat, strict=True)],
-        "completions": [
-            [{"role": "assistant", "content": str(reply)}] if own else str(reply)
-            for reply, own in zip(replies, chat, strict=True)
-        ],
-        "log_extra": _log_extra,
-        "log_metric": _log_metric,
-    }
-    sampled = [None if reply.sampled is None else list(reply.sampled.tokens) for reply in replies]
+    given = _of_episodes(replies) if isinstance(replies[0], LastReply) else _of_replies(tasks, replies)
+    given["log_metric"] = _log_metric
+    sampled = given.pop("completion_ids")
     if None not in sampled:
         given["completion_ids"] = sampled
     elif "completion_ids" in taken:
@@ -145,9 +151,36 @@ def _arguments(
     return given
 
 
+def _of_replies(tasks: Sequence[Task], replies: Sequence[Reply]) -> dict[str, Any]:
+    chat = [not isinstance(task.get("prompt"), str) for task in tasks]
+    return {
+        "prompts": [task["messages"] if own else task["prompt"] for task, own in zip(tasks, chat, strict=True)],
+        "completions": [
+            [{"role": "assistant", "content": str(reply)}] if own else str(reply)
+            for reply, own in zip(replies, chat, strict=True)
+        ],
+        "completion_ids": [None if reply.sampled is None else list(reply.sampled.tokens) for reply in replies],
+        "log_extra": _log_extra,
+    }
+
+
+def _of_episodes(replies: Sequence[Any]) -> dict[str, Any]:
+    """Return the arguments of whole episodes. Notes are of the episode that is scored, which is alone."""
+    found: dict[str, Any] = {
+        "prompts": copy.deepcopy([last.prompt for last in replies]),
+        "completions": copy.deepcopy([last.completion for last in replies]),
+        "completion_ids": [last.sampled_ids for last in replies],
+        "log_extra": lambda column, values: _log_metric(column, next(iter(values), None)),
+    }
+    environments = [last.environment for last in replies]
+    return found if None in environments else {**found, "environments": environments}
+
+
 def _problem_of_row(taken: Mapping[str, inspect.Parameter], label: str, task: Task) -> str | None:
     """Return why a function cannot score this row, in words, or None."""
-    missing = _missing(taken, {"prompts", "completions", "completion_ids", *LOGS, *(set(task) - set(OURS))})
+    missing = _missing(
+        taken, {"prompts", "completions", "completion_ids", "environments", *LOGS, *(set(task) - set(OURS))}
+    )
     return f"{label}: {_lacks(missing, task)}" if missing else None
 
 

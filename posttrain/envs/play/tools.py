@@ -44,6 +44,7 @@ class Called:
     reply: int  # number of the reply with the call
     answer: str  # text of the answer to the model
     problem: str | None = None  # why there is no result
+    value: Any = None  # the result as JSON data, where the class of the tools keeps it
 
     def earns(self, reward: float) -> SpanReward:
         """Return a reward for the tokens of this call, to put among the spans of a `Graded`."""
@@ -71,10 +72,10 @@ class Tools:
             if then not in get_args(Then):
                 raise UserError(f"the effect of a failed call must be one of {', '.join(get_args(Then))}, not {then!r}")
         self.schemas = [read_schema(function) for function in functions]
-        self._functions = {
+        self.functions = {
             schema["function"]["name"]: function for schema, function in zip(self.schemas, functions, strict=True)
         }
-        if len(self._functions) < len(functions):
+        if len(self.functions) < len(functions):
             raise UserError("two tools have one name")
         self._then = {"malformed": malformed, "raising": raising}
         self._once = once
@@ -92,14 +93,14 @@ class Tools:
         """
         made = []
         for call in reply.tool_calls:
-            function = self._checked(call)
+            function = self.checked(call)
             if isinstance(function, str):
                 made.append(self._failed(call, reply, function, "malformed"))
             elif inspect.iscoroutinefunction(function):
                 raise UserError(f"{call.name} is a coroutine function: use `await tools.answer_async(reply)`")
             else:
                 asked = function, dict(call.arguments)
-                outcome = recorded(_outcome, *asked) if self._once else _outcome(*asked)
+                outcome = recorded(self._outcome, *asked) if self._once else self._outcome(*asked)
                 made.append(self._made(call, reply, outcome))
             if self.ended is not None:
                 break
@@ -107,11 +108,11 @@ class Tools:
 
     async def answer_async(self, reply: Reply) -> Turn | None:
         """Make and answer the calls as `answer` does, for async environments: the calls of a reply run concurrently."""
-        checked = [(call, self._checked(call)) for call in reply.tool_calls]
+        checked = [(call, self.checked(call)) for call in reply.tool_calls]
         waiting = [
-            recorded(_outcome_async, function, dict(call.arguments))
+            recorded(self._outcome_async, function, dict(call.arguments))
             if self._once
-            else _outcome_async(function, dict(call.arguments))
+            else self._outcome_async(function, dict(call.arguments))
             for call, function in checked
             if not isinstance(function, str)
         ]
@@ -124,13 +125,13 @@ class Tools:
                 made.append(self._made(call, reply, next(outcomes)))
         return self._turn(made)
 
-    def _checked(self, call: ToolCall) -> Callable[..., Any] | str:
+    def checked(self, call: ToolCall) -> Callable[..., Any] | str:
         """Return the function to call, or the reason why it cannot be called."""
         if call.problem is not None:
             return call.problem
-        function = self._functions.get(call.name)
+        function = self.functions.get(call.name)
         if function is None:
-            return f"there is no tool {call.name!r}{near_or_all(call.name, sorted(self._functions))}"
+            return f"there is no tool {call.name!r}{near_or_all(call.name, sorted(self.functions))}"
         from jsonschema import Draft202012Validator
 
         parameters = next(s for s in self.schemas if s["function"]["name"] == call.name)["function"].get(
@@ -142,15 +143,50 @@ class Tools:
         where = "".join(f"[{part!r}]" for part in error.path)
         return f"the arguments{where} do not fit: {cleaned(error.message)[:300]}"
 
+    def failure_text(self, problem: str) -> str:
+        """Return the answer to a call without a result."""
+        return f"Error: {problem}"
+
+    def reason(self, error: Exception) -> str:
+        """Return the problem of a call whose tool raised."""
+        return cleaned(f"{type(error).__name__}: {error}")
+
+    def outcome_of(self, result: Any) -> dict[str, Any]:
+        """Return {"answer": the text that the model sees}: text unchanged, anything else as JSON."""
+        return {
+            "answer": answer_text(
+                result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+            )
+        }
+
+    def _outcome(self, function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return self.outcome_of(function(**arguments))
+        except Exception as error:
+            return {"raised": self._reason(error)}
+
+    async def _outcome_async(self, function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, Any]:
+        try:
+            result = function(**arguments)
+            return self.outcome_of(await result if inspect.isawaitable(result) else result)
+        except Exception as error:
+            return {"raised": self._reason(error)}
+
+    def _reason(self, error: Exception) -> str:
+        try:
+            return self.reason(error)
+        except Exception:  # raised by the user's __str__
+            return type(error).__name__
+
     def _made(self, call: ToolCall, reply: Reply, outcome: Mapping[str, Any]) -> Called:
         if "raised" in outcome:
             return self._failed(call, reply, outcome["raised"], "raising")
-        called = Called(call, reply.number, outcome["answer"])
+        called = Called(call, reply.number, outcome["answer"], value=outcome.get("value"))
         self.calls.append(called)
         return called
 
     def _failed(self, call: ToolCall, reply: Reply, problem: str, way: str) -> Called:
-        called = Called(call, reply.number, f"Error: {problem}", problem)
+        called = Called(call, reply.number, self.failure_text(problem), problem)
         self.calls.append(called)
         if self._then[way] == "invalid":
             raise ToolFailed(f"{call.name or 'a call'}: {problem}")
@@ -168,31 +204,8 @@ class Tools:
         return Turn(messages=messages, failed=sum(c.problem is not None for c in made))
 
 
-def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, str]:
-    try:
-        return {"answer": _result_text(function(**arguments))}
-    except Exception as error:
-        return {"raised": _reason(error)}
-
-
-async def _outcome_async(function: Callable[..., Any], arguments: dict[str, Any]) -> dict[str, str]:
-    try:
-        result = function(**arguments)
-        return {"answer": _result_text(await result if inspect.isawaitable(result) else result)}
-    except Exception as error:
-        return {"raised": _reason(error)}
-
-
-def _reason(error: Exception) -> str:
-    try:
-        return cleaned(f"{type(error).__name__}: {error}")
-    except Exception:  # raised by the user's __str__
-        return type(error).__name__
-
-
-def _result_text(result: Any) -> str:
-    """Return a result as the model sees it: text unchanged, anything else as JSON."""
-    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
+def answer_text(text: str) -> str:
+    """Return a result's text in valid characters. Raises ValueError if it is too long."""
     if len(text) > LONGEST_RESULT:
         raise ValueError(f"the result has {len(text):,} characters; a tool may return {LONGEST_RESULT:,}")
     return text.encode("utf-8", "replace").decode()

@@ -211,7 +211,7 @@ ELSEWHERE = {
     "overlong_buffer": "{overlong_cache}",
     "max_assistant_turns": "{max_turns}",
     "max_user_turns": "{max_turns}",
-    "max_tool_calling_iterations": "{max_tool_calls}",
+    "max_tool_calling_iterations": "{env} trl:FILE.py:NAME,tools=f,max_tool_calling_iterations=N, or {max_turns} N + 1",
     "custom_reward_function": "{env} verl:FILE:NAME",
     "reward_manager": "{env} (a function of its own)",
     "compute_score": "{env}",
@@ -469,8 +469,13 @@ ANSWERS = {
         "{processes} are those of this machine; on several, start posttrain in each with torchrun",
     ),
     **_alike(
-        "tools tool_config_path multi_turn interaction_config_path environment_factory",
+        "tool_config_path multi_turn interaction_config_path",
         "tools and turns are an environment's: {env} my.py:play, a function that yields Turn(messages, tools=[...])",
+    ),
+    **_alike(
+        "tools environment_factory",
+        "of TRL: {env} trl:FILE.py:NAME,tools=f+g,environment_factory=CLASS; of others, {env} my.py:play, a function that "
+        "yields Turn(messages, tools=[...])",
     ),
     **_alike(
         "image_key video_key",

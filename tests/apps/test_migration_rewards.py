@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import runpy
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from posttrain.cli.main import main
+from posttrain.data.rows import load_rows
+from posttrain.data.tasks import to_tasks
+from posttrain.envs.play.load_env import load_env
 
 SCRIPT = """from __future__ import annotations
 import re, sys as system
@@ -113,3 +118,74 @@ def test_a_script_that_only_defines_is_named_itself_and_a_file_of_rewards_is_kep
     capsys.readouterr()
     assert main(["import", "own.py", "--out", "second.toml"]) == 0
     assert "kept        rewards.py" in capsys.readouterr().out and (tmp_path / "rewards.py").read_text() == "mine = 1\n"
+
+
+AGENT = """from trl import GRPOConfig, GRPOTrainer
+from helpers_of_mine import search
+LIMIT = 6
+def twice(n: int) -> int:
+    \"\"\"Doubles.
+
+    Args:
+        n: What.
+    \"\"\"
+    return 2 * n
+class Count:
+    def reset(self, **kwargs):
+        self.seed = kwargs["seed"]
+        return f"to {LIMIT}"
+    def get_reward(self):
+        return float(self.seed)
+both = {"count": Count}
+def calls(completions, **kwargs):
+    return [float(len(c)) for c in completions]
+"""
+CALLED = "GRPOTrainer(model='u/m', args=GRPOConfig(max_steps=8{}), {}).train()"
+
+
+def imported(folder: Path, trainer: str, **options: Any) -> dict[str, Any]:
+    (folder / "helpers_of_mine.py").write_text(AGENT.partition("LIMIT = 6\n")[2].replace("twice", "search"))
+    (folder / "agent.py").write_text(AGENT + trainer + "\n")
+    assert main(["import", "agent.py", "--devices", "1", "--out", "recipe.toml"]) == 0
+    found: dict[str, Any] = tomllib.loads((folder / "recipe.toml").read_text())["rl"]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("how", "given", "env", "turns"),
+    [
+        ("", "reward_funcs=calls, tools=[twice, search]", "trl:rewards.py:calls,tools=twice+search", 1000),
+        (", max_tool_calling_iterations=5", "reward_funcs=[calls], tools=[twice], environment_factory=Count",
+         "trl:rewards.py:calls,tools=twice,environment_factory=Count,max_tool_calling_iterations=5", None),
+        (", max_tool_calling_iterations=99, reward_weights=[2.0]", "reward_funcs=calls, tools=[twice]",
+         "trl:rewards.py:calls*2 + trl:rewards.py:tools=twice,max_tool_calling_iterations=99", 100),
+        ("", "environment_factory=both", "trl:rewards.py:environment_factory=both", 1000),
+    ],
+)  # fmt: skip
+def test_tools_and_environments_of_a_script_are_copied_and_played(
+    how: str, given: str, env: str, turns: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = imported(tmp_path, CALLED.format(how, given))
+    assert (found["env"], found.get("max_turns"), found["max_episode_tokens"]) == (env, turns, 512)
+    played = load_env(found["env"])
+    assert "GRPOTrainer" not in (tmp_path / "rewards.py").read_text()
+    if "environment_factory" in given:
+        tasks = to_tasks(load_rows(found["tasks"]), need=("prompt",))
+        assert len(tasks) == 256
+        turn = next(played({**tasks[1], "environment": "count"}))
+        assert turn.messages == [{"role": "user", "content": "to 6"}] and not played._free
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("tools=[lambda n: n]", "tools = [lambda n: n]: give it a name in a file and add it to env"),
+        ("environment_factory={'a': Count}", "environment_factory = {'a': Count}: give it a name in a file"),
+    ],
+)
+def test_a_tool_without_a_name_is_told(given: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = imported(tmp_path, CALLED.format("", f"reward_funcs=calls, {given}"))
+    assert told in (tmp_path / "recipe.toml").read_text() and found["env"] == "trl:rewards.py:calls"

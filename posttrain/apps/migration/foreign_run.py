@@ -30,6 +30,7 @@ class ForeignRun:
     names     options that the file gives under another name -> that name.
     defaults  those in place of the trainer's own.
     files     what has to be beside the recipe -> its content.
+    home      file with the functions that a script names.
     """
 
     framework: str  # "TRL", "verl" or "OpenRLHF"
@@ -40,6 +41,7 @@ class ForeignRun:
     names: dict[str, str] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
+    home: str = ""
 
 
 def value_of(text: str) -> Any:

@@ -1,4 +1,4 @@
-"""Copies reward functions out of a training script, with the imports, constants and functions that they use."""
+"""Copies reward functions, tools and environments out of a training script, with what they use of it."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class _Block:
         """Return the block that makes a name, seen from this one; None if none does."""
         return self if name in self.made else self.around.of(name) if self.around else None
 
-    def defines(self, function: str) -> _Block | None:
-        """Return the outermost block here that defines a function."""
-        if any(isinstance(node, _FUNCTIONS) for node in self.made.get(function, ())):
+    def defines(self, name: str) -> _Block | None:
+        """Return the outermost block here that defines a function or a class; the module for what it sets or imports."""
+        if any(isinstance(node, _DEFINITIONS) or not self.depth for node in self.made.get(name, ())):
             return self
-        return next((found for block in self.inner if (found := block.defines(function))), None)
+        return next((found for block in self.inner if (found := block.defines(name))), None)
 
 
 class _Copy:

@@ -44,6 +44,7 @@ class ScriptNames(ast.NodeVisitor):
     def __init__(self) -> None:
         self.calls: list[ast.Call] = []
         self.functions: set[str] = set()
+        self.classes: set[str] = set()
         self.values: dict[tuple[Scope, str], Assigned] = {}  # the last of each scope
         self.branch: Branch = ()
         self.scope: Scope = ()
@@ -191,6 +192,7 @@ class ScriptNames(ast.NodeVisitor):
         self.calls.append(node)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        self.classes.add(node.name)
         self._visit_all(*node.decorator_list, *node.bases, *node.keywords)
         with self._within("class"):
             self._visit_all(*node.body)

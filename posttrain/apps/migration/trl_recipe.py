@@ -126,6 +126,7 @@ _CORRECTIONS = {
 }
 """Mode of TRL -> the correction here, how it differs, and how its cap does."""
 _NO_CAP = 1e6
+_TURNS = 64  # replies of an episode by default
 _OWN_ALGORITHMS = {"cispo": "cispo", "sapo": "sapo", "vespo": "vespo", "luspo": "luspo"}
 
 
@@ -304,6 +305,7 @@ def _rewards(draft: RecipeDraft) -> None:
         for (kind, text), w in zip(terms, numbers, strict=True)
         if kind == "function"
     ]
+    _agent(draft, sum_of)
     models = [text for kind, text in terms if kind == "model"]
     for _, text in (term for term in terms if term[0] == "unknown"):
         draft.note("reward_funcs", f"{text}: write it as a function in rewards.py and name it in env")
@@ -322,6 +324,39 @@ def _rewards(draft: RecipeDraft) -> None:
         )
     if weights and not sum_of:
         draft.note(draft.origin("reward_weights"), "weights follow the terms of env: trl:rewards.py:f*0.5")
+
+
+def _agent(draft: RecipeDraft, sum_of: list[str]) -> None:
+    """Add tools and their environment to the terms of env, and write the limits of their episodes."""
+    found: list[str] = []
+    for name in ("tools", "environment_factory"):
+        draft.treated.add(name)
+        value = draft.run.options.get(name)
+        if isinstance(value, str) and value:
+            found.append(f"{name}={value}")
+        elif value:
+            told = f"give it a name in a file and add it to env, trl:FILE.py:NAME,{name}=NAME"
+            draft.note(f"{name} = {shown(value)}", told)
+    most = draft.read("max_tool_calling_iterations")
+    if not found:
+        return
+    if isinstance(most, int):
+        found.append(f"max_tool_calling_iterations={most}")
+    if not isinstance(most, int) or most >= _TURNS:
+        told = "max_tool_calling_iterations + 1, for the last reply; TRL has no other limit"
+        draft.put("max_turns", most + 1 if isinstance(most, int) else 1000, told)
+    told = "sampled tokens of all replies here; TRL counts the tools' texts too"
+    draft.put(
+        "max_episode_tokens", draft.count("max_completion_length"), f"{draft.origin('max_completion_length')}: {told}"
+    )
+    draft.run.notes.append(
+        "that no reward function compares the replies to a prompt: of episodes it gets one in a call"
+    )
+    home, settings = f"trl:{draft.run.home}:", ",".join(found)
+    if sum_of and sum_of[-1].startswith(home) and "*" not in sum_of[-1]:
+        sum_of[-1] += f",{settings}"
+    else:
+        sum_of.append(home + settings)
 
 
 def _listed(functions: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 from typing import Any, NoReturn
 
@@ -51,6 +52,7 @@ _NOT_OF_LORA = (
     *("finetune_vision_layers", "finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules"),
 )
 """Words of LoRA's configuration, or of Unsloth's function, that change nothing for models of text."""
+_STARTS = 256  # rows for episodes of an environment that makes its own tasks
 _OF_TRANSFORMERS = {"learning_rate": 5e-5, "gradient_checkpointing": False, "bf16": False}
 """Defaults of transformers' TrainingArguments that TRL's configurations change."""
 _OF_TRAINERS = (
@@ -136,6 +138,9 @@ def _copy_rewards(tree: ast.Module, text: str, run: ForeignRun) -> None:
     given = run.options.get("reward_funcs")
     terms = [term for term in given if isinstance(term, tuple) and len(term) == 2] if isinstance(given, list) else []
     names = [str(told).removeprefix(start) for kind, told in terms if kind == "function" and told.startswith(start)]
+    if run.home == "rewards.py":
+        agent = [run.options.get(argument) for argument in ("tools", "environment_factory")]
+        names += [name for part in agent if isinstance(part, str) for name in part.split("+")]
     if names:
         run.files["rewards.py"], missing = source_of(tree, text, names)
         for name in missing:
@@ -227,8 +232,20 @@ def _keywords(script: ScriptValues, call: ast.Call) -> dict[str, Any]:
     return found
 
 
+def _named_parts(script: ScriptValues, node: ast.expr) -> Any:
+    """Return the names of functions or classes as env gives them, "f+g"; of a mapping the name that the script gives it."""
+    value = script.origin(node)
+    if isinstance(value, (ast.Dict, ast.ListComp)) and isinstance(node, ast.Name):
+        return node.id
+    parts = value.elts if isinstance(value, (ast.List, ast.Tuple)) else [value]
+    known = script.functions | script.classes | script.imported.keys()
+    names = [part.id for part in parts if isinstance(part, ast.Name) and part.id in known]
+    return "+".join(names) if len(names) == len(parts) else Unresolved(ast.unparse(node)[:200])
+
+
 def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, name: str, runs: bool) -> None:
     """Add the arguments of the trainer itself: model, data, rewards."""
+    run.home = "rewards.py" if runs else name
     given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
     if call.args:
         given.setdefault("model", call.args[0])
@@ -252,9 +269,17 @@ def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, name: str
     for argument in _OF_TRAINERS:
         if argument in given:
             run.options.setdefault(argument, script.value(given[argument]))
-    for argument in ("callbacks", "compute_metrics", "tools", "environment_factory", "rollout_func"):
+    for argument in ("callbacks", "compute_metrics", "rollout_func"):
         if argument in given:
             run.options[argument] = Unresolved(ast.unparse(given[argument])[:200])
+    for argument in ("tools", "environment_factory"):
+        if argument in given:
+            run.options[argument] = _named_parts(script, given[argument])
+    if "environment_factory" in given and "train_dataset" not in given:
+        rows = ({"prompt": [{"role": "user", "content": ""}], "seed": number} for number in range(_STARTS))
+        run.files["episodes.jsonl"] = "".join(f"{json.dumps(row)}\n" for row in rows)
+        run.options["dataset_name"] = "episodes.jsonl"
+        run.notes.append("episodes.jsonl, in place of the rows that the script has not: reset gets seed if it takes it")
 
 
 def _dataset(script: ScriptValues, node: ast.expr, run: ForeignRun, prefix: str) -> None:
@@ -329,7 +354,7 @@ def _rewards(script: ScriptValues, node: ast.expr, name: str, runs: bool, run: F
         if isinstance(value, str):
             terms.append(("model", value))
         elif isinstance(part, ast.Name) and part.id in script.functions:
-            terms.append(("function", f"trl:{'rewards.py' if runs else name}:{part.id}"))
+            terms.append(("function", f"trl:{run.home}:{part.id}"))
             if runs:
                 run.notes.append(f"{part.id} in rewards.py, which --out writes: importing {name} would train or load")
         elif isinstance(part, ast.Name) and script.imported.get(part.id, "").startswith("trl"):

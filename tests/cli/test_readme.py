@@ -53,7 +53,7 @@ JOURNEYS = {
 RUNS = {
     "README": 1,
     "start": 52,
-    "coming-from": 15,
+    "coming-from": 18,
     "environments": 19,
     "chat-rows": 5,
     "process-rewards": 8,

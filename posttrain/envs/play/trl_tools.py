@@ -96,7 +96,7 @@ def trl_episodes(
 
 
 class _Played:
-    """What both kinds of episodes share."""
+    """Base of both kinds of episodes."""
 
     waits = False  # whether tools or rewards are coroutine functions
 

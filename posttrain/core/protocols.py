@@ -6,7 +6,7 @@ The type checker proves each implementation against its protocol, at the end of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
@@ -210,6 +210,13 @@ class Paced(Protocol):
     """An engine that counts its work: see `posttrain.engines.throughput`."""
 
     def pace(self) -> Mapping[str, float]: ...  # counts since the beginning, by name
+
+
+@runtime_checkable
+class Watchable(Protocol):
+    """An engine whose replies can be read while they are sampled."""
+
+    def so_far(self, ids: Collection[int]) -> dict[int, list[int]]: ...  # request in a slot -> tokens of its reply
 
 
 @runtime_checkable

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -174,6 +174,12 @@ class LocalEngine:
                         self._rest()
                     return done
         return []
+
+    def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
+        slots = [slot for slot, request in enumerate(self.running) if request.id in ids]
+        counts = self._rows.count[slots].tolist() if slots else []
+        tokens = self._rows.tokens[slots, : max(counts, default=0)].tolist() if slots else []
+        return {self.running[slot].id: own[:count] for slot, own, count in zip(slots, tokens, counts, strict=True)}
 
     def pace(self) -> dict[str, float]:
         return self._pace.counts()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -110,6 +110,9 @@ class UncachedEngine:
         done = [self._completion(r, stop) for r, stop, end in zip(self._running, stopped, ended, strict=True) if end]
         self._running = [r for r, end in zip(self._running, ended, strict=True) if not end]
         return done
+
+    def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
+        return {r.request.id: list(r.tokens) for r in self._running if r.request.id in ids}
 
     def close(self) -> None:
         self._waiting.clear()

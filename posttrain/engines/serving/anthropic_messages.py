@@ -26,7 +26,7 @@ from posttrain.engines.serving.request_fields import (
     tool_call,
 )
 from posttrain.engines.serving.requests import PolicyRequest, RequestRefused
-from posttrain.engines.serving.wire_format import WireFormat, alone, event
+from posttrain.engines.serving.wire_format import Step, WireFormat, alone
 
 PATH = "/v1/messages"
 COUNT_PATH = "/v1/messages/count_tokens"
@@ -237,7 +237,7 @@ def _origin(asked: PolicyRequest, reply: PolicyResponse) -> dict[str, Any]:
     return {**reply.origin(asked), **({"prompt_token_ids": reply.prompt_ids} if asked.token_ids else {})}
 
 
-def message_events(name: str, asked: PolicyRequest, replies: Sequence[PolicyResponse]) -> Iterator[bytes]:
+def message_events(name: str, asked: PolicyRequest, replies: Sequence[PolicyResponse]) -> Iterator[Step]:
     whole = write_message(name, asked, replies)
     content, usage = whole.pop("content"), whole.pop("usage")
     ending = {key: whole.pop(key) for key in ("stop_reason", "stop_sequence")}
@@ -273,8 +273,13 @@ def _pieces(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, An
     return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": text}]
 
 
-def _event(kind: str, **content: Any) -> bytes:
-    return event({"type": kind, **content}, kind)
+def _event(kind: str, **content: Any) -> Step:
+    return kind, {"type": kind, **content}
+
+
+def _text_of(content: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
+    delta = content.get("delta", {})
+    return next(((delta, key) for key in ("text", "thinking") if key in delta), None)
 
 
 def write_error(refused: RequestRefused) -> dict[str, Any]:
@@ -284,4 +289,6 @@ def write_error(refused: RequestRefused) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": f"{begin}{refused}"}}
 
 
-MESSAGES_FORMAT = WireFormat(PATH, alone(read_messages), write_message, message_events, write_error)
+MESSAGES_FORMAT = WireFormat(
+    PATH, alone(read_messages), write_message, message_events, write_error, _text_of, splits_thoughts=True
+)

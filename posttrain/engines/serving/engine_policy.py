@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core.seeds import seed_of
+from posttrain.core.thoughts import CLOSES, OPENS
 from posttrain.core.types import Completion, Sampling, StopReason, ToolCall
 from posttrain.engines.serving.engine_thread import EngineThread
 from posttrain.engines.serving.policy_responses import PolicyResponse
@@ -19,6 +20,7 @@ from posttrain.engines.serving.stored_conversations import StoredConversations
 from posttrain.engines.serving.task_group import together
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
+THOUGHT_TOKENS = 16  # of the end of a prompt, in which a template begins the thoughts
 SLACK = 4  # text of more than context * the longest token * this is not tokenised; some normalisers drop characters
 
 
@@ -72,7 +74,13 @@ class EnginePolicy:
             seed,
         )
         each = [replace(sampling, seed=seed_of(seed, number)) for number in range(1, asked.count)]
-        completions = await together(self.desk.complete(tokens, how) for how in (sampling, *each))
+        watch, show = None, asked.watch
+        if show is not None:
+
+            def watch(sampled: list[int]) -> None:
+                show(self._in_progress(sampled, tokens, asked, ends))
+
+        completions = await together(self.desk.complete(tokens, how, watch) for how in (sampling, *each))
         return [self._said(completion, tokens, asked, ends) for completion in completions]
 
     async def count(self, prompt: Prompt, asked: PolicyRequest) -> int:
@@ -93,6 +101,21 @@ class EnginePolicy:
         stopped_by, ending = ended_by(completion, asked.stop, ends)
         calls, before = self._calls(completion, asked) if asked.tools else ((), None)
         return PolicyResponse(completion, len(tokens), tokens, stopped_by, ending, self.tokenizer.decode, calls, before)
+
+    def _in_progress(
+        self, sampled: list[int], tokens: Sequence[int], asked: PolicyRequest, ends: dict[int, str]
+    ) -> PolicyResponse:
+        """Return the part of a reply that stays as it is, whatever follows: without a call, or the beginning of a mark."""
+        text, form = self.tokenizer.decode(sampled), self.tokenizer.tool_format if asked.tools else None
+        marks = [OPENS, CLOSES, *asked.stop, *ends.values()]
+        if form is not None:
+            marks.append(form.opening)
+            text = (
+                text[: form.start(text)] if form.opening and form.opening in text else "" if not form.opening else text
+            )
+        thinks = self.tokenizer.decode(tokens[-THOUGHT_TOKENS:]).rstrip().endswith(OPENS)
+        completion = Completion(0, sampled, [0.0] * len(sampled), settled(text, marks), StopReason.EOS, 0)
+        return PolicyResponse(completion, len(tokens), tokens, begins_thinking=thinks)
 
     def _calls(self, completion: Completion, asked: PolicyRequest) -> tuple[Sequence[ToolCall], int | None]:
         """Return the valid tool calls in a reply, and the position in the text of the first call or None.
@@ -142,6 +165,20 @@ def _id_of(completion: Completion, place: int) -> str:
     """Return an id of nine letters and digits for a tool call, since some templates accept no other ids."""
     content = repr((list(completion.tokens), place)).encode()
     return hashlib.blake2b(content, digest_size=8).hexdigest()[:9]
+
+
+def settled(text: str, marks: Sequence[str]) -> str:
+    """Return a text that is being sampled, without an end that may become another character, a mark, or be stripped.
+
+    >>> settled("Yes. <tool", ["<tool_call>"]), settled("a < b ", ["<tool_call>"])
+    ('Yes.', 'a < b')
+    """
+    text = text.rstrip("\ufffd").rstrip()
+    most = max((len(mark) - 1 for mark in marks), default=0)
+    for length in range(min(most, len(text)), 0, -1):
+        if any(mark.startswith(text[-length:]) and len(mark) > length for mark in marks):
+            return text[:-length].rstrip()
+    return text
 
 
 def ended_by(completion: Completion, stop: Sequence[str], ends: dict[int, str]) -> tuple[str | int | None, str]:

@@ -9,20 +9,24 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from posttrain.core.messages import one_line
-from posttrain.core.protocols import Engine
+from posttrain.core.protocols import Engine, Watchable
 from posttrain.core.types import Completion, Sampling, UserError
 from posttrain.engines.serving.requests import RequestRefused
 from posttrain.models.gpu_placement import on_this_gpu
 
 JOIN_SECONDS = 30.0  # timeout for a decoding step to end
 
-Outcome = Completion | UserError
-"""Events of a request: what was sampled, or the error."""
+Watch = Callable[[list[int]], None]
+"""Gets the tokens of a reply that is being sampled."""
+Outcome = Completion | UserError | list[int]
+"""Events of a request: what was sampled, the error, or the tokens so far."""
+WATCH_SECONDS = 0.02  # between two reports of the tokens so far
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class _Order:
     id: int
     prompt: Sequence[int] = ()
     sampling: Sampling | None = None  # None: cancel the request
+    watched: bool = False
 
 
 class EngineThread:
@@ -47,14 +52,16 @@ class EngineThread:
         self._failed = failed
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.Future[Completion]] = {}  # futures of clients, by request number
+        self._watches: dict[int, Watch] = {}
         self._problem: RequestRefused | None = None
         self._count = 0
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, args=(on_this_gpu(),), name="engine", daemon=True)
         self._thread.start()
 
-    async def complete(self, prompt: Sequence[int], sampling: Sampling) -> Completion:
-        """Sample a reply. Cancelling this coroutine cancels the request in the engine.
+    async def complete(self, prompt: Sequence[int], sampling: Sampling, watch: Watch | None = None) -> Completion:
+        """Sample a reply. Cancelling this coroutine cancels the request in the engine. `watch`: gets its tokens in
+        between, where the engine shows them.
 
         Raises UserError for a request that the engine refuses, and Refused if the engine has failed.
         """
@@ -63,7 +70,10 @@ class EngineThread:
         self._count += 1
         id, answer = self._count, self._loop.create_future()
         self._waiting[id] = answer
-        self._orders.put(_Order(id, prompt, sampling))
+        watched = watch is not None and isinstance(self.engine, Watchable)
+        if watch is not None and watched:
+            self._watches[id] = watch
+        self._orders.put(_Order(id, prompt, sampling, watched))
         try:
             return await answer
         except asyncio.CancelledError:
@@ -71,6 +81,7 @@ class EngineThread:
             raise
         finally:
             del self._waiting[id]
+            self._watches.pop(id, None)
 
     @property
     def under_way(self) -> int:
@@ -87,7 +98,9 @@ class EngineThread:
             answer = self._waiting.get(id)
             if answer is None or answer.done():  # the client is gone
                 continue
-            if isinstance(outcome, Completion):
+            if isinstance(outcome, list):
+                self._watches[id](outcome)
+            elif isinstance(outcome, Completion):
                 answer.set_result(outcome)
             else:
                 answer.set_exception(outcome)
@@ -104,16 +117,22 @@ class EngineThread:
     def _work(self, begin: Callable[[], None]) -> None:
         begin()
         has: set[int] = set()  # numbers of the requests in the engine
+        watched: set[int] = set()  # those whose tokens are reported
+        reported = 0.0
         try:
-            while self._carry_out(has):
+            while self._carry_out(has, watched):
                 done = self.engine.poll() if has else []
                 has.difference_update(completion.id for completion in done)
                 self._tell([(completion.id, completion) for completion in done])
+                watched &= has
+                if watched and isinstance(self.engine, Watchable) and time.monotonic() > reported + WATCH_SECONDS:
+                    self._tell(list(self.engine.so_far(watched).items()))
+                    reported = time.monotonic()
         except BaseException as error:
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._fail, error)
 
-    def _carry_out(self, has: set[int]) -> bool:
+    def _carry_out(self, has: set[int], watched: set[int]) -> bool:
         """Carry out the orders, waiting for one if the engine is idle. Return False for the order to stop."""
         refused: list[tuple[int, Outcome]] = []
         with suppress(queue.Empty):
@@ -129,6 +148,7 @@ class EngineThread:
                     refused.append((order.id, error))
                 else:
                     has.add(order.id)
+                    watched.update([order.id] if order.watched else [])
             return False
         self._tell(refused)
         return True

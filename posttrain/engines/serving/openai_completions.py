@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +12,7 @@ from posttrain.core.types import ROLES
 from posttrain.engines.serving.policy_responses import PolicyResponse
 from posttrain.engines.serving.request_fields import Neutral, RequestFields, read_sampling, tool_call
 from posttrain.engines.serving.requests import PolicyRequest, Prompt, RequestRefused
-from posttrain.engines.serving.wire_format import WireFormat, alone, event
+from posttrain.engines.serving.wire_format import Step, WireFormat, alone
 
 COMPLETION_TOKENS = 16  # default of max_tokens of a completion, as in OpenAI's API
 NEUTRAL: Neutral = {
@@ -271,9 +269,9 @@ def _answer(
     sampled = sum(len(one.completion.tokens) for one in replies)
     read = sum(one.read for one in replies[:: asked.count])  # a prompt is counted once
     return {
-        "id": asked.id or prefix + secrets.token_hex(16),
+        "id": asked.id or prefix + asked.key,
         "object": kind,
-        "created": int(time.time()),
+        "created": asked.arrived,
         "model": name,
         "choices": choices,
         "usage": {"prompt_tokens": read, "completion_tokens": sampled, "total_tokens": read + sampled},
@@ -309,30 +307,50 @@ def _completion_logprobs(one: PolicyResponse) -> dict[str, Any]:
     return {"tokens": tokens, "token_logprobs": logp, "top_logprobs": None, "text_offset": places}
 
 
-def _chat_events(name: str, asked: PolicyRequest, replies: Sequence[PolicyResponse]) -> Iterator[bytes]:
+def _chat_events(name: str, asked: PolicyRequest, replies: Sequence[PolicyResponse]) -> Iterator[Step]:
+    """Yield for each choice its role, its text, and the rest."""
     whole = write_chat(name, asked, replies)
     whole["object"] = "chat.completion.chunk"
+    chunks = []
     for choice in whole["choices"]:
-        choice["delta"] = choice.pop("message")
-    return _events(whole, asked)
+        message, logprobs = choice.pop("message"), choice.pop("logprobs")
+        begun = {"index": choice["index"], "logprobs": None, "finish_reason": None}
+        chunks.append({**begun, "delta": {"role": message.pop("role")}})
+        text = message.pop("content")
+        if text is not None or logprobs:
+            chunks.append({**begun, "delta": {"content": text}, "logprobs": logprobs})
+        chunks.append({**choice, "delta": message, "logprobs": None})
+    return _events({**whole, "choices": chunks}, asked)
 
 
-def _completion_events(name: str, asked: PolicyRequest, replies: Sequence[PolicyResponse]) -> Iterator[bytes]:
-    return _events(write_completions(name, asked, replies), asked)
+def _completion_events(name: str, asked: PolicyRequest, replies: Sequence[PolicyResponse]) -> Iterator[Step]:
+    whole = write_completions(name, asked, replies)
+    chunks = []
+    for choice in whole["choices"]:
+        chunks.append({**{key: choice[key] for key in ("index", "text", "logprobs")}, "finish_reason": None})
+        chunks.append({**choice, "text": "", "logprobs": None})
+    return _events({**whole, "choices": chunks}, asked)
 
 
-def _generate_events(name: str, asked: PolicyRequest, replies: Sequence[PolicyResponse]) -> Iterator[bytes]:
+def _generate_events(name: str, asked: PolicyRequest, replies: Sequence[PolicyResponse]) -> Iterator[Step]:
     return _events(write_generate(name, asked, replies), asked)
 
 
-def _events(whole: dict[str, Any], asked: PolicyRequest) -> Iterator[bytes]:
+def _events(whole: dict[str, Any], asked: PolicyRequest) -> Iterator[Step]:
     usage = whole.pop("usage")
     choices = whole.pop("choices")
     for choice in choices:
-        yield event({**whole, "choices": [choice], "usage": None})
+        yield None, {**whole, "choices": [choice], "usage": None}
     if asked.stream_usage:
-        yield event({**whole, "choices": [], "usage": usage})
-    yield b"data: [DONE]\n\n"
+        yield None, {**whole, "choices": [], "usage": usage}
+
+
+def _chat_text(content: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
+    return next(((choice["delta"], "content") for choice in content["choices"] if choice["delta"].get("content")), None)
+
+
+def _completion_text(content: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
+    return next(((choice, "text") for choice in content["choices"]), None)
 
 
 def write_error(refused: RequestRefused) -> dict[str, Any]:
@@ -342,10 +360,19 @@ def write_error(refused: RequestRefused) -> dict[str, Any]:
     return {"error": {"message": str(refused), "type": kind, "param": refused.parameter, "code": refused.code}}
 
 
+_DONE = b"data: [DONE]\n\n"
 GENERATE_FORMAT = WireFormat(
-    "/inference/v1/generate", alone(read_generate), write_generate, _generate_events, write_error
+    "/inference/v1/generate", alone(read_generate), write_generate, _generate_events, write_error, ending=_DONE
 )
-CHAT_FORMAT = WireFormat("/v1/chat/completions", alone(read_chat), write_chat, _chat_events, write_error)
+CHAT_FORMAT = WireFormat(
+    "/v1/chat/completions", alone(read_chat), write_chat, _chat_events, write_error, _chat_text, ending=_DONE
+)
 COMPLETIONS_FORMAT = WireFormat(
-    "/v1/completions", alone(read_completion), write_completions, _completion_events, write_error
+    "/v1/completions",
+    alone(read_completion),
+    write_completions,
+    _completion_events,
+    write_error,
+    _completion_text,
+    ending=_DONE,
 )

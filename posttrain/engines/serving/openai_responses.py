@@ -29,7 +29,7 @@ from posttrain.engines.serving.request_fields import (
 )
 from posttrain.engines.serving.requests import PolicyRequest
 from posttrain.engines.serving.stored_conversations import StoredConversations
-from posttrain.engines.serving.wire_format import WireFormat, event
+from posttrain.engines.serving.wire_format import Step, WireFormat
 
 PATH = "/v1/responses"
 KNOWN = ("model", "input", "instructions", "tools", "tool_choice", "max_output_tokens", "previous_response_id", "store",
@@ -224,7 +224,7 @@ def write_response(name: str, asked: PolicyRequest, replies: Sequence[PolicyResp
     return {
         "id": asked.id,
         "object": "response",
-        "created_at": now,
+        "created_at": asked.arrived,
         "status": "incomplete" if reply.cut else "completed",
         "completed_at": None if reply.cut else now,
         "background": False,
@@ -280,7 +280,7 @@ def stored_messages(asked: PolicyRequest, reply: PolicyResponse) -> list[dict[st
 # -- streams -----------------------------------------------------------------------------------------------------------
 
 
-def response_events(name: str, asked: PolicyRequest, replies: Sequence[PolicyResponse]) -> Iterator[bytes]:
+def response_events(name: str, asked: PolicyRequest, replies: Sequence[PolicyResponse]) -> Iterator[Step]:
     whole = write_response(name, asked, replies)
     bare = {key: value for key, value in whole.items() if key not in _LATE}
     began = {
@@ -299,7 +299,11 @@ def response_events(name: str, asked: PolicyRequest, replies: Sequence[PolicyRes
         steps += _item_events(index, item)
     steps.append((f"response.{whole['status']}", {"response": whole}))
     for number, (kind, content) in enumerate(steps):
-        yield event({"type": kind, "sequence_number": number, **content}, kind)
+        yield kind, {"type": kind, "sequence_number": number, **content}
+
+
+def _text_of(content: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
+    return (content, "delta") if "delta" in content else None
 
 
 _LATE = ("weight_versions", "token_ids", "prompt_token_ids")
@@ -329,4 +333,6 @@ def _item_events(index: int, item: Mapping[str, Any]) -> Iterator[tuple[str, dic
     yield "response.output_item.done", {"output_index": index, "item": item}
 
 
-RESPONSES_FORMAT = WireFormat(PATH, read_response, write_response, response_events, write_error)
+RESPONSES_FORMAT = WireFormat(
+    PATH, read_response, write_response, response_events, write_error, _text_of, splits_thoughts=True
+)

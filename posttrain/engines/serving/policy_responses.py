@@ -22,6 +22,7 @@ class PolicyResponse:
     decode: Callable[[Sequence[int]], str] | None = None  # converts ids to text; None without a tokenizer
     calls: Sequence[ToolCall] = ()  # valid tool calls
     before_calls: int | None = None  # number of characters before the first call
+    begins_thinking: bool = False  # of a reply in progress: whether it begins within thoughts
 
     def text(self, asked: PolicyRequest) -> str:
         """Return the text for clients: without the stop string, unless the request asks for it."""

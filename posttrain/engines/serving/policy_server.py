@@ -21,7 +21,7 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from aiohttp import web
@@ -36,7 +36,7 @@ from posttrain.engines.serving.policy_responses import PolicyResponse
 from posttrain.engines.serving.requests import PolicyRequest, Prompt, RequestRefused, read_body
 from posttrain.engines.serving.stored_conversations import StoredConversations
 from posttrain.engines.serving.task_group import together
-from posttrain.engines.serving.wire_format import WireFormat
+from posttrain.engines.serving.wire_format import EventStream, WireFormat, event
 from posttrain.system import http_server
 from posttrain.system.http_front import HOST, bound, refused
 
@@ -125,15 +125,55 @@ class PolicyHandlers:
             policy = self._find(request)
             asked = form.read(policy.select(read_body(await _body(request))), policy.conversations)
             policy.check(asked.model)
+            if asked.stream:
+                return await self._streamed(request, policy, form, asked)
             replies = await self._sampled(policy, asked)
             if asked.stored is not None and asked.id is not None:
                 policy.conversations.add(asked.id, stored_messages(asked, replies[0]))
             name = str(asked.model or policy.describe()["id"])
-            if asked.stream:
-                return await _streamed(request, b"".join(form.events(name, asked, replies)))
             return web.json_response(form.write(name, asked, replies), dumps=_compact)
 
         return answer
+
+    async def _streamed(
+        self, request: web.Request, policy: Policy, form: WireFormat, asked: PolicyRequest
+    ) -> web.StreamResponse:
+        """Send a reply as it is sampled, if the policy shows it and the request allows that, or else at its end.
+
+        An error before the first words is answered as one; after them it is an event.
+        """
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        stream = EventStream(form, str(asked.model or policy.describe()["id"]), asked)
+        heard: asyncio.Queue[PolicyResponse | None] = asyncio.Queue()
+        watched = replace(asked, watch=heard.put_nowait) if asked.grows else asked
+        sampling = asyncio.ensure_future(self._sampled(policy, watched))
+        sampling.add_done_callback(lambda _: heard.put_nowait(None))
+
+        async def send(content: bytes) -> None:
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(content)
+
+        try:
+            with suppress(ConnectionResetError):  # the client has disconnected
+                while (reply := await heard.get()) is not None:
+                    if content := stream.grown(reply):
+                        await send(content)
+                try:
+                    replies = await sampling
+                except Exception as error:
+                    if not response.prepared:
+                        raise
+                    problem = error if isinstance(error, RequestRefused) else RequestRefused(one_line(error), 500)
+                    await send(event(form.write_error(problem), "error"))
+                else:
+                    if asked.stored is not None and asked.id is not None:
+                        policy.conversations.add(asked.id, stored_messages(asked, replies[0]))
+                    await send(stream.ended(replies))
+                await response.write_eof()
+        finally:
+            sampling.cancel()
+        return response
 
     async def _sampled(self, policy: Policy, asked: PolicyRequest) -> Sequence[PolicyResponse]:
         """Return the replies to each prompt, within the limit of replies in progress."""
@@ -191,15 +231,6 @@ async def _body(request: web.Request) -> bytes:
             return await request.read()
     except TimeoutError:
         raise RequestRefused(f"the body did not arrive within {BODY_SECONDS:g} s", 408) from None
-
-
-async def _streamed(request: web.Request, content: bytes) -> web.StreamResponse:
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    with suppress(ConnectionResetError):  # the client has disconnected
-        await response.prepare(request)
-        await response.write(content)
-        await response.write_eof()
-    return response
 
 
 def _compact(content: object) -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import secrets
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 from posttrain.core.messages import short
@@ -21,6 +24,9 @@ class RequestRefused(Exception):
     def __init__(self, message: str, status: int = 400, code: str | None = None, parameter: str | None = None) -> None:
         super().__init__(message)
         self.status, self.code, self.parameter = status, code, parameter
+
+
+_own = partial(field, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,17 @@ class PolicyRequest:
     echo: Mapping[str, Any] = field(default_factory=dict)  # fields that the response repeats
     include: tuple[str, ...] = ()  # optional parts of the response, as OpenAI's Responses names them
     stored: tuple[dict[str, Any], ...] | None = None  # messages to store with the reply; None: store nothing
+    # not what is asked, so neither compared nor shown: equal requests get equal replies
+    watch: Callable[[Any], None] | None = _own(
+        default=None
+    )  # called with replies in progress, if the policy shows them
+    key: str = _own(default_factory=lambda: secrets.token_hex(16))  # for ids that the server gives
+    arrived: int = _own(default_factory=lambda: int(time.time()))
+
+    @property
+    def grows(self) -> bool:
+        """Return whether the reply can be streamed while it is sampled: a single one, as text alone."""
+        return self.stream and self.count == len(self.prompts) == 1 and not (self.logprobs or self.token_ids)
 
 
 def read_body(content: bytes) -> dict[str, Any]:

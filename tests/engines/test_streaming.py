@@ -1,0 +1,242 @@
+"""A stream shows a reply while it is sampled: in every format the same events as for a whole reply, sooner."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import pytest
+from conftest import tiny
+from openai import APIError, OpenAI
+from served import TOOLS, Scripted, served
+from wire import tool_words
+
+from posttrain.core.protocols import Watchable
+from posttrain.core.types import Completion, Sampling
+from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.engines.local.uncached_engine import UncachedEngine
+from posttrain.engines.serving import engine_thread
+from posttrain.engines.serving.engine_policy import settled
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+
+CALL = '<tool_call>\n{"name": "look_up", "arguments": {"word": "fox"}}\n</tool_call>'
+REPLIES = {
+    "text": "One, two < three 😀 four.\n\nFive ",
+    "thoughts": "<think>\nhm, so\n</think>\n\nYes: a quick fox.",
+    "calls": f"<think>\nhm\n</think>\n\nI look twice.\n{CALL}\n{CALL}",
+    "a call alone": CALL,
+    "no call after all": "I look.\n<tool_call>\n{nothing}\n</tool_call> Or not",
+    "thoughts alone": "<think>\nhm, and hm",
+    "nothing": "",
+}
+MESSAGES = [{"role": "user", "content": "fox"}]
+SCHEMA = {"type": "object", "properties": {"word": {"type": "string"}}}
+FUNCTION = {"name": "look_up", "description": "Looks.", "parameters": SCHEMA}
+ASKED: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES, "tools": [{"type": "function", "function": FUNCTION}]},
+    "/v1/completions": {"prompt": "fox", "max_tokens": 500},
+    "/v1/responses": {"input": "fox", "tools": [{"type": "function", **FUNCTION}]},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 500, "model": "tiny",
+                     "tools": [{"name": "look_up", "description": "Looks.", "input_schema": SCHEMA}]},
+}  # fmt: skip
+
+
+class Growing(Scripted):
+    """Samples its script token by token, and the second half only if it may."""
+
+    def __init__(self, tokenizer: Tokenizer, replies: list[str], waits: bool = False, fails: bool = False) -> None:
+        super().__init__(tokenizer, replies)
+        self.may, self.fails, self.count = threading.Event(), fails, 0
+        self.cancelled: list[int] = []
+        if not waits:
+            self.may.set()
+
+    def poll(self) -> list[Completion]:
+        if not self.done:
+            return []
+        half = self.count > len(self.done[0].tokens) // 2
+        if half and not self.may.wait(0.01):
+            return []
+        if half and self.fails:
+            raise RuntimeError("out of memory")
+        self.count += 1
+        if self.count < len(self.done[0].tokens):
+            return []
+        self.count = 0
+        return [self.done.pop(0)]
+
+    def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
+        return {done.id: list(done.tokens[: self.count]) for done in self.done[:1] if done.id in ids}
+
+    def cancel(self, id: int) -> None:
+        self.cancelled.append(id)
+        self.done = [done for done in self.done if done.id != id]
+
+
+@pytest.fixture(scope="module")
+def words() -> Tokenizer:
+    found = tool_words()
+    return Tokenizer(found.backend, found.config, TOOLS)
+
+
+@pytest.fixture(autouse=True)
+def _each_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "WATCH_SECONDS", 0.0)
+
+
+def events_of(content: bytes) -> Iterator[tuple[str, Any]]:
+    for block in content.decode().strip().split("\n\n"):
+        name, _, data = block.rpartition("data: ")
+        yield name, data if data == "[DONE]" else json.loads(data)
+
+
+def bare(content: Any) -> Any:
+    """Without what differs from one request to the next."""
+    if isinstance(content, dict):
+        left = {"id", "item_id", "created", "created_at", "completed_at", "sequence_number"}
+        return {key: bare(value) for key, value in content.items() if key not in left}
+    return [bare(one) for one in content] if isinstance(content, list) else content
+
+
+def places_of(content: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str]]:
+    """Texts of an event that a delta may hold."""
+    if isinstance(content, dict | list):
+        for key, value in content.items() if isinstance(content, dict) else enumerate(content):
+            yield from places_of(value, (*place, key))
+    elif isinstance(content, str) and place[-1] in ("content", "text", "thinking", "delta"):
+        yield place, content
+
+
+def merged(content: bytes) -> list[Any]:
+    """The events, with those that differ in one text alone joined to one."""
+    found: list[Any] = []
+    for name, data in events_of(content):
+        event = (name, bare(data))
+        before = found[-1] if found else None
+        texts = list(places_of(event[1])) if "delta" in json.dumps(event[1]) or "choices" in event[1] else []
+        if before and len(texts) == 1 and [p for p, _ in places_of(before[1])] == [texts[0][0]]:
+            [(place, text)], [(_, earlier)] = texts, list(places_of(before[1]))
+            alike = [json.dumps(one[1]).replace(json.dumps(t), "0") for one, t in ((event, text), (before, earlier))]
+            if alike[0] == alike[1] and text and earlier and name == before[0]:
+                inner: Any = before[1]
+                for key in place[:-1]:
+                    inner = inner[key]
+                inner[place[-1]] = earlier + text
+                continue
+        found.append(event)
+    return found
+
+
+@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize("name", REPLIES)
+def test_a_reply_in_pieces_has_the_events_of_the_whole_reply(path: str, name: str, words: Tokenizer) -> None:
+    body = {**ASKED[path], "stream": True}
+    contents = []
+    for kind in (Scripted, Growing):
+        with served(kind(words, [f"{REPLIES[name]}<|im_end|>"] * 9), words, 900) as server:
+            status, content = server.raw(path, body)
+            assert status == 200
+            contents.append(content)
+    whole, pieces = contents
+    assert merged(pieces) == merged(whole)
+    if name in ("text", "thoughts"):
+        assert len(list(events_of(pieces))) > len(list(events_of(whole))) + 5
+    numbers = [data["sequence_number"] for _, data in events_of(pieces) if "sequence_number" in data]
+    assert numbers == list(range(len(numbers)))
+
+
+def first_words(client: Any, engine: Growing, api: str) -> str:
+    """The text that a client reads of a stream whose engine goes on only after its first word."""
+    if api == "chat":
+        stream = client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)
+        pieces = (choice.delta.content for chunk in stream for choice in chunk.choices)
+    elif api == "completions":
+        stream = client.completions.create(model="tiny", prompt="fox", max_tokens=500, stream=True)
+        pieces = (choice.text for chunk in stream for choice in chunk.choices)
+    else:
+        stream = client.responses.create(model="tiny", input="fox", stream=True)
+        pieces = (event.delta for event in stream if event.type == "response.output_text.delta")
+    read = ""
+    for piece in pieces:
+        read += piece or ""
+        if read:
+            engine.may.set()
+    return read
+
+
+@pytest.mark.parametrize("api", ["chat", "completions", "responses"])
+def test_openais_client_reads_the_first_words_before_the_last_are_sampled(api: str, words: Tokenizer) -> None:
+    engine = Growing(words, [f"{REPLIES['text']}<|im_end|>"] * 9, waits=True)
+    with (
+        served(engine, words, 900) as server,
+        OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=20) as client,
+    ):
+        assert first_words(client, engine, api) == REPLIES["text"]
+
+
+def test_anthropics_client_reads_the_first_words_before_the_last_are_sampled(words: Tokenizer) -> None:
+    anthropic = pytest.importorskip("anthropic", reason="Anthropic's client is not installed: pip install anthropic")
+    engine = Growing(words, [f"{REPLIES['thoughts']}<|im_end|>"] * 9, waits=True)
+    with (
+        served(engine, words, 900) as server,
+        anthropic.Anthropic(base_url=server.url, api_key="any", max_retries=0, timeout=20) as client,
+        client.messages.stream(model="tiny", max_tokens=500, messages=MESSAGES) as stream,
+    ):
+        for event in stream:
+            if event.type == "content_block_delta":
+                engine.may.set()
+        blocks = stream.get_final_message().content
+    assert [(block.type, getattr(block, block.type)) for block in blocks] == [
+        ("thinking", "hm, so"), ("text", "Yes: a quick fox."),
+    ]  # fmt: skip
+
+
+def test_a_failure_after_the_first_words_ends_the_stream_with_an_error(words: Tokenizer) -> None:
+    engine = Growing(words, [f"{REPLIES['text']}<|im_end|>"] * 9, waits=True, fails=True)
+    with (
+        served(engine, words, 900) as server,
+        OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=20) as client,
+        pytest.raises(APIError, match="out of memory"),
+    ):
+        first_words(client, engine, "chat")
+
+
+def test_a_client_that_leaves_in_the_middle_takes_its_request_along(words: Tokenizer) -> None:
+    engine = Growing(words, [f"{REPLIES['text']}<|im_end|>"] * 9, waits=True)
+    with (
+        served(engine, words, 900) as server,
+        OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=20) as client,
+    ):
+        stream = client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True)  # type: ignore[call-overload]
+        assert next(iter(stream)).choices[0].delta.role == "assistant"
+        stream.close()
+        for _ in range(500):
+            if engine.cancelled:
+                break
+            threading.Event().wait(0.01)
+        assert engine.cancelled == [1] and not engine.may.is_set() and server.ask("/health")[1]["requests"] == 0
+
+
+@pytest.mark.parametrize("kind", [LocalEngine, UncachedEngine])
+def test_tokens_so_far_are_those_with_which_the_reply_begins(kind: Any, words: Tokenizer) -> None:
+    engine = kind(tiny(words, context=128), words, slots=2)
+    assert isinstance(engine, Watchable)
+    for id in range(3):
+        engine.submit(id, words.encode("fox"), Sampling(max_tokens=40, seed=id))
+    seen: list[tuple[int, list[int]]] = []
+    done: dict[int, Completion] = {}
+    while len(done) < 3:
+        done |= {completion.id: completion for completion in engine.poll()}
+        seen += engine.so_far({0, 2}).items()
+    assert {id for id, _ in seen} == {0, 2} and len({len(tokens) for _, tokens in seen}) > 3
+    assert all(tokens == list(done[id].tokens[: len(tokens)]) for id, tokens in seen)
+
+
+@pytest.mark.parametrize("name", REPLIES)
+def test_a_settled_text_only_grows(name: str) -> None:
+    text, marks = REPLIES[name], ["<think>", "</think>", "<tool_call>", "four"]
+    found = [settled(text[:end], marks) for end in range(len(text) + 1)]
+    assert all(text.startswith(one) for one in found)
+    assert not any(one.endswith(mark[:length]) for one in found for mark in marks for length in range(1, len(mark)))

@@ -189,3 +189,20 @@ def test_a_tool_without_a_name_is_told(given: str, told: str, tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     found = imported(tmp_path, CALLED.format("", f"reward_funcs=calls, {given}"))
     assert told in (tmp_path / "recipe.toml").read_text() and found["env"] == "trl:rewards.py:calls"
+
+
+def test_an_environment_that_a_function_defines_is_copied_with_what_its_place_gives(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = AGENT.split("LIMIT = 6\n")[1].splitlines()
+    inner = "\n".join(f"    {line}" for line in lines)
+    script = f"from trl import GRPOConfig, GRPOTrainer\ndef main():\n    args = parse_args()\n    LIMIT = 3\n{inner}\n"
+    script = script.replace("float(self.seed)", "float(self.seed) * args.scale")
+    trainer = CALLED.format("", "environment_factory=Count")
+    (tmp_path / "agent.py").write_text(f"{script}    {trainer}\nif __name__ == '__main__':\n    main()\n")
+    assert main(["import", "agent.py", "--devices", "1", "--out", "recipe.toml"]) == 0
+    found = tomllib.loads((tmp_path / "recipe.toml").read_text())["rl"]
+    assert found["env"] == "trl:rewards.py:environment_factory=Count"
+    assert next(load_env(found["env"])({"id": "a", "seed": 1})).messages[0]["content"] == "to 3"
+    assert "args in rewards.py, which uses it" in " ".join(capsys.readouterr().out.split())

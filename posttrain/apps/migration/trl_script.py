@@ -101,7 +101,7 @@ def read_script(text: str, name: str, given: dict[str, Any] | None = None) -> Fo
         )
     trainer = last.get(config.replace("Config", "Trainer"))
     if trainer is not None:
-        _of_trainer(script, trainer, run, name, runs_when_imported(tree))
+        _of_trainer(script, trainer, run, name, runs_when_imported(tree) or _within_functions(script, tree, trainer))
         _copy_rewards(tree, text, run)
     _of_adapters(script, last, run)
     if "max_seq_length" in run.options:
@@ -130,6 +130,15 @@ def _configuration(script: ScriptValues, last: dict[str, ast.Call], name: str) -
             _refuse(script, known, name)
         return known[0].replace("Trainer", "Config"), older
     return known[0].replace("Trainer", "Config"), None
+
+
+def _within_functions(script: ScriptValues, tree: ast.Module, trainer: ast.Call) -> bool:
+    """Return whether a reward, a tool or an environment is defined in a function, where its name cannot be imported."""
+    given = [word.value for word in trainer.keywords if word.arg in ("reward_funcs", "tools", "environment_factory")]
+    used = {part.id for node in given for part in ast.walk(script.origin(node)) if isinstance(part, ast.Name)}
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    top = {node.name for node in tree.body if isinstance(node, kinds)}
+    return bool(used & (script.functions | script.classes) - top)
 
 
 def _copy_rewards(tree: ast.Module, text: str, run: ForeignRun) -> None:
@@ -356,7 +365,8 @@ def _rewards(script: ScriptValues, node: ast.expr, name: str, runs: bool, run: F
         elif isinstance(part, ast.Name) and part.id in script.functions:
             terms.append(("function", f"trl:{run.home}:{part.id}"))
             if runs:
-                run.notes.append(f"{part.id} in rewards.py, which --out writes: importing {name} would train or load")
+                told = f"{name} trains or loads when it is imported, or defines it in a function"
+                run.notes.append(f"{part.id} in rewards.py, which --out writes: {told}")
         elif isinstance(part, ast.Name) and script.imported.get(part.id, "").startswith("trl"):
             terms.append(("function", f"trl:{part.id}"))
         elif isinstance(part, ast.Name) and part.id in script.imported:

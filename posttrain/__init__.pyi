@@ -122,6 +122,10 @@ class ModelOptions(TypedDict, total=False):
     quantize: Literal["nf4", "int8"] | None
     """Keep the frozen weights in 4 bits (nf4, as in QLoRA) or 8 (int8); needs --lora. They are dequantised for each
     product."""
+    weights: Literal["float32", "bfloat16"]
+    """Type in which all weights of the run are stored. bfloat16, with --precision bfloat16, takes half the memory and
+    needs no copies. Gradients, moments, norms and biases stay in float32. Updates are rounded at random (stochastic
+    rounding), so that small ones are not lost. Not with --lora."""
     frozen_weights: Literal["float32", "bfloat16"]
     """Type of the weights that are not trained: the base of LoRA, a reference, teachers, reward models and judges of
     this machine. bfloat16 takes half the memory, and is exact for a checkpoint stored in bfloat16: with --precision
@@ -192,7 +196,7 @@ class HardwareOptions(TypedDict, total=False):
     device: str
     """Where to compute: auto, cpu, cuda, cuda:1 ..."""
     precision: Literal["float32", "bfloat16"]
-    """Arithmetic of forward and backward passes. Weights and optimizer state stay in float32."""
+    """Arithmetic of forward and backward passes. Weights and optimizer state have types of their own."""
     threads: int | None
     """CPU threads. Default: PyTorch's choice."""
     compiled: bool

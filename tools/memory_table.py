@@ -43,6 +43,11 @@ SHAPES = {
 """Size -> shape: those of Qwen2.5 and, last, of Llama 3."""
 COMMON = {"tasks": "x", "precision": "bfloat16", "recompute": "layers"}
 ADAPTED = {"lora": 16, "frozen_weights": "bfloat16"}
+LESS: dict[str, dict[str, Any]] = {
+    "QLoRA on 1 card": {"lora": 16, "quantize": "nf4"},
+    "full in bfloat16 on 1 card": {"weights": "bfloat16", "optimizer": "adamw8bit"},
+}
+"""Column -> options that take less memory than those of the other columns."""
 JOBS: dict[str, tuple[type[Training], dict[str, Any]]] = {
     "without a reference": (SFT, {}),
     "with a reference": (RL, {"env": "e", "algorithm": "grpo"}),
@@ -73,14 +78,13 @@ def cells(kind: type[Training], options: dict[str, Any], shape: DecoderConfig) -
 
 def rows() -> list[str]:
     """The lines of the table."""
-    lines = [f"| model | {' | '.join(['1 card', *(f'{n} cards' for n in CARDS[1:])])} | QLoRA on 1 card |"]
-    lines.append("|---" * (len(CARDS) + 2) + "|")
+    columns = ["1 card", *(f"{n} cards" for n in CARDS[1:]), *LESS]
+    lines = [f"| model | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for job, (kind, options) in JOBS.items():
         for name, shape in SHAPES.items():
-            packed = shapes_of(filled(kind, {**COMMON, **options, "lora": 16, "quantize": "nf4"}), shape)
-            lines.append(
-                f"| {name}, {job} | {' | '.join(cells(kind, options, shape))} | {'yes' if fits(packed, shape, 1) else '-'} |"
-            )
+            tried = [shapes_of(filled(kind, {**COMMON, **options, **less}), shape) for less in LESS.values()]
+            less = ["yes" if fits(learner, shape, 1) else "-" for learner in tried]
+            lines.append(f"| {name}, {job} | {' | '.join([*cells(kind, options, shape), *less])} |")
     return lines
 
 

@@ -151,6 +151,8 @@ def _validate_optimizer(config: Training) -> None:
 
 
 def _validate_memory(config: Training) -> None:
+    if config.weights == "bfloat16":
+        _validate_narrow_weights(config)
     if config.float8 and config.precision != "bfloat16":
         raise UserError("--float8 rounds the factors of products further than --precision bfloat16: add it")
     adapted = [name for name, value in (("--lora", config.lora), ("--quantize", config.quantize)) if value]
@@ -160,6 +162,24 @@ def _validate_memory(config: Training) -> None:
         raise UserError(f"--role-devices has no role {odd!r:.40}{near_or_all(odd, list(ROLES))}")
     if twice := next((own for own in config.offload if config.offload.count(own) > 1), None):
         raise UserError(f"--offload names {twice} twice: give it once")
+
+
+def _validate_narrow_weights(config: Training) -> None:
+    if config.precision != "bfloat16":
+        raise UserError("--weights bfloat16 stores weights in the type of their products: add --precision bfloat16")
+    if not config.model:
+        raise UserError("--weights bfloat16 is for a pretrained model: give --model, or leave it out")
+    if config.lora is not None:
+        raise UserError(
+            "--weights bfloat16 is for weights that learn, and --lora freezes them: give --frozen-weights bfloat16 instead"
+        )
+    untried = [
+        *config.divisions,
+        *(["--float8"] * config.float8),
+        *(["--optimizer muon"] * (config.optimizer == "muon")),
+    ]
+    for option in untried:
+        raise UserError(f"--weights bfloat16 has not been tried with {option}: leave out one of them")
 
 
 def _validate_record(config: Training) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from posttrain.learners.optimizer_chunks import wide_bytes
+
 
 class AdamW:
     """Adam with decoupled weight decay (arXiv 1711.05101, algorithm 2). A parameter without a gradient does not change.
@@ -70,7 +72,7 @@ class AdamW:
 
     def moment_bytes(self) -> float:
         """Return the bytes of the state once every parameter has been updated."""
-        return 2.0 * sum(p.nbytes for group in self.param_groups for p in group["params"])
+        return 2.0 * sum(wide_bytes(p) for group in self.param_groups for p in group["params"])
 
     def begin(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return the state of a parameter, which is zeros before its first step."""

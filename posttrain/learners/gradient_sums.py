@@ -20,7 +20,7 @@ def sum_gradients(world: World, parameters: Sequence[nn.Parameter], *others: Ten
     """
     gradients = []
     for parameter in parameters:
-        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        own = torch.zeros_like(parameter, dtype=parameter.grad_dtype) if parameter.grad is None else parameter.grad
         parameter.grad = own.contiguous()
         gradients.append(parameter.grad)
     for bucket in _buckets([*gradients, *others]):

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from posttrain.learners.library_optimizer import Optimizer
+from posttrain.learners.optimizer_chunks import gradients_in_chunks
 
-CHUNK = 1 << 28
-"""Bytes of the weights that are updated at once. Their moments are on the device meanwhile."""
 LEAST = 1 << 16
 """Bytes from which an activation is moved. Copies of smaller ones would take longer than they save."""
 
@@ -47,8 +46,7 @@ def wait_for(device: torch.device) -> None:
 class OffloadedOptimizer:
     """An optimizer whose state is on the host between updates. Implements `library_optimizer.Optimizer`.
 
-    A step updates weights in chunks: their state is fetched, and stored again. An optimizer that updates each weight by its
-    own gradient and state alone gives the same bits as in one step.
+    A step updates weights in chunks: their state is fetched, and stored again.
     """
 
     def __init__(self, inner: Optimizer, in_chunks: bool = True) -> None:
@@ -65,20 +63,15 @@ class OffloadedOptimizer:
         self.inner.zero_grad()
 
     def step(self) -> None:
-        gradients = {p: p.grad for group in self.param_groups for p in group["params"] if p.grad is not None}
-        for parameter in gradients:
-            parameter.grad = None
-        for chunk in self._chunks(list(gradients)):
+        devices = set()
+        for chunk in gradients_in_chunks(self.param_groups, self._in_chunks):
             for parameter in chunk:
-                parameter.grad = gradients[parameter]
                 self._fetch(parameter)
             self.inner.step()
             for parameter in chunk:
                 self._store(parameter)
-                parameter.grad = None
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
-        for device in {parameter.device for parameter in gradients}:
+                devices.add(parameter.device)
+        for device in devices:
             wait_for(device)
 
     def restore(self, parameter: nn.Parameter, stored: Mapping[str, Tensor]) -> None:
@@ -88,16 +81,6 @@ class OffloadedOptimizer:
 
     def moment_bytes(self) -> float:
         return self.inner.moment_bytes()
-
-    def _chunks(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-        chunk: list[nn.Parameter] = []
-        for parameter in parameters:
-            if chunk and self._in_chunks and sum(p.nbytes for p in [*chunk, parameter]) > CHUNK:
-                yield chunk
-                chunk = []
-            chunk.append(parameter)
-        if chunk:
-            yield chunk
 
     def _fetch(self, parameter: nn.Parameter) -> None:
         for name, place in self._host.get(parameter, {}).items():

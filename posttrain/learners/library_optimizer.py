@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.core.types import UserError
+from posttrain.learners.optimizer_chunks import wide_bytes
 from posttrain.system.user_code import describe_error, source_file
 
 TRIED = 256
@@ -93,7 +94,7 @@ class LibraryOptimizer:
 
     def moment_bytes(self) -> float:
         found = sum(value.nbytes for value in self._tried.values() if isinstance(value, Tensor))
-        return found / (4 * TRIED**2) * sum(p.nbytes for group in self.param_groups for p in group["params"])
+        return found / (4 * TRIED**2) * sum(wide_bytes(p) for group in self.param_groups for p in group["params"])
 
     def _try(self) -> dict[str, Any]:
         """Update one matrix, float32 [TRIED, TRIED]. Return its state. Raises UserError if no checkpoint could hold it."""

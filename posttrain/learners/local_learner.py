@@ -30,6 +30,7 @@ from posttrain.learners.muon import stacked_rows
 from posttrain.learners.natural_gradient import search
 from posttrain.learners.optimizers import BETAS, EPS, OptimizerChoice, parameter_groups
 from posttrain.learners.repeated_bits import repeated_bits
+from posttrain.learners.rounded_weights import RoundedOptimizer, widen_gradients
 from posttrain.learners.router_losses import RouterLosses, Routing
 from posttrain.models.adapters.lora import frozen_copy
 from posttrain.models.backbone import Backbone
@@ -181,6 +182,8 @@ class LocalLearner:
             {own: rows for held in (model, critic) if held for own, rows in stacked_rows(cast(nn.Module, held))},
             offloads="optimizer" in self.offload,
         )
+        if widen_gradients(p for part in self.parts for p in part.parameters.values()):
+            self.optimizer = RoundedOptimizer(self.optimizer, lambda: self.version, choice.in_chunks)
 
     @property
     def moves_every_token(self) -> bool:
@@ -548,7 +551,7 @@ class LocalLearner:
         for part in moved:
             for parameter in part.parameters.values():
                 if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             # a trust region itself bounds the policy's step
             free = limit <= 0 or (self.trust_region is not None and part.name == "policy")
             norms[part.name] = self._clip_part(part, math.inf if free else limit)

@@ -84,6 +84,11 @@ class OptimizerChoice:
         """Whether what is known of AdamW's learning rates holds for it."""
         return self.row.rates_of_adamw and not self.options
 
+    @property
+    def in_chunks(self) -> bool:
+        """Whether it updates each weight by itself. A class that is not of the table may update all weights together."""
+        return self.row.place in {row.place for row in ROWS.values()}
+
     def check(self, divided: str = "", offloads: bool = False) -> None:
         """Try the optimizer. Raises UserError, in one line, for names, settings and classes that cannot be used.
 
@@ -139,8 +144,8 @@ class OptimizerChoice:
         return held(created(groups))
 
     def _offloaded(self, optimizer: Optimizer) -> Optimizer:
-        """Keep an optimizer's state on the host. A class that is not of the table may update all weights together."""
-        return OffloadedOptimizer(optimizer, in_chunks=self.row.place in {row.place for row in ROWS.values()})
+        """Keep an optimizer's state on the host."""
+        return OffloadedOptimizer(optimizer, self.in_chunks)
 
     def _parameters(self, kind: Any) -> Mapping[str, inspect.Parameter]:
         try:

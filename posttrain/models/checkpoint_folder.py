@@ -89,7 +89,9 @@ def load_model(
     if packed and loader is _load_decoder:
         narrow["packed"] = packed
     if matrices is not None and loader not in (_load_decoder, _load_other):
-        raise UserError(f"--frozen-weights needs the matrices of a decoder, and a {kind} is not one: leave it out")
+        raise UserError(
+            f"bfloat16 is for the weights of a decoder, and a {kind} is not one: leave out --frozen-weights"
+        )
     try:
         if shard is not None and loader is _load_decoder:
             return _load_decoder(folder, source, dtype, torch.device(device), shard, shares, matrices)
@@ -109,18 +111,22 @@ def load_model(
     return model
 
 
-def load_backbone(folder: str | Path, device: str | torch.device = "cpu") -> tuple[Backbone, Tensor | None]:
+def load_backbone(
+    folder: str | Path, device: str | torch.device = "cpu", matrices: torch.dtype | None = None
+) -> tuple[Backbone, Tensor | None]:
     """Load the decoder of a checkpoint without its output head, and the score head [hidden] of a reward model if it has
     one.
 
     For critics: reads causal language models, sequence-classification checkpoints (`score.weight`, one label) of the
     same architectures, and this package's reward models. A head of two layers is ignored, since it does not score
-    hidden states directly. Raises UserError as `load_model` does.
+    hidden states directly. `matrices`: see `load_model`; all weights still learn, and merged adapters keep float32.
+    Raises UserError as `load_model` does.
     """
     folder = checkpoint_folder(folder)
     if is_adapter(folder):
         return merged_backbone(folder, device)
-    model, read = load_headless(folder, device)
+    model, read = load_headless(folder, device, matrices)
+    model.requires_grad_(True)
     score = None if INNER in read else read.get(SCORE)
     if score is not None and score.shape != (1, model.config.hidden):
         raise UserError(

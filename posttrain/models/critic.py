@@ -136,10 +136,15 @@ Critic = ValueModel | ActionValueModel | SoftStateValueModel
 
 
 def new_critic(
-    kind: type[Critic], folder: Path | None, policy: Model, seed: int, device: torch.device | None = None
+    kind: type[Critic],
+    folder: Path | None,
+    policy: Model,
+    seed: int,
+    device: torch.device | None = None,
+    matrices: torch.dtype | None = None,
 ) -> Critic:
     """Create a critic with a backbone from a checkpoint folder; None: the policy's backbone. `device`: by default the
-    policy's.
+    policy's. `matrices`: see `load_backbone`.
 
     The score head of a reward model and the critic of a run's checkpoint are loaded; any other head is initialised near
     zero. Raises UserError if the folder's model does not fit.
@@ -148,7 +153,7 @@ def new_critic(
     if folder is None:
         assert kind is ValueModel
         return ValueModel(hidden, None, seed).to(device)
-    backbone, score = load_backbone(folder, device)
+    backbone, score = load_backbone(folder, device, matrices)
     if backbone.config.vocab < policy.config.vocab:
         raise UserError(
             f"the critic in {folder} has {backbone.config.vocab} tokens and the policy {policy.config.vocab}: give a critic "

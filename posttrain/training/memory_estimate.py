@@ -6,20 +6,20 @@ of a micro-batch. Within 10% of measurements on an H200 (`tests/training/test_me
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from posttrain.config.training import RL, Training
 from posttrain.core.protocols import Model
 from posttrain.core.types import UserError
 from posttrain.engines.local.cuda_step import COPIED_SHARE, RESTING_SHARE
 from posttrain.engines.local.step_cache import row_bucket, token_bucket
-from posttrain.learners.host_memory import CHUNK
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, separate
+from posttrain.learners.optimizer_chunks import CHUNK, wide_bytes
 from posttrain.models.adapters.adapter_writer import adapters
 from posttrain.models.backbone import decoders_in
 from posttrain.models.free_memory import in_gib
@@ -36,6 +36,7 @@ SURE = 1.1
 SHARDS = 1024  # most processes that advice names
 FEW_TOKENS = 1024  # tokens of a micro-batch below which a GPU waits for the host
 LORA_OFFER = "--lora 16 with --frozen-weights bfloat16"
+NARROW_OFFER = "--weights bfloat16 with --optimizer adamw8bit"
 KL_LOGITS = 5  # float32 copies of the logits of a chunk in the backward pass of the exact KL
 
 
@@ -174,7 +175,7 @@ def _trained_bytes(
 ) -> dict[str, float]:
     """Return the bytes of weights, gradients and moments on one GPU: `held` modules, of which `learned` ones train."""
     held, own = list(held), _unique(learned)
-    trained = _bytes_here((p for p in own if p.requires_grad), sharded, size.shares)
+    trained = _bytes_here((p for p in own if p.requires_grad), sharded, size.shares, wide_bytes)
     return {
         "weights": _bytes_here(_unique(held), sharded, size.shares) + _packed_bytes(held),
         "gradients": trained,
@@ -256,13 +257,13 @@ def _evaluated_bytes(fetched: Sequence[Model], parts: Mapping[str, float], size:
 
 def _bytes_at_once(learned: Iterable[nn.Parameter], trained: float, size: UpdateSize) -> float:
     """Return the bytes of the weights whose moments are on the device at once."""
-    largest = max((p.nbytes for p in learned if p.requires_grad), default=0)
+    largest = max((wide_bytes(p) for p in learned if p.requires_grad), default=0)
     return min(trained, max(CHUNK, largest)) if "optimizer" in size.offload else trained
 
 
 def _moments_of_a_byte(learner: LocalLearner) -> float:
-    """Return the bytes of the optimizer's state for each byte of a trained parameter."""
-    whole = sum(p.nbytes for part in learner.parts for p in part.parameters.values())
+    """Return the bytes of the optimizer's state for each byte of a gradient."""
+    whole = sum(wide_bytes(p) for part in learner.parts for p in part.parameters.values())
     return learner.optimizer.moment_bytes() / max(1, whole)
 
 
@@ -276,9 +277,16 @@ def _sharded(learner: LocalLearner) -> set[int]:
     return {id(p) for decoder in found for p in decoder.parameters()} - left
 
 
-def _bytes_here(parameters: Iterable[nn.Parameter], sharded: Collection[int], shares: int) -> float:
-    """Return the bytes of parameters in the process with most rows."""
-    return float(sum(-(-p.shape[0] // shares) * p[:1].nbytes if id(p) in sharded else p.nbytes for p in parameters))
+def _bytes_here(
+    parameters: Iterable[nn.Parameter],
+    sharded: Collection[int],
+    shares: int,
+    bytes_of: Callable[[Tensor], int] = lambda p: p.nbytes,
+) -> float:
+    """Return the bytes of parameters, or of their gradients, in the process with most rows."""
+    return float(
+        sum(-(-p.shape[0] // shares) * bytes_of(p[:1]) if id(p) in sharded else bytes_of(p) for p in parameters)
+    )
 
 
 def _gathered_bytes(learner: LocalLearner, narrow: bool) -> float:
@@ -356,6 +364,8 @@ def _too_large(learner: LocalLearner, size: UpdateSize) -> str:
     offers = [(way, sum(_lasting(learner, changed).values())) for way, changed in _offloaded(learner, size).items()]
     if _can_adapt(learner):
         offers.append((LORA_OFFER, _adapted_bytes(learner, size)))
+    if _can_narrow(learner, size):
+        offers.append((NARROW_OFFER, needed - _narrowed_bytes(learner, size)))
     if whole := _whole_bytes(learner):
         offers.append(("--frozen-weights bfloat16", needed - whole / 2 / size.shares))
     ways = [f"{way} ({in_gib(less)})" for way, less in offers if less < needed]
@@ -399,6 +409,21 @@ def _can_adapt(learner: LocalLearner) -> bool:
     return learner.model.decoder is not None and learner.model.decoder.lora is None and learner.product is None
 
 
+def _can_narrow(learner: LocalLearner, size: UpdateSize) -> bool:
+    """Return whether `NARROW_OFFER` is possible, and new."""
+    narrow = learner.precision == "bfloat16" and learner.optimization.optimizer == "adamw" and not size.offload
+    return narrow and _can_adapt(learner) and size.shares == size.tensor == size.context == 1
+
+
+def _narrowed_bytes(learner: LocalLearner, size: UpdateSize) -> float:
+    """Return by how much `NARROW_OFFER` takes less of what lasts: 2 bytes of each number of a matrix, and of AdamW's two
+    moments in float32 all but two bytes.
+    """
+    critic, here = _placed(learner, size)
+    held = [p for p in _unique((learner.model, critic, *here.values())) if p.ndim == 2 and p.dtype == torch.float32]
+    return sum((2.0 + 6.0 * p.requires_grad) * p.numel() for p in held)
+
+
 def _packed(learner: LocalLearner) -> bool:
     """Return whether the frozen weights below adapters are quantized."""
     return bool(packed_layers((learner.model,)))
@@ -422,9 +447,10 @@ def _adapted_bytes(learner: LocalLearner, size: UpdateSize) -> float:
     known = {id(p) for p in policy}
     kept = [p for p in _unique((critic, *(o for name, o in here.items() if name not in gone))) if id(p) not in known]
     sharded = _sharded(learner) if size.shares > 1 else set()
-    trained = _bytes_here((p for p in kept if p.requires_grad), sharded, size.shares)
+    trained = _bytes_here((p for p in kept if p.requires_grad), sharded, size.shares, wide_bytes)
     moments = _bytes_at_once(kept, trained, size) * _moments_of_a_byte(learner)
-    held = _bytes_here(policy, sharded, size.shares) / 2 + _bytes_here(kept, sharded, size.shares)
+    narrow = _bytes_here(policy, sharded, size.shares, lambda p: min(p.nbytes, 2 * p.numel()))
+    held = narrow + _bytes_here(kept, sharded, size.shares)
     return held + trained + moments
 
 

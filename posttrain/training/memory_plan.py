@@ -34,7 +34,7 @@ from posttrain.models.native.tensor_parallel import divide
 from posttrain.runs.checkpoint import resolve
 from posttrain.training.adjust import adjust
 from posttrain.training.distributed_setup import SHARD_ALONE, refuse_uneven
-from posttrain.training.frozen_weights import frozen_type, refuse_useless
+from posttrain.training.frozen_weights import frozen_type, refuse_useless, trained_type
 from posttrain.training.memory_estimate import (
     TIGHT,
     MemoryEstimate,
@@ -182,7 +182,7 @@ def _wants(config: Training) -> frozenset[str]:
 def shapes_of(config: Training, shape: DecoderConfig) -> LocalLearner:
     """Return the learner of a run, with models that have shapes and no numbers."""
     frozen = frozen_type(config)
-    model = _decoder(shape)
+    model, learned = _decoder(shape), trained_type(config)
     if config.lora is not None:
         targets = named_targets(config.lora_targets, targets_of(model))
         how: dict[str, Any] = {"dora": config.dora, "quantize": config.quantize or ""}
@@ -192,6 +192,7 @@ def shapes_of(config: Training, shape: DecoderConfig) -> LocalLearner:
         _held(model, frozen)
     else:
         refuse_without_lora(config)
+        _held(model, learned, learns=True)
     others: dict[str, Decoder] = {}
     critic: Critic | None = None
     moves = isinstance(config, Prefer) and chosen_preference(config).moving is not None
@@ -210,6 +211,8 @@ def shapes_of(config: Training, shape: DecoderConfig) -> LocalLearner:
             own = shape_of(config.critic_model) if config.critic_model else shape
             headless = replace(own, tied=True)  # see `load_headless`
             critic = ValueModel(own.hidden, None if config.critic == "shared" else _decoder(headless), 0)
+            for decoder in decoders_in(critic):
+                _held(cast(Decoder, decoder), learned, learns=True)
     if isinstance(config, Distill):
         teachers = {**config.teachers, **({"teacher": config.teacher} if config.teacher else {})}
         start = resolve(config.model or "").resolve()
@@ -247,10 +250,10 @@ def _decoder(shape: DecoderConfig) -> Decoder:
         return Decoder(shape)
 
 
-def _held(model: Decoder, frozen: torch.dtype | None) -> Decoder:
-    """Put matrices that are not trained into the type in which they are held."""
-    for module in model.modules() if frozen is not None else ():
+def _held(model: Decoder, dtype: torch.dtype | None, learns: bool = False) -> Decoder:
+    """Put the matrices that are not trained, or those that are, into the type in which they are held."""
+    for module in model.modules() if dtype is not None else ():
         for name, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim == 2 and not parameter.requires_grad:
-                setattr(module, name, nn.Parameter(parameter.to(frozen), requires_grad=False))
+            if parameter.ndim == 2 and parameter.requires_grad == learns:
+                setattr(module, name, nn.Parameter(parameter.detach().to(dtype), requires_grad=learns))
     return model

@@ -34,7 +34,7 @@ from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.checkpoint_location import checkpoint_folder
 from posttrain.models.native.float8 import MULTIPLE, Product, float8_product
 from posttrain.models.other_adapters import OtherAdapters
-from posttrain.training.frozen_weights import frozen_type, refuse_useless
+from posttrain.training.frozen_weights import frozen_type, refuse_useless, trained_type
 from posttrain.training.role_devices import CRITIC, TEACHERS, refuse_idle_roles, role_device
 
 if TYPE_CHECKING:
@@ -55,9 +55,11 @@ def held_model(
     `frozen`: its weights are not trained, but adapters of them may be. `changes`: its modules may still be exchanged
     or tried, which needs a model of transformers whole; the learner shards it. `packed`: see `load_model`.
     """
-    matrices = frozen_type(config) if frozen else None
+    matrices = frozen_type(config) if frozen else trained_type(config)
     if not config.in_parts:
         model = load_model(folder, device=device, matrices=matrices, packed=packed)
+        if matrices is not None and not frozen:
+            cast(nn.Module, model).requires_grad_(True)
         if model.decoder is not None and not config.train_vision:
             model.decoder.freeze_vision()
         return model
@@ -268,6 +270,8 @@ def new_learner(
     config: Training, model: Model, optimization: Optimization, world: World, **options: Any
 ) -> DataParallelLearner:
     """Open the learner of a run. `options`: further arguments of the learner."""
+    if options.get("trust_region") is not None and trained_type(config) is not None:
+        raise UserError("--weights bfloat16 would round the step of a trust region: leave it out")
     losses = RouterLosses(config.router_balance, config.router_z)
     if losses and (model.decoder is None or model.decoder.routers is None):
         raise UserError(

@@ -14,7 +14,7 @@ from sharded import micro_batches
 from torch import Tensor
 
 from posttrain.core.batch import Batch, Outputs, Stats
-from posttrain.learners import host_memory
+from posttrain.learners import host_memory, optimizer_chunks
 from posttrain.learners.devices import moved
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
 from posttrain.models.adapters.lora import LoRA, attach, begin
@@ -127,7 +127,7 @@ def test_the_estimate_counts_packed_weights_and_the_one_that_is_unpacked(kind: s
 
 @pytest.mark.parametrize("what", ["optimizer", "activations"])
 def test_the_estimate_counts_what_offloading_leaves(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (host_memory, memory_estimate):
+    for module in (optimizer_chunks, memory_estimate):
         monkeypatch.setattr(module, "CHUNK", 1)
     monkeypatch.setattr(host_memory, "LEAST", 1)
     ours, measured = peak_of(lambda: LocalLearner(new_decoder(LARGE, 0).to(SECOND), Optimization(), offload=[what]))

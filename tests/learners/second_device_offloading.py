@@ -15,7 +15,7 @@ from sharded import micro_batches
 from torch import Tensor
 
 from posttrain.core.batch import Batch, Outputs, Stats
-from posttrain.learners import host_memory
+from posttrain.learners import host_memory, optimizer_chunks
 from posttrain.learners.devices import moved
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
 from posttrain.models.critic import ValueModel
@@ -89,7 +89,7 @@ OPTIMIZERS = ("adamw", "muon", "radam", "torch.optim:SGD")
 def test_moments_on_the_host_take_the_same_steps(
     optimizer: str, chunk: int, whole: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_memory, "CHUNK", chunk)
+    monkeypatch.setattr(optimizer_chunks, "CHUNK", chunk)
     ours = learner(["optimizer"], optimizer)
     assert same(updated(ours), whole[optimizer])
     kept = [
@@ -102,7 +102,7 @@ def test_moments_on_the_host_take_the_same_steps(
 def test_a_step_fetches_the_moments_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     most = {}
     for chunk in (1, 1 << 28):
-        monkeypatch.setattr(host_memory, "CHUNK", chunk)
+        monkeypatch.setattr(optimizer_chunks, "CHUNK", chunk)
         ours = learner(["optimizer"])
         ours.update(batches(), Loss())  # makes the moments
         for parameter in (parameters := [p for part in ours.parts for p in part.parameters.values()]):

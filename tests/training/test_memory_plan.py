@@ -88,6 +88,24 @@ def test_models_beside_the_policy_are_counted_by_what_the_algorithm_needs(models
     assert own == pytest.approx([alone / 2] * 3, rel=0.03)  # the weights below the adapters are the teacher
 
 
+def test_weights_in_bfloat16_take_half_and_keep_gradients_and_moments_in_float32(models: Path) -> None:
+    ways: list[dict[str, str]] = [{}, {"weights": "bfloat16"}]
+    wide, narrow = (
+        plan_memory(config(RL, env="e", algorithm="ppo", kl=0.1, model="1b", **way), 80 * GIB).found.parts
+        for way in ways
+    )
+    assert narrow["weights"] == pytest.approx(wide["weights"] / 2, rel=1e-3), "policy, critic and reference"
+    assert (narrow["gradients"], narrow["moments"]) == (wide["gradients"], wide["moments"])
+    assert narrow["copies in bfloat16"] < 1e-3 * wide["copies in bfloat16"]
+
+
+def test_all_weights_of_7b_fit_one_gpu_in_bfloat16(models: Path) -> None:
+    how: dict[str, Any] = {"model": "7b", "recompute": "layers", "algorithm": "dapo", "env": "e", "max_tokens": 1024}
+    less = {"weights": "bfloat16", "optimizer": "sgd"}
+    assert not plan_memory(config(RL, **how), 80 * GIB).fits
+    assert plan_memory(config(RL, **how, **less), 80 * GIB).fits
+
+
 def test_the_offer_of_adapters_is_what_they_take(models: Path) -> None:
     for algorithm in ("ppo", "grpo"):
         of: dict[str, Any] = {"model": "7b", "env": "e", "algorithm": algorithm}

@@ -551,7 +551,7 @@ class _Rows(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
         ctx.weight = weight
-        return functional.embedding(index, weight)
+        return functional.embedding(index, weight).to(weight.grad_dtype)  # so that gradients arrive in this type
 
     @staticmethod
     @once_differentiable

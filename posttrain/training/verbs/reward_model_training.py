@@ -29,7 +29,7 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.chat_choice import chatting
 from posttrain.runs.run_files import REPORT, replace, writing
 from posttrain.runs.run_folder import RunFolder
-from posttrain.training.frozen_weights import frozen_type
+from posttrain.training.frozen_weights import frozen_type, trained_type
 from posttrain.training.open_learner import adapt, new_learner, refuse_packed_shards
 from posttrain.training.passes import check, compared_rows, example_recording, must_end, sizes, updates
 from posttrain.training.reward_model_evaluation import Scored
@@ -102,7 +102,7 @@ def _started(run: RunFolder[RewardModelling], shape: ScoreShape, device: Any) ->
     tokenizer, _, ends = outline(folder, run.config.chat_template, run.config.chat_template_kwargs)
     run.chat = chatting(run.config, folder, tokenizer, ends)
     adapted = run.config.lora is not None or is_adapter(folder)
-    matrices = frozen_type(run.config) if adapted else None
+    matrices = frozen_type(run.config) if adapted else trained_type(run.config)
     if adapted:
         refuse_packed_shards(run.config, folder)
     if run.checkpoint:
@@ -110,6 +110,8 @@ def _started(run: RunFolder[RewardModelling], shape: ScoreShape, device: Any) ->
     else:
         packed = run.config.quantize or ""
         model = new_reward_model(folder, shape, seed_of(run.config.seed, "score"), device, matrices, packed)
+    if matrices is not None and not adapted:
+        model.requires_grad_(True)
     tokenizer = settle(model, tokenizer, end_tokens(model, tokenizer))
     adapt(run.config, model.backbone, folder)
     return model, tokenizer

@@ -37,6 +37,7 @@ from posttrain.runs.checkpoint import resolve
 from posttrain.runs.run_files import WEIGHT_SYNC
 from posttrain.runs.run_folder import RunFolder
 from posttrain.training.adjust import adjust
+from posttrain.training.frozen_weights import trained_type
 from posttrain.training.gpu_assignment import many_of
 from posttrain.training.mixtures import mixed_tasks, separate_tasks
 from posttrain.training.open_learner import new_learner, policy, reference, replay_experts
@@ -301,7 +302,9 @@ def _critic(config: RL, algorithm: Algorithm, start: Path, model: Model) -> Crit
         kind = SoftStateValueModel
     folder = None if config.critic == "shared" else resolve(config.critic_model) if config.critic_model else start
     device = model.head.device if folder is None else role_device(config, CRITIC, model.head.device)
-    return new_critic(kind, folder, model, seed_of(config.seed, "critic"), device)
+    # a target copy moves by steps that bfloat16 would round away
+    matrices = trained_type(config) if kind is ValueModel and not algorithm.critic.follow else None
+    return new_critic(kind, folder, model, seed_of(config.seed, "critic"), device, matrices)
 
 
 def _texts_to_imitate(

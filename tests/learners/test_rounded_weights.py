@@ -1,0 +1,211 @@
+"""Weights stored in bfloat16 that learn (--weights bfloat16): gradients as in float32, updates that are not rounded away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapted import base_of
+from digit_tasks import TASKS, digits
+from judged import own_pad
+from safetensors.torch import load_file
+from sums import PAIRS, SUMS, nearness
+from torch import Tensor, nn
+
+import posttrain
+from posttrain.core.types import UserError
+from posttrain.learners import optimizer_chunks
+from posttrain.learners.adamw import AdamW
+from posttrain.learners.host_memory import OffloadedOptimizer
+from posttrain.learners.optimizers import OptimizerChoice
+from posttrain.learners.rounded_weights import RoundedOptimizer, rounded_at_random, widen_gradients
+from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.native.decoder_writer import save_model
+
+NARROW: dict[str, Any] = {"weights": "bfloat16", "precision": "bfloat16"}
+QUICK: dict[str, Any] = {"threads": 1, "quiet": True, "env_workers": 0}
+ROWS = [{"prompt": row["prompt"], "response": row["response"]} for row in SUMS]
+
+
+def noise(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def neighbours(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The numbers of bfloat16 next to float32 numbers, towards 0 and away from it."""
+    low = (x.view(torch.int32) & -65536).view(torch.float32)
+    return low, (low.view(torch.int32) + 65536).view(torch.float32)
+
+
+# -- rounding ----------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_of_bfloat16_stay_as_they_are() -> None:
+    x = torch.cat([torch.randn(10_001, generator=noise()), torch.tensor([0.0, -0.0, 1e-38, -3e38])]).bfloat16()
+    assert torch.equal(rounded_at_random(x.float(), noise(1)), x)
+
+
+def test_a_number_goes_to_either_neighbour_and_is_itself_in_the_mean() -> None:
+    x = torch.tensor([1.0 + 1 / 512, 1.0 + 1 / 1024, -0.3, 7.77e-5, -123.4])
+    low, high = neighbours(x)
+    found = rounded_at_random(x.repeat(40_000, 1), noise(2)).float()
+    assert ((found == low) | (found == high)).all()
+    share = ((x - low) / (high - low)).double()
+    error = ((found == high).double().mean(0) - share).abs()
+    assert (error < 5 * (share * (1 - share) / 40_000).sqrt()).all()
+
+
+def test_noise_depends_on_the_generator_alone() -> None:
+    x = torch.randn(1000, generator=noise())
+    one, same, other = (rounded_at_random(x.clone(), noise(seed)) for seed in (1, 1, 2))
+    assert torch.equal(one, same) and not torch.equal(one, other)
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def stepped(weight: Tensor, steps: int, lr: float, offloads: bool = False, name: str = "adamw") -> Tensor:
+    """A matrix after steps of an optimizer with the gradient 1."""
+    matrix, vector = nn.Parameter(weight.clone()), nn.Parameter(torch.ones(3))
+    groups = [{"params": [matrix, vector], "weight_decay": 0.0, "share": 1.0}]
+    choice, done = OptimizerChoice(name), [0]
+    optimizer: Any = choice.open(groups, lr)
+    optimizer = OffloadedOptimizer(optimizer) if offloads else optimizer
+    memory = matrix.data_ptr()
+    if widen_gradients([matrix, vector]):
+        optimizer = RoundedOptimizer(optimizer, lambda: done[0], choice.in_chunks)
+    for _ in range(steps):
+        matrix.grad, vector.grad = torch.ones(matrix.shape), torch.ones(3)
+        before = matrix._version
+        optimizer.step()
+        assert matrix._version > before and matrix.data_ptr() == memory, "engines read it there"
+        done[0] += 1
+    assert matrix.dtype == weight.dtype and vector.dtype == torch.float32
+    assert all(value.dtype == torch.float32 for value in optimizer.state[matrix].values() if isinstance(value, Tensor))
+    return matrix.detach()
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "sgd"])
+def test_steps_too_small_for_bfloat16_add_up(name: str) -> None:
+    weight, lr = torch.full((100, 200), 1.0).bfloat16(), 1e-5
+    wide = stepped(weight.float(), 20, lr, name=name)
+    assert torch.equal(wide.bfloat16(), weight), "the nearest number of bfloat16 is the old one"
+    moved, wanted = (stepped(weight, 20, lr, name=name).double() - 1).mean(), (wide.double() - 1).mean()
+    # 20,000 numbers, each of which fell by 1/256 with the probability wanted * 256
+    assert abs(moved - wanted) < 5 * (-wanted / 256 / 20_000) ** 0.5
+
+
+def test_a_step_gives_a_neighbour_of_what_float32_gives() -> None:
+    weight = torch.randn(64, 64, generator=noise()).bfloat16()
+    wide, narrow = stepped(weight.float(), 1, 1e-2), stepped(weight, 1, 1e-2).float()
+    low, high = neighbours(wide)
+    assert ((narrow == low) | (narrow == high)).all() and (narrow == low).any() and (narrow == high).any()
+
+
+def test_chunks_and_the_host_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(40, 50, generator=noise()).bfloat16()
+    whole = stepped(weight, 3, 1e-3)
+    assert torch.equal(stepped(weight, 3, 1e-3, offloads=True), whole)
+    monkeypatch.setattr(optimizer_chunks, "CHUNK", 1)
+    assert torch.equal(stepped(weight, 3, 1e-3), whole)
+    assert torch.equal(stepped(weight, 3, 1e-3, offloads=True), whole)
+
+
+def test_memory_of_moments_is_that_of_float32() -> None:
+    matrix = nn.Parameter(torch.zeros(10, 10).bfloat16())
+    assert AdamW([{"params": [matrix], "weight_decay": 0.0}], 1.0, (0.9, 0.999), 1e-8).moment_bytes() == 800
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> str:
+    """A checkpoint stored in bfloat16."""
+    save_model(load_model(base_of("native", tmp_path / "wide")), tmp_path / "start", own_pad(), torch.bfloat16)  # type: ignore[arg-type]
+    return str(tmp_path / "start")
+
+
+def weights(run: Path, step: int) -> dict[str, Tensor]:
+    return load_file(run / "checkpoints" / f"step-{step:06d}" / "model.safetensors")
+
+
+@pytest.mark.parametrize("verb", ["sft", "rl", "prefer", "distill"])
+def test_an_update_is_that_of_float32_but_for_its_rounding(verb: str, tmp_path: Path, start: str) -> None:
+    def ran(name: str, more: dict[str, Any]) -> dict[str, Tensor]:
+        out: dict[str, Any] = {"out": str(tmp_path / name), "steps": 1, "lr": 1e-2, **QUICK, **more}
+        out.pop("env_workers") if verb in ("sft", "prefer") else None
+        played: dict[str, Any] = {"prompts": 4, "group": 4, "max_tokens": 4}
+        if verb == "sft":
+            posttrain.sft(ROWS, model=start, rows=4, **out)
+        elif verb == "prefer":
+            posttrain.prefer(PAIRS, start, algorithm="dpo", rows=4, **out)
+        elif verb == "rl":
+            posttrain.rl(SUMS, nearness, start, algorithm="grpo", settings={"kl": 0.1}, **played, **out)
+        else:
+            posttrain.distill(SUMS, model=start, teacher=start, temperature=0.7, **played, **out)
+        return weights(tmp_path / name, 1)
+
+    narrow, wide = ran("narrow", NARROW), ran("wide", {"precision": "bfloat16"})
+    first = load_file(Path(start) / "model.safetensors")
+    moved = 0
+    for name, own in narrow.items():
+        low, high = neighbours(wide[name])
+        rounds = own.ndim == 2 and "norm" not in name
+        assert torch.equal(own, wide[name]) if not rounds else bool(((own == low) | (own == high)).all()), name
+        moved += int((own != first[name].float()).sum())
+    assert moved or verb == "distill", "the weights have learned"
+
+
+@pytest.mark.parametrize("options", [{}, {"algorithm": "ppo"}], ids=["grpo", "ppo"])
+def test_a_resumed_run_has_the_same_bits(options: dict[str, Any], tmp_path: Path, start: str) -> None:
+    def ran(name: str, steps: int, **more: Any) -> None:
+        how = {"prompts": 4, "group": 4, "max_tokens": 4, "lr": 1e-3, **QUICK, **NARROW, **options}
+        posttrain.rl(TASKS, digits, start, out=str(tmp_path / name), steps=steps, **how, **more)
+
+    ran("whole", 4)
+    ran("parts", 2)
+    ran("parts", 4, resume=True)
+    whole, parts = weights(tmp_path / "whole", 4), weights(tmp_path / "parts", 4)
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert any(not torch.equal(whole[name], weights(tmp_path / "parts", 2)[name]) for name in whole)
+
+
+def learned(run: Path, start: Path) -> list[str]:
+    """Names of the matrices of layers that differ from their start, each of which has only numbers of bfloat16."""
+    found, first = weights(run, 2), load_file(start / "model.safetensors")
+    matrices = [name for name in found if "_proj" in name and name.endswith("weight")]
+    assert matrices and all(torch.equal(found[name].bfloat16().float(), found[name].float()) for name in matrices)
+    return [name for name in matrices if not torch.equal(found[name].float(), first[name].bfloat16().float())]
+
+
+def test_models_of_transformers_learn(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = base_of("phi3", tmp_path / "backed")
+    own_pad().save(folder)
+    out: dict[str, Any] = {"steps": 2, "rows": 4, "lr": 1e-2, "threads": 1, "quiet": True, **NARROW}
+    posttrain.sft(ROWS, model=str(folder), out=str(tmp_path / "run"), **out)
+    assert learned(tmp_path / "run", folder)
+
+
+def test_reward_models_learn(tmp_path: Path, start: str) -> None:
+    out: dict[str, Any] = {"steps": 2, "rows": 4, "lr": 1e-2, "threads": 1, "quiet": True, **NARROW}
+    posttrain.reward_model(PAIRS, start, out=str(tmp_path / "run"), **out)
+    assert learned(tmp_path / "run", Path(start))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"precision": "float32"}, "add --precision bfloat16"),
+        ({"lora": 2}, "give --frozen-weights bfloat16 instead"),
+        ({"optimizer": "muon"}, "not been tried with --optimizer muon"),
+        ({"float8": True}, "not been tried with --float8"),
+        ({"model": None}, "give --model"),
+    ],
+)
+def test_what_it_contradicts_is_one_line(options: dict[str, Any], told: str, tmp_path: Path, start: str) -> None:
+    with pytest.raises(UserError, match=told):
+        posttrain.sft(ROWS, out=str(tmp_path / "run"), **{"model": start, "steps": 1, **NARROW, **options})

@@ -51,7 +51,7 @@ PARTS = {
     "equality": Part(120, "equality:equality", "One update of each verb on the card compared with the CPU"),
     "verbs": Part(120, "verbs:verbs", "The runs of tools/golden.py on the card"),
     "steps": Part(300, "steps:steps", "Whole steps at the shapes of Qwen2.5-0.5B and 1.5B"),
-    "lora7b": Part(240, "steps:lora7b", "GRPO of adapters at the shape of Qwen2.5-7B", longer=360),
+    "lora7b": Part(240, "steps:lora7b", "GRPO of adapters at the shape of Qwen2.5-7B", longer=540),
     "sampling": Part(120, "sampling:sampling", "The embedded engine, and vLLM where it is installed"),
     "trl": Part(190, "trl_steps:trl", "Steps compared with TRL's, where it is installed"),
     "resume": Part(60, "resume:resume", "A run that is interrupted and resumed"),
@@ -102,7 +102,9 @@ def read_options() -> argparse.Namespace:
         "--limit", type=float, default=25.0, metavar="MINUTES", help="parts that do not fit are left out"
     )
     parser.add_argument("--rounds", type=int, default=3, help="measured steps of each kind")
-    parser.add_argument("--long", action="store_true", help="lora7b: replies of 4,096 tokens too, 6 minutes more")
+    parser.add_argument(
+        "--long", action="store_true", help="lora7b: replies of 4,096 tokens, and all weights, 9 minutes more"
+    )
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)  # cpu: does it run at all?
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--crash", choices=list(PARTS), help=argparse.SUPPRESS)  # a part to be killed, for the test

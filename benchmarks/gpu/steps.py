@@ -166,6 +166,21 @@ def lora7b(setting: Setting, found: Findings) -> None:
     lengths = (8, 16) if setting.tiny else (1024, 4096)
     for tokens in lengths if setting.long or setting.tiny else lengths[:1]:
         _fitted(setting, found, table, folder, Work(2, 2, tokens) if setting.tiny else Work(4, 8, tokens), options)
+    if setting.long or setting.tiny:
+        _whole7b(setting, found, folder)
+
+
+def _whole7b(setting: Setting, found: Findings, folder: Path) -> None:
+    """The same of all weights, stored in bfloat16, with moments in eight bits: whether it fits into 80 GB."""
+    table = found.table(
+        "GRPO of all weights of 7B with --weights bfloat16 --optimizer adamw8bit", *COLUMNS, *MORE, notes=()
+    )
+    work = Work(2, 2, 8) if setting.tiny else Work(4, 8, 1024)
+    with found.trying(str(work)):
+        run = grpo(setting, folder, work, weights="bfloat16", optimizer="adamw8bit", recompute="layers")
+        laps, memory = laps_of(setting, run, warm=True)
+        add_steps(setting, table, str(work), laps, memory, work.flops(shape_of("7b", setting)))
+        found.figures[f"7B, all weights, {work}: GB"] = memory.most
 
 
 def _fitted(setting: Setting, found: Findings, table: Table, folder: Path, work: Work, options: dict[str, Any]) -> None:

@@ -91,6 +91,7 @@ RECIPES = (
     ("preferences", ("0",)),
     ("tools", ("0",)),
     ("expert_iteration", ("0",)),
+    ("distillation", ("0",)),
 )
 
 

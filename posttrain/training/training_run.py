@@ -63,7 +63,7 @@ class RunParts:
     measure: Measure | None = None
     notifiers: tuple[Any, ...] = ()  # parts whose `say` shows a message to the user
     finish: Callable[[Run], Sequence[str]] | None = (
-        None  # called after the last step, in the first process; returns lines to print
+        None  # called after the last step, in every process; returns lines that the first one prints
     )
 
 
@@ -91,9 +91,10 @@ def run_training(
             part.say = trainer.display.note
         sizes = [*parts.sizes, *gpu_assignment(run.config, world, device), *_memory(run, parts, device)]
         ended = trainer.run(parts.objective, sizes, parts.formula)
+        finished = parts.finish(ended) if parts.finish is not None else ()
         if not world.rank:
             totals = [line for part in parts.notifiers if isinstance(part, TooLong) for line in part.total()]
-            ended.notes = (*(parts.finish(ended) if parts.finish is not None else ()), *totals)
+            ended.notes = (*finished, *totals)
         return ended
 
 

@@ -172,6 +172,16 @@ def test_reward_model_killed_at_any_moment_and_resumed_is_identical(place: Path,
     assert (run / "report.json").read_bytes() == (place / "reward" / "report.json").read_bytes()
 
 
+def test_report_of_a_reward_model_killed_after_its_last_checkpoint_is_written_by_the_resumed_run(
+    place: Path, uninterrupted: Left
+) -> None:
+    uninterrupted("reward", REWARD)
+    run = Path(shutil.copytree(place / "reward", place / "reward-unreported"))
+    (run / "report.json").unlink()
+    assert main(["reward-model", "--out", run.name, "--resume", "--quiet"]) == 0
+    assert (run / "report.json").read_bytes() == (place / "reward" / "report.json").read_bytes()
+
+
 def test_several_turns_and_updates_per_step_killed_and_resumed_are_identical(place: Path, uninterrupted: Left) -> None:
     run = place / "turns-killed"
     kill_and_resume(run, TURNS, [lines(run, 6)])

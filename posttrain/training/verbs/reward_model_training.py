@@ -16,6 +16,7 @@ from posttrain.algorithms.reward_model_table import RewardModelAlgorithm, Reward
 from posttrain.algorithms.settings import change, check_ranges
 from posttrain.config.training import RewardModelling
 from posttrain.core import user_files
+from posttrain.core.batch import Stats
 from posttrain.core.intervals import told
 from posttrain.core.json_text import json_document
 from posttrain.core.seeds import seed_of
@@ -84,7 +85,11 @@ def reward_model(context: RunContext[RewardModelling]) -> RunParts:
         said.append("transformers has no such reward model: only posttrain opens its checkpoints")
 
     def finish(ended: Run) -> Sequence[str]:
-        if ended.interrupted or ended.stopped is not None or not scored.report:  # a report needs the last step
+        if ended.interrupted or ended.stopped is not None or unseen is None:  # a report needs the last step
+            return ()
+        if not scored.report:  # the run was killed between its last checkpoint and its report
+            scored(Stats())
+        if run.world.rank:
             return ()
         with writing(run.path):
             replace(run.path / REPORT, json_document(scored.report))

@@ -6,7 +6,7 @@ from pathlib import Path
 from shlex import quote
 
 from posttrain.core import user_files
-from posttrain.core.messages import clip, one_line
+from posttrain.core.messages import clip, one_line, safe
 from posttrain.core.types import UserError
 
 
@@ -63,9 +63,9 @@ def import_recipe(
             f"left out    {missing} option{'s'[: missing - 1]} of {draft.run.framework}: listed at the end of the recipe"
         )
     for note in draft.run.notes:
-        print(f"check       {note}")
+        print(f"check       {safe(note)}")
     for line in draft.before_the_first_run():
-        print(f"first       {line}")
+        print(f"first       {safe(line)}")
     print(f"run it      posttrain {draft.verb} --config {quote(str(Path(out)))}")
     return 0
 

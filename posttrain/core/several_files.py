@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -18,10 +19,14 @@ def names_of(files: Sequence[str]) -> list[str]:
     if len(set(stems)) < len(stems):
         stems = [Path(file).parent.name or stem for file, stem in zip(files, stems, strict=True)]
     plain = [re.sub(r"[^A-Za-z0-9_-]+", "-", stem).strip("-") or "part" for stem in stems]
+    often, taken = Counter(plain), set(plain)
+    numbers = {name: count(1) for name in often}
     names: list[str] = []
     for name in plain:
-        numbered = (f"{name}-{number}" for number in count(1))
-        names.append(name if plain.count(name) == 1 else next(n for n in numbered if n not in {*names, *plain}))
+        if often[name] > 1:
+            name = next(own for number in numbers[name] if (own := f"{name}-{number}") not in taken)
+            taken.add(name)
+        names.append(name)
     return names
 
 

@@ -342,9 +342,18 @@ def test_a_file_that_is_none_is_refused_in_one_line(name: str, content: bytes | 
     assert capsys.readouterr().err.startswith("posttrain: ")
 
 
-BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
-)
+def grown(first: str, line: str, part: str) -> str:
+    """Nine names, each of nine times the one before."""
+    names = zip("abcdefgh", "bcdefghi", strict=True)
+    return first + "".join(line.format(new, ", ".join([part.format(old)] * 9)) for old, new in names)
+
+
+BOMB = grown("a: &a [x, x, x, x, x, x, x, x, x]\n", "{0}: &{0} [{1}]\n", "*{}")
+TABLES = grown("a: &a {x: 1}\n", "{0}: &{0} {{k: [{1}]}}\n", "*{}")
+MERGED = grown("a: &a {x: 1}\n", "{0}: &{0} {{<<: [{1}]}}\n", "*{}")
+LISTS = grown("a = [1]\n", "{0} = [{1}]\n", "{}")
+TABLE = grown("a = {1: 2}\n", "{0} = {{1: [{1}]}}\n", "{}")
+TEXTS = grown("a = 'x'\n", "{0} = f'{1}'\n", "{{{}}}")
 
 
 @pytest.mark.timeout(30)
@@ -352,6 +361,12 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     ("name", "text"),
     [
         ("a.yaml", f"num_generations: 8\n{BOMB}"),
+        ("a.yaml", f"num_generations: 8\n{TABLES}chat_template_kwargs: *i\n"),
+        ("a.yaml", f"num_generations: 8\n{MERGED}chat_template_kwargs: *i\n"),
+        *(("a.py", f"{made}GRPOConfig(output_dir=i, chat_template_kwargs=i)") for made in (LISTS, TABLE, TEXTS)),
+        ("a.sh", f"python -m verl.trainer.main_ppo data.train_files={'[' * 3000}{']' * 3000}"),
+        ("a.sh", f"python -m verl.trainer.main_ppo data.train_files=[{'a,' * 1000}]"),
+        ("a.sh", "python -m verl.trainer.main_ppo +x='" + '{"a":' * 400 + "1" + "}" * 400 + "'"),
         ("a.sh", "a=xx\n" + "a=$a$a\n" * 60 + "trl grpo --x $a"),
         ("a.sh", "$" * 200_000), ("a.sh", "$(" * 100_000), ("a.sh", "<<A\n" * 60_000), ("a.sh", "'" + "\"'" * 100_000),
         ("a.sh", "#\n" * 100_000), ("a.sh", "x " * 100_000), ("a.sh", "a=$((9**9**9))\ntrl grpo --num_generations $a"),

@@ -291,7 +291,7 @@ def test_only_secrets_are_hidden_in_a_recipe(name: str, hidden: bool, tmp_path: 
     assert recipe == f"{name} = {'***' if hidden else 'VALUE'}"
 
 
-LONG = "0x" + "f" * 5000
+LONG = "0x" + "f" * 50
 SCRIPT = "from trl import GRPOConfig\nGRPOConfig({})\n"
 
 
@@ -301,7 +301,10 @@ SCRIPT = "from trl import GRPOConfig\nGRPOConfig({})\n"
         ("a.py", SCRIPT.format(f"max_steps={LONG}"), "max_steps has an integer of more than 64 bits"),
         ("a.py", SCRIPT.format(f"learning_rate={LONG}"), "learning_rate has an integer of more than 64 bits"),
         ("a.py", SCRIPT.format(f"output_dir=[{LONG}]"), "output_dir has an integer of more than 64 bits"),
-        ("grpo.yaml", f"own: &own {{a: {{b: [*own, {LONG}]}}}}\n", "own.a.b has an integer of more than 64 bits"),
+        ("a.py", f"mask = {LONG}{'f' * 5000}\n" + SCRIPT.format(""), "a.py:1 has an integer of more than 64 bits"),
+        ("grpo.yaml", f"own: {{a: {{b: [1, {LONG}]}}}}\n", "own.a.b has an integer of more than 64 bits"),
+        ("grpo.yaml", "own: &own {a: {b: [*own]}}\n", "grpo.yaml is nested too deeply"),
+        ("grpo.yaml", "".join(f"{' ' * n}a:\n" for n in range(300)), "grpo.yaml is nested too deeply"),
         ("grpo.yaml", "a: " + "[" * 1500 + "]" * 1500, "grpo.yaml is nested too deeply"),
     ],
 )

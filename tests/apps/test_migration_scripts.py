@@ -294,6 +294,9 @@ other = 3
 def test_a_mapping_becomes_a_table_of_toml(tmp_path: Path) -> None:
     _, _, table = recipe(tmp_path, "GRPOConfig(chat_template_kwargs={'enable_thinking': False, 'a b': 1, 'c': 'x\"'})")
     assert table["chat_template_kwargs"] == {"enable_thinking": False, "a b": 1, "c": 'x"'}
+    _, text, table = recipe(tmp_path, "GRPOConfig(chat_template_kwargs={'a': {'b': [f()]}}, output_dir='\\x9b2J')")
+    assert "only the script computes its a: set it here" in text and "chat_template_kwargs" not in table
+    assert table["out"] == "\x9b2J" and "\x9b" not in text, "a terminal obeys no value"
     (tmp_path / "a.yaml").write_text("num_generations: 8\nchat_template_kwargs:\n  enable_thinking: false\n")
     text = recipe_for(str(tmp_path / "a.yaml"), 1, None, None).toml("a.yaml", "recipe.toml")
     assert tomllib.loads(text)["rl"]["chat_template_kwargs"] == {"enable_thinking": False}

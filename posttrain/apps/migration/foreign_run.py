@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 ENVIRONMENT = ("WANDB_PROJECT", "WANDB_NAME")
 """Environment variables that are read like options."""
 LARGEST = 1 << 18  # bytes of a file that is read: a command has some thousands
+MOST_VALUES = 50_000  # of a configuration or an expression, each counted as often as anchors or names repeat it
+DEEPEST = 20  # levels of brackets and mappings in a value
 
 _INTEGER = re.compile(r"[+-]?\d{1,18}")
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
@@ -44,6 +48,43 @@ class ForeignRun:
     home: str = ""
 
 
+def is_known(value: Any) -> bool:
+    """Return whether no part of a value is one that only a script could compute."""
+    if isinstance(value, (list, tuple, dict)) and not isinstance(value, Unresolved):
+        return all(map(is_known, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, Unresolved)
+
+
+def yaml_of(text: str) -> Any:
+    """Return the content of YAML. Raises yaml.YAMLError, ValueError, or RecursionError where it is nested too deeply."""
+    import yaml
+
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        values, levels = _extent(node, {})
+        if levels > DEEPEST:
+            raise RecursionError
+        if values > MOST_VALUES:
+            raise ValueError(f"it has more than {MOST_VALUES} values, where anchors repeat some")
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _extent(node: Any, known: dict[int, tuple[float, float]]) -> tuple[float, float]:
+    """Return the values and the levels below a node of YAML, in time that does not depend on how often anchors repeat."""
+    if id(node) not in known:
+        known[id(node)] = math.inf, math.inf  # of an anchor that holds itself
+        inside = node.value if isinstance(node.value, list) else []
+        parts = [part for own in inside for part in (own if isinstance(own, tuple) else (own,))]
+        sizes = [_extent(part, known) for part in parts]
+        known[id(node)] = 1 + sum(s for s, _ in sizes), 1 + max((d for _, d in sizes), default=0)
+    return known[id(node)]
+
+
 def value_of(text: str) -> Any:
     """Return the value of a text as Hydra, YAML and argparse read it: a number, a truth value, nothing, a list, or text."""
     word = text.strip()
@@ -58,6 +99,8 @@ def value_of(text: str) -> Any:
         return int(word)
     if _NUMBER.fullmatch(word):
         return float(word)
+    if word.startswith(("[", "{")) and max(accumulate((c in "[{") - (c in "]}") for c in word)) > DEEPEST:
+        return text
     if word.startswith("[") and word.endswith("]"):
         return [value_of(part) for part in _parts(word[1:-1])]
     if word.startswith("{") and word.endswith("}"):

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from posttrain.apps.migration.foreign_run import LARGEST, Unresolved, flat, value_of
+from posttrain.apps.migration.foreign_run import LARGEST, Unresolved, flat, value_of, yaml_of
 from posttrain.core import user_files
 from posttrain.core.messages import one_line
 
@@ -53,7 +53,7 @@ class _Reading:
 
         self._files += 1
         try:
-            content = yaml.safe_load(user_files.text(self.base / f"{name}.yaml", LARGEST))
+            content = yaml_of(user_files.text(self.base / f"{name}.yaml", LARGEST))
         except OSError:
             return False
         except (yaml.YAMLError, ValueError, RecursionError) as error:

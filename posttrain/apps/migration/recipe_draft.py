@@ -6,15 +6,16 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
-from posttrain.apps.migration.foreign_run import ForeignRun, Unresolved, shown, value_of
+from posttrain.apps.migration.foreign_run import ForeignRun, Unresolved, is_known, shown, value_of
 from posttrain.config.verbs import VERBS
 from posttrain.core.coerce import convert
 from posttrain.core.extras import install
 from posttrain.core.foreign_options import ELSEWHERE
-from posttrain.core.messages import clip, inline, safe
+from posttrain.core.messages import clip, inline, safe, safe_json
 from posttrain.core.option_aliases import answer, direct, entry
 from posttrain.core.several_files import names_of
 from posttrain.core.types import UserError
@@ -228,11 +229,11 @@ class RecipeDraft:
             value = str(Path(value).expanduser()) if value.startswith("~") else value
         if isinstance(value, str) and option in ("reward_model", "env_", "eval_tasks"):
             value = [value]
-        hint = self._kinds().get(option.partition(".")[0])
+        hint = _kinds(self.verb).get(option.partition(".")[0])
         if hint is None:
             raise UserError(f"posttrain {self.verb} has no such option")
         if isinstance(value, dict) and get_origin(hint) is dict:
-            if unknown := [name for name, part in value.items() if isinstance(part, Unresolved)]:
+            if unknown := [name for name, part in value.items() if not is_known(part)]:
                 raise UserError(f"only the script computes its {', '.join(map(str, unknown))}: set it here")
             return {name: part for name, part in value.items() if part is not None}
         if isinstance(value, str) and hint in (int, float, int | None, float | None):
@@ -242,10 +243,6 @@ class RecipeDraft:
         if isinstance(value, float) and value.is_integer() and hint in (int, int | None):
             value = int(value)
         return value if "." in option else convert(value, hint, option)
-
-    def _kinds(self) -> dict[str, Any]:
-        kind = VERBS[self.verb].options
-        return {**{name: flag.type for name, flag in kind.flags().items()}, **get_type_hints(kind)}
 
     def own_default(self, option: str) -> Any:
         """Return the default here; None for settings of algorithms, which have one each."""
@@ -266,7 +263,7 @@ class RecipeDraft:
                 continue
             self.treated.add(name)
             option = direct(name)
-            if not option and not answer(name) and (own := name.rpartition(".")[2]) in self._kinds():
+            if not option and not answer(name) and (own := name.rpartition(".")[2]) in _kinds(self.verb):
                 option = own
             if _OF_OTHERS.match(name) and "." not in entry(name, ELSEWHERE):
                 option = ""
@@ -274,7 +271,10 @@ class RecipeDraft:
                 what = f" (here {option})" if option else ""
                 self.note(name, f"only the script computes its value, {value.text}: set it here{what}")
             elif (
-                option and option not in self.lines and option.partition(".")[0] in self._kinds() and value is not None
+                option
+                and option not in self.lines
+                and option.partition(".")[0] in _kinds(self.verb)
+                and value is not None
             ):
                 self.same(option, name)
             elif value not in (None, False, "") or answer(name):
@@ -326,6 +326,13 @@ class RecipeDraft:
         return "\n".join(out) + "\n"
 
 
+@cache
+def _kinds(verb: str) -> dict[str, Any]:
+    """Return the types of a verb's options."""
+    kind = VERBS[verb].options
+    return {**{name: flag.type for name, flag in kind.flags().items()}, **get_type_hints(kind)}
+
+
 def _grouped(entry: tuple[str, list[str]]) -> str:
     """Return the options that have the same answer, the first eight by name, and the answer."""
     text, names = entry
@@ -352,5 +359,4 @@ def toml_value(value: Any) -> str:
         return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{toml_value(str(name))} = {toml_value(part)}' for name, part in value.items())}}}"
-    text = json.dumps(str(value).encode("utf-8", "replace").decode(), ensure_ascii=False)
-    return text.replace("\x7f", "\\u007f")
+    return safe_json(json.dumps(str(value).encode("utf-8", "replace").decode(), ensure_ascii=False))

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from posttrain.apps.migration.foreign_run import ENVIRONMENT, LARGEST, ForeignRun, Unresolved, flat, value_of
+from posttrain.apps.migration.foreign_run import ENVIRONMENT, LARGEST, ForeignRun, Unresolved, flat, value_of, yaml_of
 from posttrain.apps.migration.hydra_files import configured
 from posttrain.apps.migration.other_programs import answer_to, refuse_configuration, script_that_is_missing
 from posttrain.apps.migration.shell_script import commands
@@ -277,7 +277,7 @@ def _mapping(text: str, name: str) -> dict[str, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(text)
+        content = yaml_of(text)
     except RecursionError:
         raise UserError(f"{clip(name)} is nested too deeply: an option of TRL is two levels deep at most") from None
     except (yaml.YAMLError, ValueError) as error:

@@ -6,7 +6,7 @@ import ast
 import operator
 from typing import Any
 
-from posttrain.apps.migration.foreign_run import Unresolved, value_of
+from posttrain.apps.migration.foreign_run import DEEPEST, MOST_VALUES, Unresolved, value_of
 from posttrain.apps.migration.script_names import Assigned, ScriptNames, condition, unknown
 
 _LOADS = ("load_dataset", "load_from_disk", "from_pretrained")
@@ -28,6 +28,7 @@ class ScriptValues(ScriptNames):
         self.environment: dict[str, ast.expr] = {}
         self.arguments: dict[str, ast.expr | None] = {}  # of its command line -> the default; None: without one
         self.used: dict[str, Any] = {}  # arguments whose default is used -> the default
+        self._seen = 0  # parts of the expression whose value is being found
 
     def set_target(self, target: ast.expr, value: ast.expr) -> None:
         super().set_target(target, value)
@@ -98,8 +99,15 @@ class ScriptValues(ScriptNames):
 
     def value(self, node: ast.expr | None, depth: int = 0) -> Any:
         """Return the value of an expression of constants, lists, names and sums of these; `Unresolved` for any other."""
-        if node is None or depth > 20:
-            return Unresolved("?") if node is not None else None
+        if node is None:
+            return None
+        if not depth:
+            self._seen = 0
+            found = self.value(node, 1)
+            return Unresolved(ast.unparse(node)[:200]) if self._seen > MOST_VALUES else found
+        self._seen += 1
+        if depth > DEEPEST or self._seen > MOST_VALUES:  # names of lists of names of lists ...
+            return Unresolved("?")
         if isinstance(node, ast.Constant):
             plain = isinstance(node.value, (bool, int, float, str)) or node.value is None
             return node.value if plain else Unresolved(ast.unparse(node))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from posttrain.apps.migration.foreign_run import ENVIRONMENT, ForeignRun, Unresolved, shown
 from posttrain.apps.migration.reward_source import runs_when_imported, source_of
@@ -86,6 +86,8 @@ def read_script(text: str, name: str, given: dict[str, Any] | None = None) -> Fo
         script.visit(tree)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"{name} is not a Python script that can be read: {type(error).__name__}") from error
+    if (long := next(filter(_is_unprintable, ast.walk(tree)), None)) is not None:
+        raise UserError(f"{name}:{long.lineno} has an integer of more than 64 bits: correct it")
     last = {name_of(call).rpartition(".")[2]: call for call in script.calls}
     for argument in [argument for argument in given or {} if argument in script.arguments]:
         script.arguments[argument] = ast.Constant((given or {}).pop(argument))
@@ -111,6 +113,11 @@ def read_script(text: str, name: str, given: dict[str, Any] | None = None) -> Fo
         shown_defaults = ", ".join(f"{argument} = {shown(value)}" for argument, value in script.used.items())
         run.notes.append(f"the arguments of {name}, which are its command's or else their defaults: {shown_defaults}")
     return run
+
+
+def _is_unprintable(node: ast.AST) -> TypeGuard[ast.Constant]:
+    """Whether it is an integer that Python does not write out, as it has thousands of digits."""
+    return isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value.bit_length() > 10_000
 
 
 def _configuration(script: ScriptValues, last: dict[str, ast.Call], name: str) -> tuple[str, ast.Call | None]:

@@ -69,7 +69,7 @@ class Levels(Stream):
             return level < MOST_LEVELS and next(self._rows(level), None) is not None
         except (IndexError, KeyError):
             return False
-        except Exception as error:  # the user's function may raise anything
+        except (Exception, SystemExit) as error:  # the user's function may raise anything
             raise UserError(f"making rows of level {level + 1} failed: {describe_error(error, None)}") from error
 
     def _of(self, level: int) -> Stream:

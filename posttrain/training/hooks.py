@@ -7,6 +7,8 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, overload
 
+import torch
+
 from posttrain.core.types import Rollout, StopRun, UserError
 from posttrain.system.user_code import describe_error, load_named, source_file
 
@@ -66,10 +68,13 @@ class Hooks:
                 continue
             name = getattr(hook, "__name__", type(hook).__name__)
             try:  # each gets its own metrics, so that a hook cannot change those of the next
-                function(*(dict(value) if isinstance(value, dict) else value for value in given))
+                with torch.enable_grad():  # the mode that a hook leaves ends with it
+                    function(*(dict(value) if isinstance(value, dict) else value for value in given))
             except StopRun as asked:
                 self.stop = self.stop or f"hook {name}: {str(asked) or 'no reason is given'}"
-            except (Exception, SystemExit) as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # the user's code may raise anything
                 message = f"hook {name} failed, and the run continues: {describe_error(error, source_file(function))}"
                 failed += [message] if message not in self._shown else []
                 self._shown.add(message)

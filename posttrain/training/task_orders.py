@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.config.training import RL
-from posttrain.core.messages import clip
+from posttrain.core.messages import clip, short
 from posttrain.core.progress import doing
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Task, UserError
@@ -120,7 +120,7 @@ def stages_of(tasks: Tasks, column: str) -> dict[float | str, Integers]:
     others = [place for place, value in enumerate(values) if not isinstance(value, str)]
     if texts and others:
         raise UserError(
-            f"{tasks.where(texts[0])}: {column} is {clip(repr(values[texts[0]]))}, and {values[others[0]]} in "
+            f"{tasks.where(texts[0])}: {column} is {clip(repr(values[texts[0]]))}, and {clip(repr(values[others[0]]))} in "
             f"{tasks.where(others[0])}: make all of them numbers, or all strings"
         )
     found: dict[Any, list[int]] = {}
@@ -137,8 +137,9 @@ def stages_of(tasks: Tasks, column: str) -> dict[float | str, Integers]:
 def _value(tasks: Tasks, place: int, task: Task, column: str, function: Callable[[Task], Any] | None) -> float | str:
     try:
         value = value_in(task, column) if function is None else called(function, task, column)
-        if not isinstance(value, int | float | str) or value != value or value in ("", float("inf"), -float("inf")):
-            raise UserError(f"{column} is {clip(repr(value))}: a stage must be a number or a string")
+        kept = isinstance(value, int | float | str) and value != ""
+        if not kept or not (isinstance(value, str) or _number(value) is not None):
+            raise UserError(f"{column} is {short(value)}: a stage must be a finite number or a string")
     except UserError as error:
         raise UserError(f"{tasks.where(place)}: {error}") from error
     return value
@@ -160,6 +161,6 @@ def _number(value: float | str) -> float | None:
     """Return a value as a number; None for a text that is no number."""
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None

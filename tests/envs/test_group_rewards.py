@@ -53,6 +53,8 @@ def fails(tasks, replies):
         return [1.0]
     if "number" in replies:
         return 1.0
+    if "cleared" in replies:
+        return [replies.clear()]
     return [None if r == "none" else {"a": 1.0, "b": 2.0} for r in replies]
 
 def dies_once(tasks, replies):
@@ -106,6 +108,7 @@ def test_replies_are_in_the_order_of_the_members(my: str) -> None:
         ),
         ("number", InvalidKind.UNREADABLE, "returned 1.0 (float); a reward of (tasks, replies) returns a list of one"),
         ("loop", InvalidKind.TIMEOUT, "did not return within 1 s"),
+        ("cleared", InvalidKind.UNREADABLE, "a list of one reward for each of the 2 replies"),
     ],
 )
 def test_failure_makes_the_rewards_of_its_whole_group_invalid(
@@ -218,6 +221,12 @@ def test_sum_of_groups_leaves_out_what_is_none() -> None:
     assert first == {"reward": 1.5, "a": 1.0, "b": 0.5, "c": 0.0} and second == {"reward": -0.25, "b": 0.25}
     assert third == Invalid("no reward function scored it: each of them returned None")
     assert fourth == Invalid("b: unknown")
+
+
+def test_a_summand_that_clears_the_replies_takes_them_from_no_other() -> None:
+    reward = group_sum({"a": (1.0, lambda tasks, replies: [replies.clear() or 1.0] * 2),
+                        "b": (1.0, lambda tasks, replies: [float(len(r)) for r in replies])})  # fmt: skip
+    assert [one["b"] for one in reward([{}] * 2, [Reply("x"), Reply("xyz")])] == [1.0, 3.0]
 
 
 def test_answer_of_a_group_is_read_as_it_was_written_and_nothing_else_is() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import tiny
 
 import posttrain
@@ -94,6 +95,20 @@ def test_a_hook_that_raises_is_a_finding_once_which_a_resumed_run_keeps(
     assert where in found["message"] and f"step 1: {found['message']}" in capsys.readouterr().out
     run = rl(tmp_path, tokenizer, "run", steps=5, resume=True)
     assert read_health(run.path) == [found]
+
+
+def test_a_hook_that_leaves_gradients_off_or_raises_no_exception_changes_no_bit(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    class Odd(BaseException): ...
+
+    def spoils(step: int, metrics: dict[str, float], rollouts: Any) -> None:
+        torch.set_grad_enabled(False)
+        raise Odd
+
+    run = rl(tmp_path, tokenizer, "spoiled", hook=spoils)
+    assert "spoils failed, and the run continues: Odd" in read_health(run.path)[0]["message"]
+    assert read_metrics(run.path) == read_metrics(rl(tmp_path, tokenizer, "plain").path)
 
 
 def test_a_hook_ends_the_run_with_a_checkpoint_by_asking_for_it(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -283,9 +284,10 @@ def test_stages_are_the_values_of_a_column_in_ascending_order() -> None:
 @pytest.mark.parametrize(
     ("levels", "told"),
     [
-        ((1, None), "row 2: level is None: a stage must be a number or a string"),
+        ((1, None), r"row 2: level is None \(NoneType\): a stage must be a finite number or a string"),
         ((1, [2]), r"row 2: level is '\[2\]'|row 2: level is \[2\]"),
         ((1, float("nan")), "row 2: level is nan"),
+        ((1, 10**400), "row 2: level is 1000"),
         ((1, "hard"), "row 2: level is 'hard', and 1 in row 1: make all of them numbers, or all strings"),
         (tuple(range(1001)), "the column 'level' has 1,001 different values"),
     ],
@@ -543,6 +545,8 @@ def test_function_that_fails_is_told_with_the_level() -> None:
     found.observe([Solved(place, "", 9, 0) for _, place in found.draw(4, everything, ())])
     with pytest.raises(UserError, match="making rows of level 2 failed: ZeroDivisionError"):
         found.draw(4, everything, ())
+    with pytest.raises(UserError, match="making rows of level 2 failed: SystemExit"):
+        levels(lambda seed, level: sys.exit(level)).has(1)
 
 
 def test_a_list_of_levels_that_has_ended_is_the_end() -> None:

@@ -49,7 +49,8 @@ def lift_group(reward: GroupReward) -> Env:
     """Return the environment of a group: it shows nothing, and its task is {"tasks": ..., "replies": ...}."""
 
     def env(group: Task) -> Generator[Any, Any, Any]:
-        return GroupVerdicts(reward(group["tasks"], group["replies"]), len(group["replies"]))
+        count = len(group["replies"])  # the reward may change the list
+        return GroupVerdicts(reward(group["tasks"], group["replies"]), count)
         yield
 
     return env
@@ -59,7 +60,8 @@ def lift_async_group(reward: Callable[..., Awaitable[Any]]) -> AsyncEnv:
     """Return the environment of a group for an async reward."""
 
     async def env(group: Task) -> AsyncGenerator[Any, Any]:
-        yield GroupVerdicts(await reward(group["tasks"], group["replies"]), len(group["replies"]))
+        count = len(group["replies"])
+        yield GroupVerdicts(await reward(group["tasks"], group["replies"]), count)
 
     return env
 
@@ -120,15 +122,17 @@ def group_sum(parts: Mapping[str, Part]) -> GroupReward:
     if not any(inspect.iscoroutinefunction(function) for _, function in parts.values()):
 
         def reward(tasks: Sequence[Task], replies: Sequence[Reply]) -> list[Any]:
-            return add({name: function(tasks, replies) for name, (_, function) in parts.items()}, len(replies))
+            count = len(replies)  # a part may change its lists
+            return add({name: function([*tasks], [*replies]) for name, (_, function) in parts.items()}, count)
 
     else:
 
         async def reward(tasks: Sequence[Task], replies: Sequence[Reply]) -> list[Any]:  # type: ignore[misc]
-            waiting = {n: f(tasks, replies) for n, (_, f) in parts.items() if inspect.iscoroutinefunction(f)}
+            count, given = len(replies), lambda: ([*tasks], [*replies])
+            waiting = {n: f(*given()) for n, (_, f) in parts.items() if inspect.iscoroutinefunction(f)}
             done = dict(zip(waiting, await asyncio.gather(*waiting.values()), strict=True))
-            found = {n: done[n] if n in done else f(tasks, replies) for n, (_, f) in parts.items()}
-            return add(found, len(replies))
+            found = {n: done[n] if n in done else f(*given()) for n, (_, f) in parts.items()}
+            return add(found, count)
 
     return cast(GroupReward, reward)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import resource
 import shutil
@@ -403,8 +404,8 @@ def undisturbed(place: Path) -> dict[str, bytes]:
     return results(place / "undisturbed")
 
 
-def results(run: Path) -> dict[str, bytes]:
-    files = [run / "metrics.jsonl", *run.glob("rollouts/*"), *run.glob("checkpoints/step-000004/**/*")]
+def results(run: Path, last: int = 4) -> dict[str, bytes]:
+    files = [run / "metrics.jsonl", *run.glob("rollouts/*"), *run.glob(f"checkpoints/step-{last:06d}/**/*")]
     return {str(p.relative_to(run)): p.read_bytes() for p in files if p.is_file()}
 
 
@@ -437,6 +438,44 @@ def test_reward_that_breaks_in_the_middle_loses_no_step(
     assert "warning: --env breaking.py:reward changed since the run began" in capfd.readouterr().err
     run = read_run("broken")
     assert run["resumes"][0]["changed"] == {"env": before} and run["inputs"]["env"] != before
+
+
+DAMAGE: dict[str, Callable[[Path], Any]] = {
+    "half of it": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "zeros at the end": lambda file: file.write_bytes(file.read_bytes()[:-9] + bytes(9)),
+    "another object": lambda file: file.write_text("{}\n"),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+    "a pipe": lambda file: (file.unlink(), os.mkfifo(file)),
+}
+STEP = "checkpoints/step-000002"
+RECORDED = ("run.json", "metrics.jsonl", "timing.jsonl", "rollouts/step-000002.parquet", "evals/step-000002.parquet",
+            "index/000000-000049.parquet", f"{STEP}/manifest.json", f"{STEP}/model.safetensors")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recorded(place: Path) -> dict[str, bytes]:
+    few = {"steps": 2, "prompts": 1, "group": 2, "max_tokens": 4, "save_every": 1, "eval_every": 1, "held_out": 0.3}
+    assert main(words("rl", out="recorded", env_workers=0, **few)) == 0
+    return results(place / "recorded", 2)
+
+
+@pytest.mark.parametrize("file", RECORDED)
+def test_damaged_file_of_a_run_is_one_line_or_changes_nothing(
+    place: Path, capfd: pytest.CaptureFixture[str], recorded: dict[str, bytes], file: str
+) -> None:
+    run = place / "damaged"
+    evaluates = [words("eval", tasks="few.jsonl", model="damaged", env_workers=0)] if STEP in file else []
+    for how, damage in DAMAGE.items():
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(place / "recorded", run)
+        damage(run / file)
+        for command in (["rollouts", "damaged"], *evaluates, ["rl", "--out", "damaged", "--resume", "--quiet"]):
+            code, said = main(command), capfd.readouterr().err
+            warned = [line for line in said.splitlines() if line.startswith("posttrain: warning: checkpoint ")]
+            assert said.count("\n") == len(warned) + (code == 2) and code in (0, 2), f"{how}: {command[0]}: {said}"
+            assert len(warned) == (STEP in file and command[0] != "rollouts"), f"{how}: {command[0]}: {said}"
+        same = {**results(run, 2), **({file: recorded[file]} if file in recorded and STEP not in file else {})}
+        assert code == 2 or same == recorded, f"{how}: the resumed run ended elsewhere"
 
 
 def full(*_: Any, **__: Any) -> None:

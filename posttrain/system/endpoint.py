@@ -26,7 +26,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 
-from posttrain.core.messages import clip, inline, one_line
+from posttrain.core.messages import clip, inline, one_line, safe
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import UserError
 
@@ -299,7 +299,7 @@ def _message(status: int, headers: Mapping[str, str], content: bytes) -> Any:
     if status in (401, 403):
         said = f", it refuses the key{said}"
     elif status in (301, 302, 303, 307, 308):
-        said = f", it has moved to {clip(headers.get('location', 'nowhere'), 100)}"
+        said = f", it has moved to {safe(clip(headers.get('location', 'nowhere'), 100))}"
     return EndpointFailure(f"HTTP {status}{said}", status=status)
 
 
@@ -316,7 +316,7 @@ def _error_text(message: Any) -> str:
     for name in ("error", "message", "detail"):
         if isinstance(message, dict):
             message = message.get(name, message)
-    return f" ({clip(inline(message), 160)})" if isinstance(message, str) and message.strip() else ""
+    return f" ({safe(clip(inline(message), 160))})" if isinstance(message, str) and message.strip() else ""
 
 
 def _retry_after(value: str | None) -> float:
@@ -328,6 +328,6 @@ def _retry_after(value: str | None) -> float:
     except ValueError:
         try:
             seconds = parsedate_to_datetime(value).timestamp() - time.time()
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, OverflowError):
             return 0.0
-    return max(0.0, seconds) if seconds < 1e9 else 1e9
+    return 0.0 if math.isnan(seconds) else min(max(0.0, seconds), 1e9)

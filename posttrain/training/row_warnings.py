@@ -22,6 +22,7 @@ from posttrain.runs.terminal.notices import warn
 COLUMNS = ("prompt", "messages", "response", "completion", "answer", "chosen", "rejected", "label", "score")
 NEAR = 0.8  # similarity from which a name is a mistyped one
 READ_FOR_UNKNOWN = 20  # most tasks to read
+LONGEST_READ = 100_000  # characters of each of their texts
 MOST_UNKNOWN = 0.01  # share of tokens that may be unknown to the tokenizer
 MOST_READ = 1000  # most tasks to read for lost reasoning, and for repeated prompts
 LEAST_REPEATED = 8  # characters of a prompt; a response may begin with a shorter prompt by chance
@@ -64,7 +65,7 @@ def _warn_unknown_tokens(tokenizer: TextEncoder, texts: Iterable[str], what: str
     unknown = tokenizer.unknown_id
     if unknown is None:
         return
-    encoded = [(text, tokenizer.encode(text)) for text in texts]
+    encoded = [(text, tokenizer.encode(text[:LONGEST_READ])) for text in texts]
     count = sum(tokens.count(unknown) for _, tokens in encoded)
     total = sum(len(tokens) for _, tokens in encoded)
     if count > MOST_UNKNOWN * total:

@@ -190,7 +190,8 @@ def test_retry_after_may_be_a_date_or_nonsense() -> None:
     from email.utils import formatdate
 
     assert _retry_after(formatdate(time.time() + 30, usegmt=True)) == pytest.approx(30, abs=2)
-    assert [_retry_after(v) for v in (None, "", "soon", "-3", "2.5")] == [0, 0, 0, 0, 2.5]
+    assert [_retry_after(v) for v in (None, "", "soon", "-3", "2.5", "nan", "inf")] == [0, 0, 0, 0, 2.5, 0, 1e9]
+    assert _retry_after(f"Mon, {'9' * 20} Jan 2020 00:00:00 GMT") == 0
 
 
 @pytest.mark.parametrize(
@@ -201,6 +202,8 @@ def test_retry_after_may_be_a_date_or_nonsense() -> None:
         (Said(status=401, raw=b'{"error": {"message": "bad key"}}'), "HTTP 401, it refuses the key (bad key)", 1),
         (Said(status=404, raw=b'{"detail": "no such model"}'), "HTTP 404 (no such model)", 1),
         (Said(status=302, headers={"Location": "http://x"}), "moved to http://x", 1),
+        (Said(status=302, headers={"Location": "\x1b\xff"}), "moved to \\x1b\\udcff", 1),
+        (Said(status=404, raw=b'{"detail": "\\ud800\\u001b[2J"}'), "HTTP 404 (\\ud800\\x1b[2J)", 1),
         (HTML, "a page of HTML instead of an answer", 2),
         (Said(raw=b'{"choices": []}'), "without choices", 2),
         (Said("I like it."), "no JSON object", 2),

@@ -508,10 +508,15 @@ def test_teacher_is_asked_again_where_that_may_help(
         (404, b"", "HTTP 404; an endpoint usually ends in /v1; check its address and model"),
         (400, b'{"message": "too long"}', "HTTP 400 (too long); look at its address and model"),
         (200, b'{"choices": [{"logprobs": {"token_logprobs": [null, -1.0]}}]}', "2 log-probabilities for"),
-        (
-            200,
-            b'{"choices": [{"logprobs": {"token_logprobs": [%s]}}]}' % b",".join([b"NaN"] * 99),
-            "log-probability nan",
+        *(
+            (200, b'{"choices": [{"logprobs": {"token_logprobs": [%s]}}]}' % b",".join([own] * 99), told)
+            for own, told in (
+                (b"NaN", "log-probability nan"),
+                (b"true", "log-probability True"),
+                (b"0.5", "log-probability 0.5"),
+                (b"-1e300", "log-probability -1e+300"),
+                (b"-1" + b"0" * 400, "log-probability -1000"),
+            )
         ),
     ],
 )
@@ -672,7 +677,7 @@ def changed(server: Server, tokens: Sequence[int], change: Callable[[dict[str, A
         ("openai", lambda c: c["logprobs"]["top_logprobs"].__setitem__(-3, None), "sent 0 likeliest tokens, and --teacher-"),
         ("openai", lambda c: c["logprobs"]["top_logprobs"][-3].update({"token_id:5": None}), "sent a log-probability None"),
         ("openai", lambda c: c["logprobs"]["top_logprobs"][-3].update({"token_id:5": math.inf}), "log-probability inf"),
-        ("openai", lambda c: c["logprobs"]["top_logprobs"][-3].update({"token_id:5": 0.4}), "that add up to"),
+        ("openai", lambda c: c["logprobs"]["top_logprobs"][-3].update({"token_id:5": -0.0}), "that add up to"),
         ("openai", lambda c: c["logprobs"]["top_logprobs"][-3].update({"token_id:x": -1.0}), "sent the token 'token_id:x'"),
         ("openai", lambda c: c["logprobs"]["top_logprobs"][-3].update({"5": -1.0}), "sent the token '5' in place of its id"),
         ("openai", lambda c: c["logprobs"]["top_logprobs"][-3].update({f"token_id:{9**20}": -1.0}), "sent the token"),

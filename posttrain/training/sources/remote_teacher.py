@@ -26,6 +26,7 @@ SECONDS = 300.0  # timeout of an answer
 AS_IDS = "token_id:"
 """Begins a token that a server shows by its id, as an option of vLLM's requests does."""
 ADDED = 0.001  # by how much the probabilities of some tokens may add up to more than 1
+LEAST_LOGP = -1e30  # float32 holds it
 PROBE = (0, 1, 2)  # ids that every vocabulary has
 RETRIES = 6  # of a request: waits half a minute in all, unless the endpoint requests otherwise
 
@@ -148,12 +149,12 @@ class RemoteTeacher:
             found = [_dict(_dict(at).get(str(token))).get("logprob") for at, token in pairs]
         else:
             found = _list(_dict(choice.get("logprobs")).get("token_logprobs"))[: len(tokens)]
-        bad = [x for x in found[1:] if not isinstance(x, int | float) or not math.isfinite(x)]
+        bad = [x for x in found[1:] if not _is_logp(x)]
         if len(found) < len(tokens) or bad:
             raise self._strange(
                 f"{len(found)} log-probabilities for {len(tokens)} tokens of a prompt (echo, logprobs)"
                 if not bad
-                else f"a log-probability {bad[0]!r}"
+                else f"a log-probability {clip(repr(bad[0]))}"
             )
         return [math.nan, *(float(x) for x in found[1:] if x is not None)]
 
@@ -185,8 +186,8 @@ class RemoteTeacher:
                 raise self._strange(
                     f"the token {clip(repr(token), 40)} in place of its id, which vLLM shows on request ({AS_IDS}N)"
                 )
-            if not isinstance(logp, int | float) or not math.isfinite(logp):
-                raise self._strange(f"a log-probability {logp!r}")
+            if not _is_logp(logp):
+                raise self._strange(f"a log-probability {clip(repr(logp))}")
             found[int(number)] = float(logp)
         if len(found) < count:
             raise self._strange(f"{len(found)} likeliest tokens, and --teacher-top-k is {count}")
@@ -221,6 +222,11 @@ def _first_choice(message: Any) -> dict[str, Any] | EndpointFailure:
         return dict(message["choices"][0])
     except (LookupError, TypeError, ValueError):
         return EndpointFailure(f"an answer without choices: {clip(str(message))}", rubbish=True)
+
+
+def _is_logp(value: Any) -> bool:
+    """Return whether a value is the logarithm of a probability, as far as rounding allows."""
+    return type(value) in (int, float) and LEAST_LOGP <= value <= ADDED
 
 
 def _dict(message: Any) -> dict[str, Any]:

@@ -291,6 +291,14 @@ other = 3
     assert (table["weight_decay"], table["lr"]) == (0.03, 1e-4)
 
 
+def test_weights_of_rewards_that_only_the_script_computes_are_left_to_its_reader(tmp_path: Path) -> None:
+    functions = "def f(completions): return [1.0]\ndef g(completions): return [1.0]\n"
+    script = "GRPOTrainer(args=GRPOConfig(reward_weights=[1.0, {}]), reward_funcs=[f, g])"
+    _, text, table = recipe(tmp_path, functions + script.format("args.w"))
+    assert "*" not in table["env"] and "reward_weights = [1.0, args.w]: weights follow the terms of env" in text
+    assert recipe(tmp_path, functions + script.format("0.5"))[2]["env"].endswith("*0.5")
+
+
 def test_a_mapping_becomes_a_table_of_toml(tmp_path: Path) -> None:
     _, _, table = recipe(tmp_path, "GRPOConfig(chat_template_kwargs={'enable_thinking': False, 'a b': 1, 'c': 'x\"'})")
     assert table["chat_template_kwargs"] == {"enable_thinking": False, "a b": 1, "c": 'x"'}

@@ -232,6 +232,8 @@ class RecipeDraft:
         hint = _kinds(self.verb).get(option.partition(".")[0])
         if hint is None:
             raise UserError(f"posttrain {self.verb} has no such option")
+        if isinstance(value, list) and not is_known(value):
+            raise UserError("only the script computes a part of it: set it here")
         if isinstance(value, dict) and get_origin(hint) is dict:
             if unknown := [name for name, part in value.items() if not is_known(part)]:
                 raise UserError(f"only the script computes its {', '.join(map(str, unknown))}: set it here")

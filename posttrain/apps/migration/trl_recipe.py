@@ -299,7 +299,8 @@ def _rewards(draft: RecipeDraft) -> None:
     model = draft.read("reward_model_name_or_path")
     terms = [f if isinstance(f, tuple) else _named(str(f)) for f in _listed(functions)]
     terms += [("model", model)] if isinstance(model, str) else []
-    numbers = weights if isinstance(weights, list) and len(weights) == len(terms) else [1] * len(terms)
+    fits = isinstance(weights, list) and len(weights) == len(terms) and all(type(w) in (int, float) for w in weights)
+    numbers = weights if fits else [1] * len(terms)
     sum_of = [
         text if w == 1 else f"{text}*{w:g}"
         for (kind, text), w in zip(terms, numbers, strict=True)
@@ -322,7 +323,7 @@ def _rewards(draft: RecipeDraft) -> None:
             " + ".join(sum_of) or "trl:rewards.py:reward",
             f"reward_funcs{SPACE}" if sum_of else "reward_funcs: name yours",
         )
-    if weights and not sum_of:
+    if weights and not (sum_of and fits):
         draft.note(draft.origin("reward_weights"), "weights follow the terms of env: trl:rewards.py:f*0.5")
 
 

@@ -192,8 +192,8 @@ def test_a_run_is_refused_from_a_tenth_beyond_the_gpu_on_whatever_its_micro_batc
         refuse(learner, size)
     assert str(told.value) == (
         "this run needs 113.5 GiB (weights 28.4 + gradients 28.4 + moments 56.7) beside its activations, and the GPU has "
-        "80.0 GiB: --offload optimizer (60.8 GiB), --lora 16 with --frozen-weights bfloat16 (14.2 GiB), --weights bfloat16 with "
-        "--optimizer adamw8bit (56.7 GiB), --shard --processes 2 on as many GPUs (56.7 GiB each) would take less"
+        "80.0 GiB: --offload optimizer (60.8 GiB), --lora 16 with --frozen-weights bfloat16 (14.2 GiB), --weights bfloat16 "
+        "with --optimizer adamw8bit (56.7 GiB), --shard --processes 2 on as many GPUs (56.7 GiB each) would take less"
     )
     assert memory_lines(learner, size)[1:] == [str(told.value)]
     for tokens in (1, 100_000):

@@ -1,12 +1,14 @@
 """The choice whether the plain prompts of rows are shown to a model as messages, in its chat template, or unchanged.
 
 Without --chat or --no-chat, a run's checkpoint continues as that run did. For any other model, the template is used if
-it belongs to an instruct model, that is, if its text after a reply ends replies of this model. The decision is stored
-in run.json, for resumption, evaluation and later training.
+it belongs to an instruct model, that is, if its text after a reply ends replies of this model. Compared with a run, a
+model without a run of its own, or the one with which that run began, is shown that run's system message. The decision
+is stored in run.json, for resumption, evaluation and later training.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from posttrain.core.types import Task, Turn, UserError
 from posttrain.data.chat_prompts import AsMessages
 from posttrain.data.mixed_tasks import AnyTasks, MixedTasks
 from posttrain.data.tasks import Stream, Tasks
+from posttrain.runs.checkpoint import resolve
 from posttrain.runs.run_reading import read_run, run_of
 
 SomeTasks = TypeVar("SomeTasks", Tasks, Tasks | Stream, Tasks | MixedTasks, AnyTasks)
@@ -98,11 +101,17 @@ def _plain(shown: Turn, tasks: AnyTasks) -> bool:
     return any(task.get("prompt") == shown.text for task in tasks.examples())
 
 
-def chatting(asked: Asked | None, folder: Path | None, tokenizer: Templated, ends: Collection[int]) -> Chatting:
+def chatting(
+    asked: Asked | None,
+    folder: Path | None,
+    tokenizer: Templated,
+    ends: Collection[int],
+    beside: Path | None = None,
+) -> Chatting:
     """Return the choice for a model: by these options, by the run to which its folder belongs, or by its template.
 
-    `ends`: the ids that end its replies. Raises UserError for --chat without a template, and for --system without
-    --chat.
+    `ends`: the ids that end its replies; `beside`: the checkpoint with which it is compared, which may lend it a system
+    message. Raises UserError for --chat without a template, and for --system without --chat.
     """
     chat, system, other = (None, None, None) if asked is None else (asked.chat, asked.system, asked.chat_template)
     run, known = _of_run(folder) if folder is not None else (None, {})
@@ -123,6 +132,9 @@ def chatting(asked: Asked | None, folder: Path | None, tokenizer: Templated, end
         )
     if system is None and chat and isinstance(known.get("system"), str):
         system = known["system"]
+    elif system is None and chat and beside and folder and (not run or _began_with(beside, folder)):
+        system = system_of(beside)
+        because = because if system is None else f"{because}; its system message is that of {beside}"
     return Chatting(chat, system, because, template)
 
 
@@ -130,6 +142,13 @@ def system_of(folder: Path) -> str | None:
     """Return the system message of a checkpoint's run."""
     system = _of_run(folder)[1].get("system")
     return system if isinstance(system, str) else None
+
+
+def _began_with(trained: Path, folder: Path) -> bool:
+    """Return whether the run of the first checkpoint began with the second one."""
+    run = run_of(trained)
+    first = read_run(run)["config"].get("model") if run is not None else None
+    return isinstance(first, str) and os.path.exists(first) and resolve(first) == folder
 
 
 def _of_run(folder: Path) -> tuple[Path | None, Mapping[str, Any]]:

@@ -153,6 +153,7 @@ def _rehearsed_models(
     """
     every = [outline(folder, config.chat_template, config.chat_template_kwargs) for folder in folders]
     found = ((folder, model.tokenizer.chat_template) for folder, model in zip(folders, every, strict=True))
+    systems: dict[Path, str | None] = {}
     owner, template = next(((folder, text) for folder, text in found if text is not None), (None, None))
     for place, (folder, known) in enumerate(zip(folders, every, strict=True)):
         tell = None if place else warn  # only the first model warns of errors of tasks
@@ -160,13 +161,20 @@ def _rehearsed_models(
         if lent and template is not None:
             known = known._replace(tokenizer=own.templated(template, f"the template of {owner}"))
         try:
-            chat = chatting(config, folder, known.tokenizer if config.chat else own, known.ends)
+            beside = folders[0] if place else None
+            chat = chatting(config, folder, known.tokenizer if config.chat else own, known.ends, beside)
             model = _rehearsed_model(config, known, chat, pool, tasks, services, tell)
         except UserError as error:
             raise UserError(f"{folder}: {error}" if len(folders) > 1 else str(error)) from None
+        systems[folder] = chat.system
         used = chat.on or not pool.single_turn or any(task.get("messages") for task in tasks.examples())
         line = f"without a chat template of its own: messages are shown in that of {owner}"
         yield replace(model, lines=[*model.lines, line]) if lent and used else model
+    if len(set(systems.values())) > 1:
+        each = "; ".join(
+            f"{folder} {'no system message' if own is None else repr(own)}" for folder, own in systems.items()
+        )
+        warn(f"the models read different prompts ({each}): --system TEXT gives all the same one, with --chat if needed")
 
 
 def _rehearsed_model(

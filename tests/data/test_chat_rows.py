@@ -163,6 +163,25 @@ def test_two_models_are_each_shown_the_same_tasks_in_their_own_way(model_of: Cal
     )
 
 
+def test_the_model_that_a_run_began_with_is_compared_behind_the_same_system_message(
+    model_of: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begun = posttrain.sft(ROWS, model=str(model_of("instruct")), out=str(tmp_path / "begun"), **PASS)
+    run = posttrain.rl(ROWS, right, model=str(begun.path), out=str(tmp_path / "run"), system="what is it", **TINY)
+    for other in (begun.path, model_of("instruct")):  # a run of its own without a system message, and no run
+        found = posttrain.evaluate(
+            ROWS, right, model=str(run.path), against=str(other), samples=1, max_tokens=2, env_workers=0
+        )
+        assert [r.prompt for r in found.rollouts] == [r.prompt for r in found.against[0].rollouts]
+        assert all(r.prompt.startswith("what is it\n") for r in found.rollouts)
+    assert "read different prompts" not in capsys.readouterr().err
+    strange = posttrain.sft(ROWS, model=str(model_of("instruct")), out=str(tmp_path / "strange"), **PASS)
+    both = {"model": str(run.path), "against": str(strange.path), "samples": 1, "max_tokens": 2, "env_workers": 0}
+    found = posttrain.evaluate(ROWS, right, **both)
+    assert found.rollouts[0].prompt != found.against[0].rollouts[0].prompt, "it was trained without one"
+    assert "read different prompts" in capsys.readouterr().err
+
+
 def write(rows: list[dict[str, Any]], path: Path) -> str:
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
 from collections.abc import Mapping
@@ -52,6 +53,14 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
     if isinstance(config, RL | Passes):
         check_mixture(config)
     if not config.tasks and not mixed:
+        if (
+            isinstance(config, Training)
+            and not config.overwrite
+            and os.path.isfile(os.path.join(config.out, "run.json"))
+        ):
+            raise UserError(
+                f"{config.out} already holds a run: --resume continues it; a new one needs --tasks and another --out"
+            )
         raise UserError("--tasks is missing: give a file of rows, such as train.jsonl")
     if isinstance(config, Training):
         _validate_record(config)

@@ -385,7 +385,9 @@ def test_run_in_the_way_is_kept_until_overwriting_is_asked_for(place: Path, capf
     (place / "there" / "notes.txt").write_text("mine")
     before = (place / "there" / "metrics.jsonl").read_bytes()
     refused(capfd, words("sft", out="there"), "--resume continues it, --overwrite deletes it, or choose another --out")
-    refused(capfd, ["rl", "--out", "there"], "--tasks is missing")  # before --overwrite is proposed
+    refused(
+        capfd, ["rl", "--out", "there"], "there already holds a run: --resume continues it"
+    )  # --overwrite would lack tasks
     refused(capfd, words("rl", out="there", resume=""), "there is a run of posttrain sft")
     refused(capfd, words("rl", out="there", overwrite="", model="nowhere"), "no such folder")
     refused(capfd, words("rl", out="there", overwrite="", model="there"), "--overwrite would delete there")

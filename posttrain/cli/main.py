@@ -291,12 +291,15 @@ def _prepare_streams() -> Output:
 
 
 def _watched(out: Output) -> Passing | None:
-    """Show the current activity in a temporary line, if standard error is a terminal."""
-    from posttrain.runs.terminal.live_region import Passing
+    """Show the current activity: in a temporary line if standard error is a terminal, else in a line now and then."""
+    from posttrain.runs.terminal.live_region import Passing, Reports
     from posttrain.runs.terminal.output import fancy
 
     told = cast("Output", sys.stderr)
-    if not fancy(told) or "--quiet" in sys.argv or os.environ.get("RANK", "0") != "0":
+    if "--quiet" in sys.argv or os.environ.get("RANK", "0") != "0":
+        return None
+    if not fancy(told):
+        watch(Reports(told).show)
         return None
     passing = Passing(told, [out] if out.isatty() else [])
     watch(passing.show)

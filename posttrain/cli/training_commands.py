@@ -115,15 +115,14 @@ def trained(config: AnyTraining) -> int:
 
 
 def _print_end(verb: str, run: Run) -> None:
-    from posttrain.runs.metrics_table import LEARNING, METRICS
+    from posttrain.runs.terminal.ending import lost_signal, outcome
     from posttrain.runs.terminal.printing import say
 
-    final = run.final
-    shown = [m.name for m in METRICS if m.group == LEARNING and not m.hidden(final)]
-    named = [f"{name} {final[name]:.4g}" for name in shown if final.get(name) is not None]
+    rows = run.metrics
+    named = outcome(rows, run.held_out_tasks)
     named += [f"{run.invalid:,} invalid reward{'s' * (run.invalid > 1)}"] if run.invalid else []
     ended = "stopped" if run.stopped else "interrupted" if run.interrupted else "done"
-    say(*run.notes, ": ".join(filter(None, [ended, ", ".join(named)])))
+    say(*run.notes, ": ".join(filter(None, [ended, ", ".join(named)])), *lost_signal(rows))
     say(f"checkpoint  {run.checkpoint}", f"curves      {run.path / 'curves.png'}")
     path = quote(str(run.path))
     if any((run.path / "rollouts").glob("step-*")):

@@ -17,6 +17,11 @@ def clip(text: str, longest: int = 60) -> str:
     return text if len(text) <= longest else text[:longest] + "..."
 
 
+def several(number: int, noun: str) -> str:
+    """Return "1 step" or "4 steps"."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def message_of(error: BaseException) -> str:
     """Return the message of an exception; "" where even that raises."""
     try:

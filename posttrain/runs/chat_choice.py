@@ -120,7 +120,7 @@ def chatting(
         chat, because = known.get("on") is True, f"as in {run}"
     elif chat is None:
         chat = tokenizer.closes_with(ends)
-        because = "it is an instruct model's" if chat else "which ends replies otherwise than the model"
+        because = f"which ends replies {'as the model does' if chat else 'otherwise than the model'}"
     if chat and not template:
         raise UserError(
             "--chat needs a chat template, and this model has none: give one with --chat-template chatml (or a file), or "

@@ -117,7 +117,7 @@ _TRAINING = (
     Metric("diversity/similarity", "Similarity of replies within a group", "share", "Mean similarity of two replies of a group: 1 for the same reply every time, 0 for no token in common.", EXPLORING, colour="pink", plotted=True),
     Metric("diversity/distinct_1", "Distinct tokens of a group", "share", "Distinct tokens of a group's replies over all of them (distinct-1)."),
     Metric("diversity/distinct_2", "Distinct pairs of tokens of a group", "share", "Distinct pairs of neighbouring tokens of a group's replies over all of them (distinct-2)."),
-    Metric("groups/no_signal", "Share of groups without signal", "share", "Share of the rollouts in groups whose rewards are all equal, which teach nothing.", plotted=True, checked=True),
+    Metric("groups/no_signal", "Share of groups without signal", "share", "Share of the rollouts in groups whose rewards are all equal, which teach nothing.", plotted=True, silent=True, terminal="equal groups", form=".0%", checked=True),
     Metric("groups/played", "Groups played", "count", "Groups that dynamic sampling played for the step.", checked=True),
     Metric("groups/kept", "Groups kept", "count", "Groups that dynamic sampling kept for the step."),
     Metric("dropped", "Share of rollouts dropped", "share", "Share of the rollouts left out because they, or too many of their group, cannot be learned from."),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from posttrain.config.training import Passes, RewardModelling
+from posttrain.core.messages import several
 from posttrain.core.protocols import Learner, Model
 from posttrain.core.types import UserError
 from posttrain.data.mixed_tasks import AnyTasks, MixedTasks
@@ -78,6 +79,7 @@ def sizes(
         f"model {size_of(model)}, context {model.config.context}, vocabulary {model.config.vocab}",
         f"{amount(tasks[0])}, {len(tasks[1] or ())} held out",
         *share_lines(tasks[0], noun),
-        f"{steps} steps of {config.rows} {noun}, micro-batches of {microbatch_tokens(config, model)} tokens{between}",
+        f"{several(steps, 'step')} of {several(config.rows, noun.removesuffix('s'))}, "
+        f"micro-batches of {microbatch_tokens(config, model)} tokens{between}",
         *([] if isinstance(config, RewardModelling) else _recording(config).describe(frozenset(), reference=True)),
     ]

@@ -41,6 +41,8 @@ from posttrain.training.step_profiler import StepProfiler
 WAITING = 0.3  # share of the steps' time from which on waiting for environments is reported
 RECENT_STEPS = 5  # steps over which waiting is measured
 HOOK = "hook"  # name of the finding that a hook failed
+IN_SIZES = {"out", "overwrite", "steps", "prompts", "group", "rows", "max_tokens"}
+"""Options that the title of a run and the lines about its sizes show."""
 HURRIED = 5.0  # seconds for trackers to finish after a second Ctrl-C
 NOTICED = 1.0  # least seconds of these steps for a report, so that toy runs get none
 
@@ -58,6 +60,7 @@ class Run:
     stopped: str | None = None  # the finding of the health check, or the reason of the hook, that ended the run
     notes: tuple[str, ...] = ()  # lines about the finished run, for the command line to print
     invalid: int = 0  # rollouts since the beginning or the resume whose reward was invalid
+    held_out_tasks: int = 0  # tasks of the last evaluation; 0: unknown, or examples of another kind
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -107,6 +110,7 @@ class Trainer:
         self.recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)  # seconds: waiting, the whole step
         self.noted_waiting = False  # whether a note on waiting was shown
         self.invalid = 0  # rollouts whose reward was invalid
+        self.held_out_tasks = 0  # of the last evaluation; 0: unknown
         self.stopping = False  # whether any process was asked to stop
 
     def run(self, objective: Objective, sizes: list[str], formula: list[str]) -> Run:
@@ -122,14 +126,8 @@ class Trainer:
         with writing(self.folder):
             PICTURES.keep(self.folder / FOLDER)
         try:
-            # the most important lines come last; sources of formulas are shown by `posttrain algorithms NAME`
-            self._begin(
-                [
-                    *(line.partition("   [")[0] for line in formula),
-                    f"options: {', '.join(chosen_options(self.config))}",
-                    *sizes,
-                ]
-            )
+            chosen = [one for one in chosen_options(self.config) if one.split(" ")[0] not in IN_SIZES]
+            self._begin([*_in_short(formula), f"options: {', '.join(chosen)}", *sizes])
             with interruptible(self.display.note) as interrupted:
                 self._train(objective, interrupted)
                 self._wait_for_checkpoint()
@@ -154,7 +152,8 @@ class Trainer:
         self.display.close()
         if not self.world.rank:
             self._close("stopped" if self.ill else "interrupted" if stopped else "finished")
-        return Run(self.folder, self.world.gather(self.saved)[0], stopped, self.ill, invalid=self.invalid)
+        saved = self.world.gather(self.saved)[0]
+        return Run(self.folder, saved, stopped, self.ill, invalid=self.invalid, held_out_tasks=self.held_out_tasks)
 
     def _close(self, status: Status) -> None:
         """Close the record, draw its curves, and let trackers finish their uploads."""
@@ -209,12 +208,15 @@ class Trainer:
     def _train(self, objective: Objective, interrupted: Callable[[], bool]) -> None:
         if self.done == 0 and self.measure:
             stats = Stats()
+            self.display.note("evaluating before the first step ...")
             played = self.measure(stats)
+            self.held_out_tasks = _tasks(played)
             with writing(self.folder):
                 if played:
                     self.record.evaluated(0, played)
                 self.record.metrics(0, stats.means())
                 self._check_health(0, stats.means())
+            self.display.before(stats.means())
             if self.hooks and not self.world.rank:
                 self._note_failed(self.hooks.evaluation(0, stats.means(), [o.rollout for o in played or ()]))
         if self.done < self.steps:
@@ -250,6 +252,7 @@ class Trainer:
         due = config.eval_every and number % config.eval_every == 0
         evaluated = self.measure is not None and (due or number == self.steps)
         held_out = self.measure(stats) if self.measure and evaluated else None
+        self.held_out_tasks = _tasks(held_out) or self.held_out_tasks
         if trained.step.played:
             stats.add("rollouts", len(trained.step.played))
         metrics, timing = stats.means(), _timing(trained) | peaks(self.gpus, self.world)
@@ -366,6 +369,17 @@ class Trainer:
         step = checkpoints.step_of(self.saved)
         also = " (and --accept-changes, if you change the environment)" if self.config.env else ""
         return f"fix it and continue after step {step} with posttrain {self.config.verb} --out {self.folder} --resume{also}"
+
+
+def _in_short(formula: list[str]) -> list[str]:
+    """Return the name of an algorithm, and where its formulas are; a formula without a name as it is."""
+    first, *more = formula
+    return [first, f"formulas: posttrain algorithms {first.partition(':')[0]}"] if more else formula
+
+
+def _tasks(played: Sequence[Outcome] | None) -> int:
+    """Return the number of tasks of an evaluation."""
+    return len({outcome.rollout.task["id"] for outcome in played or ()})
 
 
 def _timing(trained: FinishedStep) -> dict[str, float]:

@@ -12,9 +12,10 @@ from posttrain.core.progress import doing, watch
 from posttrain.core.types import Invalid, PlayedTurn, Rollout, SpanKind, StopReason
 from posttrain.runs.terminal import notices
 from posttrain.runs.terminal.display import Display
-from posttrain.runs.terminal.live_region import Passing, Region, cells
+from posttrain.runs.terminal.ending import lost_signal, outcome
+from posttrain.runs.terminal.live_region import Passing, Region, Reports, cells
 from posttrain.runs.terminal.output import Output
-from posttrain.runs.terminal.panel import View, compose
+from posttrain.runs.terminal.panel import View, compose, figures
 from posttrain.runs.terminal.printing import examples, sample, say, shown, table
 
 METRICS = {"reward": 0.512, "length": 14.2, "entropy": 0.83, "loss": 0.1, "grad_norm": 2.0}
@@ -95,6 +96,53 @@ def test_figures_of_a_set_of_held_out_tasks_are_named_after_the_set_and_invalid_
     display.close()
     line = out.getvalue().splitlines()[1]
     assert "  held-out long reward 0.250  held-out a.b invalid 0.500  " in line and line.count("invalid") == 1
+
+
+def test_a_line_has_four_held_out_figures_at_most_and_the_evaluation_before_training_a_line_of_its_own() -> None:
+    out = io.StringIO()
+    display = Display(stream=out, clock=Clock())
+    display.start("DPO", 1, [])
+    held_out = {f"eval/{name}": 0.5 for name in ("accuracy", "loss", "reward", "length", "margin", "kl/data")}
+    display.before(held_out)
+    display.step(1, {**METRICS, **held_out}, {})
+    display.close()
+    _, before, line = out.getvalue().splitlines()
+    assert before.startswith("before training  held-out accuracy 0.500  held-out loss 0.500  ")
+    assert before.count("held-out") == line.count("held-out") == 4
+
+
+def test_a_line_says_how_many_groups_were_equal_but_not_of_groups_of_one() -> None:
+    def labels(**values: float) -> dict[str, str]:
+        return dict(figures({name.replace("__", "/"): value for name, value in values.items()}))
+
+    assert labels(groups__no_signal=0.8125, advantage__abs=0.1)["equal groups"] == "81%"
+    assert labels(groups__no_signal=1.0, advantage__abs=0.0)["equal groups"] == "100%"
+    assert labels(groups__no_signal=1.0, advantage__abs=0.3) == labels(groups__no_signal=0.0) == {}
+
+
+def test_the_end_of_a_run_shows_held_out_figures_before_and_after_and_the_groups_that_taught_nothing() -> None:
+    rows = [{"step": 0, "eval/accuracy": 0.154, "eval/reward": 0.162}]
+    rows += [{"step": n, "reward": 0.1, "accuracy": 0.1, "groups/no_signal": 0.8, "advantage/abs": 0.2} for n in (1, 2)]
+    rows[-1] |= {"eval/accuracy": 0.385, "eval/reward": 0.469}
+    assert outcome(rows, 13) == [
+        "held-out accuracy 0.154 -> 0.385 (13 tasks)", "held-out reward 0.162 -> 0.469", "reward 0.100", "accuracy 0.100",
+    ]  # fmt: skip
+    assert outcome(rows[1:2]) == ["reward 0.100", "accuracy 0.100"] and outcome([]) == []
+    assert outcome([{"step": 1, "nll": 2.0, "eval/loss": 2.5}], 1) == ["held-out loss 2.500 (1 task)", "loss 2.0000"]
+    [line] = lost_signal(rows)
+    # with 20% of the rollouts in mixed groups, half of which are right: accuracy .1 leaves no group all right, .8 all wrong
+    assert " 80% of the rollouts " in line and line.endswith("about 80% of the groups were all wrong, 0% all right")
+    assert lost_signal([{**row, "groups/no_signal": 0.4} for row in rows]) == lost_signal([]) == []
+    assert lost_signal([{**row, "groups/no_signal": 1.0} for row in rows[1:]]) == [], "groups of one rollout"
+
+
+def test_a_long_activity_is_reported_now_and_then_where_there_is_no_terminal() -> None:
+    out, clock = io.StringIO(), Clock()
+    reports = Reports(Output(out), clock)
+    for number in range(5):
+        reports.show(f"playing: {number} of 5", progress=True)
+        clock.now += 9
+    assert out.getvalue() == "playing: 2 of 5 ...\nplaying: 4 of 5 ...\n"
 
 
 def test_quiet_shows_nothing() -> None:

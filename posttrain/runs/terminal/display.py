@@ -48,11 +48,12 @@ class Display:
         """
         self._title, self._steps, self._number = title, steps, done
         self._began = self._clock()
-        watch(None)
+        on_terminal = fancy(self._stream)
+        if self._quiet or on_terminal:  # elsewhere lines about a long first step may follow
+            watch(None)
         if self._quiet:
             show()
             return
-        on_terminal = fancy(self._stream)
         width = size(self._stream)[0] - 1 if on_terminal else 0
         self._print("\n".join([title, *(wrapped(f"  {line}", width) for line in lines)]))
         show()
@@ -60,10 +61,17 @@ class Display:
             self._region = Region(self._stream, self._panel)
             self._region.start()
 
+    def before(self, held_out: Mapping[str, float]) -> None:
+        """Show the figures of the evaluation before the first step."""
+        self._values |= held_out
+        if shown := figures(held_out):
+            self.note("  ".join(["before training", *(f"{label} {value}" for label, value in shown)]))
+
     def step(self, number: int, metrics: Mapping[str, float], timing: Mapping[str, float]) -> None:
         """Show a finished step. The first number of a resumed run is above 1."""
         if not self._first:
             self._first = number
+            watch(None)
         self._number, self._stepped = number, self._clock()
         held_out = {name: value for name, value in self._values.items() if name.startswith("eval/")}
         self._values = {**held_out, **metrics, **timing}

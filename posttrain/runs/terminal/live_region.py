@@ -20,6 +20,7 @@ from posttrain.core.messages import safe
 from posttrain.runs.terminal.output import Output
 
 SECONDS_BETWEEN_DRAWINGS = 0.5
+SECONDS_BETWEEN_REPORTS = 15.0
 
 Line = Sequence[tuple[str, str]]
 """Pieces of a line: (text, name in STYLES or "")."""
@@ -62,6 +63,20 @@ class Passing:
                     "\r" + ERASE_LINE
                 )  # nothing is below it; and some terminals save a whole screen that is erased
                 self._stream.flush()
+
+
+class Reports:
+    """Lines about a long activity, for a stream that is no terminal."""
+
+    def __init__(self, stream: Output, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream, self._clock, self._when = stream, clock, clock()
+
+    def show(self, text: str, progress: bool = False) -> None:
+        """Print the activity, unless the last line is recent."""
+        if self._clock() - self._when >= SECONDS_BETWEEN_REPORTS:
+            self._when = self._clock()
+            self._stream.write(f"{safe(text)} ...\n")
+            self._stream.flush()
 
 
 class Region:

@@ -19,6 +19,8 @@ from posttrain.runs.terminal.live_region import Line, cells, fitted
 ESSENTIAL = 3  # number of figures shown at any size: reward, accuracy, entropy
 GAP = "   "
 HELD_OUT = "held-out"
+MOST_HELD_OUT = 4  # held-out figures in a line of a step: metrics.jsonl has all
+EQUAL_GROUPS, ADVANTAGE = "groups/no_signal", "advantage/abs"
 BARS = "▁▂▃▄▅▆▇█"
 LONGEST_CURVE = 48
 _PART = re.compile(r"mixture/(.+)/(\w+)")  # a figure of a part of a mixture, or of a set of held-out tasks
@@ -66,9 +68,14 @@ def figures(values: Mapping[str, float]) -> list[tuple[str, str]]:
         (metric.terminal, _figure(values[metric.name], metric.form))
         for metric in METRICS
         if metric.terminal and metric.name in values and not metric.hidden(values)
-        if values[metric.name] or not metric.silent
+        if (values[metric.name] or not metric.silent) and not (metric.name == EQUAL_GROUPS and _of_one(values))
     ]
-    return shown + [(f"{HELD_OUT} {label}", value) for label, value in _of_held_out(values)]
+    return shown + [(f"{HELD_OUT} {label}", value) for label, value in _of_held_out(values)[:MOST_HELD_OUT]]
+
+
+def _of_one(values: Mapping[str, float]) -> bool:
+    """Return whether groups are equal because they have one rollout: these learn from another baseline."""
+    return values[EQUAL_GROUPS] == 1 and values.get(ADVANTAGE, 0.0) > 0
 
 
 def _of_held_out(values: Mapping[str, float]) -> list[tuple[str, str]]:

@@ -159,12 +159,14 @@ def _all(
     """Return the concatenated log-probabilities of the transcripts of each place."""
     found: list[Any] = []
     for first in range(0, len(places), AT_ONCE):
-        doing("computing reference log-probabilities of the rows", first, len(places))
         some = [of(items, place) for place in places[first : first + AT_ONCE]]
         of_each: list[Any] = [np.zeros(0, dtype=np.float32)] * len(some)
         by_size = sorted((i for i in range(len(some)) if some[i]), key=lambda i: max(map(len, some[i])))
         ordered = [some[i] for i in by_size]
+        finished = first + len(some) - len(ordered)
         for index in split_microbatches(ordered, tokens_per_microbatch):
+            doing("computing reference log-probabilities of the rows", finished, len(places))
+            finished += len(index)
             packed = pack([ordered[k] for k in index], range(len(index)), device)
             (outputs,) = evaluate([packed])
             counts = torch.bincount(packed.rollout, minlength=len(index)).tolist()

@@ -19,6 +19,7 @@ from posttrain.config.mixture_options import parts_of
 from posttrain.config.training import RL, Distill
 from posttrain.core.batch import Stats
 from posttrain.core.component import Need
+from posttrain.core.messages import several
 from posttrain.core.protocols import Engine, Model, World
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Mask, Outcome, Rollout, Task, UserError
@@ -266,9 +267,9 @@ def _sizes(config: RL, model: Model, tasks: str, engine: Engine) -> list[str]:
     return [
         f"model {size_of(model)}, context {model.config.context}, vocabulary {model.config.vocab}",
         tasks,
-        f"{config.steps} steps of {config.prompts} prompts x {config.group} rollout{'s' * (config.group > 1)} = "
-        f"{rollouts} rollouts "
-        f"of at most {config.max_tokens} tokens; micro-batches of {microbatch_tokens(config, model)} tokens; "
+        f"{several(config.steps, 'step')} of {several(config.prompts, 'prompt')} x {several(config.group, 'rollout')} = "
+        f"{several(rollouts, 'rollout')} of at most {several(config.max_tokens, 'token')}; "
+        f"micro-batches of {microbatch_tokens(config, model)} tokens; "
         f"{min(config.slots, rollouts)} sampled at once by {engine.backend}",
         *reply_length_note(config.max_tokens, model.config.context),
     ]

@@ -92,10 +92,11 @@ def _win_rate(config: Evaluation) -> str:
     return f"How often {scorer} prefers the reply of {config.model}, ties half"
 
 
-def _compared(title: str, head: Sequence[str], rows: Sequence[Row], what: str = "reward") -> None:
+def _compared(title: str, head: Sequence[str], rows: Sequence[Row], what: str = "") -> None:
     """Print one row for each comparison, if there are any."""
     if not rows:
         return
+    what = what or " or ".join(dict.fromkeys(wins["by"] for _, wins in rows))
     several = len(rows) > 1  # then p is corrected
     title += f" (won, lost, tied: tasks, by {what}; p: sign test"
     title += f", corrected for {len(rows)} comparisons by Holm's method)" if several else ")"

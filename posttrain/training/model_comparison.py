@@ -8,7 +8,7 @@ from math import fsum
 from typing import Any
 
 from posttrain.core.intervals import LEVEL, holm, share_interval, sign_test, stated
-from posttrain.core.types import Invalid, Rollout, UserError
+from posttrain.core.types import Invalid, Rollout, UserError, succeeds
 from posttrain.training.figures import differences
 
 UNDECIDED = "undecided"
@@ -44,11 +44,12 @@ class Played:
 
 
 def compare(own: Played, other: Played, success: float | None) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
-    """Return the differences of two models, first minus second, and on how many tasks the first earns more.
+    """Return the differences of two models, first minus second, and on how many tasks the first is better: more often
+    right, or without a success threshold with more reward.
 
     A task counts once, however many sides of it are played: results of its sides depend on each other. Its difference is
-    d_t = mean over sides s of (mean reward of the first as s - mean reward of the second as s), over the sides of which
-    both have valid rewards. It is won if d_t > 0. With W tasks won and L lost, the sign test has
+    d_t = mean over sides s of (mean of the first as s - mean of the second as s), over the sides of which both have valid
+    rewards: of the rewards, or of 1 for right and 0 for wrong rollouts. It is won if d_t > 0. With W tasks won and L lost, the sign test has
     p = min(1, 2 P(X <= min(W, L))), X ~ Binomial(W + L, 1/2).
 
     Raises UserError if no task has valid rewards of both.
@@ -68,8 +69,12 @@ def compare(own: Played, other: Played, success: float | None) -> tuple[dict[str
         ]
 
     found = differences(pairs(lambda played: played.rewards), success, outcomes=pairs(lambda played: played.outcomes))
-    gaps = [_mean([_mean(own.rewards[key]) - _mean(other.rewards[key]) for key in keys]) for keys in sides.values()]
-    return found, _wins(gaps)
+
+    def mean(played: Played, key: str) -> float:
+        return _mean(played.rewards[key] if success is None else [succeeds(x, success) for x in played.outcomes[key]])
+
+    gaps = [_mean([mean(own, key) - mean(other, key) for key in keys]) for keys in sides.values()]
+    return found, {"by": "reward" if success is None else "accuracy", **_wins(gaps)}
 
 
 def _wins(gaps: Sequence[float]) -> dict[str, Any]:
@@ -118,8 +123,8 @@ def _mean(rewards: Sequence[float]) -> float:
 def with_verdicts(wins: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return these comparisons with the verdict of each.
 
-    {"won": 9, "lost": 1, "tied": 2, "p": 0.02, "p_holm": 0.04, "verdict": "better"}: tasks on which the evaluated model
-    earns more, less, and the same; the p of the sign test; and p corrected by Holm's method for all comparisons given.
+    {"by": "accuracy", "won": 9, "lost": 1, "tied": 2, "p": 0.02, "p_holm": 0.04, "verdict": "better"}: tasks on which the
+    evaluated model is better, worse, and equal, by accuracy or reward; the p of the sign test; and p corrected by Holm's method for all comparisons given.
     The verdict, "better", "worse" or "undecided", is that of the corrected p at 5%.
     """
     corrected = holm([one["p"] for one in wins])

@@ -28,7 +28,7 @@ def exact(won: int, lost: int) -> float:
 def test_sides_of_a_task_that_agree_are_one_result(count: int) -> None:
     gaps = [1.0] * 6 + [-1.0] + [0.0]
     found, wins = compare(played([[gap] * count for gap in gaps]), played([[0.0] * count for _ in gaps]), None)
-    assert wins == {"won": 6, "lost": 1, "tied": 1, "p": exact(6, 1)}
+    assert wins == {"by": "reward", "won": 6, "lost": 1, "tied": 1, "p": exact(6, 1)}
     one, _ = compare(played([[gap] for gap in gaps]), played([[0.0] for _ in gaps]), None)
     assert found == one and found["reward"]["tasks"] == 8
 
@@ -52,6 +52,15 @@ def test_a_mean_is_over_the_valid_samples_of_each_model() -> None:
     tasks = {key: key for key in own}
     _, wins = compare(Played(own, own, tasks), Played(other, other, tasks), None)
     assert (wins["won"], wins["lost"]) == (2, 0)
+
+
+def test_with_a_success_threshold_a_task_is_won_by_accuracy_whatever_the_rewards_say() -> None:
+    own = {"0": [0.4, 0.4], "1": [1.0, 0.0], "2": [0.3, 0.3]}  # right: 0, 1/2 and 0 of 2
+    other = {"0": [0.0, 0.0], "1": [0.9, 0.9], "2": [1.0, 0.0]}  # 0, 0 and 1/2 of 2
+    tasks = {key: key for key in own}
+    both = Played(own, own, tasks), Played(other, other, tasks)
+    assert compare(*both, 1.0)[1] == {"by": "accuracy", "won": 1, "lost": 1, "tied": 1, "p": 1.0}
+    assert compare(*both, None)[1] == {"by": "reward", "won": 1, "lost": 2, "tied": 0, "p": 1.0}
 
 
 def test_equal_models_are_seldom_told_apart_however_much_the_sides_of_a_task_depend_on_each_other() -> None:

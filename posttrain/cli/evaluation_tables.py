@@ -28,20 +28,23 @@ Row = tuple[list[Any], Mapping[str, Any]]  # the first cells of a row, and the `
 
 def show_figures(config: Evaluation, found: Evaluated) -> None:
     """Print the figures of an evaluation, its comparisons, and the reasons for missing intervals."""
+    called = short_names([config.model, *config.against])
     sides = [(config.model, found.figures), *((one.model, one.figures) for one in found.against)]
     names = [name for name, figure in found.figures.items() if isinstance(figure, dict)]
     rows = [[name, *(_cell(own[name]) if name in own else None for _, own in sides)] for name in names]
     title = f"{found.figures['tasks']} tasks, {config.samples} sample{'s'[: config.samples - 1]} each"
-    table(title, ["", *(model for model, _ in sides)], rows, upright=len(sides) > 2)
+    table(title, ["", *(called[model] for model, _ in sides)], rows, upright=len(sides) > 2)
     if found.against:
         gaps = list(dict.fromkeys(name for one in found.against for name in one.differences))
-        head = ["minus", *(f"difference in {name}" for name in gaps)]
+        head = ["minus", *gaps]
         cells = [
             [_cell(one.differences[gap]) if gap in one.differences else None for gap in gaps] for one in found.against
         ]
-        compared = [([one.model, *own], one.wins) for one, own in zip(found.against, cells, strict=True)]
+        compared = [([called[one.model], *own], one.wins) for one, own in zip(found.against, cells, strict=True)]
         _compared(_minus(config), head, compared)
-        rated = [([one.model, _cell(one.win_rate)], one.win_rate["wins"]) for one in found.against if one.win_rate]
+        rated = [
+            ([called[one.model], _cell(one.win_rate)], one.win_rate["wins"]) for one in found.against if one.win_rate
+        ]
         _compared(_win_rate(config), ["against", "win rate"], rated, "win rate")
     reasons: dict[str, dict[str, None]] = {}  # reason for a missing interval -> names of its figures
     for name, figure in _all_figures(found, names):
@@ -49,7 +52,8 @@ def show_figures(config: Evaluation, found: Evaluated) -> None:
             reasons.setdefault(figure["why"], {})[name] = None
     say(*(f"{', '.join(of)}: {why}" for why, of in reasons.items()), *found.notes)
     for model, rollouts in [(config.model, found.rollouts), *((one.model, one.rollouts) for one in found.against)]:
-        say(f"{model}: {_rates(rates(rollouts, config.price))}")
+        name = called[model] if called[model] == model else f"{called[model]} ({model})"
+        say(f"{name}: {_rates(rates(rollouts, config.price))}")
     if found.cost is not None:
         say(f"cost        {found.cost:.4g}, of judges")
     if found.harness:
@@ -83,13 +87,25 @@ def _all_figures(found: Evaluated, names: Sequence[str]) -> Iterator[tuple[str, 
         yield from [("win rate", one.win_rate)] if one.win_rate else []
 
 
+def short_names(paths: Sequence[str]) -> dict[str, str]:
+    """Return path -> the fewest last parts of it that no other path has."""
+    parts = {path: path.rstrip("/").split("/") for path in paths}
+    found = {}
+    for path, own in parts.items():
+        others = [other for name, other in parts.items() if name != path]
+        unlike = (n for n in range(1, len(own)) if all(own[-n:] != other[-n:] for other in others))
+        found[path] = "/".join(own[-next(unlike, len(own)) :])
+    return found
+
+
 def _minus(config: Evaluation) -> str:
-    return f"{config.model} minus other models, task by task"
+    called = short_names([config.model, *config.against])
+    return f"{called[config.model]} minus other models, task by task"
 
 
 def _win_rate(config: Evaluation) -> str:
     scorer = config.scorer or "the scorer"  # parts of a suite may each have their own
-    return f"How often {scorer} prefers the reply of {config.model}, ties half"
+    return f"How often {scorer} prefers the reply of {short_names([config.model, *config.against])[config.model]}, ties half"
 
 
 def _compared(title: str, head: Sequence[str], rows: Sequence[Row], what: str = "") -> None:
@@ -129,7 +145,9 @@ def _harness_table(config: Evaluation, found: Mapping[str, Figures]) -> None:
         for name in figures:
             sides = [found[model][task][name] for model in (config.model, *config.against)]
             rows.append([task, name, *(_with_error(side) for side in sides)])
-    table(f"{config.harness}, with standard errors", ["task", "", config.model, *config.against], rows, upright=True)
+    called = short_names([config.model, *config.against])
+    table(f"{config.harness}, with standard errors", ["task", "", *called.values()], rows, upright=True)
+    say(*(f"{name}: {path}" for path, name in called.items() if name != path))
 
 
 def _with_error(figure: Mapping[str, float | None]) -> str:
@@ -157,22 +175,23 @@ def evaluate_suite(config: Evaluation) -> int:
 def _suite_tables(config: Evaluation, found: suite.EvaluatedSuite) -> None:
     """Print the tables of a suite, or of the parts of it that are done."""
     say("")
+    called = short_names([config.model, *config.against])
     table(config.model, HEAD, [_line(name, told, told) for name, told in found.parts.items()])
     for place, model in enumerate(config.against):
         table(model, HEAD, [_line(name, told["against"][place], told) for name, told in found.parts.items()])
     for place, model in enumerate((config.model, *config.against)):
         own = {name: told if place == 0 else told["against"][place - 1] for name, told in found.parts.items()}
-        _further(model, own)
+        _further(called[model], own)
     if config.against:
         each = [(name, one) for name, told in found.parts.items() for one in told["against"]]
-        rows = [([name, one["model"], _cell(headline(one["differences"]))], one["wins"]) for name, one in each]
+        rows = [([name, called[one["model"]], _cell(headline(one["differences"]))], one["wins"]) for name, one in each]
         _compared(_minus(config), ["part", "minus", "difference"], rows)
-        lost = [(name, one["model"], one["differences"].get(TEXT_LOSS)) for name, one in each]
+        lost = [(name, called[one["model"]], one["differences"].get(TEXT_LOSS)) for name, one in each]
         rows_of_texts = [[name, model, _cell(gap)] for name, model, gap in lost if gap is not None]
         if rows_of_texts:
-            title = f"{config.model} minus other models: {TEXT_LOSS}, nats per token"
+            title = f"{called[config.model]} minus other models: {TEXT_LOSS}, nats per token"
             table(title, ["part", "minus", "difference"], rows_of_texts, upright=True)
-        rated = [(name, one["model"], one["win_rate"]) for name, one in each if "win_rate" in one]
+        rated = [(name, called[one["model"]], one["win_rate"]) for name, one in each if "win_rate" in one]
         rows = [([name, model, _cell(rate)], rate["wins"]) for name, model, rate in rated]
         _compared(_win_rate(config), ["part", "against", "win rate"], rows, "win rate")
     for name, average in found.averages.items():
@@ -180,7 +199,7 @@ def _suite_tables(config: Evaluation, found: suite.EvaluatedSuite) -> None:
         say(f"{label}: {told(average)}")
         for one in average.get("against", ()):
             rate = f"; win rate {told(one['win_rate'])}" if "win_rate" in one else ""
-            say(f"    {one['model']}: {told(one['figures'])}; difference {told(one['difference'])}{rate}")
+            say(f"    {called[one['model']]}: {told(one['figures'])}; difference {told(one['difference'])}{rate}")
     if found.costs:
         each_cost = ", ".join(f"{name} {cost:.4g}" for name, cost in found.costs.items())
         say(f"cost        {sum(found.costs.values()):.4g}, of judges: {each_cost}")

@@ -49,8 +49,8 @@ def compare(own: Played, other: Played, success: float | None) -> tuple[dict[str
 
     A task counts once, however many sides of it are played: results of its sides depend on each other. Its difference is
     d_t = mean over sides s of (mean of the first as s - mean of the second as s), over the sides of which both have valid
-    rewards: of the rewards, or of 1 for right and 0 for wrong rollouts. It is won if d_t > 0. With W tasks won and L lost, the sign test has
-    p = min(1, 2 P(X <= min(W, L))), X ~ Binomial(W + L, 1/2).
+    rewards: of the rewards, or of 1 for right and 0 for wrong rollouts. It is won if d_t > 0. With W tasks won and L lost,
+    the sign test has p = min(1, 2 P(X <= min(W, L))), X ~ Binomial(W + L, 1/2).
 
     Raises UserError if no task has valid rewards of both.
     """
@@ -124,8 +124,8 @@ def with_verdicts(wins: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return these comparisons with the verdict of each.
 
     {"by": "accuracy", "won": 9, "lost": 1, "tied": 2, "p": 0.02, "p_holm": 0.04, "verdict": "better"}: tasks on which the
-    evaluated model is better, worse, and equal, by accuracy or reward; the p of the sign test; and p corrected by Holm's method for all comparisons given.
-    The verdict, "better", "worse" or "undecided", is that of the corrected p at 5%.
+    evaluated model is better, worse, and equal, by accuracy or reward; the p of the sign test; and p corrected by Holm's
+    method for all comparisons given. The verdict, "better", "worse" or "undecided", is that of the corrected p at 5%.
     """
     corrected = holm([one["p"] for one in wins])
     return [

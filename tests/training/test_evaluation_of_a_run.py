@@ -80,6 +80,19 @@ def test_options_that_are_given_replace_those_of_the_run(place: Path) -> None:
     assert set(map(tuple, other.rewards.values())) == {(0.25,)} and "accuracy" not in other.figures
 
 
+def test_an_evaluation_leaves_no_tables_of_an_older_one(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "eval --model share --samples 2 --temperature 0 --threads 1 --no-compiled --out ev.json".split()
+    others = [place / name for name in ("eve.rollouts.parquet", "ev.against-x.rollouts.parquet")]
+    for other in others:
+        other.write_text("mine")
+    assert main([*words, "--against", "file", "start"]) == 0
+    tables = [place / f"ev{side}.rollouts.parquet" for side in ("", ".against", ".against-2")]
+    assert all(table.exists() for table in tables)
+    assert main(words) == 0
+    assert [table.exists() for table in tables] == [True, False, False] and all(o.read_text() == "mine" for o in others)
+    assert "at --temperature 0 the 2 samples of a task are the same reply" in capsys.readouterr().err
+
+
 def test_the_file_that_a_run_learned_from_is_never_evaluated_on_trained_tasks(place: Path) -> None:
     found = posttrain.evaluate("sums.jsonl", model="share", samples=1, **QUICKLY)
     assert set(found.rewards) == held_out(held_out=0.3, seed=5)

@@ -8,6 +8,7 @@ from math import comb
 
 import pytest
 
+from posttrain.cli.evaluation_tables import short_names
 from posttrain.training.model_comparison import Played, compare
 
 
@@ -70,3 +71,17 @@ def test_equal_models_are_seldom_told_apart_however_much_the_sides_of_a_task_dep
         rejected += compare(played(own), played(other), None)[1]["p"] <= 0.05
     assert rejected <= 0.05 * 400 + 2 * (400 * 0.05 * 0.95) ** 0.5
     assert exact(28, 12) < 0.05 < exact(14, 6), "as independent results the sides of 14 tasks of 20 would tell"
+
+
+def test_models_are_called_by_the_last_parts_of_their_paths_that_tell_them_apart() -> None:
+    paths = [
+        "runs/a/checkpoints/step-000009",
+        "/home/me/SmolLM2.gguf",
+        "runs/b/checkpoints/step-000009",
+        "sft",
+        "old/sft/",
+    ]
+    assert [*short_names(paths).values()] == [
+        "a/checkpoints/step-000009", "SmolLM2.gguf", "b/checkpoints/step-000009", "sft", "old/sft",
+    ]  # fmt: skip
+    assert short_names(["runs/grpo", "runs/grpo"]) == {"runs/grpo": "grpo"}

@@ -103,7 +103,8 @@ def test_wins_are_counted_by_task() -> None:
     )
     assert main(["eval", "--suite", "same.toml", "--model", "model", "--against", "model", "--out", "same.json"]) == 0
     [same] = json.loads(Path("same.json").read_text())["parts"]["one"]["against"]
-    assert same["wins"] == {"won": 0, "lost": 0, "tied": 8, "p": 1.0, "p_holm": 1.0, "verdict": "undecided"}
+    nothing = {"won": 0, "lost": 0, "tied": 8, "p": 1.0, "p_holm": 1.0}
+    assert same["wins"] == {"by": "reward", **nothing, "verdict": "undecided"}
     assert main(["eval", "--suite", "same.toml", "--model", "model", "--against", "other", "--out", "two.json"]) == 0
     rewards: list[dict[str, list[float]]] = []
     for model in ("model", "other"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from posttrain.runs.checkpoint import resolve
 from posttrain.runs.record.rollout_tables import rollouts_table
 from posttrain.runs.record.table_writer import write_table
 from posttrain.runs.run_folder import day_of
+from posttrain.runs.terminal.notices import warn
 from posttrain.runs.trained_options import as_trained
 from posttrain.training.evaluation_figures import figures_of
 from posttrain.training.harness_figures import Figures, harness_figures, harness_tasks
@@ -106,6 +108,11 @@ def evaluate_as_given(
     device = prepare(config)
     success, data = read(config, rows, env)
     said: list[str] = [*told]
+    if config.temperature == 0 and config.samples > 1 and not (config.search or config.temperature_column):
+        warn(
+            f"at --temperature 0 the {config.samples} samples of a task are the same reply, unless the environment draws "
+            "what it shows: give --samples 1, or a higher --temperature for pass@k"
+        )
     if config.held_out:
         data = _held_out(config, data, rows is None, said.append)
     if isinstance(data, Stream):
@@ -250,7 +257,8 @@ def _held_out(config: Evaluation, data: Tasks | Stream, of_a_file: bool, say: Ca
 
 def save(found: Evaluated, path: Path) -> list[Path]:
     """Write the figures as JSON to `path`, and the rollouts of each checkpoint as a table beside it; return the
-    tables' files: NAME.rollouts.parquet, NAME.against.rollouts.parquet, NAME.against-2.rollouts.parquet ...
+    tables' files: NAME.rollouts.parquet, NAME.against.rollouts.parquet, NAME.against-2.rollouts.parquet ... Those of an
+    older evaluation are deleted.
 
     Raises UserError if one of the files cannot be written.
     """
@@ -262,10 +270,13 @@ def save(found: Evaluated, path: Path) -> list[Path]:
         "rewards": found.rewards,
         "examples": {name: _example(found.rollouts[place], place) for name, place in found.examples.items()},
     }
+    written = rf"{re.escape(path.stem)}(\.against(-\d+)?)?\.rollouts\.parquet"
     sides = [found.rollouts, *(one.rollouts for one in found.against)]
     files: list[Path] = []
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        for old in [file for file in path.parent.iterdir() if re.fullmatch(written, file.name)]:
+            old.unlink()  # of an evaluation that had more sides
         user_files.writable(path).write_bytes(json_document(content))
         for file, rollouts in zip(file_of_each(path, ".rollouts.parquet", len(sides)), sides, strict=True):
             if rollouts:

@@ -226,7 +226,8 @@ def _rows_and_place(
     timed = clock and not held_out  # recorded rows contain no seconds
     rows = timed_rollouts(run, wanted) if timed else read_rollouts(run, wanted, names, held_out)
     again = sum(map(bool, read_table(run, wanted, ["replayed"], held_out)["replayed"].to_pylist()))
-    return rows, f"{'the evaluation after ' if held_out else ''}step {wanted}", again
+    when = "the evaluation before the first step" if not wanted else f"the evaluation after step {wanted}"
+    return rows, when if held_out else f"step {wanted}", again
 
 
 def _of_group(rows: list[dict[str, Any]], name: str, place: str) -> list[dict[str, Any]]:

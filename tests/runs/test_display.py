@@ -564,6 +564,21 @@ def test_examples_are_cut_to_a_few_lines_and_cannot_rewrite_the_screen(capsys: p
     assert lines[9:11] == ["prompt │ the question", "reply  │"]
 
 
+def test_an_example_of_several_turns_shows_what_was_said_between_the_replies(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    turns = [PlayedTurn(SpanKind.PROMPT, "what is 17*6+15", 0, 0, 4)]
+    for number in range(4):
+        turns.append(PlayedTurn(SpanKind.SAMPLED, f"[{number}]", 0, 4, 2))
+        turns.append(PlayedTurn(SpanKind.TOOL, f"={number}", 0, 6, 2))
+    played = Rollout({"id": "t"}, "t", [], 1.0, turns=turns[:4], prompt="what is 17*6+15", text="[0][1]")
+    examples("Replies", {"best": played, "worst": replace(played, turns=turns)})
+    lines = capsys.readouterr().out.splitlines()
+    told = ["prompt │ what is 17*6+15", "reply  │ [0]", "tool   │ =0", "reply  │ [1]"]
+    assert lines[2:6] == told and lines[7:11] == told
+    assert lines[11:-1] == ["tool   │ =1", "reply  │ [2]", "tool   │ =2", "       │ ... (2 more turns)"]
+
+
 def test_what_is_said_at_the_end_is_broken_between_words_only(
     terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:

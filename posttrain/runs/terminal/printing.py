@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO, cast
 
-from posttrain.core.messages import clip, readable, safe
+from posttrain.core.messages import clip, readable, safe, several
 from posttrain.core.types import Outcome, Rollout, SpanKind
 from posttrain.runs.terminal.live_region import cells as cells_of
 from posttrain.runs.terminal.output import Output, fancy, wrapped
@@ -17,6 +17,7 @@ from posttrain.runs.terminal.output import columns as columns_of
 
 SLOW = 0.05  # seconds: durations of slower turns are printed
 FIRST_LINES, LAST_LINES = 8, 24  # of what a policy was shown at length, such as documents, on a terminal
+TURNS = 6  # of an example, after its prompt
 LINES_OF_PROMPT, LINES_OF_REPLY = 2, 3  # lines of an example: three examples and some figures should fit the screen
 SPEAKERS = {
     SpanKind.PROMPT: "prompt",
@@ -128,18 +129,36 @@ def examples(title: str, rollouts: Mapping[str, Rollout], stream: TextIO | None 
         head += f"as {rollout.side} " if rollout.side else ""
         lines.append(_padded(_parts(safe(f"{head}── ended by {rollout.stop} "), width)[0], width, mark="─"))
         prompt = _parts_of(_prompt_subject(rollout), width - 9)
-        reply = _parts_of(rollout.text, width - 9)
         if len(prompt) > LINES_OF_PROMPT:
             prompt = [f"... ({len(prompt) - LINES_OF_PROMPT + 1} more lines before)", *prompt[1 - LINES_OF_PROMPT :]]
-        if len(reply) > LINES_OF_REPLY:
-            reply = [*reply[: LINES_OF_REPLY - 1], f"... ({len(reply) - LINES_OF_REPLY + 1} more lines)"]
-        for speaker, said in (("prompt", prompt), ("reply", reply)):
+        told = _after_the_prompt(rollout)
+        for speaker, said in (
+            ("prompt", prompt),
+            *((who, _first_lines(text, width - 9)) for who, text in told[:TURNS]),
+        ):
             lines += [f"{speaker if i == 0 else '':<7}│ {line}".rstrip() for i, line in enumerate(said)]
+        if len(told) > TURNS:
+            lines.append(f"       │ ... ({several(len(told) - TURNS, 'more turn')})")
         answer = rollout.task.get("answer", rollout.task.get("answers"))
         if answer is not None:
             lines.append(f"answer │ {_shortened(safe(' '.join(str(answer).split())), width - 9)}")
     out.write("\n".join([*lines, ""]) + "\n")
     out.flush()
+
+
+def _after_the_prompt(rollout: Rollout) -> list[tuple[str, str]]:
+    """Return (speaker, text) of the turns after the prompt: of several replies also what was said between them."""
+    replies = [turn for turn in rollout.turns if turn.kind is SpanKind.SAMPLED]
+    if len(replies) < 2:
+        return [("reply", rollout.text)]
+    return [(SPEAKERS[turn.kind], turn.text) for turn in rollout.turns[rollout.turns[0].kind is SpanKind.PROMPT :]]
+
+
+def _first_lines(text: str, width: int) -> list[str]:
+    found = _parts_of(text, width)
+    if len(found) <= LINES_OF_REPLY:
+        return found
+    return [*found[: LINES_OF_REPLY - 1], f"... ({len(found) - LINES_OF_REPLY + 1} more lines)"]
 
 
 def _prompt_subject(rollout: Rollout) -> str:
@@ -181,7 +200,7 @@ def _head(row: Mapping[str, Any], width: int) -> list[str]:
         if cells_of(lines[-1]) + cells_of(part) + 5 > width and lines[-1]:
             lines.append("")
         lines[-1] += f"── {part} "
-    return [_padded(lines[0], width, mark="─"), *lines[1:]]
+    return [_padded(lines[0], width, mark="─"), *map(str.rstrip, lines[1:])]
 
 
 def _judged(row: Mapping[str, Any]) -> str:
@@ -221,7 +240,7 @@ def _lines_by_speaker(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield "", "(a new context)"
         reward = f"  (reward {_cell(turn['reward'])})" if turn["reward"] else ""
         cut = f"  ({turn['cut']} tokens left out)" if turn.get("cut") else ""
-        seconds = f"  ({turn['seconds']:.1f} s)" if turn.get("seconds", 0) >= SLOW else ""
+        seconds = f"  (took {turn['seconds']:.1f} s)" if turn.get("seconds", 0) >= SLOW else ""
         own = "" if turn.get("temperature") is None else f"  (temperature {turn['temperature']:g})"
         yield SPEAKERS.get(turn["role"], turn["role"]), turn["text"] + cut + own + reward + seconds
         for call in turn.get("calls", ()):

@@ -202,7 +202,7 @@ def test_eval_compares_two_checkpoints_and_writes_its_figures(place: Path, capsy
     words = "eval --tasks rows.jsonl --env arithmetic --samples 2 --k 1 2 --max-tokens 4 --threads 1 --limit 4".split()
     assert main([*words, "--model", "start", "--against", "start", "--out", "figures/a.json"]) == 0
     said, few = capsys.readouterr().out, "too few tasks for an interval: 4, and it takes 6"
-    assert "start  0.000                 0.000                     0     0     4  1  undecided" in said
+    assert "start 0.000 0.000 0 0 4 1 undecided".split() in [line.split() for line in said.splitlines()]
     assert f"reward, accuracy, pass@1, pass@2, difference in reward, difference in accuracy: {few}" in said
     assert "figures     figures/a.json\nlook at it  posttrain rollouts figures/a.rollouts.parquet\n" in said
     assert main(["rollouts", "figures/a.json"]) == 2

@@ -1,4 +1,4 @@
-"""What the end of a run says about its course: held-out figures before and after, and steps that taught nothing."""
+"""Figures at the end of a run: held-out ones before and after, and the share of rollouts that taught nothing."""
 
 from __future__ import annotations
 

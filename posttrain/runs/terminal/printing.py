@@ -147,7 +147,7 @@ def examples(title: str, rollouts: Mapping[str, Rollout], stream: TextIO | None 
 
 
 def _after_the_prompt(rollout: Rollout) -> list[tuple[str, str]]:
-    """Return (speaker, text) of the turns after the prompt: of several replies also what was said between them."""
+    """Return (speaker, text) of the turns after the prompt: of several replies also what came between them."""
     replies = [turn for turn in rollout.turns if turn.kind is SpanKind.SAMPLED]
     if len(replies) < 2:
         return [("reply", rollout.text)]

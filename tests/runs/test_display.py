@@ -108,6 +108,7 @@ def test_a_line_has_four_held_out_figures_at_most_and_the_evaluation_before_trai
     display.close()
     _, before, line = out.getvalue().splitlines()
     assert before.startswith("before training  held-out accuracy 0.500  held-out loss 0.500  ")
+    assert figures({"eval/logp_per_token/chosen": -2.939}) == [("held-out lp chosen", "-2.939")]
     assert before.count("held-out") == line.count("held-out") == 4
 
 

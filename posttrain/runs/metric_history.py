@@ -208,7 +208,8 @@ class History:
         accuracy, mixed = self.of("accuracy", window), (1 - share.now) / 2
         if accuracy is None:
             return EqualGroups(share.now)
-        return EqualGroups(share.now, max(0.0, accuracy.now - mixed), max(0.0, 1 - accuracy.now - mixed))
+        right = min(max(0.0, accuracy.now - mixed), share.now)
+        return EqualGroups(share.now, right, share.now - right)
 
     @property
     def solved(self) -> bool:

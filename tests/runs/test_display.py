@@ -133,6 +133,8 @@ def test_the_end_of_a_run_shows_held_out_figures_before_and_after_and_the_groups
     [line] = lost_signal(rows)
     # with 20% of the rollouts in mixed groups, half of which are right: accuracy .1 leaves no group all right, .8 all wrong
     assert " 80% of the rollouts " in line and line.endswith("about 80% of the groups were all wrong, 0% all right")
+    [line] = lost_signal([{**row, "accuracy": 0.05, "groups/no_signal": 0.6} for row in rows])
+    assert line.endswith("about 60% of the groups were all wrong, 0% all right"), "no more than are equal"
     assert lost_signal([{**row, "groups/no_signal": 0.4} for row in rows]) == lost_signal([]) == []
     assert lost_signal([{**row, "groups/no_signal": 1.0} for row in rows[1:]]) == [], "groups of one rollout"
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
+import time
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -48,13 +50,15 @@ class Growing(Scripted):
 
     def __init__(self, tokenizer: Tokenizer, replies: list[str], waits: bool = False, fails: bool = False) -> None:
         super().__init__(tokenizer, replies)
-        self.may, self.fails, self.count = threading.Event(), fails, 0
+        self.may, self.fails, self.count, self.told = threading.Event(), fails, 0, -1
         self.cancelled: list[int] = []
         if not waits:
             self.may.set()
 
     def poll(self) -> list[Completion]:
         if not self.done:
+            return []
+        if self.told < self.count:  # each token is shown before the next is sampled
             return []
         half = self.count > len(self.done[0].tokens) // 2
         if half and not self.may.wait(0.01):
@@ -64,10 +68,11 @@ class Growing(Scripted):
         self.count += 1
         if self.count < len(self.done[0].tokens):
             return []
-        self.count = 0
+        self.count, self.told = 0, -1
         return [self.done.pop(0)]
 
     def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
+        self.told = self.count
         return {done.id: list(done.tokens[: self.count]) for done in self.done[:1] if done.id in ids}
 
     def cancel(self, id: int) -> None:
@@ -145,6 +150,55 @@ def test_a_reply_in_pieces_has_the_events_of_the_whole_reply(path: str, name: st
         assert len(list(events_of(pieces))) > len(list(events_of(whole))) + 5
     numbers = [data["sequence_number"] for _, data in events_of(pieces) if "sequence_number" in data]
     assert numbers == list(range(len(numbers)))
+
+
+SHOWN = {
+    "foo</think>\n\na quick fox": ["foo</think>\n\na quick fox"],
+    "a quick <think>hm</think> fox": ["a quick <think>hm</think> fox"],
+    "<think>\nhm\n</think>\n\nYes</think> a fox": ["hm", "Yes</think> a fox"],
+    "<think>\n\n</think>\n\nYes": ["Yes"],
+}
+"""Replies -> the texts of their blocks, where thoughts are those before a mark at which text was already shown."""
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("reply", SHOWN)
+def test_text_that_was_shown_does_not_become_thoughts(path: str, reply: str, words: Tokenizer) -> None:
+    with served(Growing(words, [f"{reply}<|im_end|>"] * 9), words, 900) as server:
+        _, content = server.raw(path, {**ASKED[path], "stream": True})
+    blocks: dict[int, str] = {}
+    for _, data in events_of(content):
+        delta = data.get("delta")
+        if isinstance(delta, dict):
+            delta = delta.get("text", delta.get("thinking"))
+        if delta:
+            place = data.get("index", data.get("output_index"))
+            blocks[place] = blocks.get(place, "") + delta
+    assert [blocks[place] for place in sorted(blocks)] == SHOWN[reply]
+    if path == "/v1/responses":
+        items = json.loads(content.decode().strip().split("data: ")[-1])["response"]["output"]
+        assert [item["content"][0]["text"] for item in items] == SHOWN[reply]
+
+
+def test_an_event_loop_that_is_behind_gets_no_further_report(words: Tokenizer) -> None:
+    engine = Growing(words, ["one two three four five<|im_end|>"])
+    asked: list[int] = []
+    so_far = engine.so_far
+    engine.so_far = lambda ids: asked.append(1) or so_far(ids)  # type: ignore[method-assign, func-returns-value]
+    seen: list[int] = []
+
+    def watch(sampled: list[int]) -> None:
+        before = len(asked)
+        time.sleep(0.003)
+        seen.append(len(asked) - before)
+
+    async def ask() -> None:
+        thread = engine_thread.EngineThread(engine)
+        await thread.complete(words.encode("fox"), Sampling(max_tokens=40), watch)
+        thread.close()
+
+    asyncio.run(ask())
+    assert len(seen) > 5 and not any(seen)
 
 
 def first_words(client: Any, engine: Growing, api: str) -> str:

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from posttrain.core.messages import short
-from posttrain.core.thoughts import split_thoughts
 from posttrain.core.types import StopReason
 from posttrain.engines.serving.policy_responses import PolicyResponse
 from posttrain.engines.serving.request_fields import (
@@ -199,7 +198,7 @@ def write_message(name: str, asked: PolicyRequest, replies: Sequence[PolicyRespo
 
 
 def _content(asked: PolicyRequest, reply: PolicyResponse) -> list[dict[str, Any]]:
-    thoughts, text = split_thoughts(reply.words(asked))
+    thoughts, text = reply.divided(asked)
     blocks: list[dict[str, Any]] = []
     if thoughts:
         blocks.append({"type": "thinking", "thinking": thoughts, "signature": _signature(thoughts)})

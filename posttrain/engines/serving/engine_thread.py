@@ -53,6 +53,8 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, asyncio.Future[Completion]] = {}  # futures of clients, by request number
         self._watches: dict[int, Watch] = {}
+        self._shown = threading.Event()  # whether the event loop has passed on the last report of tokens so far
+        self._shown.set()
         self._problem: RequestRefused | None = None
         self._count = 0
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
@@ -105,6 +107,12 @@ class EngineThread:
             else:
                 answer.set_exception(outcome)
 
+    def _report(self, sampled: dict[int, list[int]]) -> None:
+        try:
+            self._settle(list(sampled.items()))
+        finally:
+            self._shown.set()
+
     def _fail(self, problem: BaseException) -> None:
         self._problem = RequestRefused(f"the engine failed: {one_line(problem)}", 503)
         for answer in self._waiting.values():
@@ -125,8 +133,10 @@ class EngineThread:
                 has.difference_update(completion.id for completion in done)
                 self._tell([(completion.id, completion) for completion in done])
                 watched &= has
-                if watched and isinstance(self.engine, Watchable) and time.monotonic() > reported + WATCH_SECONDS:
-                    self._tell(list(self.engine.so_far(watched).items()))
+                due = time.monotonic() > reported + WATCH_SECONDS and self._shown.is_set()
+                if watched and due and isinstance(self.engine, Watchable):
+                    self._shown.clear()
+                    self._loop.call_soon_threadsafe(self._report, self.engine.so_far(watched))
                     reported = time.monotonic()
         except BaseException as error:
             with suppress(RuntimeError):  # the loop is closed

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from posttrain.core.messages import short
-from posttrain.core.thoughts import split_thoughts
 from posttrain.engines.serving.openai_completions import write_error
 from posttrain.engines.serving.policy_responses import PolicyResponse
 from posttrain.engines.serving.request_fields import (
@@ -250,7 +249,7 @@ def write_response(name: str, asked: PolicyRequest, replies: Sequence[PolicyResp
 
 def _output(asked: PolicyRequest, reply: PolicyResponse) -> list[dict[str, Any]]:
     """Return the items of a reply."""
-    thoughts, text = split_thoughts(reply.words(asked))
+    thoughts, text = reply.divided(asked)
     own = str(asked.id).removeprefix("resp_")
     status = "incomplete" if reply.cut else "completed"
     items: list[dict[str, Any]] = []
@@ -272,7 +271,7 @@ def _output(asked: PolicyRequest, reply: PolicyResponse) -> list[dict[str, Any]]
 
 def stored_messages(asked: PolicyRequest, reply: PolicyResponse) -> list[dict[str, Any]]:
     """Return the conversation with the reply, equal to the one of a client that returns the reply's items."""
-    thoughts, text = split_thoughts(reply.words(asked))
+    thoughts, text = reply.divided(asked)
     calls = [tool_call(call.id, call.name, call.arguments) for call in reply.calls]
     return [*(asked.stored or ()), assistant_message(thoughts, text, calls)]
 

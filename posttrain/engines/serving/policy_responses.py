@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.core.thoughts import CLOSES, OPENS, split_thoughts
 from posttrain.core.types import Completion, StopReason, ToolCall
 from posttrain.engines.serving.requests import PolicyRequest
 
@@ -22,7 +23,7 @@ class PolicyResponse:
     decode: Callable[[Sequence[int]], str] | None = None  # converts ids to text; None without a tokenizer
     calls: Sequence[ToolCall] = ()  # valid tool calls
     before_calls: int | None = None  # number of characters before the first call
-    begins_thinking: bool = False  # of a reply in progress: whether it begins within thoughts
+    begins_thinking: bool | None = None  # of a reply that is shown in progress: whether it begins within thoughts
 
     def text(self, asked: PolicyRequest) -> str:
         """Return the text for clients: without the stop string, unless the request asks for it."""
@@ -32,6 +33,16 @@ class PolicyResponse:
     def words(self, asked: PolicyRequest) -> str:
         """Return the text before the first tool call, for formats with separate fields for calls."""
         return self.completion.text[: self.before_calls or 0] if self.calls else self.text(asked)
+
+    def divided(self, asked: PolicyRequest) -> tuple[str, str]:
+        """Return (thoughts, text) of `words`. What a client has seen of a reply in progress stays what it is."""
+        words = self.words(asked)
+        if self.begins_thinking is None:
+            return split_thoughts(words)
+        if not self.begins_thinking and not words.lstrip().startswith(OPENS):
+            return "", words
+        before, closed, text = words.partition(CLOSES)
+        return split_thoughts(before + closed)[0], text.lstrip()
 
     @property
     def cut(self) -> bool:

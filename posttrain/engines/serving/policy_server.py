@@ -144,10 +144,16 @@ class PolicyHandlers:
         """
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         stream = EventStream(form, str(asked.model or policy.describe()["id"]), asked)
-        heard: asyncio.Queue[PolicyResponse | None] = asyncio.Queue()
-        watched = replace(asked, watch=heard.put_nowait) if asked.grows else asked
+        heard: asyncio.Queue[PolicyResponse | None] = asyncio.Queue(1)
+
+        def show(reply: PolicyResponse | None) -> None:
+            if heard.full():  # a slow client gets the newest
+                heard.get_nowait()
+            heard.put_nowait(reply)
+
+        watched = replace(asked, watch=show) if asked.grows else asked
         sampling = asyncio.ensure_future(self._sampled(policy, watched))
-        sampling.add_done_callback(lambda _: heard.put_nowait(None))
+        sampling.add_done_callback(lambda _: show(None))
 
         async def send(content: bytes) -> None:
             if not response.prepared:

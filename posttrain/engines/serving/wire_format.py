@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.core.thoughts import CLOSES
@@ -54,6 +54,7 @@ class EventStream:
 
     def __init__(self, form: WireFormat, name: str, asked: PolicyRequest) -> None:
         self._form, self._name, self._asked = form, name, asked
+        self._begins_thinking: bool | None = None  # of what was sent; None: nothing was
         self._place = self._characters = self._number = 0  # whole events that were sent, characters of the next one
 
     def grown(self, reply: PolicyResponse) -> bytes:
@@ -64,10 +65,13 @@ class EventStream:
         last = max((place for place, step in enumerate(steps) if self._text(step)), default=-1)
         if last < self._place or len(self._text(steps[last])) <= self._characters * (last == self._place):
             return b""
+        self._begins_thinking = reply.begins_thinking
         return self._up_to(steps[:last]) + self._piece(steps[last])
 
     def ended(self, replies: Sequence[PolicyResponse]) -> bytes:
         """Return all further events."""
+        if self._begins_thinking is not None:
+            replies = [replace(reply, begins_thinking=self._begins_thinking) for reply in replies]
         return self._up_to(list(self._form.events(self._name, self._asked, replies))) + self._form.ending
 
     def _text(self, step: Step) -> str:

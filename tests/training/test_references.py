@@ -248,12 +248,25 @@ def test_held_out_rows_of_which_none_fits_are_refused_in_one_line(
 
 def test_numbers_of_another_precision_have_another_name(place: Path) -> None:
     row, learner = find_preference("dpo"), Asked().learner
+    options: list[dict[str, Any]] = [
+        {}, {"precision": "bfloat16"}, {"precision": "bfloat16", "weights": "bfloat16"},
+        {"precision": "bfloat16", "float8": True},
+        {"lora": 2, "quantize": "nf4"}, {"lora": 2, "quantize": "int8"}, {"lora": 2, "frozen_weights": "bfloat16"},
+    ]  # fmt: skip
     names = set()
-    for precision in ("float32", "bfloat16"):
-        config = Prefer(tasks="rows.jsonl", model="start", precision=precision)
+    for given in options:
+        config = Prefer(tasks="rows.jsonl", model="start", **given)
         run: Any = SimpleNamespace(config=config, start=place / "start", checkpoint=None)
         names.add(prefer._Reference(run, row, learner, torch.device("cpu"))._weights)
-    assert len(names) == 2
+    assert len(names) == len(options)
+
+
+def test_weights_stored_in_bfloat16_do_not_read_what_was_kept_of_float32(place: Path) -> None:
+    for out, more in ("wide", []), ("narrow", ["--weights", "bfloat16"]):
+        assert main([*SHORTER, "--precision", "bfloat16", *more, "--out", out]) == 0
+        rows = [json.loads(line) for line in (place / out / "metrics.jsonl").read_text().splitlines()]
+        first = next(row for row in rows if "kl/data" in row)
+        assert first["kl/data"] == 0 and first["margin"] == 0, "the policy is its reference before the first update"
 
 
 @pytest.mark.parametrize("resume", [False, True])

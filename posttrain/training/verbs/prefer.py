@@ -128,7 +128,8 @@ class _Reference:
         config, start = self.run.config, self.run.start
         assert start
         backend = build.backend(compiles()) if self.device.type == "cpu" else str(self.device)
-        return f"{fingerprint.path_digest(start)} {config.precision} {backend} {torch.__version__}"
+        held = config.weights, config.frozen_weights, config.quantize, config.float8
+        return f"{fingerprint.path_digest(start)} {config.precision} {held} {backend} {torch.__version__}"
 
     def _evaluate(self, batches: Sequence[Packed]) -> list[Outputs]:
         """Evaluate with the learner itself before its first update; a resumed run loads the starting model again."""

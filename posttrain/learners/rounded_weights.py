@@ -38,10 +38,10 @@ def rounded_at_random(x: Tensor, generator: torch.Generator) -> Tensor:
     """
     words = torch.empty(-(-x.numel() // 4), dtype=torch.int64, device=x.device)
     noise = words.random_(-(2**63), None, generator=generator).view(torch.int16)[: x.numel()]
-    bits = x.view(torch.int32)
+    lost, bits = x.isnan(), x.view(torch.int32)  # a GPU's nan has all bits set, to which nothing can be added
     bits += noise.view(x.shape).to(torch.int32) & (1 << LEFT) - 1
     bits &= -1 << LEFT
-    return x.to(torch.bfloat16)
+    return x.to(torch.bfloat16).masked_fill_(lost, torch.nan)
 
 
 class RoundedOptimizer:

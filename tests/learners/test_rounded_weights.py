@@ -57,6 +57,13 @@ def test_a_number_goes_to_either_neighbour_and_is_itself_in_the_mean() -> None:
     assert (error < 5 * (share * (1 - share) / 40_000).sqrt()).all()
 
 
+def test_a_number_that_is_not_finite_stays_so() -> None:
+    """Or the run would save it: nan has a payload of all ones on a GPU, and of a single bit here."""
+    x = torch.tensor([0x7FFFFFFF, 0x7FC00000, 0x7F800001, -1, 0x7F800000, -0x800000], dtype=torch.int64)
+    found = rounded_at_random(x.to(torch.int32).view(torch.float32).repeat(100, 1), noise(4))
+    assert found[:, :4].isnan().all() and (found[:, 4] == torch.inf).all() and (found[:, 5] == -torch.inf).all()
+
+
 def test_noise_depends_on_the_generator_alone() -> None:
     x = torch.randn(1000, generator=noise())
     one, same, other = (rounded_at_random(x.clone(), noise(seed)) for seed in (1, 1, 2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from typing import Any
 
@@ -15,6 +16,7 @@ import posttrain
 from posttrain.core.types import Reply, Sampling, SpanKind, StopReason, UserError
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.envs.check import check
+from posttrain.envs.play import trl_tools
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.env_runner import EnvRunner
 from posttrain.envs.play.episode import Episode
@@ -133,6 +135,53 @@ def test_check_plays_it_and_tells_a_call_that_failed() -> None:
     assert found.ok and any(case.result and case.result.reward == 0.25 for case in found.cases)
 
 
+class Kinds:
+    """An environment with each kind of function."""
+
+    def reset(self) -> None:
+        """Begin."""
+
+    def bound(self, n: int) -> int:
+        """Returns n.
+
+        Args:
+            n: What.
+        """
+        return n
+
+    @classmethod
+    def of_class(cls, n: int) -> int:
+        """Returns n.
+
+        Args:
+            n: What.
+        """
+        return n
+
+    @staticmethod
+    def helper(n: int) -> int:
+        return n
+
+    def get_reward(self) -> float:
+        return 1.0
+
+
+def test_tools_are_the_methods_that_trl_finds() -> None:
+    """It takes `inspect.getmembers(environment, inspect.ismethod)`: no static methods."""
+    found = {name for name, _ in inspect.getmembers(Kinds(), inspect.ismethod)} - {"reset", "get_reward"}
+    assert set(trl_tools._methods(Kinds)) == found == {"bound", "of_class"}
+
+
+def test_rewards_of_one_name_are_all_counted() -> None:
+    def Kinds2(completions: list[Any], **_: Any) -> list[float]:
+        return [10.0] * len(completions)
+
+    Kinds2.__name__ = "Kinds"
+    env = posttrain.trl_reward(Kinds2, environment_factory=Kinds)
+    result = check(env, [{**ROW, "replies": ["8"]}]).cases[0].result
+    assert result is not None and result.reward == 11.0
+
+
 def broken() -> None:
     pass
 
@@ -148,9 +197,17 @@ class NoWords:
     def act(self, word: str) -> None: ...
 
 
+def closed() -> None:
+    raise RuntimeError("no server")
+
+
 @pytest.mark.parametrize(
     ("how", "told"),
     [
+        ({"tools": trl_agent.multiply}, "tools is a value of type function; it is a list"),
+        ({"environment_factory": closed}, r"environment_factory fails: RuntimeError: no server \(test_trl_tools"),
+        ({"environment_factory": {}}, "environment_factory has no environments"),
+        ({"max_tool_calling_iterations": 3}, "no effect without tools"),
         ({"tools": [broken]}, "broken has no docstring"),
         ({"environment_factory": NoReset}, "NoReset has no reset"),
         ({"environment_factory": NoWords}, "act has no docstring"),

@@ -50,6 +50,8 @@ def trl_reward(
     """
     if not functions and environment_factory is None:
         raise UserError("trl_reward needs a function, such as those in TRL's reward_funcs")
+    if max_tool_calling_iterations is not None and environment_factory is None and not tools:
+        raise UserError("max_tool_calling_iterations has no effect without tools or environment_factory: leave it out")
     weights = [1.0] * len(functions) if weights is None else list(weights)
     if len(weights) != len(functions):
         raise UserError(f"trl_reward has {len(functions)} functions and {len(weights)} weights: give one for each")

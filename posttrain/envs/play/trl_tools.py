@@ -21,7 +21,7 @@ from posttrain.core.types import Reply, Task, ToolCall, Turn, UserError
 from posttrain.envs.play.env_outputs import plain_data
 from posttrain.envs.play.group_rewards import Part, group_sum
 from posttrain.envs.play.tools import Tools, answer_text
-from posttrain.system.user_code import is_of_kind, takes_any_name
+from posttrain.system.user_code import describe_error, is_of_kind, source_file, takes_any_name
 
 RESERVED = ("reset", "get_reward")
 """Public methods of an environment that are no tools."""
@@ -74,7 +74,11 @@ def trl_episodes(
     most = max_tool_calling_iterations
     if most is not None and (type(most) is not int or most < 0):
         raise UserError(f"max_tool_calling_iterations is {short(most)}; it is a whole number, or None")
+    if not isinstance(tools, list | tuple):
+        raise UserError(f"tools is {short(tools)}; it is a list of functions")
     named = isinstance(environment_factory, Mapping)
+    if named and not environment_factory:
+        raise UserError("environment_factory has no environments: name one, or leave it out")
     factories: dict[Any, Any] = {}
     if environment_factory is not None:
         factories = (
@@ -83,11 +87,15 @@ def trl_episodes(
     kinds = {name: _kind(factory) for name, factory in factories.items()}
     TrlTools(*tools)  # refuses functions that cannot be shown
     for kind in kinds.values():
-        TrlTools(*tools, *(types.MethodType(method, kind) for method in _methods(kind).values()))
-    own = {kind.__name__: (1.0, _own_reward(kind)) for kind in kinds.values() if hasattr(kind, "get_reward")}
-    if not parts and not own:
+        TrlTools(*tools, *_methods(kind).values())
+    summands = dict(parts)
+    for kind in dict.fromkeys(kinds.values()):
+        if hasattr(kind, "get_reward"):
+            names = (kind.__name__, *(f"{kind.__name__}-{number}" for number in range(2, len(summands) + 3)))
+            summands[next(name for name in names if name not in summands)] = 1.0, _own_reward(kind)
+    if not summands:
         raise UserError("nothing gives a reward: name a reward function, or define get_reward in the environment")
-    reward = group_sum({**parts, **own})
+    reward = group_sum(summands)
     called = [*tools, *(method for kind in kinds.values() for method in _methods(kind).values()), reward]
     waits = any(is_of_kind(function, inspect.iscoroutinefunction) for function in called)
     refusing = [part.problem_of_row for _, part in parts.values() if hasattr(part, "problem_of_row")]
@@ -204,16 +212,25 @@ def _kind(factory: Callable[[], Any]) -> type:
         raise UserError(
             f"environment_factory is {short(factory)}; it is a class, or a function that makes an environment"
         )
-    kind = factory if inspect.isclass(factory) else type(factory())
+    try:
+        kind = factory if inspect.isclass(factory) else type(factory())
+    except Exception as error:  # the user's code
+        raise UserError(f"environment_factory fails: {describe_error(error, source_file(factory))}") from error
     if not callable(getattr(kind, "reset", None)):
         raise UserError(f"{kind.__name__} has no reset, which begins an episode of environment_factory: define it")
     return kind
 
 
 def _methods(kind: type) -> dict[str, Callable[..., Any]]:
-    """Return the tools of an environment: its public methods."""
-    found = inspect.getmembers(kind, inspect.isfunction)
-    return {name: method for name, method in found if not name.startswith("_") and name not in RESERVED}
+    """Return the tools of an environment: its public methods, bound to its class. Static ones are none, as in TRL."""
+    found: dict[str, Callable[..., Any]] = {}
+    for name in dir(kind):
+        if name.startswith("_") or name in RESERVED:
+            continue
+        if isinstance(inspect.getattr_static(kind, name), types.FunctionType | classmethod):
+            method = getattr(kind, name)
+            found[name] = method if inspect.ismethod(method) else types.MethodType(method, kind)
+    return found
 
 
 def _own_reward(kind: Any) -> Callable[..., Any]:

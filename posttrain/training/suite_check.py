@@ -19,11 +19,13 @@ from posttrain.data.tasks import Stream, hold_out
 from posttrain.engines.open_engine import open_engine
 from posttrain.envs.play.env_pool import default_workers
 from posttrain.envs.play.load_env import success_of
+from posttrain.models.adapters.adapter_config import is_adapter
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_folder import RunFolder
 from posttrain.runs.terminal.notices import warn
 from posttrain.training.evaluation_figures import figures_of
+from posttrain.training.frozen_weights import frozen_type
 from posttrain.training.held_out_check import split_seed_of
 from posttrain.training.playground import Playground, open_playground
 from posttrain.training.reply_scorer import RolloutScorer, ScorerResults
@@ -87,7 +89,10 @@ def suite_check(
         if scored and run.start and not open_parts[scored[0]].first:
             begun = [every[place] for place in scored]
             if run.checkpoint is not None:  # a resumed run has no rollouts of its beginning
-                begun = played([open_parts[place] for place in scored], load_model(run.start, device=device), 0)
+                alone = is_adapter(run.start)  # its model is merged in float32
+                matrices, packed = (None, "") if alone else (frozen_type(config), config.quantize or "")
+                start = load_model(run.start, device=device, matrices=matrices, packed=packed)
+                begun = played([open_parts[place] for place in scored], start, 0)
             for place, rollouts in zip(scored, begun, strict=True):
                 open_parts[place].first.extend(rollouts)
         for part, rollouts in zip(open_parts, every, strict=True):

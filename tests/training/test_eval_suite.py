@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import tiny
 
 import posttrain
 from posttrain.apps.view.open_run import OpenRun
 from posttrain.apps.view.overview import overview
 from posttrain.cli.main import main
+from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.native.decoder_writer import save_model
+from posttrain.models.native.quantized import packed_layers
 from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training import suite_check
 
 REWARDS = """
 def even(task, reply):
@@ -115,12 +119,29 @@ def test_metrics_are_those_of_eval_on_the_checkpoint_and_training_is_the_same_wi
     assert weights[0] == weights[1]
 
 
-def test_a_resumed_run_has_the_metrics_of_one_that_was_not_interrupted() -> None:
-    whole = trained("rl", "whole")
-    trained("rl", "parts", steps=2)
-    trained("rl", "parts", resume=True)
+NARROW = {"weights": "bfloat16", "precision": "bfloat16"}
+PACKED = {"lora": 2, "quantize": "nf4"}
+
+
+@pytest.mark.parametrize("types", [{}, NARROW, PACKED], ids=["", "bfloat16", "nf4"])
+def test_a_resumed_run_has_the_metrics_of_one_that_was_not_interrupted(
+    types: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    starts = []
+
+    def loaded(*args: Any, **how: Any) -> Any:
+        starts.append(load_model(*args, **how))
+        return starts[-1]
+
+    monkeypatch.setattr(suite_check, "load_model", loaded)
+    whole = trained("rl", "whole", **types)
+    trained("rl", "parts", steps=2, **types)
+    trained("rl", "parts", resume=True, **types)
     lines = [Path(out, "metrics.jsonl").read_text().splitlines() for out in ("whole", "parts")]
     assert lines[0] == lines[1] and whole.checkpoint is not None
+    [start] = starts  # of the win rate, with the numbers that the run began with
+    assert (start.head.dtype == torch.bfloat16) == (types == NARROW)
+    assert bool(packed_layers((start,))) == (types == PACKED)
 
 
 @pytest.mark.parametrize(

@@ -181,10 +181,10 @@ def test_text_that_was_shown_does_not_become_thoughts(path: str, reply: str, wor
 
 
 def test_an_event_loop_that_is_behind_gets_no_further_report(words: Tokenizer) -> None:
-    engine = Growing(words, ["one two three four five<|im_end|>"])
-    asked: list[int] = []
+    engine = Growing(words, ["one two three four five<|im_end|>"] * 2)
+    asked: list[set[int]] = []
     so_far = engine.so_far
-    engine.so_far = lambda ids: asked.append(1) or so_far(ids)  # type: ignore[method-assign, func-returns-value]
+    engine.so_far = lambda ids: asked.append({*ids}) or so_far(ids)  # type: ignore[method-assign, func-returns-value]
     seen: list[int] = []
 
     def watch(sampled: list[int]) -> None:
@@ -194,11 +194,13 @@ def test_an_event_loop_that_is_behind_gets_no_further_report(words: Tokenizer) -
 
     async def ask() -> None:
         thread = engine_thread.EngineThread(engine)
-        await thread.complete(words.encode("fox"), Sampling(max_tokens=40), watch)
+        for _ in range(2):
+            await thread.complete(words.encode("fox"), Sampling(max_tokens=40), watch)
         thread.close()
 
     asyncio.run(ask())
     assert len(seen) > 5 and not any(seen)
+    assert {1} in asked and {2} in asked and {1, 2} not in asked, "a reply that has ended is not asked for"
 
 
 def first_words(client: Any, engine: Growing, api: str) -> str:

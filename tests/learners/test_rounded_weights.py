@@ -15,9 +15,11 @@ from sums import PAIRS, SUMS, nearness
 from torch import Tensor, nn
 
 import posttrain
+from posttrain.core.protocols import Alone
 from posttrain.core.types import UserError
 from posttrain.learners import optimizer_chunks
 from posttrain.learners.adamw import AdamW
+from posttrain.learners.gradient_sums import sum_gradients
 from posttrain.learners.host_memory import OffloadedOptimizer
 from posttrain.learners.optimizers import OptimizerChoice
 from posttrain.learners.rounded_weights import RoundedOptimizer, rounded_at_random, widen_gradients
@@ -111,6 +113,25 @@ def test_a_step_gives_a_neighbour_of_what_float32_gives() -> None:
     assert ((narrow == low) | (narrow == high)).all() and (narrow == low).any() and (narrow == high).any()
 
 
+def test_each_weight_and_each_update_has_noise_of_its_own() -> None:
+    weight, done = torch.ones(40, 50).bfloat16(), [0]
+    both = [nn.Parameter(weight.clone()) for _ in range(2)]
+    choice = OptimizerChoice("sgd")
+    widen_gradients(both)
+    optimizer = RoundedOptimizer(
+        choice.open([{"params": both, "weight_decay": 0.0, "share": 1.0}], 1e-3), lambda: done[0], True
+    )
+    seen = []
+    for _ in range(2):
+        for own in both:
+            own.data.copy_(weight)
+            own.grad = torch.ones(own.shape)
+        optimizer.step()
+        seen += [own.detach().clone() for own in both]
+        done[0] += 1
+    assert not any(torch.equal(one, other) for place, one in enumerate(seen) for other in seen[:place])
+
+
 def test_chunks_and_the_host_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(40, 50, generator=noise()).bfloat16()
     whole = stepped(weight, 3, 1e-3)
@@ -164,6 +185,20 @@ def test_an_update_is_that_of_float32_but_for_its_rounding(verb: str, tmp_path: 
         assert torch.equal(own, wide[name]) if not rounds else bool(((own == low) | (own == high)).all()), name
         moved += int((own != first[name].float()).sum())
     assert moved or verb == "distill", "the weights have learned"
+
+
+def test_a_reference_has_the_numbers_of_the_policy_although_the_start_is_stored_in_float32(tmp_path: Path) -> None:
+    save_model(load_model(base_of("native", tmp_path / "base")), tmp_path / "wide", own_pad())  # type: ignore[arg-type]
+    how: dict[str, Any] = {"prompts": 4, "group": 4, "max_tokens": 4, "steps": 1, **QUICK, **NARROW}
+    run = posttrain.rl(SUMS, nearness, str(tmp_path / "wide"), settings={"kl": 0.1}, out=str(tmp_path / "run"), **how)
+    assert run.metrics[0]["kl"] == 0
+
+
+def test_a_missing_gradient_is_zeros_in_float32() -> None:
+    matrix = nn.Parameter(torch.ones(3, 2).bfloat16())
+    widen_gradients([matrix])
+    sum_gradients(Alone(), [matrix])
+    assert matrix.grad is not None and matrix.grad.dtype == torch.float32 and not matrix.grad.any()
 
 
 @pytest.mark.parametrize("options", [{}, {"algorithm": "ppo"}], ids=["grpo", "ppo"])

@@ -35,7 +35,7 @@ class PolicyResponse:
         return self.completion.text[: self.before_calls or 0] if self.calls else self.text(asked)
 
     def divided(self, asked: PolicyRequest) -> tuple[str, str]:
-        """Return (thoughts, text) of `words`. What a client has seen of a reply in progress stays what it is."""
+        """Return (thoughts, text) of `words`. Text that a client has seen as such does not become thoughts."""
         words = self.words(asked)
         if self.begins_thinking is None:
             return split_thoughts(words)

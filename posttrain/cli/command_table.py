@@ -67,6 +67,9 @@ _ALL = (
         "data", "data_command:data", "start", "Show rows as a model reads them: lengths, repetitions.", "rows.jsonl"
     ),
     Command("chat", "commands:chat", "evaluate", "Talk to a model.", "runs/rl", "posttrain.config.inference:Chat"),
+    Command(
+        "show", "show_command:show", "look", "Show a run in a page, runs in a table, or two side by side.", "runs/rl"
+    ),
     Command("view", "inspect_commands:view", "look", "Browse runs: curves, rollouts, groups, every token.", "runs/rl"),
     Command(
         "rollouts",

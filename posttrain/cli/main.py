@@ -66,6 +66,13 @@ BY_POSITION = {
 }
 """Meaning of each positional argument."""
 OTHER_COMMANDS = ("trl", "verl", "openrlhf", "accelerate", "torchrun", "deepspeed")
+OTHER_WORDS = {
+    **dict.fromkeys(("list", "runs", "ls"), "show runs"),
+    **dict.fromkeys(("status", "info", "summary"), "show runs/rl"),
+    **dict.fromkeys(("diff", "compare"), "show runs/a runs/b"),
+    "export": "view runs/rl --export run.html (a model: posttrain merge, posttrain push)",
+}
+"""Words that people type -> the command that does it."""
 ANYWHERE = ("--version", "--help", "--help-all")
 """Options that are understood with and without a command."""
 _BEFORE_DASHES = {"launch": "launch --slurm", "memory": "memory"}
@@ -225,6 +232,8 @@ def _no_command(word: str) -> str:
         return (
             f"{word} is a command of another trainer: write it to run.sh; posttrain import run.sh makes a recipe of it"
         )
+    if word in OTHER_WORDS:
+        return f"there is no command {word!r}: posttrain {OTHER_WORDS[word]}"
     names = [c.name for c in COMMANDS]
     longer = next((name for name in names if word and name.startswith(word)), word)
     told = near(longer, [*names, *ANYWHERE]) or f"; there are {', '.join(FIRST)} and more"

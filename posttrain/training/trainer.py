@@ -121,7 +121,7 @@ class Trainer:
         self.scores = "score" in objective.wants
         if self.saved:
             self._restore(self.saved)
-        self.record = self.opened.open({"sizes": sizes, "objective": formula})
+        self.record = self.opened.open({"sizes": sizes, "objective": formula, "steps": self.steps})
         self.world.gather(None)  # no process may read the record from before
         with writing(self.folder):
             PICTURES.keep(self.folder / FOLDER)

@@ -34,6 +34,7 @@ from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.native.decoder import causal
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs import run_options
 from posttrain.runs.curves import curves
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.system import hub as system_hub
@@ -181,8 +182,8 @@ def test_the_command_of_a_card_gives_the_options_of_the_run(run: str, hub: Model
     kind = VERBS[about["verb"]].options
     given = bound.arguments["config"]
     config = read(kind, given, bound.arguments.get("set", ())) if kind.flags() else given
-    expected = {n: private_text.without_folders(v) for n, v in about["config"].items() if n not in run_command.LEFT}
-    found = {n: v for n, v in as_dict(config).items() if n not in run_command.LEFT}
+    expected = {n: private_text.without_folders(v) for n, v in about["config"].items() if n not in run_options.LEFT}
+    found = {n: v for n, v in as_dict(config).items() if n not in run_options.LEFT}
     found["settings"] = {n: str(v) for n, v in (found.get("settings") or {}).items()}
     expected["settings"] = {n: str(v) for n, v in (expected.get("settings") or {}).items()}
     assert found == expected

@@ -25,7 +25,7 @@ from posttrain.algorithms.policy_table import TABLE
 from posttrain.apps.view import sql_worker, training_reasons
 from posttrain.apps.view.api import Answers
 from posttrain.apps.view.html_export import STATIC, Selection, bundled, exported
-from posttrain.apps.view.open_run import OpenRun, threshold
+from posttrain.apps.view.open_run import OpenRun
 from posttrain.apps.view.rollout_files import RolloutPart
 from posttrain.apps.view.rollout_filters import ViewQuestion
 from posttrain.apps.view.rollout_store import Store
@@ -33,6 +33,7 @@ from posttrain.apps.view.verdict_texts import verdicts
 from posttrain.cli.main import main
 from posttrain.core.intervals import paired_interval
 from posttrain.core.types import UserError
+from posttrain.runs.record.held_out_rewards import threshold
 from posttrain.runs.record.rollout_reading import read_file, read_rollouts
 from posttrain.runs.record.schema import KEY, VERSION
 from posttrain.runs.record.sql_query import Questions

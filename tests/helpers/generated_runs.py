@@ -143,9 +143,10 @@ def write_files(
         "config": config,
         "objective": OBJECTIVE,
         "sizes": ["model 0 parameters", f"{len(lines)} steps"],
+        "steps": len(lines),
     }
     if ended:
-        run |= {"end": "2026-01-01T01:00:00+00:00", "final": {}}
+        run |= {"end": "2026-01-01T01:00:00+00:00", "final": lines[-1] if lines else {}}
     (folder / "run.json").write_text(json.dumps(run))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     finding = {

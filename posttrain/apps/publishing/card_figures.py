@@ -13,8 +13,8 @@ from posttrain.core import user_files
 from posttrain.core.messages import clip, one_line
 from posttrain.core.types import UserError
 from posttrain.runs.metrics_table import HELD_OUT
-from posttrain.runs.record.rollout_reading import read_table
-from posttrain.runs.run_files import EVALS, REPORT, kept_file
+from posttrain.runs.record.held_out_rewards import held_out_rewards, success_threshold
+from posttrain.runs.run_files import REPORT
 from posttrain.training.figures import summary
 
 Figures = Mapping[str, Any]
@@ -68,17 +68,14 @@ def _reported(published: Published) -> list[FigureRow]:
 def _recorded(published: Published, known: Mapping[str, FigureRow]) -> list[FigureRow]:
     """Return reward and accuracy with intervals over tasks, from the recorded rollouts of the evaluation."""
     run, step = published.run, published.step
-    if run is None or step is None or kept_file(run, EVALS, step) is None:
-        return []
-    table = read_table(run, step, ["task", "reward"], held_out=True)
-    rewards: dict[str, list[float]] = {}
-    for task, reward in zip(table["task"].to_pylist(), table["reward"].to_pylist(), strict=True):
-        if reward is not None:
-            rewards.setdefault(task, []).append(reward)
+    rewards = {} if run is None or step is None else held_out_rewards(run, step)
     if not rewards:
         return []
-    given, binary = published.about["config"].get("success"), {r for of in rewards.values() for r in of} <= {0.0, 1.0}
-    success = float(given) if isinstance(given, int | float) else 1.0 if binary else None
+    success = success_threshold(
+        published.about,
+        [reward for own in rewards.values() for reward in own],
+        known["accuracy"].mean if "accuracy" in known else None,
+    )
     figures = summary(list(rewards.values()), success=success if "accuracy" in known else None)
     return [_row("held out", name, figures[name]) for name in ("reward", "accuracy") if name in figures]
 

@@ -15,10 +15,11 @@ from posttrain import __version__
 from posttrain.apps.publishing.card_figures import FigureRow
 from posttrain.apps.publishing.private_text import code, fenced, plain, without_folders, without_secrets
 from posttrain.apps.publishing.published_run import Published, architecture
-from posttrain.apps.publishing.run_command import LEFT, command, options
+from posttrain.apps.publishing.run_command import command, options
 from posttrain.config.held_out_sets import held_out_sets
 from posttrain.models.checkpoint_folder import OURS
 from posttrain.runs.run_files import CURVES
+from posttrain.runs.run_options import LEFT
 from posttrain.system.hub import HubName, hub_name
 
 RUN_KEY = "posttrain_run"

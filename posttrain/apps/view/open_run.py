@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from posttrain.apps.view.sql_text import by_name, named_part
 from posttrain.apps.view.token_texts import TokenPieces
 from posttrain.core import user_files
 from posttrain.core.messages import one_line
-from posttrain.core.types import UserError, succeeds
+from posttrain.core.types import UserError
 from posttrain.runs.lock import in_use
+from posttrain.runs.record.held_out_rewards import threshold
 from posttrain.runs.record.rollout_index import open_index
 from posttrain.runs.run_files import CHECKPOINTS, step_of
 from posttrain.runs.run_reading import read_health, read_metrics, read_run, read_timing
@@ -164,17 +165,6 @@ class OpenRun:
         return False
 
 
-def threshold(rewards: Sequence[float], accuracy: float) -> float | None:
-    """Return the threshold at which a share of exactly `accuracy` succeeds; None: there is none."""
-    if not rewards or not 0 < accuracy < 1:
-        return None
-    for limit in sorted(set(rewards), reverse=True):
-        share = sum(succeeds(reward, limit) for reward in rewards) / len(rewards)
-        if abs(share - accuracy) < 1e-9:
-            return float(limit)
-    return None
-
-
 def names_of(folders: Sequence[Path]) -> list[str]:
     """Return the shortest distinct ends of the folders' paths, of two parts or more."""
     resolved = [user_files.real(folder) for folder in folders]
@@ -183,24 +173,3 @@ def names_of(folders: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [str(path) for path in resolved]
-
-
-def differing(about: Mapping[str, Any], other: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the options in which two runs differ."""
-    a, b = _flat(about["config"]), _flat(other["config"])
-    left_out = {"out", "resume", "overwrite", "quiet", "accept_changes"}
-    return [
-        {"name": name, "a": a.get(name), "b": b.get(name)}
-        for name in sorted(a.keys() | b.keys())
-        if a.get(name) != b.get(name) and name not in left_out
-    ]
-
-
-def _flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{above}{name}.")
-        else:
-            found[above + name] = value
-    return found

@@ -7,25 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.apps.view.open_run import OpenRun, differing
+from posttrain.apps.view.comparison_warnings import warnings_of
+from posttrain.apps.view.open_run import OpenRun
 from posttrain.core.intervals import mean_interval, paired_interval, share_interval, stated
 from posttrain.core.types import UserError
 from posttrain.runs.metrics_table import METRICS
-from posttrain.runs.run_reading import split_of
+from posttrain.runs.run_options import differing
 
 MOST = 200  # most tasks in a list
 VISITS = 200  # most visits to choose from
-SAMPLING = (
-    "temperature",
-    "temperature_column",
-    "top_p",
-    "top_k",
-    "max_tokens",
-    "max_turns",
-    "stop",
-    "eval_samples",
-    "eval_limit",
-)
 
 
 def compared(runs: Sequence[OpenRun], query: Mapping[str, str]) -> dict[str, Any]:
@@ -45,7 +35,7 @@ def compared(runs: Sequence[OpenRun], query: Mapping[str, str]) -> dict[str, Any
         "a": {"run": number_a, "name": a.name, "of": of_a, "choices": offered[0]},
         "b": {"run": number_b, "name": b.name, "of": of_b, "choices": offered[1]},
         "options": differing(a.about, b.about),
-        "warnings": _warnings(a, b, of_a, of_b),
+        "warnings": [] if a is b else warnings_of(a, b, of_a, of_b),
         "curves": _curves(a, b) if a is not b else [],
     }
     if of_a and of_b:
@@ -158,40 +148,6 @@ def _grid(x: Any, y: Any) -> dict[str, Any]:
     counts = np.zeros((9, 9), dtype=int)
     np.add.at(counts, tuple(places), 1)
     return {"low": low, "high": high, "counts": counts.tolist()}
-
-
-def _warnings(a: OpenRun, b: OpenRun, of_a: str, of_b: str) -> list[str]:
-    """Return reasons other than training that may explain a difference."""
-    if a is b:
-        return []
-    found = []
-    inputs = [run.about.get("inputs") or {} for run in (a, b)]
-    for name, word in (("tasks", "training tasks"), ("eval_tasks", "held-out tasks")):
-        digests = [
-            {label: read.get("digest") for label, read in own.items() if label.partition(" ")[0] == name}
-            for own in inputs
-        ]
-        if digests[0] != digests[1]:
-            found.append(f"their {word} differ: only tasks of the same id are paired")
-    if a.about.get("seed") != b.about.get("seed"):
-        found.append(f"their seeds differ ({a.about.get('seed')}, {b.about.get('seed')}): order and sampling do too")
-    configs = [run.about["config"] for run in (a, b)]
-    for name in SAMPLING:
-        if configs[0].get(name) != configs[1].get(name):
-            found.append(f"they sample differently: {name} is {configs[0].get(name)} and {configs[1].get(name)}")
-    if of_a and of_b and of_a.split("-")[0] != of_b.split("-")[0]:
-        found.append("one side is held out, the other is not")
-    splits = [split_of(config) for config in configs]
-    if splits[0] != splits[1] and all(share for share, _ in splits):
-        (one, seed), (other, other_seed) = splits
-        held = f"{one:g} by seed {seed}, {other:g} by seed {other_seed}"
-        found.append(
-            f"they hold out other tasks ({held}): runs with the same --held-out and --split-seed hold out the same"
-        )
-    for run in (a, b):
-        if run.on:
-            found.append(f"{run.name} has not ended")
-    return found
 
 
 def _curves(a: OpenRun, b: OpenRun) -> list[dict[str, Any]]:

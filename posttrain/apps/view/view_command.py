@@ -54,8 +54,11 @@ def _serve(runs: Sequence[OpenRun], evaluations: Sequence[EvaluationFile], port:
         listening.listen()  # a browser that is faster than the imports below waits, and is not refused
         for run in runs:  # only now: if the port is taken, a reading thread would be cut off
             run.begin()
-        address = f"http://{HOST}:{listening.getsockname()[1]}/{token}/"
+        chosen = listening.getsockname()[1]
+        address = f"http://{HOST}:{chosen}/{token}/"
         print(f"view        {address}\nopen it in a browser of this machine; Ctrl-C ends it", flush=True)
+        if (host := _reached()) and not browser:
+            print(f"from yours  ssh -L {chosen}:localhost:{chosen} {host}, then open the address there", flush=True)
         if browser:
             import webbrowser
 
@@ -65,6 +68,12 @@ def _serve(runs: Sequence[OpenRun], evaluations: Sequence[EvaluationFile], port:
         finally:
             for run in runs:
                 run.close()
+
+
+def _reached() -> str:
+    """Return the address at which ssh reached this machine; "" if the user is not here by ssh."""
+    words = os.environ.get("SSH_CONNECTION", "").split()  # client's address and port, then the server's
+    return words[2] if len(words) == 4 else ""
 
 
 async def _answer(

@@ -1,0 +1,1 @@
+"""Runs in a terminal: a page of one, a table of many, two side by side."""

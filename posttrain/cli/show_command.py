@@ -38,7 +38,7 @@ def show(runs: Annotated[list[str], Parameter(negative_iterable=())], /, *, json
         folders = [Path(run).expanduser() for run in runs]
         try:
             if len(folders) == 2:
-                return _compare(*folders, json)
+                return _compare(folders[0], folders[1], json)
             within = [] if os.path.lexists(folders[0] / RUN) else runs_in(folders[0])
             return _list(folders[0], within, json) if within else _page(folders[0], json)
         except ANY_FAULT as error:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from shlex import quote
 from typing import Any
 
-from posttrain.config.resolve import as_dict
 from posttrain.config.verbs import VERBS
 
 LEFT = ("resume", "overwrite", "accept_changes", "quiet", "engine_url")
@@ -16,6 +15,8 @@ UNCOMPARED = {"out", "resume", "overwrite", "quiet", "accept_changes"}
 
 def changed(about: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a run that differ from their defaults, by name, and its algorithm."""
+    from posttrain.config.resolve import as_dict  # which loads every algorithm: a table of runs needs no options
+
     default = as_dict(VERBS[about["verb"]].options()) if about["verb"] in VERBS else {}
     return {
         name: value

@@ -362,7 +362,7 @@ def test_pages_that_cannot_be_written_are_refused(tmp_path: Path, capsys: pytest
         assert "cannot be written" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", ["view", "rollouts", "query", "audit", "plan"])
+@pytest.mark.parametrize("verb", ["show", "view", "rollouts", "query", "audit", "plan"])
 @pytest.mark.parametrize("name", ["x" * 300, "x" * 5000, "circle"])
 def test_a_run_whose_name_can_be_none_is_refused_in_one_line(
     verb: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from posttrain.config.verbs import sampling
 from posttrain.core.messages import one_line
-from posttrain.core.types import UserError
+from posttrain.core.types import UserError, succeeds
 from posttrain.runs import checkpoint as checkpoints
 from posttrain.runs.health_checks import FATAL
 from posttrain.runs.jsonl import Row
@@ -60,7 +60,7 @@ class RunSummary:
         run.findings = run._part(lambda: read_health(folder), [])
         run.checkpoint = run._part(lambda: next(reversed(checkpoints.listed(folder)), None), None)
         if replies and run.verb in sampling():
-            found = run._part(lambda: _replies(folder), [])
+            found: list[Row] = run._part(lambda: _replies(folder), [])
             if found:
                 run.best, run.worst = found[-1], found[0]
         return run
@@ -100,7 +100,8 @@ class RunSummary:
 
     @property
     def done(self) -> int:
-        return max((row["step"] for row in self.metrics), default=0)
+        last = self.about.get("final", {}).get("step")
+        return max((row["step"] for row in self.metrics), default=last if isinstance(last, int) else 0)
 
     @property
     def planned(self) -> int | None:
@@ -152,12 +153,16 @@ class RunSummary:
                 steps = [rows[0]["step"], rows[-1]["step"]]
                 figure = {"name": name.removeprefix(HELD_OUT), "steps": steps, "after": rows[-1][name]}
                 found.append({**figure, "before": rows[0][name] if len(rows) > 1 else None, "change": None})
-        for steps in {tuple(figure["steps"]) for figure in found if figure["before"] is not None}:
-            own = change((self, steps[0]), (self, steps[1]))
+        for first, last in {(one["steps"][0], one["steps"][1]) for one in found if one["before"] is not None}:
+            own = change((self, first), (self, last))
             for figure in found:
-                if tuple(figure["steps"]) == steps and figure["name"] in own:
-                    figure["change"] = own[figure["name"]]
+                if figure["steps"] == [first, last]:
+                    figure["change"] = own.get(figure["name"])
         return found
+
+    def rewards(self, step: int) -> dict[str, list[float]]:
+        """Return task -> rewards of the evaluation after a step; {} if there are none."""
+        return self._part(lambda: held_out_rewards(self.folder, step), {})
 
     def as_data(self) -> dict[str, Any]:
         """Return all of it as JSON data."""
@@ -198,16 +203,29 @@ def change(before: tuple[RunSummary, int], after: tuple[RunSummary, int]) -> dic
     """Return the changes in reward and accuracy between two evaluations (run, step), paired by task; {} if there are
     none.
     """
-    own, other = (run._part(lambda r=run, s=step: held_out_rewards(r.folder, s), {}) for run, step in (after, before))  # type: ignore[misc]
+    own, other = after[0].rewards(after[1]), before[0].rewards(before[1])
     pairs = [(own[task], other[task]) for task in own if task in other]
     if not pairs:
         return {}
-    success = None
-    for (run, step), rewards in ((after, own), (before, other)):
+    return differences(pairs, _success([(*after, own), (*before, other)]))
+
+
+def _success(evaluations: Sequence[tuple[RunSummary, int, Mapping[str, Sequence[float]]]]) -> float | None:
+    """Return the reward from which on a reply is right, if it gives the recorded accuracy of each evaluation (run, step,
+    rewards by task).
+    """
+    sides: list[tuple[list[float], float, float | None]] = []
+    for run, step, by_task in evaluations:
         accuracy = next((row.get("eval/accuracy") for row in run.metrics if row["step"] == step), None)
-        known = success_threshold(run.about, [reward for each in rewards.values() for reward in each], accuracy)
-        success = known if success is None else success
-    return differences(pairs, success)
+        if accuracy is None:
+            return None
+        rewards = [reward for own in by_task.values() for reward in own]
+        sides.append((rewards, accuracy, success_threshold(run.about, rewards, accuracy)))
+    success = min((limit for _, _, limit in sides if limit is not None), default=None)
+    if success is None:
+        return None
+    fits = (abs(fmean(succeeds(r, success) for r in own) - accuracy) < 1e-9 for own, accuracy, _ in sides)
+    return success if all(fits) else None
 
 
 def _replies(folder: Path) -> list[Row]:

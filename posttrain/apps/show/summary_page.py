@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from itertools import islice
@@ -25,14 +26,16 @@ Table = tuple[list[str], list[list[Any]]]
 
 def page(run: RunSummary) -> list[str]:
     """Return the lines of a run's page."""
-    lines = [_line(run.kind, f"{run.name}: {_state(run)}", len(run.kind) + 2)]
-    if run.problems:
-        lines += [_line("damaged", problem) for problem in run.problems[:2]]
+    lines = [_line(run.kind, f"{_state(run)}: {run.name}", len(run.kind) + 2)]
+    lines += [_line("damaged", problem.replace(f"{run.folder}/", "")) for problem in run.problems[:2]]
     config, sizes = run.config, [str(line) for line in run.about.get("sizes", [])]
-    size = next((line.partition(",   ")[0].removeprefix("model ") for line in sizes if line.startswith("model ")), "")
+    size = next(
+        (line.partition(", context")[0].removeprefix("model ") for line in sizes if line.startswith("model ")), ""
+    )
     model = Path(run.model).name if run.model.startswith("/") else run.model
     lines.append(_line("model", f"{model} ({size})" if size else model))
     rows = next((line for line in sizes if line.endswith(" held out") or " held out" in line), "")
+    rows = re.sub(r" \(.*?\)", "", rows)  # without the columns
     lines.append(_line("data", ": ".join(filter(None, [str(config.get("tasks") or "rows in memory"), rows]))))
     if config.get("env"):
         lines.append(_line("reward", str(config["env"])))
@@ -45,7 +48,7 @@ def page(run: RunSummary) -> list[str]:
         lines.append(_line("held out", "nothing"))
     trained = [f"{one['name']} {one['first']:.3f} -> {one['last']:.3f}" for one in run.trained()]
     if trained:
-        lines.append(_line("training", f"{', '.join(trained)} (first, last tenth of the steps)"))
+        lines.append(_line("training", f"{', '.join(trained)} (first -> last tenth)"))
     if run.no_signal is not None:
         lines.append(_line("signal", f"{run.no_signal:.0%} of the rollouts in groups with equal rewards: no signal"))
     lines += _findings(run)

@@ -23,8 +23,15 @@ SAMPLING = (
 class Compared(Protocol):
     """A run, as far as its record of options and inputs."""
 
-    name: str
-    about: Mapping[str, Any]
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+        ...
+
+    @property
+    def about(self) -> Mapping[str, Any]:
+        """The content of run.json."""
+        ...
 
     @property
     def on(self) -> bool:

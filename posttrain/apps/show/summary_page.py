@@ -137,7 +137,9 @@ def listing(runs: Sequence[tuple[Path, RunSummary | str]], above: Path) -> Table
 
 def side_by_side(a: RunSummary, b: RunSummary) -> tuple[Table, Table, list[str]]:
     """Return the options that differ, the figures of both, and lines about the difference."""
-    options = [[one["name"], _value(one["a"]), _value(one["b"])] for one in differing(a.about, b.about)]
+    chosen = {*changed(a.about), *changed(b.about)}  # other verbs have other options, whose defaults say nothing
+    differ = [one for one in differing(a.about, b.about) if one["name"].partition(".")[0] in chosen]
+    options = [[one["name"], _value(one["a"]), _value(one["b"])] for one in differ]
     figures: list[list[Any]] = [["state", a.state, b.state], ["steps", a.done, b.done]]
     if a.verb != b.verb:
         figures.insert(0, ["verb", a.verb, b.verb])

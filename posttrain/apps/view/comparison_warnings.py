@@ -54,7 +54,7 @@ def warnings_of(a: Compared, b: Compared, of_a: str = "", of_b: str = "") -> lis
         found.append(f"their seeds differ ({a.about.get('seed')}, {b.about.get('seed')}): order and sampling do too")
     configs = [run.about["config"] for run in (a, b)]
     for name in SAMPLING:
-        if configs[0].get(name) != configs[1].get(name):
+        if all(name in config for config in configs) and configs[0][name] != configs[1][name]:
             found.append(f"they sample differently: {name} is {configs[0].get(name)} and {configs[1].get(name)}")
     if of_a and of_b and of_a.split("-")[0] != of_b.split("-")[0]:
         found.append("one side is held out, the other is not")

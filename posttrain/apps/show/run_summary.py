@@ -1,4 +1,4 @@
-"""The figures of a run that its page in a terminal shows, from its record. A damaged part is told, and left out."""
+"""The figures of a run that its page in a terminal shows, from its record. A damaged part is reported, and left out."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def _line(label: str, text: str, indent: int = LABEL) -> str:
 
 
 def _flowed(label: str, words: Sequence[str], most: int) -> list[str]:
-    """Return the words in at most so many lines; the last one says that some are left out."""
+    """Return the words in at most so many lines; the last one ends with a note if some are left out."""
     lines = wrapped(f"{label:<{LABEL}}{'  '.join(readable(word) for word in words)}", WIDTH, LABEL).split("\n")
     if len(lines) > most:
         lines = [*lines[: most - 1], lines[most - 1][: WIDTH - 20].rpartition("  --")[0] + "  ... (all: --json)"]

@@ -64,6 +64,7 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
         raise UserError("--tasks is missing: give a file of rows, such as train.jsonl")
     if isinstance(config, Training):
         _validate_record(config)
+        _validate_evaluations(config)
         _validate_optimizer(config)
         check_divisions(config)
         _validate_memory(config)
@@ -203,6 +204,14 @@ def _validate_record(config: Training) -> None:
         )
     if isinstance(config, RewardModelling):
         raise UserError("--record-after records log-probabilities, and a reward model has none: leave it out")
+
+
+def _validate_evaluations(config: Training) -> None:
+    if config.eval_every and not (config.held_out or config.eval_tasks or config.eval_suite or config.forget):
+        raise UserError(
+            f"--eval-every {config.eval_every} has nothing to evaluate on: hold out a share of the rows, as with "
+            "--held-out 0.1, or give others with --eval-tasks FILE"
+        )
 
 
 def check_bounds(config: Any) -> None:

@@ -153,6 +153,7 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "missing tasks": (words("rl", tasks="rosw.jsonl"), ("no file rosw.jsonl", "did you mean 'rows.jsonl'?")),
     "missing tasks in sft": (words("sft", tasks="rosw.jsonl"), ("did you mean 'rows.jsonl'?",)),
     "no tasks at all": (["rl", "--env", "env.py:reward"], ("--tasks is missing",)),
+    "evaluations of nothing": (words("rl", eval_every=5), ("--eval-every 5 has nothing", "--held-out 0.1", "--eval-tasks FILE")),
     "malformed row": (words("rl", tasks="broken.jsonl"), ("broken.jsonl:2: not valid JSON",)),
     "empty dataset": (words("sft", tasks="empty.jsonl"), ("empty.jsonl has no rows",)),
     "unknown column": (

@@ -27,6 +27,7 @@ from posttrain.envs.play.load_env import is_generator_env, load_converter, load_
 from posttrain.envs.play.mixed_pool import MixedPool
 from posttrain.envs.play.service_client import Services
 from posttrain.envs.preview import Seen, Viewer
+from posttrain.envs.trial_report import FORMS
 from posttrain.learners.local_learner import Optimization
 from posttrain.learners.repeated_bits import repeat_bits
 from posttrain.models.free_memory import gpu_memory
@@ -45,7 +46,7 @@ LARGE_MODEL = 50_000_000  # parameters from which micro-batches on a CPU are sma
 GPU_TOKENS = 8192  # tokens of a micro-batch on a GPU if the size of its activations is unknown
 ACTIVATION_SHARE = 0.2  # share of a GPU's memory for the activations of a micro-batch
 MOST_BEYOND = 1.05  # tokenizer's size / vocabulary: some checkpoints lack tokens that no text uses
-SAMPLE_REPLIES = ("42", "The answer is 42.", "<think>\n6 x 7 = 42\n</think>\n\\boxed{42}")
+SAMPLE_REPLIES = ("42", "<think>\n6 x 7 = 42\n</think>\n\\boxed{42}", *(form % 42 for form in FORMS.values()))
 
 
 def prepare(config: Training | Evaluation | Sample) -> torch.device:
@@ -238,12 +239,14 @@ def rehearse(
 
     If no reply can be scored, the user gets a warning, not an error, as the environment may score a model's replies.
     Raises UserError if the environment cannot start: it cannot be imported, no task's episode shows a first turn, or it
-    asks a service that is not among `services`. Services are not asked: an example of their answers is used. `viewer`:
+    asks a service that is not among `services`; also if its code fails in the same way for every reply. Services are not
+    asked: an example of their answers is used. `viewer`:
     the model that will sample; UserError also if its chat template does not show the environment's messages.
     """
     services = services or Services()
     pool.ready()
-    reasons, begun, first = [], False, None
+    failures: list[Invalid] = []
+    begun, first = False, None
     for task in tasks.examples():
         for reply in _sample_replies(task):
             seen = viewer.watch(task) if viewer is not None else None
@@ -254,16 +257,31 @@ def rehearse(
             begun = begun or shown
             if event is None or not isinstance(event.reward, Invalid):
                 return first
-            reasons.append(event.reward.reason)
+            failures.append(event.reward)
             if not shown or event.reward.kind is InvalidKind.TIMEOUT:
                 break  # another reply would not help, or would take as long
     if not begun:
         raise UserError(
-            f"the environment fails before its first prompt: {reasons[0]}; correct it, or the columns that it reads, and "
+            f"the environment fails before its first prompt: {failures[0].reason}; correct it, or the columns that it reads, and "
             "try it with posttrain check"
         )
-    warn(f"the environment scored no sample reply; the first failed: {reasons[0]} (try it with posttrain check)")
+    reason = failures[0].reason
+    if _always_fails(failures):
+        raise UserError(
+            f"the environment fails with every sample reply: {reason}; correct it (posttrain check runs it alone), or let "
+            "it return 0 for a reply that it cannot read"
+        )
+    warn(f"the environment scored no sample reply; the first failed: {reason} (try it with posttrain check)")
     return first
+
+
+def _always_fails(failures: Sequence[Invalid]) -> bool:
+    """Return whether these failures of all sample replies show an error in the environment's code: one exception with
+    one message, or outputs that are never a reward.
+    """
+    return len({(f.kind, f.reason if f.kind is InvalidKind.RAISED else "") for f in failures}) == 1 and (
+        failures[0].kind in (InvalidKind.RAISED, InvalidKind.UNREADABLE)
+    )
 
 
 def _sample_replies(task: Task) -> list[str]:

@@ -332,7 +332,6 @@ BROKEN: dict[str, tuple[str, str]] = {
     "not a number": ("nan.py", "returned nan; expected a finite number"),
     "text": ("text.py", "returned 'good' (str); expected a finite number"),
     "nothing": ("nothing.py", "returned None (is a return missing?)"),
-    "kills its process": ("dies.py", "worker process died (exit code 3)"),
 }
 
 
@@ -350,15 +349,22 @@ def test_a_tokenizer_of_another_model_is_refused(
 
 @pytest.mark.parametrize("verb", ["rl", "eval"])
 @pytest.mark.parametrize("case", BROKEN)
-def test_reward_that_can_score_nothing_is_warned_of_and_then_ends_the_run_in_one_line(
+def test_reward_that_fails_with_every_reply_is_refused_before_the_run(
     capfd: pytest.CaptureFixture[str], place: Path, case: str, verb: str
 ) -> None:
-    file, said = BROKEN[case]
+    file, reason = BROKEN[case]
+    refused(capfd, words(verb, env=f"{file}:reward"), "fails with every sample reply", reason)
+    assert not (place / "never").exists()
+
+
+@pytest.mark.parametrize("verb", ["rl", "eval"])
+def test_reward_whose_process_dies_is_warned_of_and_then_ends_the_run_in_one_line(
+    capfd: pytest.CaptureFixture[str], place: Path, verb: str
+) -> None:
+    said = "worker process died (exit code 3)"
     capfd.readouterr()
-    few: dict[str, Any] = (
-        {"out": f"broken {case}", "prompts": 1, "group": 2} if verb == "rl" else {"tasks": "few.jsonl"}
-    )
-    assert main(words(verb, env=f"{file}:reward", **few)) == 2
+    few: dict[str, Any] = {"out": "dead", "prompts": 1, "group": 2} if verb == "rl" else {"tasks": "few.jsonl"}
+    assert main(words(verb, env="dies.py:reward", **few)) == 2
     warning, error = capfd.readouterr().err.splitlines()
     assert warning.startswith("posttrain: warning: the environment scored no sample reply") and said in warning
     assert said in error and "Traceback" not in error

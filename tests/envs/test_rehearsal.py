@@ -67,6 +67,27 @@ def test_a_reward_that_scores_no_sample_reply_is_warned_of_with_its_reason() -> 
     assert "scored no sample reply" in warning and "the sandbox is down" in warning
 
 
+@pytest.mark.parametrize(
+    ("reward", "reason"),
+    [
+        (lambda task, reply: task["lable"], "KeyError: 'lable'"),
+        (lambda task, reply: reply, "returned"),
+        (lambda task, reply: None, "is a return missing"),
+    ],
+)
+def test_a_reward_whose_code_fails_for_every_reply_is_refused(reward: Any, reason: str) -> None:
+    with pytest.raises(UserError, match=f"fails with every sample reply: .*{reason}"):
+        said(reward)
+
+
+def test_a_reward_whose_exceptions_depend_on_the_reply_is_warned_of() -> None:
+    def reward(task: Task, reply: str) -> float:
+        raise ValueError(f"no form of mine in {reply}")
+
+    [warning] = said(reward)
+    assert "scored no sample reply" in warning
+
+
 def test_an_environment_that_waits_for_a_word_of_its_own_is_not_warned_of() -> None:
     def env(task: Task) -> Generator[str, Reply, float]:
         reply = yield "say open sesame"

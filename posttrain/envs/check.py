@@ -65,7 +65,9 @@ def check(
                 continue
             for kind, script in samples:
                 trial.play(number, task, kind, script)
-        if replies is None and proven is None and not (found := Report(tuple(trial.cases))).known and found.constant:
+        success = success_of(env_spec, None)
+        found = Report(tuple(trial.cases), success=success)
+        if replies is None and proven is None and not found.known and (found.constant or found.unreached):
             for number, task in enumerate(tasks[:TASKS]):
                 if trial.pool.by_group:
                     trial.play_group(number, task, _in_forms(task))
@@ -76,8 +78,8 @@ def check(
     asked, made_up = tuple(trial.answers.asked), tuple(trial.answers.made_up)
     by_task = sorted(trial.cases, key=lambda case: [c.task for c in trial.cases].index(case.task))
     report = Report(tuple(by_task), replies is not None, asked, made_up, trial.unanswered, context, trial.first)
-    full = success_of(env_spec, None) if proven else None
-    return replace(report, columns=tuple(name for name in tasks[0] if name != "id"), full=full)
+    columns = tuple(name for name in tasks[0] if name != "id")
+    return replace(report, columns=columns, success=success, full=success if proven else None)
 
 
 @dataclass

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from posttrain.core.messages import clip, safe
+from posttrain.core.messages import clip, near, safe
 from posttrain.core.types import Invalid, Turn
 from posttrain.envs.play.env_outputs import Done
 from posttrain.envs.play.service_client import OPTIONS
@@ -65,6 +66,7 @@ class Report:
     first: Turn | None = None  # the very first turn
     told: tuple[str, ...] = ()  # further remarks on the model
     columns: tuple[str, ...] = ()  # columns of the first task
+    success: float | None = None  # reward from which on a reply succeeds, if the environment defines it
     full: float | None = None  # full reward, if each task was run with its own solution and with an empty reply
 
     @property
@@ -96,6 +98,12 @@ class Report:
             if (total := _total(case)) is not None:
                 by_task.setdefault(case.task, set()).add(total)
         return len({case.kind for case in self.cases}) > 1 and all(len(seen) == 1 for seen in by_task.values())
+
+    @property
+    def unreached(self) -> bool:
+        """Whether no reply succeeded, by rewards that the environment gave without answers that were made up."""
+        measured = bool(self.rewards) and self.success is not None and not self.made_up
+        return measured and self.success is not None and max(self.rewards) < self.success
 
     @property
     def ok(self) -> bool:
@@ -195,16 +203,15 @@ class Report:
             assert self.invalid[0].result is not None and isinstance(self.invalid[0].result.reward, Invalid)
             reason = self.invalid[0].result.reward.reason
             lines.append(f"invalid on {len(self.invalid)} of {total}: {reason}")
-            missing = re.match(r"KeyError: '([^']+)'", reason)
-            if missing and self.columns and missing[1] not in self.columns:
-                there = ", ".join(map(repr, self.columns[:12]))
-                lines.append(f"the row has no {missing[1]!r}, but {there}: --fields.{missing[1]} COLUMN renames one")
+            lines += missing_column(reason, self.columns)
         if self.constant:
             same = f" ({self.rewards[0]:g})" if len(set(self.rewards)) == 1 else ""
             lines.append(
                 f"the reward is the same for every {'one of these replies' if self.given else 'reply'}{same}{self._advice()}"
             )
-        lines += [*self._in_form(), *self._proofs()]
+        elif self.unreached:
+            lines.append(f"no reply reached SUCCESS = {self.success:g}{self._advice()}")
+        lines += [*self._best_is_empty(), *self._in_form(), *self._proofs()]
         if different := [case for case in self.cases if not case.repeats]:
             where = f"task {different[0].task}, {different[0].kind}"
             lines.append(
@@ -219,10 +226,29 @@ class Report:
         if self.rewards:
             low, high = min(self.rewards), max(self.rewards)
             lines.append(f"rewards from {low:g} to {high:g} over {len(self.rewards)} of {total} cases")
-        undecided = self.constant and not self.known and not self.given and self.ok
-        told = "undecided: no error, and no reply earned more than another"
-        lines.append(told if undecided else "check passed" if self.ok else "check failed")
+        lines.append(self._conclusion())
         return lines
+
+    def _conclusion(self) -> str:
+        if not self.ok:
+            return "check failed"
+        if self.constant and not self.known and not self.given:
+            return "undecided: no error, and no reply earned more than another"
+        return "undecided: no error, and no right reply was tried" if self.unreached else "check passed"
+
+    def _best_is_empty(self) -> list[str]:
+        """Warn of a reward that no other reply exceeds that of an empty one, though others earn less."""
+        best = []
+        for cases in self._by_task().values():
+            totals = {case.kind: total for case in cases if (total := _total(case)) is not None}
+            if (
+                "empty" not in totals
+                or min(totals.values()) == totals["empty"]
+                or totals["empty"] < max(totals.values())
+            ):
+                return []
+            best.append(totals["empty"])
+        return [f"an empty reply earns the most ({best[0]:g}): a policy would learn to say nothing"] if best else []
 
     def _unproven(self) -> list[Case]:
         """Return the solutions without full reward, and the empty replies with it."""
@@ -251,9 +277,9 @@ class Report:
         return lines
 
     def _advice(self) -> str:
-        """Explain the consequence of constant rewards."""
+        """Explain what follows from rewards that are constant, or too low for success."""
         if self.known:
-            return ": nothing can be learned from it"
+            return ": nothing can be learned from it" if self.constant else ", not even the task's own right reply"
         if self.given:
             return ": if one of them is right, the reward misses it"
         if any(len(case.shown) > 1 for case in self.cases):
@@ -263,7 +289,9 @@ class Report:
                 f"replies of a row, one for each turn: {example}"
             )
         which = "your answer column is not a full reply" if self.answered else "no column of yours is a full reply"
-        return f": {which}; give some with --replies FILE, or name a column that has them with --fields.response COLUMN"
+        others = [name for name in self.columns if name not in ("prompt", "messages", *OWN)]
+        named = f"name a column that has them with --fields.response {others[0] if len(others) == 1 else 'COLUMN'}"
+        return f": {which}; give some with --replies FILE, or {named}"
 
     def _in_form(self) -> list[str]:
         """Describe the form of an answer that earns more than the bare answer."""
@@ -273,6 +301,17 @@ class Report:
                 earned = f"{case.reply!r} earns {_number(case)} and {plain.reply!r} {_number(plain)}"
                 return [f"your answer column is not a full reply: {earned}"]
         return []
+
+
+def missing_column(reason: str, columns: Sequence[str]) -> list[str]:
+    """Explain an exception about a column that the row lacks, with the most similar one; [] for any other reason."""
+    missing = re.match(r"KeyError: '([^']+)'", reason)
+    if not missing or not columns or missing[1] in columns:
+        return []
+    name, there = missing[1], ", ".join(map(repr, columns[:12]))
+    if close := near(name, columns):
+        return [f"the row has no {name!r}{close}"]
+    return [f"the row has no {name!r}, but {there}: --fields.{name} COLUMN renames one"]
 
 
 def _steps(case: Case) -> list[float]:

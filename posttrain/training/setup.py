@@ -27,7 +27,7 @@ from posttrain.envs.play.load_env import is_generator_env, load_converter, load_
 from posttrain.envs.play.mixed_pool import MixedPool
 from posttrain.envs.play.service_client import Services
 from posttrain.envs.preview import Seen, Viewer
-from posttrain.envs.trial_report import FORMS
+from posttrain.envs.trial_report import FORMS, missing_column
 from posttrain.learners.local_learner import Optimization
 from posttrain.learners.repeated_bits import repeat_bits
 from posttrain.models.free_memory import gpu_memory
@@ -262,14 +262,16 @@ def rehearse(
                 break  # another reply would not help, or would take as long
     if not begun:
         raise UserError(
-            f"the environment fails before its first prompt: {failures[0].reason}; correct it, or the columns that it reads, and "
-            "try it with posttrain check"
+            f"the environment fails before its first prompt: {failures[0].reason}; correct it, or the columns that it reads, "
+            "and try it with posttrain check"
         )
     reason = failures[0].reason
     if _always_fails(failures):
+        columns = [name for name in next(iter(tasks.examples())) if name != "id"]
+        why = "".join(f", as {line.rstrip('?')}" for line in missing_column(reason, columns))
         raise UserError(
-            f"the environment fails with every sample reply: {reason}; correct it (posttrain check runs it alone), or let "
-            "it return 0 for a reply that it cannot read"
+            f"the environment fails with every sample reply: {reason}{why}; correct it (posttrain check runs it alone), or "
+            "let it return 0 for a reply that it cannot read"
         )
     warn(f"the environment scored no sample reply; the first failed: {reason} (try it with posttrain check)")
     return first

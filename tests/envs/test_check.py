@@ -38,6 +38,27 @@ def test_a_column_that_a_reward_misses_is_named_with_those_that_there_are() -> N
     assert said(report).count("KeyError: 'solution'") == 2 and "invalid: as above" in said(report)
 
 
+def test_a_column_with_a_typo_is_answered_with_the_one_that_is_meant() -> None:
+    report = check(lambda task, reply: task["anwser"] == reply, TASKS_OF_TWO)
+    assert "the row has no 'anwser'; did you mean 'answer'?" in report.lines()
+
+
+LABELS = "SUCCESS = 1.0\n\n\ndef reward(task, reply):\n    right = float(reply == task['label'])\n"
+
+
+def test_a_check_without_any_right_reply_is_undecided_and_names_what_is_missing(tmp_path: Path) -> None:
+    file = tmp_path / "labels.py"
+    file.write_text(f"{LABELS}    return right + 0.1 * (len(reply) < 20)\n")
+    row = {"id": "a", "prompt": "lost", "label": "refund"}
+    report = check(f"{file}:reward", [row])
+    assert report.ok and report.lines()[-1] == "undecided: no error, and no right reply was tried"
+    assert "no reply reached SUCCESS = 1: no column" in said(report) and "--fields.response label" in said(report)
+    assert "an empty reply earns the most (0.1)" in said(report)
+    known = check(f"{file}:reward", [{**row, "response": "refund"}])
+    assert known.lines()[-1] == "check passed" and "SUCCESS" not in said(known)
+    assert "an empty reply" not in said(known)
+
+
 def test_what_an_environment_notes_is_shown() -> None:
     report = check(recording_envs.scored, [{"id": "a", "prompt": "Q", "answer": "xyz"}])
     assert sum('noted letters 3, first "x"' in line for line in report.lines()) == 1
@@ -148,7 +169,8 @@ def test_without_a_whole_right_reply_equal_rewards_are_told_and_not_judged(colum
     assert report.ok and report.lines()[-1].startswith("undecided: ")
     which = "your answer column" if column == "answer" else "no column of yours"
     assert f"the same for every reply (0): {which} is {'not ' * (column == 'answer')}a full reply" in said(report)
-    assert "--fields.response COLUMN" in said(report) and "--replies FILE" in said(report)
+    named = "solution" if column == "solution" else "COLUMN"
+    assert f"--fields.response {named}" in said(report) and "--replies FILE" in said(report)
 
 
 def test_several_turns_without_a_right_episode_ask_for_one_with_an_example() -> None:

@@ -1,9 +1,10 @@
 """The folder of a run, from the first check to the open record.
 
 Decides whether a run may begin or continue in a folder, from which checkpoint it continues, and what is deleted when it
-overwrites. `RunFolder.open` is the first to write, so an error in options, data or model costs nothing. An overwritten run
-is set aside there, and deleted when the new run has written its first step; if that never happens, it is put back: by
-`close`, or after a crash by the next command that begins or resumes a run in the folder.
+overwrites. A run that ended before its first step is in nobody's way. `RunFolder.open` is the first to write, so an error
+in options, data or model costs nothing. An overwritten run is set aside there, and deleted when the new run has written
+its first step; if that never happens, it is put back: by `close`, or after a crash by the next command that begins or
+resumes a run in the folder.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from posttrain.runs.run_files import (
     CHECKPOINTS,
     RUN,
     delete_aside,
+    delete_run,
     holds_run,
     made_by_run,
     put_back,
@@ -222,13 +224,15 @@ class RunFolder(Generic[AnyTraining]):
             if self._lock is None:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._lock = Lock(self.path)
-            if self.config.overwrite:
+            if _without_step(self.path):
+                delete_run(self.path)
+            elif self.config.overwrite:
                 set_aside(self.path)
             self._record = RunRecord.create(self.path, options, self.config.verb, told)
             return self._record
 
     def _begun(self, config: AnyTraining) -> AnyTraining:
-        if holds_run(self.path) and not config.overwrite:
+        if holds_run(self.path) and not config.overwrite and not _without_step(self.path):
             way = "--resume continues it, --overwrite deletes it, or choose another --out"
             raise UserError(f"{self.path} already holds a run: {way}")
         if config.overwrite:
@@ -312,6 +316,13 @@ class RunFolder(Generic[AnyTraining]):
         kind, _, entry = option.partition(" ")
         value = self.start if option == "model" else getattr(self.config, kind)
         return f"--{kind.replace('_', '-')} {dict(_paths(self.config, kind))[option] if entry else value}"
+
+
+def _without_step(folder: Path) -> bool:
+    """Return whether a folder holds a run that ended before its first step, which another may replace."""
+    if not (folder / RUN).is_file() or any((folder / CHECKPOINTS).glob("*")):
+        return False
+    return not any(row["step"] for row in read_metrics(folder))
 
 
 def day_of(checkpoint: Path | None) -> str | None:

@@ -262,8 +262,8 @@ def rehearse(
                 break  # another reply would not help, or would take as long
     if not begun:
         raise UserError(
-            f"the environment fails before its first prompt: {failures[0].reason}; correct it, or the columns that it reads, "
-            "and try it with posttrain check"
+            f"the environment fails before its first prompt: {failures[0].reason}; correct it, or the columns that it reads,"
+            " and try it with posttrain check"
         )
     reason = failures[0].reason
     if _always_fails(failures):

@@ -365,7 +365,7 @@ class Trainer:
                 self._save()
                 self._wait_for_checkpoint()
         if self.saved is None:
-            return "no step was saved: fix it and start again with --overwrite"
+            return f"no step was saved: fix it and start again{' with --overwrite' if self.done else ''}"
         step = checkpoints.step_of(self.saved)
         also = " (and --accept-changes, if you change the environment)" if self.config.env else ""
         return f"fix it and continue after step {step} with posttrain {self.config.verb} --out {self.folder} --resume{also}"

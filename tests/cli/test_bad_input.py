@@ -364,8 +364,11 @@ def test_reward_whose_process_dies_is_warned_of_and_then_ends_the_run_in_one_lin
     said = "worker process died (exit code 3)"
     capfd.readouterr()
     few: dict[str, Any] = {"out": "dead", "prompts": 1, "group": 2} if verb == "rl" else {"tasks": "few.jsonl"}
-    assert main(words(verb, env="dies.py:reward", **few)) == 2
-    warning, error = capfd.readouterr().err.splitlines()
+    again = 2 if verb == "rl" else 1  # a run that ended before its first step is in nobody's way
+    for _ in range(again):
+        assert main(words(verb, env="dies.py:reward", **few)) == 2
+        warning, error = capfd.readouterr().err.splitlines()
+    assert "--overwrite" not in error
     assert warning.startswith("posttrain: warning: the environment scored no sample reply") and said in warning
     assert said in error and "Traceback" not in error
 

@@ -92,9 +92,11 @@ def report(
     Raises UserError where the rows cannot be read, or a row cannot be laid out for the model.
     """
     first = rows[0]
-    named = {**first, **{key: first.get(column) for key, column in options.get("fields", {}).items()}}
+    fields = options.get("fields", {})
+    other = {name: value for name, value in first.items() if name not in fields.values()}  # each column counts once
+    named = {**other, **{key: first.get(column) for key, column in fields.items()}}
     try:
-        shape = WHOLE if "text" in options.get("fields", {}) else shape_of(plain(named))
+        shape = WHOLE if "text" in fields else shape_of(plain(named))
     except UserError as error:
         raise UserError(f"{rows.where(0)}: {error}") from error
     found = DataReport(shape, _verb(shape), _columns(rows), len(rows), context=model.context if model else None)
@@ -108,7 +110,9 @@ def report(
 def _verb(shape: str) -> str:
     if shape in PREFERENCES:
         return "prefer, reward-model" if shape != "labelled steps" else "reward-model"
-    return "rl" if shape in ("prompts", "verl") else "sft"
+    if shape in ("prompts", "verl"):
+        return "rl"
+    return "sft, rl" if shape.startswith(("questions", "prompt and completion")) else "sft"
 
 
 def _conversion(shape: str, options: Mapping[str, Any]) -> Conversion:

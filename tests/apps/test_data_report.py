@@ -171,3 +171,11 @@ def test_mistake_ends_with_2_and_one_line(
     assert main(words) == 2
     told = capsys.readouterr()
     assert reason in told.out + told.err and len(told.err.splitlines()) <= 1
+
+
+def test_a_column_that_is_mapped_counts_under_its_new_name_alone() -> None:
+    rows = load_rows([{"question": "where?", "label": "refund"}])
+    imitated = report(rows, {**NONE, "fields": {"prompt": "question", "response": "label"}}, None, Chatting())
+    assert (imitated.shape, imitated.verb, imitated.used) == ("prompt and completion", "sft, rl", 1)
+    played = report(rows, {**NONE, "fields": {"prompt": "question"}}, None, Chatting())
+    assert (played.shape, played.verb, played.used) == ("prompts", "rl", 1)

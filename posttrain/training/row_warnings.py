@@ -20,6 +20,7 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.terminal.notices import warn
 
 COLUMNS = ("prompt", "messages", "response", "completion", "answer", "chosen", "rejected", "label", "score")
+LISTS = ("responses", "completions", "answers", "labels", "scores")  # columns that a reward may read
 NEAR = 0.8  # similarity from which a name is a mistyped one
 READ_FOR_UNKNOWN = 20  # most tasks to read
 LONGEST_READ = 100_000  # characters of each of their texts
@@ -31,7 +32,7 @@ LEAST_REPEATED = 8  # characters of a prompt; a response may begin with a shorte
 def warn_near_names(config: Data, warn: Callable[[str], None] = warn) -> None:
     """Warn about names of `--fields` that look like misspelt columns; they are valid, as a reward may read any name."""
     for name, column in config.fields.items():
-        if name.removesuffix("s") not in COLUMNS and (close := get_close_matches(name, COLUMNS, 1, NEAR)):
+        if name not in (*COLUMNS, *LISTS) and (close := get_close_matches(name, COLUMNS, 1, NEAR)):
             warn(f"--fields.{name} {column}: only your own code reads {name!r}; did you mean --fields.{close[0]}?")
 
 

@@ -10,7 +10,7 @@ from posttrain.training.row_warnings import warn_near_names
     ("name", "meant"),
     [
         ("promt", "prompt"), ("reponse", "response"), ("choosen", "chosen"), ("anwser", "answer"),
-        ("prompt", ""), ("prompts", ""), ("answers", ""), ("ground_truth", ""), ("prompt_text", ""), ("question", ""),
+        ("prompt", ""), ("prompts", "prompt"), ("answers", ""), ("ground_truth", ""), ("prompt_text", ""), ("question", ""),
     ],
 )  # fmt: skip
 def test_a_mistyped_column_is_answered_with_the_column(name: str, meant: str) -> None:

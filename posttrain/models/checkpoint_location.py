@@ -47,6 +47,11 @@ def checkpoint_folder(name: str | Path) -> Path:
             f"{name}: no such folder: give a folder with config.json, model.safetensors and tokenizer.json, a .gguf file, "
             "or a model of the Hugging Face hub (org/name, org/name@revision)"
         )
+    return _downloaded(named, folder)
+
+
+def _downloaded(named: HubName, folder: Path) -> Path:
+    """Return the folder of a model of the hub. `folder`: the place on this machine that the name may have meant."""
     try:
         return downloaded(named)
     except UserError as error:
@@ -71,4 +76,4 @@ def pinned(path: Path) -> Path:
     named = hub_name(str(path))
     if named is None or os.path.lexists(path):  # unlike Path.exists it never raises
         return path
-    return Path(str(HubName(named.name, downloaded(named).name)))
+    return Path(str(HubName(named.name, _downloaded(named, path).name)))

@@ -142,6 +142,8 @@ def test_a_mistyped_folder_beside_others_is_answered_with_the_folder(hub: ModelH
     (tmp_path / "runs" / "sft").mkdir(parents=True)
     assert again("runs/sft") == Path("runs/sft")
     begin = "there is no folder runs/stf; did you mean 'runs/sft'?; and on the hub: "
+    with pytest.raises(UserError, match="did you mean 'runs/sft'"):
+        pinned(Path("runs/stf"))
     assert begin in refused("runs/stf") and "there is no folder" not in refused("org/none")
 
 

@@ -12,10 +12,11 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Sequence
 from itertools import pairwise, takewhile
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TextIO, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TextIO, cast, get_args, get_origin, get_type_hints
 
 from cyclopts import App
 from cyclopts.exceptions import (
@@ -32,7 +33,7 @@ from posttrain import __version__
 from posttrain.cli.command_table import COMMANDS, FIRST, command_of, is_heading
 from posttrain.config.verbs import VERBS, load, sampling, training
 from posttrain.core import user_files
-from posttrain.core.messages import inline, near, safe
+from posttrain.core.messages import inline, near, safe, toml_problem
 from posttrain.core.progress import doing, watch
 from posttrain.core.types import UserError
 from posttrain.system import garbage
@@ -100,6 +101,8 @@ _asked_to_stop = False  # whether a signal has requested the end
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line, and return the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     try:
         if (text := _help(words)) is not None:
             print(text)
@@ -121,11 +124,14 @@ def main(arguments: list[str] | None = None) -> int:
         if isinstance(error, MissingArgumentError) and error.argument is not None:
             said = _missing(error, words)
         if isinstance(error, RepeatArgumentError) and error.token.keyword:
-            said = f"{error.token.keyword} is given twice: leave one of them out"
+            said = _repeated(error.token.keyword, words)
         if isinstance(error, UnusedCliTokensError) and error.unused_tokens and words:
             said = _unused(error.unused_tokens[0], words)
         if isinstance(error, CoercionError) and error.target_type in NUMBERS and error.token is not None:
             said = f"{error.token.keyword} is {NUMBERS[error.target_type]}, not {error.token.value!r:.60}"
+        if isinstance(error, CoercionError) and get_origin(error.target_type) is Literal and error.token is not None:
+            choices = list(map(str, get_args(error.target_type)))
+            said = _no_choice(error.token.keyword or "", error.token.value, choices, words[0])
         if isinstance(error, CoercionError) and get_origin(error.target_type) is dict and error.token is not None:
             said += f" Name one entry at a time: {error.token.keyword}.NAME VALUE"
         if said.startswith("Dictionary of tokens"):  # the message of cyclopts does not name it
@@ -217,6 +223,22 @@ def _missing(error: MissingArgumentError, words: list[str]) -> str:
     assert command is not None
     said = BY_POSITION[name.lstrip("-").lower()]
     return f"posttrain {command.name} needs {said}: posttrain {command.name} {command.example}"
+
+
+def _repeated(option: str, words: list[str]) -> str:
+    """Return the message about an option that is given twice, or beside its opposite."""
+    plain = option.removeprefix("--no-").removeprefix("--")
+    both = [f"--{plain}", f"--no-{plain}"]
+    if all(name in words for name in both):
+        return f"{' and '.join(both)} contradict each other: leave one of them out"
+    return f"{option} is given twice: leave one of them out"
+
+
+def _no_choice(option: str, value: str, choices: Sequence[str], verb: str) -> str:
+    """Return the message about a value that is none of an option's choices, with the one that is meant."""
+    *others, last = choices
+    listed = f"{', '.join(others)} or {last}" if others else last
+    return f"{option} is {listed}, not {value!r:.60}{near(value, choices) or _suggested(f'--{value}', verb)}"
 
 
 def _no_command(word: str) -> str:
@@ -465,7 +487,7 @@ def _read_recipe(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"--config {str(file)[:100]} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # not UTF-8, not TOML, a number of thousands of digits, too deep
-        raise UserError(f"{file}: not valid TOML: {error}") from error
+        raise UserError(f"{file}: not valid TOML: {toml_problem(error)}") from error
     for table, options in content.items():
         if table not in VERBS or not isinstance(options, dict):
             raise UserError(

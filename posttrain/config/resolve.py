@@ -363,8 +363,8 @@ def continued(config: AnyTraining, recorded: Mapping[str, Any]) -> AnyTraining:
     if differing:
         other = ", ".join(differing)
         raise UserError(
-            f"cannot resume {config.out} with other options ({other}): leave them out, or start a new run in another "
-            "--out without --resume"
+            f"cannot resume {config.out} with other options ({other}): leave them out, or start a new run from its weights "
+            f"in another --out without --resume: --model {config.out}"
         )
     ours = anew | (config.given & free)
     kept = {name: tuple(v) if isinstance(v, list) else v for name, v in recorded.items() if name not in ours}

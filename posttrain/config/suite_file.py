@@ -15,6 +15,7 @@ from typing import Any, get_origin, get_type_hints
 from posttrain.config.inference import Evaluation
 from posttrain.config.resolve import filled, validate
 from posttrain.core import user_files
+from posttrain.core.messages import toml_problem
 from posttrain.core.types import UserError
 
 OF_THE_SUITE = ("suite", "model", "against", "harness", "out", "inspect_log")
@@ -43,7 +44,7 @@ def read_suite(file: str, given: Mapping[str, Any], option: str = "--suite") -> 
     except OSError as error:
         raise UserError(f"{option} {file:.100} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{option} {file:.100} is not valid TOML: {error}") from None
+        raise UserError(f"{option} {file:.100} is not valid TOML: {toml_problem(error)}") from None
     for name, own in content.items():
         if isinstance(own, list) and any(isinstance(each, dict) for each in own):
             raise UserError(f"{option} {file:.100}: [[{name:.60}]] is a list of tables: write [{name:.60}] for a part")

@@ -45,6 +45,12 @@ def one_line(error: BaseException) -> str:
     return text if text and "object>" not in text else type(error).__name__
 
 
+def toml_problem(error: BaseException) -> str:
+    """Return the message of an error of tomllib, with the usual fix of a value that is none."""
+    text = one_line(error)
+    return f"{text}: put text in quotes" if text.startswith("Invalid value") else text
+
+
 def safe(text: str) -> str:
     """Return the text with control codes made visible: printed raw, they could rewrite the screen.
 

@@ -223,6 +223,8 @@ def _parse(text: str, name: str, line: int) -> Any:
             hint = "; if each line is an object, name the file .jsonl"
         elif error.msg == "Extra data":
             hint = "; put several rows into a list, [{...}, {...}], or each on one line of a .jsonl file"
+        elif line == 1 and error.pos == 0 and ("," in text or "\t" in text):
+            hint = f"; it looks like a table: name the file .{'csv' if ',' in text else 'tsv'}"
         elif text.strip() in ("{", "["):
             hint = "; a .jsonl file has each row on a line of its own: name a file of one list, or of one row, .json"
         where = f"{name}:{line + error.lineno - 1}"

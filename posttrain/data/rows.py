@@ -188,7 +188,7 @@ def load_rows(
     elif (path := _place(source)).is_file():
         if split is not None:
             raise UserError(f"{source} is a single file and has no split {split!r}: leave split out")
-        name, rows = path.name, _of_files([path], limit)
+        name, rows = str(source), _of_files([path], limit)
     elif path.is_dir():
         name, rows = str(source), _in_folder(path, split, limit)
     elif os.path.lexists(path):

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 from posttrain.core import user_files
 from posttrain.core.coerce import convert
 from posttrain.core.component import option, setting_of
+from posttrain.core.messages import toml_problem
 from posttrain.core.option_aliases import suggestion
 from posttrain.core.types import UserError
 from posttrain.data.tasks_from_rows import Pattern, parse_template
@@ -145,7 +146,7 @@ def read_recipe(file: str | Path) -> Recipe | Generative:
     except OSError as error:
         raise UserError(f"the judge's recipe {str(file)[:100]} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{file}: not valid TOML: {error}") from error
+        raise UserError(f"{file}: not valid TOML: {toml_problem(error)}") from error
     read = generative_of if "template" in content and "endpoint" not in content else recipe_of
     return read(content, f"{file}: ")
 

@@ -151,7 +151,7 @@ def _import_file(path: Path) -> ModuleType:
             )
         near = sorted(p.name for p in path.parent.glob("*.py")) if os.path.isdir(path.parent) else []
         raise UserError(f"there is no file {path}{near_or_all(path.name, near)}")
-    path = path.resolve()
+    given, path = path, path.resolve()
     stamp = hashlib.sha256(os.fsencode(path) + str(path.stat().st_mtime_ns).encode()).hexdigest()[:12]
     name = f"{PRIVATE}{path.stem}_{stamp}"
     if name in sys.modules:
@@ -169,8 +169,8 @@ def _import_file(path: Path) -> ModuleType:
         if isinstance(error, KeyboardInterrupt):
             raise
         if isinstance(error, UserError):
-            raise UserError(f"{path.name}: {error}") from error
-        raise UserError(f"{path.name} does not import: {describe_error(error, str(path))}") from error
+            raise UserError(f"{given}: {error}") from error
+        raise UserError(f"{given} does not import: {describe_error(error, str(path))}") from error
     return module
 
 

@@ -102,7 +102,10 @@ def named_device(name: str) -> torch.device:
         probe.item()  # fails for "meta"
         return probe.device
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from error
+        why = str(error).splitlines()[0]
+        if torch.version.cuda is None and name.startswith("cuda"):
+            why = "this installation of torch is for processors alone: leave --device out, or install torch with CUDA"
+        raise UserError(f"--device {name} cannot be used: {why}") from error
 
 
 def microbatch_tokens(config: Training, model: Model) -> int:

@@ -69,12 +69,17 @@ def place(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Ite
     (folder / "unfinished.py").write_text("def reward(task, reply:\n")
     (folder / "base.py").write_text("class Odd(BaseException): ...\nraise Odd('boo')\n")
     (folder / "hides.py").write_text("def __getattr__(name):\n    raise RuntimeError(name)\n")
+    (folder / "data").mkdir()
     recipes = {
         "typo.toml": "[rl]\nstesp = 3\n",
         "table.toml": "[train]\nsteps = 3\n",
         "other.toml": "[sft]\nrows = 3\n",
         "type.toml": '[rl]\nsteps = "many"\n',
         "malformed.toml": "[rl\nsteps = 3\n",
+        "unquoted.toml": "[rl]\ntasks = rows.jsonl\n",
+        "data/comma.jsonl": "prompt,answer\n1+1=,2\n",
+        "data/none.csv": "prompt,answer\n",
+        "data/unfinished.py": "def reward(task, reply)\n",
         "binary.toml": "\x00\x01",
         "huge.toml": f"[rl]\nsteps = 0x{'f' * 5000}\n",
     }
@@ -153,7 +158,9 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "missing tasks": (words("rl", tasks="rosw.jsonl"), ("no file rosw.jsonl", "did you mean 'rows.jsonl'?")),
     "missing tasks in sft": (words("sft", tasks="rosw.jsonl"), ("did you mean 'rows.jsonl'?",)),
     "no tasks at all": (["rl", "--env", "env.py:reward"], ("--tasks is missing",)),
-    "evaluations of nothing": (words("rl", eval_every=5), ("--eval-every 5 has nothing", "--held-out 0.1", "--eval-tasks FILE")),
+    "evaluations of nothing": (
+        words("rl", eval_every=5), ("--eval-every 5 has nothing", "--held-out 0.1", "--eval-tasks FILE")
+    ),
     "malformed row": (words("rl", tasks="broken.jsonl"), ("broken.jsonl:2: not valid JSON",)),
     "empty dataset": (words("sft", tasks="empty.jsonl"), ("empty.jsonl has no rows",)),
     "unknown column": (
@@ -301,10 +308,19 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     ),
     "no resume without a run": (words("rl", resume=""), ("never holds no run to resume", "leave out --resume")),
     "option given twice": ([*words("rl"), "--lr", "1", "--lr", "2"], ("--lr is given twice: leave one of them out",)),
+    "an option and its opposite": ([*words("rl"), "--chat", "--no-chat"], ("--chat and --no-chat contradict each other",)),
+    "a choice that there is not": (
+        words("rl", schedule="cosin"), ("--schedule is constant, linear or cosine, not 'cosin'; did you mean 'cosine'?",)
+    ),
+    "float16": (words("rl", precision="fp16"), ("--precision is float32 or bfloat16, not 'fp16'", "--precision bfloat16")),
     "resume and overwrite": (words("rl", resume="", overwrite=""), ("give one of them",)),
     "missing recipe": (["rl", "--config", "nowhere.toml"], ("nowhere.toml", "no such file")),
     "recipe without a name": (["rl", "--config"], ("--config needs a file",)),
     "malformed recipe": (["rl", "--config", "malformed.toml"], ("malformed.toml: not valid TOML", "line 1")),
+    "text without quotes in a recipe": (["rl", "--config", "unquoted.toml"], ("line 2", "put text in quotes")),
+    "a table that is named as JSON": (words("sft", tasks="data/comma.jsonl"), ("a table: name the file .csv",)),
+    "a file without rows in a folder": (words("sft", tasks="data/none.csv"), ("posttrain: data/none.csv has no rows",)),
+    "a reward in a folder": (words("rl", env="data/unfinished.py:reward"), ("data/unfinished.py does not import",)),
     "recipe with a huge integer": (["rl", "--config", "huge.toml"], ("[rl] steps has an integer of more than 64 bits",)),
     "recipe of bytes": (["rl", "--config=binary.toml"], ("binary.toml: not valid TOML",)),
     "unknown option in a recipe": (["rl", "--config", "typo.toml"], ("[rl]", "'stesp'", "did you mean 'steps'?")),
@@ -371,6 +387,14 @@ def test_reward_whose_process_dies_is_warned_of_and_then_ends_the_run_in_one_lin
     assert "--overwrite" not in error
     assert warning.startswith("posttrain: warning: the environment scored no sample reply") and said in warning
     assert said in error and "Traceback" not in error
+
+
+def test_help_is_a_command_too(capsys: pytest.CaptureFixture[str]) -> None:
+    pages = []
+    for asked in (["help", "rl"], ["rl", "--help"], ["help"], ["--help"]):
+        assert main(asked) == 0
+        pages.append(capsys.readouterr().out)
+    assert pages[0] == pages[1] != pages[2] == pages[3]
 
 
 @pytest.mark.parametrize("case", CASES)

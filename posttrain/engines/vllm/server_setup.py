@@ -126,7 +126,7 @@ def require_vllm() -> None:
     if found is None or found.origin is None:
         raise UserError(
             "vLLM is not installed: pip install vllm (on a machine without a GPU see `make test-vllm`), name servers that "
-            "run elsewhere (--engine-url), or use the embedded engine"
+            "run elsewhere (--engine-url), or leave out --engine vllm"
         )
 
 

@@ -5,6 +5,9 @@ Messages to a user name only commands that run here, or how to install them. Tha
 
 from __future__ import annotations
 
+import re
+import shlex
+from importlib import metadata
 from importlib.util import find_spec
 
 COMPILERS = ("gcc", "cc", "clang")
@@ -15,8 +18,24 @@ NEEDED = {"view": ("duckdb",), "query": ("duckdb",)}
 
 
 def install(extra: str) -> str:
-    """Return the command that installs an extra, quoted so that any shell accepts it."""
-    return f"pip install 'posttrain[{extra}]'"
+    """Return the command that installs an extra's packages, quoted so that any shell accepts it. It needs neither the
+    clone nor a release of this package.
+    """
+    try:
+        required = metadata.requires("posttrain") or []
+    except metadata.PackageNotFoundError:  # run from a clone that is not installed
+        required = []
+    pairs = [line.split("; extra == ") for line in required if "; extra == " in line]
+    packages = [_upwards(package) for package, of in pairs if of.strip('"') == extra.replace("_", "-")]
+    return f"pip install {' '.join(packages) or shlex.quote(f'.[{extra}]')}"
+
+
+def _upwards(package: str) -> str:
+    """Return a requirement, quoted, with its lower bound first."""
+    name = re.match(r"[\w.-]+", package)
+    assert name is not None
+    bounds = package[name.end() :].split(",")
+    return shlex.quote(name[0] + ",".join(sorted(bounds, reverse=True)))
 
 
 def installed(library: str) -> bool:

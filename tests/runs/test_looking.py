@@ -237,7 +237,7 @@ def test_view_without_its_extra_says_what_to_install(
     absent: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, absent, None)
-    assert told(capsys, "view", "a") == f"posttrain: posttrain view needs {absent}: pip install 'posttrain[view]'"
+    assert told(capsys, "view", "a") == f"posttrain: posttrain view needs {absent}: pip install 'duckdb>=2,<3'"
 
 
 def test_options_of_view_that_would_do_nothing_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

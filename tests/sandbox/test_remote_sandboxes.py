@@ -257,7 +257,7 @@ def test_without_the_client_or_a_key_the_fix_is_one_line(
     monkeypatch.setattr(remote_sandbox, "installed", lambda library: False)
     assert main(asked) == 2
     (told,) = capsys.readouterr().err.strip().splitlines()
-    assert told.endswith(f"is not installed: pip install 'posttrain[{name}]'")
+    assert f"is not installed: pip install '{name}>=" in told
     monkeypatch.setattr(remote_sandbox, "installed", lambda library: True)
     assert main(asked) == 2
     (told,) = capsys.readouterr().err.strip().splitlines()

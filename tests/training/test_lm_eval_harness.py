@@ -242,7 +242,7 @@ def test_the_folder_of_the_figures_is_created(tmp_path: Path, monkeypatch: pytes
     [
         ("hellaswag", "must name tasks of lm-evaluation-harness"),
         ("lm-eval:", "must name tasks of lm-evaluation-harness"),
-        ("lm-eval:hellaswag", "needs lm-evaluation-harness: pip install 'posttrain[lm-eval]'"),
+        ("lm-eval:hellaswag", "needs lm-evaluation-harness: pip install 'lm-eval>="),
     ],
 )
 def test_a_mistake_is_one_line(

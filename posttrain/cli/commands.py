@@ -34,6 +34,8 @@ from posttrain.core.types import UserError
 
 def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  # noqa: B008
     """Mean reward, accuracy and pass@k on a set of tasks, with intervals; --against compares checkpoints."""
+    if config.suite is None and (config.harness is None or config.tasks):
+        validate(config)  # first, as libraries take seconds to load
     from posttrain.cli.evaluation_tables import evaluate_harness, evaluate_suite, show_figures
     from posttrain.runs.terminal.printing import examples, say
     from posttrain.training.verbs import evaluate
@@ -58,6 +60,7 @@ def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  
 
 def sample(*, config: Annotated[Sample, Options] = Sample()) -> int:  # noqa: B008
     """Sample replies to every prompt over a grid of settings: examples to label or to learn from."""
+    validate(config)
     from posttrain.runs.terminal.printing import say
     from posttrain.training.verbs import sample
 
@@ -154,6 +157,8 @@ def serve_policy(*, config: Annotated[ServePolicy, Options] = ServePolicy()) -> 
 
 def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     """Run a reward or an environment on sample replies, before any training."""
+    if not config.verifiers:
+        validate(config)
     from posttrain.cli.help_pages import beside
     from posttrain.envs.check import check as run_check
     from posttrain.envs.play.load_env import about, success_of
@@ -168,7 +173,6 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
         for name, verifier in VERIFIERS.items():
             print("\n".join(beside(PREFIX + name, sentence(verifier), 25)))
         return 0
-    validate(config)
     lines = None
     if config.replies is not None:
         try:

@@ -97,11 +97,11 @@ def _setting(text: str) -> tuple[str, str]:
 def trained(config: AnyTraining) -> int:
     """Train, in this process or in several, print the result, and return the exit code."""
     check_bounds(config)
+    if not config.resume:  # first, as libraries take seconds to load
+        validate(config)
     if config.quiet:
         watch(None)
     if config.processes > 1 and "RANK" not in os.environ:
-        if not config.resume:
-            validate(config)
         from posttrain.cli.launch_processes import launch
 
         return launch(config)

@@ -271,6 +271,16 @@ def test_light_modules_load_no_torch_by_any_way() -> None:
     assert ran.stdout.strip() == "[]"
 
 
+def test_options_are_refused_before_torch_is_loaded() -> None:
+    refused = ["rl", "sft --eval-every 3", "eval --tasks a", "check", "sample", "prefer --tasks a", "rl --env a --tasks a"]
+    code = f"""import sys
+from posttrain.cli.main import main
+codes = [main(words.split()) for words in {refused}]
+print(codes, "torch" in sys.modules)"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ran.stdout.strip() == f"{[2] * len(refused)} False", ran.stderr
+
+
 def test_nobody_outside_of_models_asks_which_kind_a_model_is() -> None:
     """What differs between them is asked of the model: see `Model.decoder`, and `Backbone`."""
     trees = {file: tree_of(file) for file in FILES}

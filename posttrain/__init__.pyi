@@ -106,8 +106,8 @@ class DataOptions(ChatTemplateOptions, FromRowsOptions, total=False):
     for other models, yes if they are instruct models (whose template ends replies as the model does). Rows of messages
     are always wrapped."""
     system: str | None
-    """System message before these prompts, and before rows of messages that have none. Default: the system message of
-    the run that trained the model."""
+    """System message of prompts, and of messages without one. Default: the system message of the run that trained the
+    model."""
 
 class ModelOptions(TypedDict, total=False):
     """Options of several verbs."""
@@ -581,8 +581,8 @@ class RLOptions(
     routing_replay: bool
     """Mixtures of experts: update each token with the experts that sampled it. With the local engine."""
     success: float | None
-    """Reward from which a reply counts as right, for accuracy and pass@k. Default: the environment's own SUCCESS.
-    Algorithms that imitate right replies use it too."""
+    """Reward from which a reply counts as right. It defines accuracy and pass@k. Default: the environment's own
+    SUCCESS. Algorithms that imitate right replies use it too."""
     eval_samples: int
     """Replies per held-out task in each evaluation."""
     eval_limit: int

@@ -100,9 +100,9 @@ class Data(ChatTemplateGroup, FromRows, group="data"):
     Responses of sft, prefer and reward-model are then the assistant's. Default: as in the run that trained the model;
     for other models, yes if they are instruct models (whose template ends replies as the model does). Rows of messages
     are always wrapped."""
-    system: str | None = option(None, group="model", value="TEXT")
-    """System message before these prompts, and before rows of messages that have none. Default: the system message of
-    the run that trained the model."""
+    system: str | None = option(None, group="model", value="TEXT", first_hour=True)
+    """System message of prompts, and of messages without one. Default: the system message of the run that trained the
+    model."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

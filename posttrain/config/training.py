@@ -118,7 +118,7 @@ class OptimizerGroup(OptionGroup, group="optimisation"):
 class ProcessesGroup(OptionGroup, group="scale"):
     """Several processes that train one model."""
 
-    processes: int = option(1, above=0, most=1024, first_hour=True, on_resume="anew")
+    processes: int = option(1, above=0, most=1024, on_resume="anew")
     """Training processes on this machine: each holds the whole model, unless an option divides it. On several machines,
     start one process each with torchrun."""
     learner_devices: tuple[int, ...] = option((), value="GPU", on_resume="free")
@@ -204,7 +204,7 @@ class Training(RunGroup, SeedGroup, ProcessesGroup, HardwareGroup, HeldOutGroup,
 
     eval_every: int = option(0, least=0, group="evaluation", first_hour=True)
     """Steps between evaluations on the held-out tasks (0: only before and after training)."""
-    eval_tasks: tuple[str, ...] = option((), group="evaluation", value="ROWS")
+    eval_tasks: tuple[str, ...] = option((), group="evaluation", value="ROWS", first_hour=True)
     """Rows to evaluate on, instead of a held-out share of --tasks. There may be several sets, with names:
     --eval-tasks easy=a.jsonl hard=b.jsonl. In rl each has figures of its own too."""
     eval_suite: str | None = option(None, group="evaluation", value="FILE")
@@ -308,7 +308,7 @@ class RewardModelling(AlgorithmGroup, Passes):
 class EngineGroup(ReplicaGroup, group="scale"):
     """Engine of training, and its weight sync."""
 
-    engine: Literal["local", "vllm"] = option("local", first_hour=True)
+    engine: Literal["local", "vllm"] = "local"
     """Sampling engine: local, with the learner's own weights, or vllm, a server that the run starts."""
     engine_url: tuple[str, ...] = option((), value="URL", on_resume="free")
     """vLLM: servers that run already, such as http://10.0.0.7:8000, instead of one that the run starts. The variable
@@ -388,8 +388,8 @@ class RL(
     routing_replay: bool = option(False, group="sampling")
     """Mixtures of experts: update each token with the experts that sampled it. With the local engine."""
     lr: float = option(1e-6, above=0)
-    success: float | None = option(None, group="environment", value="REWARD")
-    """Reward from which a reply counts as right, for accuracy and pass@k. Default: the environment's own SUCCESS.
+    success: float | None = option(None, group="environment", value="REWARD", first_hour=True)
+    """Reward from which a reply counts as right. It defines accuracy and pass@k. Default: the environment's own SUCCESS.
     Algorithms that imitate right replies use it too."""
     eval_samples: int = option(1, above=0, group="evaluation")
     """Replies per held-out task in each evaluation."""

@@ -10,7 +10,7 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from shlex import quote
-from typing import Annotated
+from typing import Annotated, Literal
 
 from posttrain.cli.training_commands import Options, read
 from posttrain.config.inference import (
@@ -130,7 +130,7 @@ def demo(*, real: bool = False, model: str | None = None, out: str = "runs/demo"
     return 0
 
 
-def merge(adapter: str, *, out: str) -> int:
+def merge(adapter: str, *, out: str, dtype: Literal["float32", "bfloat16", "float16"] | None = None) -> int:
     """Merge a LoRA adapter into its base model: a complete checkpoint that needs neither.
 
     Parameters
@@ -139,10 +139,12 @@ def merge(adapter: str, *, out: str) -> int:
         Folder of an adapter in PEFT's format, or of a run with --lora.
     out
         Folder of the merged model, to be created.
+    dtype
+        Type of the written weights; without it that in which they were merged, float32.
     """
     from posttrain.cli.merge_command import merge_adapter
 
-    merge_adapter(adapter, Path(out))
+    merge_adapter(adapter, Path(out), dtype)
     return 0
 
 

@@ -6,6 +6,9 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from shlex import quote
+
+import torch
 
 from posttrain.core.messages import one_line
 from posttrain.core.protocols import Model
@@ -21,8 +24,8 @@ from posttrain.runs.checkpoint import is_disk_error, resolve
 from posttrain.runs.run_files import writing
 
 
-def merge_adapter(adapter: str, out: Path) -> None:
-    """Write a checkpoint that computes the same as an adapter on its base.
+def merge_adapter(adapter: str, out: Path, dtype: str | None = None) -> None:
+    """Write a checkpoint that computes the same as an adapter on its base. `dtype`: type of its weights, by name.
 
     Raises UserError for a wrong base, for a folder in use, and if the disk is full or not writable.
     """
@@ -39,17 +42,28 @@ def merge_adapter(adapter: str, out: Path) -> None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise UserError(f"{out} is there already: choose another --out")
     model: Model
-    if read_adapter_config(folder).task == CLASSIFIER:
+    scores = read_adapter_config(folder).task == CLASSIFIER
+    if scores:
         model = load_reward_model(folder)
         merge(model.backbone)
     else:
         model = load_model(folder)
         merge(decoder_of(model))
+    if dtype is not None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(getattr(torch, dtype))
     tokenizer = Tokenizer.load(folder)
     with _draft_of(out) as draft:
         model.save(draft)
         tokenizer.save(draft)
-    print(f"checkpoint  {out}")
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    print(f"checkpoint  {out}, {size / 1e6:,.0f} MB in {str(model.head.dtype).removeprefix('torch.')}")
+    if not scores:
+        print(
+            f"serve it    posttrain serve-policy --model {quote(str(out))}",
+            f"or          vllm serve {quote(str(out))}",
+            sep="\n",
+        )
 
 
 @contextmanager

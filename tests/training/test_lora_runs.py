@@ -180,6 +180,11 @@ def test_merged_checkpoint_opens_in_transformers_with_equal_logits(
     transformers = pytest.importorskip("transformers")
     ran(SFT, "run")
     assert main(["merge", "run", "--out", "merged"]) == 0
+    assert "in float32\n" in (said := capsys.readouterr().out) and "vllm serve merged" in said
+    assert main(["merge", "run", "--out", "small", "--dtype", "bfloat16"]) == 0
+    whole, small = (load_file(f"{name}/model.safetensors") for name in ("merged", "small"))
+    assert small.keys() == whole.keys()
+    assert all(torch.equal(small[name], whole[name].bfloat16()) for name in whole)
     theirs = transformers.AutoModelForCausalLM.from_pretrained("merged", dtype=torch.float32)
     tokens = torch.tensor([[3, 7, 11, 5, 9]])
     with torch.no_grad():

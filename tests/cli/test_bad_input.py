@@ -261,7 +261,7 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "sorted and judged alone": (words("prefer", algorithm="kto", transport="unpaired"), ("choose --link sigmoid",)),
     "sorted with weights": ([*words("prefer", algorithm="aot"), "--policy-weight"], ("leave out --policy-weight",)),
     "sorted with margins": (words("prefer", algorithm="aot", row_margins=1), ("leave out --row-margins",)),
-    "sorted in another way": (words("prefer", transport="pairs"), ("for --transport", "unpaired")),
+    "sorted in another way": (words("prefer", transport="pairs"), ("--transport is ", "unpaired")),
     "more prompts than tasks": (words("rl", prompts=50), ("--prompts 50", "20")),
     "truncated sampling": (words("rl", top_p=0.9), ("--top-p", "leave them at 1")),
     "column of temperatures that is none": (

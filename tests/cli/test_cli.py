@@ -92,13 +92,23 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_command_line_wins_over_the_recipe_and_the_recipe_over_the_default(tmp_path: Path, taken: list[Any]) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
-        '[rl]\nsteps = 7\nlr = 2e-5\nstop = ["\\n", "a"]\n[rl.fields]\nprompt = "question"\n[sft]\nrows = 3\n'
+        '[rl]\ntasks = "x"\nenv = "y"\nmodel = "z"\n'
+        'steps = 7\nlr = 2e-5\nstop = ["\\n", "a"]\n[rl.fields]\nprompt = "question"\n[sft]\ntasks = "x"\nrows = 3\n'
     )
     main(["rl", "--config", str(recipe), "--steps", "9", "--no-quiet", "--fields.answer", "final"])
     main(["sft", f"--config={recipe}", "--betas", "0.8", "0.9", "--mask", "all"])
     rl, sft = taken
     assert (rl.steps, rl.lr, rl.stop, rl.group) == (9, 2e-5, ("\n", "a"), 8)
-    assert rl.fields["answer"] == "final" and rl.given == {"steps", "lr", "stop", "fields", "quiet"}
+    assert rl.fields["answer"] == "final" and rl.given == {
+        "tasks",
+        "env",
+        "model",
+        "steps",
+        "lr",
+        "stop",
+        "fields",
+        "quiet",
+    }
     assert (sft.rows, sft.betas, sft.mask, sft.hidden) == (3, (0.8, 0.9), "all", 128)
 
 
@@ -108,7 +118,26 @@ def test_options_are_named_never_guessed_from_their_place(taken: list[Any], caps
 
 
 def test_configuration_survives_its_record(taken: list[Any]) -> None:
-    main(["rl", "--stop", "a", "b", "--tasks", "x", "--kl", "0.1", "--out", "here", "--fields.prompt", "q"])
+    main(
+        [
+            "rl",
+            "--stop",
+            "a",
+            "b",
+            "--tasks",
+            "x",
+            "--env",
+            "y",
+            "--model",
+            "z",
+            "--kl",
+            "0.1",
+            "--out",
+            "here",
+            "--fields.prompt",
+            "q",
+        ]
+    )
     [config] = taken
     recorded = json.loads(json.dumps(as_dict(config)))
     assert recorded == as_dict(config)
@@ -134,7 +163,7 @@ def test_version_algorithms_and_exit_codes(capsys: pytest.CaptureFixture[str], m
         raise KeyboardInterrupt
 
     monkeypatch.setattr(training_run, "run_training", interrupt)
-    assert main(["rl"]) == 130
+    assert main(["rl", "--tasks", "x", "--env", "y", "--model", "z"]) == 130
     assert capsys.readouterr().err == "posttrain: stopped\n"
 
 

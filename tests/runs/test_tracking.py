@@ -234,9 +234,7 @@ def test_names_of_trackers_are_checked_before_anything_starts(tmp_path: Path, mo
     for name, known in TRACKERS.items():
         if known.library:
             monkeypatch.setitem(sys.modules, known.library, None)
-            with pytest.raises(
-                UserError, match=rf"--track {name} needs the library {name}: pip install '{name}"
-            ):
+            with pytest.raises(UserError, match=rf"--track {name} needs the library {name}: pip install '{name}"):
                 check_trackers((name,))
     for name, told in {
         "wandbb": "--track wandbb: no such tracker; did you mean 'wandb'?",

@@ -272,7 +272,15 @@ def test_light_modules_load_no_torch_by_any_way() -> None:
 
 
 def test_options_are_refused_before_torch_is_loaded() -> None:
-    refused = ["rl", "sft --eval-every 3", "eval --tasks a", "check", "sample", "prefer --tasks a", "rl --env a --tasks a"]
+    refused = [
+        "rl",
+        "sft --eval-every 3",
+        "eval --tasks a",
+        "check",
+        "sample",
+        "prefer --tasks a",
+        "rl --env a --tasks a",
+    ]
     code = f"""import sys
 from posttrain.cli.main import main
 codes = [main(words.split()) for words in {refused}]

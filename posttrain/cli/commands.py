@@ -30,12 +30,13 @@ from posttrain.config.verbs import VERBS, training
 from posttrain.core import user_files
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
+from posttrain.runs.trained_options import as_trained
 
 
 def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  # noqa: B008
     """Mean reward, accuracy and pass@k on a set of tasks, with intervals; --against compares checkpoints."""
     if config.suite is None and (config.harness is None or config.tasks):
-        validate(config)  # first, as libraries take seconds to load
+        validate(as_trained(config, rows_given=False)[0])  # first, as libraries take seconds to load
     from posttrain.cli.evaluation_tables import evaluate_harness, evaluate_suite, show_figures
     from posttrain.runs.terminal.printing import examples, say
     from posttrain.training.verbs import evaluate

@@ -62,7 +62,7 @@ RUNS = {
     "retrieval": 7,
     "serving": 6,
     "verifiers": 16,
-    "skill": 10,
+    "skill": 11,
 }
 """How many programs and commands that are."""
 SHORT = ("README", "start", "coming-from")

@@ -107,12 +107,17 @@ def test_a_script_that_only_defines_is_named_itself_and_a_file_of_rewards_is_kep
 ) -> None:
     monkeypatch.chdir(tmp_path)
     plain = SCRIPT.replace('rows = load_dataset("d")', "").replace("UNUSED", "# UNUSED")
-    start = (
-        "def main():\n    GRPOTrainer(model='u/m', reward_funcs=counts, args=GRPOConfig(), train_dataset=rows).train()"
-    )
+    library = "from trl import GRPOConfig, GRPOTrainer\n"
+    plain = plain.replace(library, "")
+    call = "GRPOTrainer(model='u/m', reward_funcs=counts, args=GRPOConfig(), train_dataset=rows).train()"
+    start = f"def main():\n    {library}    {call}"
     (tmp_path / "own.py").write_text(plain.format(trainer=start))
     assert main(["import", "own.py", "--out", "recipe.toml"]) == 0
     assert "trl:own.py:counts" in (tmp_path / "recipe.toml").read_text() and not (tmp_path / "rewards.py").exists()
+    (tmp_path / "own.py").write_text(library + plain.format(trainer=f"def main():\n    {call}"))
+    (tmp_path / "to").mkdir()
+    assert main(["import", "own.py", "--out", "to/recipe.toml"]) == 0
+    assert "trl" not in (tmp_path / "to" / "rewards.py").read_text(), "TRL need not be installed"
     (tmp_path / "rewards.py").write_text("mine = 1\n")
     (tmp_path / "own.py").write_text(plain.format(trainer=f"{start}\nSFTTrainer()"))
     capsys.readouterr()

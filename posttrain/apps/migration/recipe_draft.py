@@ -281,6 +281,14 @@ class RecipeDraft:
                 self.same(option, name)
             elif value not in (None, False, "") or answer(name):
                 self.note(self.origin(name), answer(name) or "no counterpart in posttrain")
+        self._leave_out_evaluations()
+
+    def _leave_out_evaluations(self) -> None:
+        """Leave out how often to evaluate, where nothing is held out: posttrain would refuse it."""
+        every, _ = self.lines.get("eval_every", (0, ""))
+        if every and not self.lines.keys() & {"held_out", "eval_tasks"}:
+            del self.lines["eval_every"]
+            self.note(f"evaluation every {every} steps", f"add eval_every = {every} with held_out = 0.1 or eval_tasks")
 
     def before_the_first_run(self) -> list[str]:
         """Return what has to be put right before the recipe runs, whatever machine imports it."""

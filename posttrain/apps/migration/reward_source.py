@@ -9,14 +9,22 @@ from collections.abc import Collection, Iterable, Iterator
 
 _TRAINS = ("Trainer", "load_dataset", "load_from_disk", "from_pretrained", "parse_args")
 """Ends of the names of calls that a module of rewards must not make when it is imported."""
+_LIBRARIES = frozenset({"trl", "peft", "unsloth", "datasets", "accelerate", "deepspeed", "wandb"})
+"""Libraries that load data and models, and train. Rewards rarely use them; what they do use is copied with them."""
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
 _IMPORTS = (ast.Import, ast.ImportFrom)
 
 
-def runs_when_imported(tree: ast.Module) -> bool:
-    """Whether importing a script would train or load: outside functions and the guard of `__main__`."""
-    return any(_trains(node) for node in tree.body if not _is_guard(node) and not isinstance(node, _DEFINITIONS))
+def needs_training(tree: ast.Module) -> bool:
+    """Whether importing a script would train or load, or needs a library of its training, which may not be installed:
+    outside functions and the guard of `__main__`.
+    """
+    return any(
+        _trains(node) or bool(_LIBRARIES & _modules(node))
+        for node in tree.body
+        if not _is_guard(node) and not isinstance(node, _DEFINITIONS)
+    )
 
 
 class _Block:
@@ -101,6 +109,13 @@ def source_of(tree: ast.Module, text: str, functions: Iterable[str]) -> tuple[st
     imports = "\n".join(part for node, part in parts if isinstance(node, _IMPORTS))
     rest = [part for node, part in parts if not isinstance(node, _IMPORTS)]
     return "\n\n\n".join([imports, *rest]).strip() + "\n", copy.missing
+
+
+def _modules(node: ast.stmt) -> set[str]:
+    """Return the packages that an import names."""
+    if isinstance(node, ast.ImportFrom):
+        return {(node.module or "").partition(".")[0]}
+    return {alias.name.partition(".")[0] for alias in node.names} if isinstance(node, ast.Import) else set()
 
 
 def _trains(node: ast.AST) -> bool:

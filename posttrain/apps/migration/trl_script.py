@@ -8,7 +8,7 @@ import re
 from typing import Any, NoReturn, TypeGuard
 
 from posttrain.apps.migration.foreign_run import ENVIRONMENT, ForeignRun, Unresolved, shown
-from posttrain.apps.migration.reward_source import runs_when_imported, source_of
+from posttrain.apps.migration.reward_source import needs_training, source_of
 from posttrain.apps.migration.script_values import ScriptValues, name_of
 from posttrain.core.types import UserError
 
@@ -103,7 +103,7 @@ def read_script(text: str, name: str, given: dict[str, Any] | None = None) -> Fo
         )
     trainer = last.get(config.replace("Config", "Trainer"))
     if trainer is not None:
-        _of_trainer(script, trainer, run, name, runs_when_imported(tree) or _within_functions(script, tree, trainer))
+        _of_trainer(script, trainer, run, name, needs_training(tree) or _within_functions(script, tree, trainer))
         _copy_rewards(tree, text, run)
     _of_adapters(script, last, run)
     if "max_seq_length" in run.options:
@@ -341,6 +341,12 @@ def _dataset(script: ScriptValues, node: ast.expr, run: ForeignRun, prefix: str)
         run.notes.append(
             "the rows: the script changes them after loading (map, filter ...); write them to a file, or use fields"
         )
+        if "map" in methods and any(
+            isinstance(part, ast.Constant) and part.value == "role" for part in ast.walk(methods["map"])
+        ):
+            run.notes.append(
+                "chat: the script makes messages of its rows (map); delete chat = false for their template"
+            )
 
 
 def _held_out(script: ScriptValues, call: ast.Call, run: ForeignRun) -> None:

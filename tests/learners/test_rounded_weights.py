@@ -2,29 +2,39 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from adapted import base_of
 from digit_tasks import TASKS, digits
 from judged import own_pad
+from processes import in_processes
 from safetensors.torch import load_file
+from sharded import micro_batches
 from sums import PAIRS, SUMS, nearness
 from torch import Tensor, nn
 
 import posttrain
+from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.core.protocols import Alone
 from posttrain.core.types import UserError
 from posttrain.learners import optimizer_chunks
 from posttrain.learners.adamw import AdamW
+from posttrain.learners.data_parallel import DataParallelLearner
 from posttrain.learners.gradient_sums import sum_gradients
 from posttrain.learners.host_memory import OffloadedOptimizer
+from posttrain.learners.local_learner import Optimization
 from posttrain.learners.optimizers import OptimizerChoice
+from posttrain.learners.process_group import Processes
 from posttrain.learners.rounded_weights import RoundedOptimizer, rounded_at_random, widen_gradients
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.native.decoder_writer import save_model
+from posttrain.training.open_learner import new_learner
+from posttrain.training.verbs import rl
 
 NARROW: dict[str, Any] = {"weights": "bfloat16", "precision": "bfloat16"}
 QUICK: dict[str, Any] = {"threads": 1, "quiet": True, "env_workers": 0}
@@ -199,6 +209,48 @@ def test_a_missing_gradient_is_zeros_in_float32() -> None:
     widen_gradients([matrix])
     sum_gradients(Alone(), [matrix])
     assert matrix.grad is not None and matrix.grad.dtype == torch.float32 and not matrix.grad.any()
+
+
+@pytest.mark.parametrize(("algorithm", "kind"), [("ppo", torch.bfloat16), ("sac", torch.float32)])
+def test_a_critic_is_narrow_unless_a_copy_follows_it_in_small_steps(
+    algorithm: str, kind: torch.dtype, tmp_path: Path, start: str
+) -> None:
+    learners = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rl, "new_learner", lambda *a, **k: learners.append(new_learner(*a, **k)) or learners[-1])
+        how: dict[str, Any] = {"prompts": 2, "group": 2, "max_tokens": 2, "steps": 1, "critic_warmup": 0, **QUICK, **NARROW}
+        posttrain.rl(TASKS, digits, start, out=str(tmp_path / "run"), algorithm=algorithm, **how)
+    matrices = {p.dtype for name, p in learners[0].critic.named_parameters() if "qkv" in name and p.ndim == 2}
+    assert matrices == {kind}
+
+
+def likelihood(outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
+    return -outputs.logp.sum()
+
+
+likelihood.wants = frozenset[str]()  # type: ignore[attr-defined]
+
+
+def one_of_two(rank: int, folder: str, start: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    try:
+        model = load_model(start, matrices=torch.bfloat16)
+        module = cast(nn.Module, model).requires_grad_(True)
+        learner = DataParallelLearner(model, Optimization(lr=1e-3), precision="bfloat16", world=Processes())
+        learner.update(micro_batches(4 + rank), likelihood)  # type: ignore[arg-type]
+        torch.save({name: p.detach() for name, p in module.named_parameters()}, Path(folder) / f"{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_processes_round_alike(tmp_path: Path, start: str) -> None:
+    in_processes(one_of_two, (str(tmp_path), start), 2)
+    one, other = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    before = dict(cast(nn.Module, load_model(start, matrices=torch.bfloat16)).named_parameters())
+    assert any(p.dtype == torch.bfloat16 and not torch.equal(p, before[name]) for name, p in one.items())
 
 
 @pytest.mark.parametrize("options", [{}, {"algorithm": "ppo"}], ids=["grpo", "ppo"])

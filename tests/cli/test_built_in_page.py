@@ -61,18 +61,21 @@ def test_table_names_every_environment_that_is_built_in_and_links_lead_to_their_
         assert (PAGE.parent / path).exists(), path
 
 
+TRL = "benchmarks/peers/requirements-trl.txt"  # the comparison with TRL's own episodes, a command of its own
+
+
 def test_the_table_of_bridges_names_the_versions_that_the_tests_run_with() -> None:
     pinned = {
         name.lower().replace("_", "-"): version
-        for file in ("constraints.txt", "constraints-openenv.txt", "constraints-verifiers.txt")
+        for file in ("constraints.txt", "constraints-openenv.txt", "constraints-verifiers.txt", TRL)
         for name, version in re.findall(r"^([\w.-]+)==(\S+)", (ROOT / file).read_text(), re.MULTILINE)
-        if file == "constraints.txt" or name in ("openenv-core", "verifiers")
+        if file in ("constraints.txt", TRL) or name in ("openenv-core", "verifiers")
     }
     told = {
         name.lower(): cell
         for name, cell in re.findall(r"^\| \[([\w-]+)\]\([^)]*\) \| ([0-9.]+) \|", TEXT, re.MULTILINE)
     }
-    assert len(told) == 6
+    assert len(told) == 7
     assert told == {name: pinned["openenv-core" if name == "openenv" else name] for name in told}
     for name in ("openai", "anthropic"):
         assert f"{name} {pinned[name]}" in TEXT

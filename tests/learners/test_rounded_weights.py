@@ -218,7 +218,15 @@ def test_a_critic_is_narrow_unless_a_copy_follows_it_in_small_steps(
     learners = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rl, "new_learner", lambda *a, **k: learners.append(new_learner(*a, **k)) or learners[-1])
-        how: dict[str, Any] = {"prompts": 2, "group": 2, "max_tokens": 2, "steps": 1, "critic_warmup": 0, **QUICK, **NARROW}
+        how: dict[str, Any] = {
+            "prompts": 2,
+            "group": 2,
+            "max_tokens": 2,
+            "steps": 1,
+            "critic_warmup": 0,
+            **QUICK,
+            **NARROW,
+        }
         posttrain.rl(TASKS, digits, start, out=str(tmp_path / "run"), algorithm=algorithm, **how)
     matrices = {p.dtype for name, p in learners[0].critic.named_parameters() if "qkv" in name and p.ndim == 2}
     assert matrices == {kind}

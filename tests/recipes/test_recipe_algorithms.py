@@ -72,7 +72,7 @@ def test_every_row_has_settings_that_exist(recipe: ModuleType, name: str) -> Non
     assert set(common.own) <= set(recipe.TABLE)
     validate(SFT(tasks="x", **common.imitation))
     for row in recipe.TABLE:
-        options = {**common.settings(row), "tasks": "x", "model": "x", "algorithm": row}
+        options = {**common.settings(row), "tasks": "x", "eval_tasks": ("x",), "model": "x", "algorithm": row}
         validate(filled(RL, options))
         load_env(options["env"])
 
@@ -83,7 +83,7 @@ def test_every_variant_is_an_algorithm_with_options_that_exist_and_change_it(rec
     assert not recipe.VARIANTS.keys() & recipe.TABLE.keys()
 
     def adjusted(of: str, row: str) -> Any:
-        config = filled(RL, {**common.settings(of), "tasks": "x", "model": "x", "algorithm": row})
+        config = filled(RL, {**common.settings(of), "tasks": "x", "eval_tasks": ("x",), "model": "x", "algorithm": row})
         validate(config)
         return adjust(find(row), config)  # refuses what has no effect
 

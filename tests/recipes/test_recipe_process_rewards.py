@@ -25,7 +25,7 @@ def test_every_arm_and_cell_has_options_that_exist(name: str) -> None:
         del options["algorithm"]
         validate(filled(Evaluation, {**common, **options}))
     else:
-        validate(filled(RL, {**process.WORKED_SUMS.common, **common, **options}))
+        validate(filled(RL, {**process.WORKED_SUMS.common, **common, **options, "eval_tasks": ("x",)}))
 
 
 def test_the_grid_has_every_source_with_every_credit_and_only_the_model_alone_leaves_the_rule_out() -> None:

@@ -132,7 +132,7 @@ def test_the_seconds_of_turns_stand_beside_the_rollouts_and_come_back_with_them(
     times = [[turn["seconds"] for turn in row["turns"]] for row in timed_rollouts(tmp_path, 1)]
     assert times == [[0.01, 1.26], [0.01, 0.5]]
     assert inspect_commands.rollouts(str(tmp_path), step=1) == 0
-    assert "a  (1.3 s)\n" in (said := capsys.readouterr().out) and "a  (0.5 s)\n" in said and "Q\n" in said
+    assert "a  (took 1.3 s)\n" in (said := capsys.readouterr().out) and "a  (took 0.5 s)\n" in said and "Q\n" in said
     assert inspect_commands.rollouts(str(tmp_path), step=1, json=True) == 0
     shown = [json.loads(line) for line in capsys.readouterr().out.split("\n")[:-1]]
     assert (

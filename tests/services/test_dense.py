@@ -110,7 +110,7 @@ def test_a_kind_that_faiss_cannot_make_is_told(bag: str, monkeypatch: pytest.Mon
             small_index(Path("index"), encoder=bag, faiss=kind)
     small_index(Path("index"), encoder=bag, faiss="Flat")
     monkeypatch.setitem(__import__("sys").modules, "faiss", None)
-    with pytest.raises(UserError, match=r"pip install 'posttrain\[faiss\]'"):
+    with pytest.raises(UserError, match=r"pip install 'faiss-cpu"):
         open_index("index")
 
 

@@ -23,6 +23,8 @@ def even(task, reply):
     return float(len(reply) % 2 == 0)
 
 def never(task, reply):
+    if "42" in reply:  # a sample reply before the evaluation
+        return 0.0
     raise ValueError("no such unit")
 
 def seldom(task, reply):

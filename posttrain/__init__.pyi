@@ -124,8 +124,8 @@ class ModelOptions(TypedDict, total=False):
     product."""
     weights: Literal["float32", "bfloat16"]
     """Type in which all weights of the run are stored. bfloat16, with --precision bfloat16, takes half the memory and
-    needs no copies. Gradients, moments, norms and biases stay in float32. Updates are rounded at random (stochastic
-    rounding), so that small ones are not lost. Not with --lora."""
+    needs no copies. Gradients, moments, norms and biases stay in float32. Updates use stochastic rounding, so that
+    small ones are not lost. Not with --lora."""
     frozen_weights: Literal["float32", "bfloat16"]
     """Type of the weights that are not trained: the base of LoRA, a reference, teachers, reward models and judges of
     this machine. bfloat16 takes half the memory, and is exact for a checkpoint stored in bfloat16: with --precision
@@ -196,7 +196,7 @@ class HardwareOptions(TypedDict, total=False):
     device: str
     """Where to compute: auto, cpu, cuda, cuda:1 ..."""
     precision: Literal["float32", "bfloat16"]
-    """Arithmetic of forward and backward passes. Weights and optimizer state have types of their own."""
+    """Type of the arithmetic in forward and backward passes. Stored weights and optimizer state keep their types."""
     threads: int | None
     """CPU threads. Default: PyTorch's choice."""
     compiled: bool

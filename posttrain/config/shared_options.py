@@ -157,7 +157,7 @@ class HardwareGroup(OptionGroup, group="scale"):
     device: str = option("auto", first_hour=True, value="DEVICE")
     """Where to compute: auto, cpu, cuda, cuda:1 ..."""
     precision: Precision = "float32"
-    """Arithmetic of forward and backward passes. Weights and optimizer state have types of their own."""
+    """Type of the arithmetic in forward and backward passes. Stored weights and optimizer state keep their types."""
     threads: int | None = option(None, above=0, on_resume="free")
     """CPU threads. Default: PyTorch's choice."""
     compiled: bool = True

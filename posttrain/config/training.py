@@ -50,8 +50,8 @@ class ModelGroup(OptionGroup, group="model"):
     product."""
     weights: Literal["float32", "bfloat16"] = "float32"
     """Type in which all weights of the run are stored. bfloat16, with --precision bfloat16, takes half the memory and needs
-    no copies. Gradients, moments, norms and biases stay in float32. Updates are rounded at random (stochastic rounding), so
-    that small ones are not lost. Not with --lora."""
+    no copies. Gradients, moments, norms and biases stay in float32. Updates use stochastic rounding, so that small ones
+    are not lost. Not with --lora."""
     frozen_weights: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights that are not trained: the base of LoRA, a reference, teachers, reward models and judges of
     this machine. bfloat16 takes half the memory, and is exact for a checkpoint stored in bfloat16: with --precision

@@ -33,7 +33,7 @@ def typed(about: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
 
 def differing(about: Mapping[str, Any], other: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the options in which two runs differ."""
-    a, b = _flat(about["config"]), _flat(other["config"])
+    a, b = flat(about["config"]), flat(other["config"])
     return [
         {"name": name, "a": a.get(name), "b": b.get(name)}
         for name in sorted(a.keys() | b.keys())
@@ -41,11 +41,12 @@ def differing(about: Mapping[str, Any], other: Mapping[str, Any]) -> list[dict[s
     ]
 
 
-def _flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return the values of nested mappings by path: {"settings.kl": 0.1}."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{above}{name}.")
+            found |= flat(value, f"{above}{name}.")
         else:
             found[above + name] = value
     return found

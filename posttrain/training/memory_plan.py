@@ -34,7 +34,6 @@ from posttrain.models.native.tensor_parallel import divide
 from posttrain.runs.checkpoint import resolve
 from posttrain.training.adjust import adjust
 from posttrain.training.distributed_setup import SHARD_ALONE, refuse_uneven
-from posttrain.training.frozen_weights import frozen_type, refuse_useless, trained_type
 from posttrain.training.memory_estimate import (
     TIGHT,
     MemoryEstimate,
@@ -49,6 +48,7 @@ from posttrain.training.memory_estimate import (
 from posttrain.training.open_learner import refuse_idle, refuse_packed_shards, refuse_without_lora
 from posttrain.training.preference_choice import chosen_preference
 from posttrain.training.setup import ACTIVATION_SHARE, optimization, tokens_of_activations
+from posttrain.training.weight_types import frozen_type, refuse_useless, trained_type
 
 ESTIMATED = (SFT, RL, Prefer, Distill)
 """Options of verbs whose models `shapes_of` makes."""

@@ -34,8 +34,8 @@ from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.checkpoint_location import checkpoint_folder
 from posttrain.models.native.float8 import MULTIPLE, Product, float8_product
 from posttrain.models.other_adapters import OtherAdapters
-from posttrain.training.frozen_weights import frozen_type, refuse_useless, trained_type
 from posttrain.training.role_devices import CRITIC, TEACHERS, refuse_idle_roles, role_device
+from posttrain.training.weight_types import frozen_type, refuse_useless, trained_type
 
 if TYPE_CHECKING:
     from posttrain.learners.process_mesh import ProcessMesh

@@ -20,11 +20,11 @@ from posttrain.models.adapters.lora import is_adapted
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
-from posttrain.training.frozen_weights import frozen_type, refuse_rounded_moves
 from posttrain.training.open_learner import held_model, other_device, reference
 from posttrain.training.role_devices import TEACHERS
 from posttrain.training.setup import parameters
 from posttrain.training.sources.teacher_targets import ALWAYS_1, NAMED, TEACHER, Teachers
+from posttrain.training.weight_types import frozen_type, refuse_rounded_moves
 
 if TYPE_CHECKING:
     from posttrain.training.sources.remote_teacher import RemoteTeacher

@@ -39,9 +39,9 @@ from posttrain.runs.chat_choice import Chatting, chatting
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.terminal.notices import warn
 from posttrain.services.judge_recipe import Generative, Recipe, read_recipe
-from posttrain.training.frozen_weights import frozen_type
 from posttrain.training.role_devices import JUDGES, REWARD_MODELS, refuse_idle_roles, role_device
 from posttrain.training.setup import rehearse
+from posttrain.training.weight_types import frozen_type
 
 Serving = RL | SFT | Evaluation | Check | Sample | ScorerOption | Chat
 """The options of a command that may open judges, reward models and retrievers."""

@@ -9,7 +9,7 @@ from posttrain.algorithms.settings import change, check_ranges
 from posttrain.config.training import Prefer
 from posttrain.core.component import Need
 from posttrain.core.types import UserError
-from posttrain.training.frozen_weights import refuse_rounded_moves
+from posttrain.training.weight_types import refuse_rounded_moves
 
 
 def chosen_preference(config: Prefer) -> PreferenceAlgorithm:

@@ -25,7 +25,6 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_folder import RunFolder
 from posttrain.runs.terminal.notices import warn
 from posttrain.training.evaluation_figures import figures_of
-from posttrain.training.frozen_weights import frozen_type
 from posttrain.training.held_out_check import split_seed_of
 from posttrain.training.playground import Playground, open_playground
 from posttrain.training.reply_scorer import RolloutScorer, ScorerResults
@@ -33,6 +32,7 @@ from posttrain.training.rollout_figures import headline, rates, repeated, reward
 from posttrain.training.row_warnings import warn_unknown_tokens
 from posttrain.training.setup import fitting, load_tasks, split_seed
 from posttrain.training.sources.length_filter import TooLong
+from posttrain.training.weight_types import frozen_type
 
 OPTION = "--eval-suite"
 OF_THE_RUN = ("search", "replicas", "chat_template", "chat_template_kwargs", "forget", "price")

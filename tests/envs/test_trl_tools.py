@@ -24,7 +24,7 @@ from posttrain.envs.play.load_env import is_async, is_generator_env, load_env, s
 from posttrain.envs.play.player import Player
 
 TRL = json.loads((ROOT / "tests" / "vectors" / "trl_tools.json").read_text(encoding="utf-8"))
-"""What TRL 1.16 made of the same replies: benchmarks/peers/trl_tools.py."""
+"""Messages, tokens and masks of TRL 1.16 for the same replies, written by benchmarks/peers/trl_tools.py."""
 FILE = f"trl:{trl_agent.__file__}"
 ROW = {"id": "a", "messages": trl_agent.PROMPT, "target": 5}
 CALL = trl_agent.call

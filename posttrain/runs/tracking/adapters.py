@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.core.json_text import json_text
+from posttrain.runs.run_options import flat
 from posttrain.runs.tracking.tracker import Status, TrackedRun, Tracker
 
 TITLE = 60  # most characters of an alert's title: wandb allows 64
@@ -114,7 +115,7 @@ class MLflowTracker(Tracker):
         tags = {"group": run.group, "verb": run.verb}
         begun = mlflow.start_run(run_id=run.id, run_name=None if run.id else run.name, tags=tags)
         if run.id is None:  # parameters cannot be changed later
-            values = {self.named(name): str(value)[:PARAMETER] for name, value in flat(run.config).items()}
+            values = {self.named(name): str(value)[:PARAMETER] for name, value in logged_options(run.config).items()}
             names = list(values)
             for first in range(0, len(names), PARAMETERS):
                 mlflow.log_params({name: values[name] for name in names[first : first + PARAMETERS]})
@@ -188,12 +189,6 @@ class SwanLabTracker(Tracker):
         swanlab.finish(state, error=status if state == "crashed" else None)
 
 
-def flat(config: Mapping[str, Any], before: str = "") -> dict[str, Any]:
-    """Return the values of nested mappings by path: {"settings.kl": 0.1}; lists as JSON."""
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{before}{name}.")
-        else:
-            found[before + name] = json_text(value) if isinstance(value, list) else value
-    return found
+def logged_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `flat` options with lists as JSON, which trackers show."""
+    return {name: json_text(value) if isinstance(value, list) else value for name, value in flat(config).items()}

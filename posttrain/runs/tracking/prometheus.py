@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from aiohttp import web
 
-from posttrain.runs.tracking.adapters import flat
+from posttrain.runs.tracking.adapters import logged_options
 from posttrain.runs.tracking.tracker import Status, TrackedRun, Tracker
 from posttrain.system.http_front import HOST, bound, refused
 from posttrain.system.http_server import serving
@@ -24,7 +24,9 @@ class PrometheusTracker(Tracker):
     def start(self, run: TrackedRun) -> Mapping[str, str]:
         host, _, port = run.address.rpartition(":")
         self.labels = {"run": run.name, "group": run.group, "verb": run.verb}
-        self.options = {name: str(value) for name, value in flat(run.config).items() if not name.startswith("run.")}
+        self.options = {
+            name: str(value) for name, value in logged_options(run.config).items() if not name.startswith("run.")
+        }
         self.values: dict[str, float] = {}
         self.findings: dict[str, int] = {}
         self._host, self._loop, self._end = host or HOST, asyncio.new_event_loop(), asyncio.Event()

@@ -30,7 +30,6 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.chat_choice import chatting
 from posttrain.runs.run_files import REPORT, replace, writing
 from posttrain.runs.run_folder import RunFolder
-from posttrain.training.frozen_weights import frozen_type, trained_type
 from posttrain.training.open_learner import adapt, new_learner, refuse_packed_shards
 from posttrain.training.passes import check, compared_rows, example_recording, must_end, sizes, updates
 from posttrain.training.reward_model_evaluation import Scored
@@ -46,6 +45,7 @@ from posttrain.training.sources.preferences import PreferenceExamples
 from posttrain.training.sources.reward_examples import RewardExamples
 from posttrain.training.trainer import Run
 from posttrain.training.training_run import RunContext, RunParts
+from posttrain.training.weight_types import frozen_type, trained_type
 
 
 def reward_model(context: RunContext[RewardModelling]) -> RunParts:

@@ -38,7 +38,6 @@ from posttrain.runs.checkpoint import resolve
 from posttrain.runs.run_files import WEIGHT_SYNC
 from posttrain.runs.run_folder import RunFolder
 from posttrain.training.adjust import adjust
-from posttrain.training.frozen_weights import trained_type
 from posttrain.training.gpu_assignment import many_of
 from posttrain.training.mixtures import mixed_tasks, separate_tasks
 from posttrain.training.open_learner import new_learner, policy, reference, replay_experts
@@ -71,6 +70,7 @@ from posttrain.training.task_orders import order_lines, task_order
 from posttrain.training.text_loss import read_texts
 from posttrain.training.training_run import RunContext, RunParts
 from posttrain.training.verbs.evaluate import measured
+from posttrain.training.weight_types import trained_type
 
 EXAMPLES = 100  # tasks that are checked before teachers are loaded
 

@@ -15,7 +15,7 @@ Shape legend, used everywhere:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core.types import Media, Outcome, Piece, Rollout
@@ -138,6 +138,14 @@ class Reading:
 
 
 @dataclass(frozen=True)
+class Repeats:
+    """Scored tokens that are the same token after the same tokens, as in equal replies of a group. n are different."""
+
+    first: Tensor  # int64 [n], the first of each among the scored tokens
+    of: Tensor  # int64 [N], index in [n] of each scored token
+
+
+@dataclass(frozen=True)
 class Packed:
     """The model's input for one micro-batch of rollouts, without the values that only a loss needs."""
 
@@ -152,6 +160,14 @@ class Packed:
     temperature: Tensor | None = field(
         default=None, kw_only=True
     )  # float64 [N], at which each scored token was sampled; nan, and None for all of them: the run's
+    repeats: Repeats | None = field(default=None, kw_only=True)  # None: none are known
+
+    def without_repeats(self) -> Packed:
+        """Return the input with each different scored token once; without `readings`."""
+        assert self.repeats is not None
+        columns = self.at, self.target, self.rollout, self.transcript
+        heat = None if self.temperature is None else self.temperature[self.repeats.first]
+        return Packed(self.layout, *(column[self.repeats.first] for column in columns), temperature=heat)
 
 
 @dataclass(frozen=True)
@@ -232,6 +248,11 @@ class Outputs:
         None  # float32 [N], log-probabilities under the teachers, where their distributions are made
     )
     collision: Tensor | None = None  # float32 [N], log sum_v pi(v)^2 over the vocabulary; no gradient
+
+    def at(self, index: Tensor) -> Outputs:
+        """Return the outputs at these scored tokens, int64 [n], which may repeat."""
+        columns = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return replace(self, **{name: x.index_select(-1, index) for name, x in columns if x is not None})
 
 
 _EXTREMES: dict[str, Callable[[float, float], float]] = {"max": max, "min": min}

@@ -432,10 +432,15 @@ class LocalLearner:
         measured: bool = False,
         of: str = "policy",
     ) -> Outputs:
-        """Compute the log-probabilities and the outputs in `want`.
+        """Compute the log-probabilities and the outputs in `want`, once for scored tokens that are repeated.
 
         `measured`: compute the entropy too, without a gradient if it is not in `want`. `of`: the model's name.
         """
+        if batch.repeats is None or want & {*DISTANCES, "score"}:
+            return self._outputs_of_each(model, batch, want, measured, of)
+        return self._outputs_of_each(model, batch.without_repeats(), want, measured, of).at(batch.repeats.of)
+
+    def _outputs_of_each(self, model: Model, batch: Packed, want: frozenset[str], measured: bool, of: str) -> Outputs:
         temperature = self._temperature(batch, of)
         if isinstance(batch, Batch) and batch.advantage is None:  # texts to imitate, which no teacher has read
             want = want - DISTANCES

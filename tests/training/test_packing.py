@@ -99,6 +99,66 @@ def test_rollouts_that_only_begin_alike_by_chance_share_their_prompt_alone() -> 
     assert (layout.length, layout.prefix) == ((3, 3, 5), (-1, 0, 0))
 
 
+def searched(seed: int, rollouts: int) -> list[Transcript]:
+    """Rollouts of one or two prompts that search for one of three words, read what was found, and answer at last."""
+    rng = random.Random(seed)
+    prompts, searches, answers = (
+        [drawn(rng, rng.randint(*size)) for _ in range(3)] for size in ((3, 9), (20, 45), (1, 4))
+    )
+    found: list[Transcript] = []
+    for number in range(rollouts):
+        found.append(Transcript())
+        found[-1].observe([3 + number % 2, *prompts[number % 2]])
+        for _ in range(rng.randint(1, 2)):
+            query, passage = rng.choice(searches), rng.choice(searches)
+            found[-1].sample(Completion(0, query, [0.0] * len(query), "", StopReason.EOS, 0), learn=rng.random() < 0.8)
+            found[-1].observe(passage, SpanKind.TOOL)
+        answer = [*rng.choice(answers), 5, 6]
+        found[-1].sample(Completion(0, answer, [0.0] * len(answer), "", StopReason.EOS, 0))
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**31), rollouts=st.integers(2, 9), budget=st.sampled_from([50, 10_000]))
+def test_gradients_of_rollouts_with_equal_turns_equal_those_of_each_alone(
+    seed: int, rollouts: int, budget: int
+) -> None:
+    model, transcripts = tiny(WORDS, dtype=torch.float64, context=256), searched(seed, rollouts)
+    weights = [torch.linspace(-1, 1 + i, t.n_scored, dtype=torch.float64) for i, t in enumerate(transcripts)]
+    parameters = list(model.parameters())
+    apart = torch.stack([(alone(model, t) * w).sum() for t, w in zip(transcripts, weights, strict=True)]).sum()
+    total = torch.zeros((), dtype=torch.float64)
+    for index in split_microbatches([[t] for t in transcripts], budget):
+        packed = pack([[transcripts[i]] for i in index], index)
+        logp = token_logp(model.hidden(packed.layout, packed.at), model.head, packed.target)
+        total = total + (logp * torch.cat([weights[i] for i in index])).sum()
+    expected = torch.autograd.grad(apart, parameters)
+    for own, other in zip(torch.autograd.grad(total, parameters), expected, strict=True):
+        assert (own - other).abs().max() < 1e-10 * max(1.0, other.abs().max().item())
+
+
+@settings(deadline=None)
+@given(seed=st.integers(0, 2**31), rollouts=st.integers(2, 9))
+def test_equal_turns_of_rollouts_are_laid_once_unless_they_are_short(seed: int, rollouts: int) -> None:
+    """A token is laid again only if fewer than `SHARED_TOKENS` before it, behind the prompt, are shared with another."""
+    transcripts = searched(seed, rollouts)
+    packed = pack([[t] for t in transcripts], range(rollouts))
+    needed = [tuple(t.tokens[: needed_length(t)]) for t in transcripts]
+    different = len({text[:i] for text in needed for i in range(1, len(text) + 1)})
+    assert different <= len(packed.layout.tokens) <= different + (SHARED_TOKENS - 1) * (rollouts - 2)
+    assert packed.target.tolist() == [t.tokens[i] for t in transcripts for i in t.scored.tolist()]
+
+
+def test_repeated_tokens_are_the_same_token_after_the_same_tokens() -> None:
+    packed = pack([[t] for t in searched(4, 9)], range(9))
+    assert packed.repeats is not None
+    pairs = list(zip(packed.at.tolist(), packed.target.tolist(), strict=True))
+    first, of = packed.repeats.first.tolist(), packed.repeats.of.tolist()
+    assert [pairs[first[k]] for k in of] == pairs
+    assert len(first) == len(set(pairs)) < len(pairs)
+    assert first == [pairs.index(pairs[i]) for i in first], "the first of each"
+
+
 def test_a_rollout_is_as_old_as_the_oldest_weights_that_sampled_any_of_it() -> None:
     def rollout(*versions: int) -> Rollout:
         transcripts = []

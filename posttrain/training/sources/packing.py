@@ -1,8 +1,9 @@
 """Packs transcripts into micro-batches, and lays out their tokens.
 
-Tokens are laid end to end without padding. A prompt or a branch that several transcripts share is laid once, and so is
-a common beginning of different prompts, such as a system message with examples; the segments after it refer to it as
-their prefix. Tokens that no scored token depends on (the last token, trailing tool text) are not laid at all.
+Tokens are laid end to end without padding. What several transcripts begin with is laid once: a prompt, the examples that
+different prompts share, a branch, or the same search with the same result in several rollouts of a group. The segments
+after it refer to it as their prefix. Tokens that no scored token depends on (the last token, trailing tool text) are not
+laid at all.
 
     T    tokens of a micro-batch    N    scored tokens    S    rollouts of the optimizer batch
 """
@@ -11,14 +12,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from posttrain.core.batch import Batch, Layout, Packed, Preferences, Reading
+from posttrain.core.batch import Batch, Layout, Packed, Preferences, Reading, Repeats
 from posttrain.core.types import SpanKind, Transcript
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
 
 
 SHARED_TOKENS = 32
-"""Least tokens of a common beginning of different prompts that is laid once, as each segment has a cost of its own."""
+"""Least tokens that different prompts, or transcripts after the same prompt, must share by chance to be laid once, as each
+segment has a cost of its own."""
 
 
 def prompt_length(transcript: Transcript) -> int:
@@ -175,6 +177,9 @@ def _packed(
         return torch.from_numpy(array).to(device)
 
     laid = tree.segments
+    heat = None if all(map(math.isnan, heats)) else tensor(np.array(heats))
+    pair = np.array(at, dtype=np.int64) * (1 + max(target, default=0)) + np.array(target, dtype=np.int64)
+    _, once, of = np.unique(pair, return_index=True, return_inverse=True)
     return Packed(
         layout=Layout(
             tokens=tensor([token for s in laid for token in s.tokens]),
@@ -191,7 +196,8 @@ def _packed(
         target=tensor(target),
         rollout=tensor(np.repeat(np.asarray(owner, dtype=np.int64), counts)),
         transcript=tensor(np.repeat(np.arange(len(counts), dtype=np.int64), counts)),
-        temperature=None if all(map(math.isnan, heats)) else tensor(np.array(heats)),
+        temperature=heat,
+        repeats=Repeats(tensor(once), tensor(of)) if heat is None and len(once) < len(at) else None,
     )
 
 
@@ -235,6 +241,7 @@ def collate(
         transcript=packed.transcript,
         readings=packed.readings,
         temperature=packed.temperature,
+        repeats=packed.repeats,
         weight=weight.to(device)[packed.rollout],
         sampler_logp=torch.from_numpy(_array(logp)).to(device) if len(logp) == len(scored) else None,
         preferences=preferences,
@@ -286,15 +293,17 @@ def _paths(transcripts: Sequence[Transcript], read: Read) -> list[list[_Piece]]:
     """Return the pieces of each transcript, up to its last token that is needed.
 
     Transcripts are cut after the part of their prompt that they share with others, after their prompt, and where
-    transcripts with the same prompt branch off.
+    transcripts with the same prompt branch off, or differ after many equal tokens.
     """
     keys = _Keys()
     prompts = [prompt_length(t) for t in transcripts]
     roots = [keys.of(t, 0, n) for t, n in zip(transcripts, prompts, strict=True)]
-    cuts: dict[int, set[int]] = {}  # root -> positions at which transcripts that begin with it branch off
-    for transcript, root, prompt in zip(transcripts, roots, prompts, strict=True):
-        if transcript.forks and (behind := [fork for fork in transcript.forks if fork > prompt]):
-            cuts.setdefault(root, set()).update(behind)
+    families: dict[int, list[int]] = defaultdict(list)  # root -> the transcripts that begin with it
+    for number, root in enumerate(roots):
+        families[root].append(number)
+    cuts = {
+        root: _cuts([transcripts[i] for i in family], prompts[family[0]], read) for root, family in families.items()
+    }
     shared = _shared_lengths(transcripts, prompts, roots)
     heads: dict[int, list[_Piece]] = {}  # root -> the pieces of the prompt
     paths = []
@@ -302,14 +311,15 @@ def _paths(transcripts: Sequence[Transcript], read: Read) -> list[list[_Piece]]:
         if root not in heads:
             heads[root] = _head(transcript, root, prompt, shared.get(root, prompt), keys)
         path, first, end = heads[root][:], prompt, needed_length(transcript, read)
-        between = sorted(cut for cut in cuts[root] if cut < end) if root in cuts else ()
+        between = sorted(cut for cut in cuts[root] if cut < end)
         for last in (*between, end):
             if last > first:
                 path.append(_Piece(keys.of(transcript, first, last, path[-1].key), first, last - first))
             first = last
         paths.append(path)
-    for family in _families(roots, cuts):
-        _lengthen([(transcripts[i], paths[i]) for i in family], keys)
+    for root, family in families.items():
+        if cuts[root]:
+            _lengthen([(transcripts[i], paths[i]) for i in family], keys)
     return paths
 
 
@@ -338,21 +348,31 @@ def _shared_lengths(
         if len(family) < 2 or any(s.experts is not None for t, _ in family.values() for s in t.spans):
             continue
         texts = [t.tokens[:prompt] for t, prompt in family.values()]
-        low, high = min(texts), max(texts)
-        length = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), min(len(low), len(high)))
+        length = _equal(min(texts), max(texts))
         length = min([length, *(m.start for t, _ in family.values() for m in t.media)])
         if length >= SHARED_TOKENS:
             found.update(dict.fromkeys(family, length))
     return found
 
 
-def _families(roots: Sequence[int], cuts: Container[int]) -> Iterable[list[int]]:
-    """Return the groups of transcripts with the same prompt of which some branch off."""
-    families: dict[int, list[int]] = {}
-    for number, root in enumerate(roots):
-        if root in cuts:
-            families.setdefault(root, []).append(number)
-    return families.values()
+def _cuts(family: Sequence[Transcript], prompt: int, read: Read) -> set[int]:
+    """Return the positions behind their prompt at which transcripts with the same prompt are cut: where one branched off,
+    and where two differ after at least `SHARED_TOKENS` equal tokens. Neighbours in the order of their tokens suffice.
+
+    Pictures, everything after them, and tokens with recorded routed experts are not shared by chance.
+    """
+    found = {fork for transcript in family for fork in transcript.forks if fork > prompt}
+    if len(family) > 1 and not any(s.experts is not None for t in family for s in t.spans):
+        ends = [min([needed_length(t, read), *(m.start for m in t.media if m.start >= prompt)]) for t in family]
+        texts = sorted(t.tokens[prompt:end] for t, end in zip(family, ends, strict=True))
+        equal = (_equal(a, b) for a, b in pairwise(texts))
+        found |= {prompt + length for length in equal if length >= SHARED_TOKENS}
+    return found
+
+
+def _equal(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return the number of tokens that two texts begin with."""
+    return next((i for i, (own, other) in enumerate(zip(a, b, strict=False)) if own != other), min(len(a), len(b)))
 
 
 def _lengthen(family: Sequence[tuple[Transcript, list[_Piece]]], keys: _Keys) -> None:

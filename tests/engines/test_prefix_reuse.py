@@ -172,6 +172,45 @@ def test_every_token_is_computed_once_and_a_groups_prompt_once_for_all(tokenizer
     assert engine.computed == computed
 
 
+@pytest.mark.parametrize("kept_bytes", [0, KEPT_BYTES])
+def test_equal_turns_of_a_group_are_computed_once_and_answered_as_if_each_were_alone(
+    tokenizer: Tokenizer, backend: str, kept_bytes: int
+) -> None:
+    """Four say the same at first, and read the same passage, the last one while the others already answer. The fourth
+    reads another passage of the same length.
+    """
+    model, passages = tiny(tokenizer, context=CONTEXT), [[7 + i % 30 for i in range(60)], [8] + [9] * 59]
+
+    def answers(numbers: Sequence[int]) -> tuple[LocalEngine, dict[int, Completion]]:
+        engine, found = new(model, tokenizer, kept_bytes=kept_bytes), dict[int, Completion]()
+
+        def poll_until(count: int) -> None:
+            while len(found) < count:
+                found.update({c.id: c for c in engine.poll()})
+
+        for i in numbers:
+            engine.submit(i, GROUPS[0], Sampling(max_tokens=6, seed=1), keep=True)
+        poll_until(len(numbers))
+        first, found = found, {}
+        for number, i in enumerate(numbers):
+            text = [*GROUPS[0], *first[i].tokens, *passages[i == 3]]
+            if number and i == 4:
+                found.update({c.id: c for c in engine.poll()})  # the others run when this one begins
+            engine.submit(i, text, Sampling(max_tokens=12, seed=10 + i))
+        poll_until(len(numbers))
+        return engine, found
+
+    engine, together = answers(range(5))
+    said = 5  # of the first reply of 6 tokens all but the last are computed by each
+    once = len(GROUPS[0]) + 5 * said + (0 if kept_bytes else len(GROUPS[0]) + 2 * said) + 2 * len(passages[0])
+    assert engine.computed == once + sum(len(c.tokens) for c in together.values())
+    for i, own in together.items():
+        alone = answers([i])[1][i]
+        assert own.tokens == alone.tokens
+        assert own.logp == alone.logp or not engine.batch_invariant
+        assert own.logp == pytest.approx(alone.logp, abs=1e-5)
+
+
 def test_what_is_kept_takes_the_memory_of_its_tokens(tokenizer: Tokenizer, backend: str) -> None:
     model = tiny(tokenizer, context=CONTEXT)
     engine = new(model, tokenizer)

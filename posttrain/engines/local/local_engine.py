@@ -262,12 +262,22 @@ class LocalEngine:
 
     def _go_on(self, slots: range) -> None:
         """Prefill the given tokens of these slots behind their cached prefixes, except for the last token, which is
-        decoded.
+        decoded. Requests with the same tokens, such as a group's rollouts that search for the same words, are computed
+        once and copied.
         """
-        given = []
-        for slot in slots:
-            request = self.running[slot]
+        given, copies = [], []
+        known: dict[tuple[int, int], list[int]] = {}  # numbers of tokens of prompt and own tokens -> slots
+        for slot, request in enumerate(self.running[: slots.stop]):
+            alike = known.setdefault((len(request.prompt), len(request.own)), [])
+            source = next((other for other in alike if self._same_tokens(other, slot)), slot) if slot in slots else slot
+            if source == slot:
+                alike.append(slot)
+            if slot not in slots:
+                continue
             kept, place = self._resumed.pop(request.id), 0
+            if source != slot:
+                copies.append((source, slot))
+                continue
             if kept.states is not None:
                 self._cache.restore(slot, kept.states)
                 place = len(kept.own) - 1
@@ -279,6 +289,12 @@ class LocalEngine:
             self._compiled.feed(self._cache, given)
         for one in given if self._compiled is None else ():
             self._extend(one)
+        for source, slot in copies:
+            self._cache.restore(slot, self._cache.states(source, len(self.running[slot].own) - 1))
+
+    def _same_tokens(self, slot: int, other: int) -> bool:
+        one, two = self.running[slot], self.running[other]
+        return one.own == two.own and one.prompt == two.prompt
 
     def _extend(self, given: Given) -> None:
         """Prefill the given tokens of one request with torch's operations."""

@@ -7,6 +7,7 @@ a fifth of PopQA's questions are held out. For every seed:
 
     SFT           imitates scripted episodes: a search for the question, then the answer that the passage shows
     GRPO          the model searches; the reward is the exact match of its answer alone (Search-R1, arXiv 2503.09516)
+    GRPO, longer  the same with four times the steps
     GRPO, information trained
                   the same, but the loss also falls on the text of the environment after the prompt, so on <information>,
                   with the advantage of its episode: the paper's arm without a mask (section 5.4)
@@ -45,11 +46,13 @@ SIZE = search_qa.Size(topk=1, shown=SHOWN)
 LONGEST = 48  # tokens of a reply
 SFT_LR, GRPO_LR = 5e-5, 1e-5
 WITHOUT, SCRIPTED, GOLD = "without search, ", "GRPO, scripted search", "GRPO, gold passage"
+LONGER = "GRPO, longer"
 UNMASKED = "GRPO, information trained"
-ARMS = ("start", "SFT", "GRPO", UNMASKED, SCRIPTED, GOLD, f"{WITHOUT}SFT", f"{WITHOUT}GRPO")
+ARMS = ("start", "SFT", "GRPO", LONGER, UNMASKED, SCRIPTED, GOLD, f"{WITHOUT}SFT", f"{WITHOUT}GRPO")
 COMPARED = (
     ("with search minus without", "GRPO", f"{WITHOUT}GRPO"),
     ("GRPO minus its SFT", "GRPO", "SFT"),
+    ("GRPO, longer, minus its SFT", LONGER, "SFT"),
     ("masked minus unmasked (GRPO minus GRPO, information trained)", "GRPO", UNMASKED),
 )
 FIGURES = ("exact", "answered", "form", "searches", "found", "own information")
@@ -94,7 +97,7 @@ class Searching:
             "warmup": 3,
             **self.env(arm),
         }
-        size = {"steps": self.steps, "prompts": self.prompts}
+        size = {"steps": self.steps * (4 if arm == LONGER else 1), "prompts": self.prompts}
         with information_trained() if arm == UNMASKED else nullcontext():
             return finished(posttrain.rl(tasks, model=start, **options, **size, **self.study.common(arm, self.seed)))
 
@@ -202,7 +205,7 @@ def page(study: Study, count: int, shown: int, trained: int) -> list[str]:
     lines = [
         *study.head("search"),
         f"{count} held-out questions, greedy. Mean over seeds with its 95% interval (Student), then every seed. "
-        f"SFT imitates {shown} episodes; GRPO then samples rollouts for {trained} questions.",
+        f"SFT imitates {shown} episodes; GRPO then samples rollouts for {trained} questions, the longer one for {4 * trained}.",
         "",
         *left_out,
         *study.table(arms, columns),
@@ -219,7 +222,7 @@ def page(study: Study, count: int, shown: int, trained: int) -> list[str]:
             if study.has(arm) and study.has(over)
         ],
     ]
-    for arm in ("GRPO", UNMASKED):
+    for arm in ("GRPO", LONGER, UNMASKED):
         lines += examples(arm, study.figures(arm)[0]) if study.has(arm) else []
     return lines
 

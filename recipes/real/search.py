@@ -205,7 +205,8 @@ def page(study: Study, count: int, shown: int, trained: int) -> list[str]:
     lines = [
         *study.head("search"),
         f"{count} held-out questions, greedy. Mean over seeds with its 95% interval (Student), then every seed. "
-        f"SFT imitates {shown} episodes; GRPO then samples rollouts for {trained} questions, the longer one for {4 * trained}.",
+        f"SFT imitates {shown} episodes; GRPO then samples rollouts for {trained} questions, the longer arm for "
+        f"{4 * trained}.",
         "",
         *left_out,
         *study.table(arms, columns),

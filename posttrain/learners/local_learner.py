@@ -436,7 +436,8 @@ class LocalLearner:
 
         `measured`: compute the entropy too, without a gradient if it is not in `want`. `of`: the model's name.
         """
-        if batch.repeats is None or want & {*DISTANCES, "score"}:
+        # routers are scored as often as their tokens are
+        if batch.repeats is None or want & {*DISTANCES, "score"} or self._mixture() is not None:
             return self._outputs_of_each(model, batch, want, measured, of)
         return self._outputs_of_each(model, batch.without_repeats(), want, measured, of).at(batch.repeats.of)
 

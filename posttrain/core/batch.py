@@ -160,14 +160,13 @@ class Packed:
     temperature: Tensor | None = field(
         default=None, kw_only=True
     )  # float64 [N], at which each scored token was sampled; nan, and None for all of them: the run's
-    repeats: Repeats | None = field(default=None, kw_only=True)  # None: none are known
+    repeats: Repeats | None = field(default=None, kw_only=True)  # None: none, or at temperatures of their own
 
     def without_repeats(self) -> Packed:
         """Return the input with each different scored token once; without `readings`."""
-        assert self.repeats is not None
+        assert self.repeats is not None and self.temperature is None
         columns = self.at, self.target, self.rollout, self.transcript
-        heat = None if self.temperature is None else self.temperature[self.repeats.first]
-        return Packed(self.layout, *(column[self.repeats.first] for column in columns), temperature=heat)
+        return Packed(self.layout, *(column[self.repeats.first] for column in columns))
 
 
 @dataclass(frozen=True)

@@ -211,6 +211,23 @@ def test_equal_turns_of_a_group_are_computed_once_and_answered_as_if_each_were_a
         assert own.logp == pytest.approx(alone.logp, abs=1e-5)
 
 
+def test_equal_turns_behind_different_prompts_are_not_taken_for_each_other(tokenizer: Tokenizer, backend: str) -> None:
+    model, how = tiny(tokenizer, context=CONTEXT), Sampling(max_tokens=9, temperature=0.0)
+    engine, plain = new(model, tokenizer), UncachedEngine(model, tokenizer)
+    prompts, found = [[5, 6, 7], [8, 9, 10]], list[dict[int, list[float]]]()
+    for one in (engine, plain):
+        for i, prompt in enumerate(prompts):
+            engine.take_over(i, prompt)  # what follows the first prompt is the request's own
+            one.submit(i, [*prompt, *range(11, 15)], how)
+        done: list[Completion] = []
+        while len(done) < len(prompts):
+            done += one.poll()
+        found.append({c.id: c.logp for c in done})
+    for i in range(2):
+        assert found[0][i] == pytest.approx(found[1][i], abs=1e-5)
+    assert found[0][0] != pytest.approx(found[0][1], abs=1e-3)
+
+
 def test_what_is_kept_takes_the_memory_of_its_tokens(tokenizer: Tokenizer, backend: str) -> None:
     model = tiny(tokenizer, context=CONTEXT)
     engine = new(model, tokenizer)

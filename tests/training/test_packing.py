@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -147,6 +148,53 @@ def test_equal_turns_of_rollouts_are_laid_once_unless_they_are_short(seed: int, 
     different = len({text[:i] for text in needed for i in range(1, len(text) + 1)})
     assert different <= len(packed.layout.tokens) <= different + (SHARED_TOKENS - 1) * (rollouts - 2)
     assert packed.target.tolist() == [t.tokens[i] for t in transcripts for i in t.scored.tolist()]
+
+
+def two_that_read(same: int, media: int | None = None, routed: bool = False) -> list[list[Transcript]]:
+    """Rollouts that say and read the same `same` tokens behind a prompt of three, and then something else."""
+    found = []
+    for last in (7, 8):
+        transcript = Transcript()
+        transcript.observe([5, 6, 7])
+        transcript.sample(said(random.Random(0), 10, routed))
+        seen = [] if media is None else [Media(media, 1, str(last))]
+        transcript.observe([*range(10, same), 3], SpanKind.TOOL, media=seen)
+        transcript.sample(Completion(0, [last, 9, 4], [0.0] * 3, "", StopReason.EOS, 0))
+        found.append([transcript])
+    return found
+
+
+def test_equal_turns_are_cut_where_they_differ_if_enough_of_them_is_equal() -> None:
+    def laid(rollouts: list[list[Transcript]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        layout = pack(rollouts, range(2)).layout
+        return layout.length, layout.prefix
+
+    assert laid(two_that_read(SHARED_TOKENS - 1)) == ((3 + SHARED_TOKENS, 2, 2), (-1, 0, 0))
+    assert laid(two_that_read(SHARED_TOKENS - 2)) == ((3, SHARED_TOKENS + 1, SHARED_TOKENS + 1), (-1, 0, 0))
+
+
+def test_pictures_and_routed_experts_are_not_shared_by_chance() -> None:
+    def laid(**how: Any) -> list[int]:
+        return list(pack(two_that_read(60, **how), range(2)).layout.length)
+
+    assert laid() == [64, 2, 2]
+    assert laid(media=40) == [40, 26, 26]
+    assert laid(media=20) == laid(routed=True) == [3, 63, 63]
+
+
+def test_tokens_with_temperatures_of_their_own_are_not_repeats() -> None:
+    rollouts = two_that_read(60)
+    assert pack(rollouts, range(2)).repeats is not None
+    rollouts[0][0].spans[1] = replace(rollouts[0][0].spans[1], temperature=0.5)
+    assert pack(rollouts, range(2)).repeats is None
+
+
+def test_another_token_after_other_tokens_is_no_repeat() -> None:
+    """Whatever the ids: a pair of place and token is not taken for another one."""
+    transcript = Transcript()
+    transcript.observe([5])
+    transcript.sample(Completion(0, [9, 0, 9, 0, 0, 9], [0.0] * 6, "", StopReason.EOS, 0))
+    assert pack([[transcript]], [0]).repeats is None
 
 
 def test_repeated_tokens_are_the_same_token_after_the_same_tokens() -> None:

@@ -84,13 +84,20 @@ class RoundedOptimizer:
 
     @contextmanager
     def _widened(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-        """Context in which these weights are float32. Their memory in bfloat16 stays where engines read it."""
+        """Context in which these weights are float32. Their memory in bfloat16 stays where engines read it.
+
+        If the step raises, weights that are not rounded yet keep their old numbers.
+        """
         stored = {parameter: parameter.data for parameter in parameters if is_rounded(parameter)}
-        for parameter, narrow in stored.items():
-            parameter.data = narrow.float()
-        yield
-        for parameter, narrow in stored.items():
-            seed = seed_of("rounding", self._update(), self._places[parameter])
-            narrow.copy_(rounded_at_random(parameter.data, torch.Generator(narrow.device).manual_seed(seed)))
-            parameter.data = narrow
-        torch.autograd.graph.increment_version(list(stored))  # by which users of copies detect changes
+        try:
+            for parameter, narrow in stored.items():
+                parameter.data = narrow.float()
+            yield
+            for parameter, narrow in stored.items():
+                seed = seed_of("rounding", self._update(), self._places[parameter])
+                narrow.copy_(rounded_at_random(parameter.data, torch.Generator(narrow.device).manual_seed(seed)))
+                parameter.data = narrow
+        finally:
+            for parameter, narrow in stored.items():
+                parameter.data = narrow
+            torch.autograd.graph.increment_version(list(stored))  # by which users of copies detect changes

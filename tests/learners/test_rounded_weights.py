@@ -151,6 +151,25 @@ def test_chunks_and_the_host_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(stepped(weight, 3, 1e-3, offloads=True), whole)
 
 
+def test_a_step_that_fails_leaves_weights_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = [nn.Parameter(torch.randn(5, 7, generator=noise(seed)).bfloat16()) for seed in range(2)]
+    before, memory = [own.detach().clone() for own in both], [own.data_ptr() for own in both]
+    widen_gradients(both)
+    inner = OptimizerChoice("sgd").open([{"params": both, "weight_decay": 0.0, "share": 1.0}], 1e-3)
+    optimizer, step = RoundedOptimizer(inner, lambda: 0, True), inner.step
+
+    def fail() -> None:
+        step()
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(inner, "step", fail)
+    for own in both:
+        own.grad = torch.ones(own.shape)
+    with pytest.raises(torch.OutOfMemoryError):
+        optimizer.step()
+    assert all(map(torch.equal, both, before)) and [own.data_ptr() for own in both] == memory
+
+
 def test_memory_of_moments_is_that_of_float32() -> None:
     matrix = nn.Parameter(torch.zeros(10, 10).bfloat16())
     assert AdamW([{"params": [matrix], "weight_decay": 0.0}], 1.0, (0.9, 0.999), 1e-8).moment_bytes() == 800

@@ -13,7 +13,7 @@ from experiments.figure import Panel, Series
 from experiments.harness import Arena, late
 from experiments.search import searching
 from experiments.search_r1 import COMMON, Quiz, examined, prepare
-from posttrain.algorithms.policy import policy_objective
+from posttrain.algorithms.policy import PolicyObjective
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
 from posttrain.training.loop import FinishedStep, train
@@ -61,7 +61,7 @@ def trained(quiz: Quiz, arm: str, folder: Path, seed: int, settings: Settings) -
         for part in range(1, settings["parts"] + 1):
             goal = settings["tokens"] * part / settings["parts"]
             if sampled < goal:
-                objective = policy_objective(source.algorithm)
+                objective = PolicyObjective(source.algorithm)
                 number = train(source.learner, source, objective, [note], first=number + 1, steps=LONGEST_RUN)
             source.learner.weights().save(folder)
             Tokenizer.load(quiz.start).save(folder)

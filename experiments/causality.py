@@ -19,7 +19,7 @@ from experiments.enumerated import LETTERS, LONGEST, PROMPTS, World, demonstrati
 from experiments.experiment import Comparison, Estimate, Experiment, Finding, Numbers, Say, Settings, over_seeds
 from experiments.figure import Panel, Series
 from experiments.harness import Arena, imitate
-from posttrain.algorithms.policy import policy_objective
+from posttrain.algorithms.policy import PolicyObjective
 from posttrain.algorithms.ratio import Correction
 from posttrain.core.protocols import Model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
         Arena(tasks, world.reward(), start), seed, sizes, player=world.player(),
         optimization=decaying(settings["lr"], 1_000_000), algorithm="reinforce-baseline",
     ) as source:  # fmt: skip
-        learner, objective = source.learner, policy_objective(source.algorithm)
+        learner, objective = source.learner, PolicyObjective(source.algorithm)
         past = [tokens_of(world, learner.weights())]
         for number in range(1, updates + 1):
             for build in source.produce(number).updates:

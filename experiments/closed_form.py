@@ -35,7 +35,7 @@ from experiments.experiment import Comparison, Estimate, Experiment, Finding, Nu
 from experiments.figure import Panel, Series
 from experiments.harness import Arena, imitate
 from posttrain.algorithms.all_algorithms import find_preference
-from posttrain.algorithms.policy import policy_objective
+from posttrain.algorithms.policy import PolicyObjective
 from posttrain.algorithms.preference import PreferenceObjective
 from posttrain.algorithms.settings import change
 from posttrain.core.protocols import Model
@@ -123,7 +123,7 @@ def climb(world: World, start: str, seed: int, arm: Arm, beta: float, settings: 
         optimization=decaying(settings["lr"], steps),
         algorithm=arm.algorithm, kl=beta, minibatches=1, **arm.options,
     ) as source:  # fmt: skip
-        learner, objective = source.learner, policy_objective(source.algorithm)
+        learner, objective = source.learner, PolicyObjective(source.algorithm)
         assert isinstance(learner, LocalLearner)
         figures = measures(start, world, arm, beta, settings["group"])
         return trained(source, learner, objective, steps, figures, settings["points"])

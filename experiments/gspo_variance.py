@@ -17,7 +17,7 @@ from experiments.bench import bench, log_probabilities
 from experiments.experiment import Comparison, Experiment, Finding, Numbers, Say, Settings, over_seeds
 from experiments.figure import Panel, Series
 from experiments.harness import counting
-from posttrain.algorithms.policy import policy_objective
+from posttrain.algorithms.policy import PolicyObjective
 
 KINDS = {
     "token": "token ratio",
@@ -31,7 +31,7 @@ def measure(seed: int, settings: Settings, folder: Path, say: Say) -> Numbers:
     options = {"algorithm": "grpo", "aggregate": "token-mean", "kl": 0.0, "minibatches": settings["minibatches"]}
     lengths, logs = [], []
     with bench(arena, seed, settings, epochs=settings["epochs"], **options) as source:
-        objective = policy_objective(source.algorithm)
+        objective = PolicyObjective(source.algorithm)
         for number in range(1, settings["steps"] + 1):
             step = source.produce(number)
             rollouts = [rollout for rollout in step.played]

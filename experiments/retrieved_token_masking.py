@@ -28,7 +28,7 @@ from experiments.harness import Arena, Curve, band, curves_of
 from experiments.ppo_vs_grpo import fall
 from experiments.search import searching
 from experiments.search_r1 import COMMON, Quiz, examined, prepare
-from posttrain.algorithms.policy import policy_objective
+from posttrain.algorithms.policy import PolicyObjective
 from posttrain.core.types import Completion, Rollout, SpanKind, StopReason, Transcript
 from posttrain.envs.play.branch_plan import BranchPlan
 from posttrain.envs.play.episode import Episode
@@ -100,7 +100,7 @@ def trained(
     critic = Path(quiz.start) if settings["algorithm"] == "ppo" else None
     sizes = {**settings, "max_tokens": reader.LONGEST}
     with bench(arena, seed, sizes, critic, player, **options) as source:
-        train(source.learner, source, policy_objective(source.algorithm), [note], first=1, steps=settings["steps"])
+        train(source.learner, source, PolicyObjective(source.algorithm), [note], first=1, steps=settings["steps"])
         source.learner.weights().save(folder)
     Tokenizer.load(quiz.start).save(folder)
     return curves, os.fspath(folder)

@@ -20,7 +20,7 @@ from posttrain.algorithms.credit import GAE, Advantage, Baselined, ToGo
 from posttrain.algorithms.critic_loss import Value
 from posttrain.algorithms.filters import OverlongFilter, TopEntropy
 from posttrain.algorithms.penalty import KL, Adaptive, Entropy
-from posttrain.algorithms.policy import Algorithm, policy_objective
+from posttrain.algorithms.policy import Algorithm, PolicyObjective
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.ratio import Correction
 from posttrain.algorithms.shaping import SoftOverlong
@@ -128,7 +128,7 @@ def loss_of(row: Algorithm, case: Case, advantage: Tensor | None = None, kept: T
     """Loss of a row and its gradient with respect to log-probabilities and entropies, for given advantages."""
     batch = batch_of(case, case.advantage if advantage is None else advantage, row.aggregate, kept)
     logp, entropy = case.logp.clone().requires_grad_(), case.entropy.clone().requires_grad_()
-    loss = policy_objective(row)(Outputs(logp, entropy=entropy), batch, Stats())
+    loss = PolicyObjective(row)(Outputs(logp, entropy=entropy), batch, Stats())
     slopes = torch.autograd.grad(loss, [logp, entropy], allow_unused=True)
     answer = {"loss": loss.detach(), "gradient": slopes[0]}
     return answer if slopes[1] is None else {**answer, "gradient by entropy": slopes[1]}
@@ -201,7 +201,7 @@ def distilled(row: Algorithm, case: Case) -> Answer:
     policy, teacher = Hidden(logits, Head(head)), Hidden(case.teacher_logits, Head(head))
     logp, distance, *_ = measured_divergence(policy, teacher, case.target, beta, (TEMPERATURE, TEMPERATURE), False)
     outputs = Outputs(logp, **{FIELDS[row.teacher.divergence]: distance})
-    loss = policy_objective(row)(
+    loss = PolicyObjective(row)(
         outputs, batch_of(replace(case, old=logp.detach()), torch.zeros_like(case.reward), row.aggregate), Stats()
     )
     return {"loss": loss.detach(), "gradient by logits": torch.autograd.grad(loss, logits)[0]}

@@ -25,7 +25,7 @@ from side import Memory, use_threads
 from tables import Figure
 
 from posttrain.algorithms.all_algorithms import find
-from posttrain.algorithms.policy import policy_objective
+from posttrain.algorithms.policy import PolicyObjective
 from posttrain.config.training import RL
 from posttrain.core.batch import Batch
 from posttrain.core.protocols import Alone
@@ -116,7 +116,7 @@ def serve(way: str, options: argparse.Namespace) -> None:
     kl = way.endswith("KL")
     others = {REFERENCE: reference(config, model, folder, Alone())} if kl else {}
     learner = LocalLearner(model, Optimization(lr=1e-6), precision=precision, others=others)
-    objective = policy_objective(adjust(find("grpo"), RL(settings={"kl": 0.05 if kl else 0.0})))
+    objective = PolicyObjective(adjust(find("grpo"), RL(settings={"kl": 0.05 if kl else 0.0})))
     batches, watch = laid(config), Memory()
     watch.begin()
     for _ in sys.stdin:

@@ -36,7 +36,7 @@ from work import (
 )
 
 from posttrain.algorithms.all_algorithms import find
-from posttrain.algorithms.policy import policy_objective
+from posttrain.algorithms.policy import PolicyObjective
 from posttrain.config.training import RL, SFT, Distill, Prefer, RewardModelling
 from posttrain.core.batch import Batch
 from posttrain.core.types import Completion, Sampling, Transcript
@@ -81,7 +81,7 @@ class Bench:
         self.model.eos_ids = (self.model.config.vocab,)  # no token: replies have exactly the lengths that are asked for
         self.engine = LocalEngine(self.model, self.tokenizer, precision=precision)
         self.learner = LocalLearner(self.model, Optimization(lr=LEARNING_RATE), precision=precision)
-        self.objective = policy_objective(adjust(find("grpo"), RL(settings={"kl": 0.0})))
+        self.objective = PolicyObjective(adjust(find("grpo"), RL(settings={"kl": 0.0})))
         self.batches: list[Batch] = []
 
     def sample(self, case: str) -> dict[str, Any]:

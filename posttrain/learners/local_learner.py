@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from posttrain.core import user_files
 from posttrain.core.batch import Batch, Outputs, Packed, Stats
@@ -27,12 +26,11 @@ from posttrain.learners.devices import input_on, moved
 from posttrain.learners.gradient_sums import sum_gradients
 from posttrain.learners.host_memory import HostModel, activations_on_host
 from posttrain.learners.muon import stacked_rows
-from posttrain.learners.natural_gradient import search
+from posttrain.learners.natural_step import NaturalStep
 from posttrain.learners.optimizers import BETAS, EPS, OptimizerChoice, parameter_groups
 from posttrain.learners.repeated_bits import repeated_bits
 from posttrain.learners.rounded_weights import RoundedOptimizer, widen_gradients
 from posttrain.learners.router_losses import RouterLosses, Routing
-from posttrain.models.adapters.lora import frozen_copy
 from posttrain.models.backbone import Backbone
 from posttrain.models.critic import STORED, Critic
 from posttrain.models.gpu_placement import working_on
@@ -100,12 +98,6 @@ class Teaching:
 
     temperature: float | None = None  # of the teachers' logits; None: the temperature at which each token was sampled
     beta: float = 0.5  # the teacher's share in the mixture of a Jensen-Shannon divergence
-
-
-def step_to(parameter: Tensor, target: Tensor, rate: float) -> None:
-    """Move a parameter towards a target of the same shape by the share `rate` of the difference, in place."""
-    target = target.to(parameter.device)
-    parameter.copy_(target if rate == 1 else torch.lerp(parameter, target, rate))
 
 
 def separate(model: Model, others: Mapping[str, Model]) -> dict[str, Model]:
@@ -299,7 +291,9 @@ class LocalLearner:
         own = dict(self.model.named_parameters())
         with torch.no_grad():
             for name, parameter in self._movable(of).items():
-                step_to(here(parameter), here(own[name]), rate)
+                place = here(parameter)
+                target = here(own[name]).to(place.device)
+                place.copy_(target if rate == 1 else torch.lerp(place, target, rate))
         self.moved.add(of)
 
     def _movable(self, of: str) -> dict[str, Tensor]:
@@ -579,55 +573,18 @@ class LocalLearner:
 
     def _natural_step(self, region: TrustRegion, batches: Sequence[Batch], objective: Objective, stats: Stats) -> None:
         """Update the policy by a natural gradient step instead of AdamW."""
-        parameters = list(self.parts[0].parameters.values())
-        # gradient of the objective to maximise; None while a critic warms up
-        gradient = -torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in parameters])
-        for parameter in parameters:
-            parameter.grad = None
-        start = nn.utils.parameters_to_vector(parameters).detach().clone()
-        before = frozen_copy(self.model)
-        world = self.world
-        tokens = world.sum(torch.tensor(float(sum(b.target.numel() for b in batches)), device=self.device)).item()
-
-        def kl(batch: Batch) -> Tensor:
-            """Return the exact KL(before || now), summed over the batch's tokens."""
-            with torch.no_grad():
-                old = Hidden(self._states(before, batch), before.head)
-            now = Hidden(self._states(self.model, batch), self.model.head)
-            return exact_kl(old, now, self._temperature(batch)).sum()
-
-        def product(vector: Tensor) -> Tensor:
-            total = torch.zeros_like(vector)
-            for batch in batches:
-                with sdpa_kernel(SDPBackend.MATH):  # other kernels have no second derivative
-                    first = torch.autograd.grad(kl(batch) / tokens, parameters, create_graph=True)
-                    along = torch.cat([g.flatten() for g in first]).dot(vector)
-                    total += torch.cat([g.flatten() for g in torch.autograd.grad(along, parameters)])
-            return world.sum(total)
 
         def loss() -> float:
             with torch.no_grad():
                 ignored = Stats()
                 outputs = (self._outputs(self.model, b, objective.wants) for b in batches)
                 own = sum(objective(o, b, ignored).item() for o, b in zip(outputs, batches, strict=True))
-                return world.sum(torch.tensor(own, dtype=torch.float64, device=self.device)).item()
+                return self.world.sum(torch.tensor(own, dtype=torch.float64, device=self.device)).item()
 
-        def measure(step: Tensor) -> tuple[float, float]:
-            _fill(parameters, start + step)
-            with torch.no_grad():
-                own = torch.tensor(sum(kl(batch).item() for batch in batches), dtype=torch.float64, device=self.device)
-                distance = world.sum(own).item() / tokens
-            return unmoved - loss(), distance
-
-        unmoved = loss() if tokens else 0.0
-        found = search(
-            gradient, product, measure,
-            delta=region.delta, iterations=region.iterations, damping=region.damping, halvings=region.halvings,
-        )  # fmt: skip
-        _fill(parameters, start + found.step)
-        stats.add("trust_region/kl", found.kl)
-        stats.add("trust_region/gain", found.gain)
-        stats.add("trust_region/no_step", found.halvings < 0)
+        parameters = list(self.parts[0].parameters.values())
+        NaturalStep(self.model, parameters, batches, self.world, self._states, self._temperature, loss).take(
+            region, stats
+        )
 
     def _computing(self, device: torch.device | None = None) -> AbstractContextManager[Any]:
         """Return the context for the forward pass in `_outputs`. `device`: the model's; None: the policy's."""
@@ -650,11 +607,3 @@ def _moment(name: str, value: Any) -> Tensor:
             "numbers: correct its class, or choose another --optimizer"
         )
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=EXACT[type(value)])
-
-
-def _fill(parameters: Sequence[nn.Parameter], flat: Tensor) -> None:
-    """Write a flat vector into the parameters, in place, since the engine decodes with the same tensors."""
-    with torch.no_grad():
-        pieces = flat.split([p.numel() for p in parameters])
-        for parameter, piece in zip(parameters, pieces, strict=True):
-            parameter.copy_(piece.view_as(parameter))

@@ -41,7 +41,7 @@ from posttrain.algorithms.filters import (
 )
 from posttrain.algorithms.moving_models import MovingReference
 from posttrain.algorithms.penalty import CONTROLS, KL, Adaptive, EarlyStop, Entropy, HalvingDoubling
-from posttrain.algorithms.policy import Algorithm, Imitation, Pretraining, policy_objective
+from posttrain.algorithms.policy import Algorithm, Imitation, PolicyObjective, Pretraining
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.ratio import (
     RATIOS,
@@ -466,7 +466,7 @@ def test_row_with_the_option_takes_a_step(name: str, how: dict[str, Any], where:
     )  # fmt: skip
     figures: list[dict[str, float]] = []
     steps = 2 if row.replay or row.moving else 1
-    train(learner, source, policy_objective(row), [lambda t: figures.append(t.stats.means())], first=1, steps=steps)
+    train(learner, source, PolicyObjective(row), [lambda t: figures.append(t.stats.means())], first=1, steps=steps)
     assert len(figures) == steps and all(f["skipped"] == 0 and math.isfinite(f["loss"]) for f in figures)
 
 
@@ -477,7 +477,7 @@ def test_critic_has_a_learning_rate_of_its_own() -> None:
     learner = LocalLearner(model, plan, critic=critic, critic_lr=5e-3)
     for group in learner.optimizer.param_groups:
         group["params"] = []
-    learner.update([], policy_objective(row))
+    learner.update([], PolicyObjective(row))
     assert [g["lr"] for g in learner.optimizer.param_groups] == pytest.approx([5e-4, 5e-4, 2.5e-3, 2.5e-3])
 
 

@@ -25,7 +25,7 @@ from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.branching import Branching
 from posttrain.algorithms.credit import Baselined
 from posttrain.algorithms.earned_rewards import per_token
-from posttrain.algorithms.policy import Algorithm, policy_objective
+from posttrain.algorithms.policy import Algorithm, PolicyObjective
 from posttrain.core.batch import Stats
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import (
@@ -447,7 +447,7 @@ def test_gradient_of_a_branched_group_is_that_of_its_transcripts_laid_apart(
     fields = {"advantage": advantages(Branching(credit=credit), rollouts)}
     learner = LocalLearner(tiny(tokenizer, dtype=torch.float64, context=256), Optimization())
     weight = find("grpo").aggregate(scoreboard(rollouts)).double()
-    objective = policy_objective(replace(find("grpo"), kl=None))
+    objective = PolicyObjective(replace(find("grpo"), kl=None))
 
     def gradient(transcripts: Sequence[Sequence[Transcript]], cuts: Sequence[Sequence[int]]) -> torch.Tensor:
         learner.model.zero_grad()

@@ -25,7 +25,7 @@ from posttrain.algorithms.critic_loss import SoftQ, Value
 from posttrain.algorithms.earned_rewards import earnings, equal_rewards, whitened
 from posttrain.algorithms.filters import CovarianceClip, CovariancePenalty, DynamicSampling, OverlongFilter, TopEntropy
 from posttrain.algorithms.penalty import KL, Adaptive, Entropy, HalvingDoubling
-from posttrain.algorithms.policy import policy_objective
+from posttrain.algorithms.policy import PolicyObjective
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.ratio import Causal, Correction
 from posttrain.algorithms.redistribution import Redistribution
@@ -331,7 +331,7 @@ def test_correction_multiplies_the_gain_outside_of_the_clip_and_has_no_gradient(
     logp = doubles(-1.0, -2.0).requires_grad_()
     batch = flat_batch(logp, advantage=doubles(1.0, 1.0), old_logp=logp.detach() - 0.5)
     batch = replace(batch, sampler_logp=logp.detach() - 0.5 - doubles(3.0, 0.5).log())
-    loss = policy_objective(row)(Outputs(logp), batch, Stats())
+    loss = PolicyObjective(row)(Outputs(logp), batch, Stats())
     loss.backward()
     assert loss.item() == pytest.approx(-(2.0 * 1.2 + 0.5 * 1.2) / 2)  # exp(0.5) is clipped to 1.2, 3 is cut to 2
     assert logp.grad is not None and not logp.grad.any()
@@ -576,7 +576,7 @@ def test_kl_of_a_response_is_that_of_its_whole_ratio_at_each_of_its_tokens() -> 
         rollout=torch.tensor([0, 0, 1]),
     )
     row = replace(TABLE["grpo"], kl=KL("k3", 0.1, unit="response"))
-    loss = policy_objective(row)(Outputs(lp), batch, Stats())
+    loss = PolicyObjective(row)(Outputs(lp), batch, Stats())
     expected = 0.1 * sum(math.exp(x) - 1 - x for x in (0.5, 0.5)) / 2
     assert loss.item() == pytest.approx(expected, abs=1e-12)
     loss.backward()
@@ -618,7 +618,7 @@ def new_source(name: str, env: Any = digits, tokens: int = 200, prompts: int = 3
 
 def run(source: RLSource, first: int, last: int) -> list[dict[str, float]]:
     seen: list[dict[str, float]] = []
-    objective = policy_objective(source.algorithm)
+    objective = PolicyObjective(source.algorithm)
     train(source.learner, source, objective, [lambda t: seen.append(t.stats.means())], first=first, steps=last)
     return seen
 
@@ -640,7 +640,7 @@ def test_groups_of_updates_that_are_not_made_are_told_as_such() -> None:
     train(
         source.learner,
         source,
-        policy_objective(source.algorithm),
+        PolicyObjective(source.algorithm),
         [lambda t: told.append([o.why for o in t.step.outcomes])],
         first=1,
         steps=1,
@@ -983,7 +983,7 @@ def test_coefficient_of_a_step_holds_and_not_that_of_the_row(part: dict[str, Any
     rollouts = make_rollouts(torch.Generator().manual_seed(0), 1, 2, 40)
     values = torch.linspace(0.1, 1, sum(r.n_scored for r in rollouts))
     (name,) = part
-    objective = policy_objective(replace(find("dr-grpo"), **part))
+    objective = PolicyObjective(replace(find("dr-grpo"), **part))
 
     def loss(coefficient: float) -> float:
         fields = {

@@ -29,7 +29,7 @@ from update_cases import (
 
 from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.critic_loss import Value
-from posttrain.algorithms.policy import policy_objective
+from posttrain.algorithms.policy import PolicyObjective
 from posttrain.config.training import RL
 from posttrain.core.batch import Stats
 from posttrain.core.types import Completion, StopReason, Task, Transcript, UserError
@@ -79,7 +79,7 @@ def new_source(name: str, critic: Any = None, env: Any = digits, **settings: Any
 
 def run(source: RLSource, steps: int) -> list[dict[str, float]]:
     seen: list[dict[str, float]] = []
-    objective = policy_objective(source.algorithm)
+    objective = PolicyObjective(source.algorithm)
     train(source.learner, source, objective, [lambda t: seen.append(t.stats.means())], first=1, steps=steps)
     return seen
 
@@ -289,7 +289,7 @@ def test_policy_stands_still_bit_for_bit_while_its_critic_warms_up(name: str) ->
     run(source, 2)
     assert torch.equal(policy, flat(source.learner.model))
     assert not torch.equal(critic, flat(source.learner.critic))  # type: ignore[arg-type]
-    train(source.learner, source, policy_objective(source.algorithm), [], first=3, steps=3)
+    train(source.learner, source, PolicyObjective(source.algorithm), [], first=3, steps=3)
     assert not torch.equal(policy, flat(source.learner.model))
 
 
@@ -362,7 +362,7 @@ def test_slow_copies_move_by_tau_after_every_update() -> None:
     assert isinstance(critic, ActionValueModel) and case.learner.follow == 0.1
     slow = [flat(critic.slow_backbone), critic.slow_heads.clone()]
     batches = feed(case, case.rollouts, credit(case.row, board(case, case.rollouts)), [range(4)])
-    case.learner.update(batches, policy_objective(case.row))
+    case.learner.update(batches, PolicyObjective(case.row))
     own = [flat(critic.backbone), critic.heads.detach()]
     now = [flat(critic.slow_backbone), critic.slow_heads]
     for before, target, after in zip(slow, own, now, strict=True):
@@ -392,7 +392,7 @@ def test_value_network_of_soft_actor_critic_is_apart_from_its_action_values_and_
     assert not shared and all(not p.requires_grad for p in critic.slow_state.parameters())
     (batch,) = feed(case, case.rollouts, credit(case.row, board(case, case.rollouts)), [range(4)])
     slow, actions = flat(critic.slow_state), flat(critic.backbone)
-    learner.update([batch], policy_objective(case.row))
+    learner.update([batch], PolicyObjective(case.row))
     assert not torch.equal(flat(critic.backbone), actions)
     assert torch.allclose(flat(critic.slow_state), slow + 0.1 * (flat(critic.state) - slow), atol=1e-12)
     assert not torch.equal(flat(critic.slow_state), slow)

@@ -16,7 +16,7 @@ from update_cases import new_learner, new_player
 from posttrain.algorithms.credit import Baselined, Decoupled
 from posttrain.algorithms.earned_rewards import equal_rewards
 from posttrain.algorithms.filters import DynamicSampling
-from posttrain.algorithms.policy import policy_objective
+from posttrain.algorithms.policy import PolicyObjective
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.settings import change
 from posttrain.config.training import RL
@@ -229,7 +229,7 @@ def test_any_split_into_micro_batches_moves_the_weights_alike(reward: object) ->
         )  # fmt: skip
         silent: list[float] = []
         watch = [lambda t: silent.append(t.stats.means()["groups/no_signal"])]
-        train(learner, source, policy_objective(row), watch, first=1, steps=1)
+        train(learner, source, PolicyObjective(row), watch, first=1, steps=1)
         assert len(silent) == 1 and silent[0] < 1
         weights.append([p.detach().clone() for p in learner.model.parameters()])
         assert any(not torch.equal(a, b) for a, b in zip(before, weights[-1], strict=True))

@@ -43,7 +43,7 @@ from posttrain.algorithms.credit import Baselined, PassAtK, StepRewards
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.earned_rewards import equal_rewards
 from posttrain.algorithms.penalty import KL, Entropy
-from posttrain.algorithms.policy import Algorithm, policy_objective
+from posttrain.algorithms.policy import Algorithm, PolicyObjective
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.ratio import Causal, OverSequence, RatioStep
 from posttrain.algorithms.surrogate import Clip
@@ -297,7 +297,7 @@ def test_what_is_logged_of_a_micro_batch_is_what_its_name_says() -> None:
     )  # fmt: skip
     stats = Stats()
     outputs = Outputs(current, entropy=others[4], kl=others[5], top=others[5])
-    loss = policy_objective(row)(outputs, batch, stats)
+    loss = PolicyObjective(row)(outputs, batch, stats)
     r = [math.exp(a - b) for a, b in zip(logp, old, strict=True)]
     gaps = [a - b for a, b in zip(old, mu, strict=True)]
     k3 = sum(math.exp(b - a) - 1 - (b - a) for a, b in zip(logp, ref, strict=True))
@@ -320,16 +320,16 @@ def test_what_is_logged_of_a_micro_batch_is_what_its_name_says() -> None:
     assert loss.item() == pytest.approx(-gain / n)
 
     first = Stats()
-    policy_objective(replace(row, kl=KL("exact", 0.1)))(
+    PolicyObjective(replace(row, kl=KL("exact", 0.1)))(
         Outputs(current, entropy=others[4], kl=others[5]), replace(batch, old_logp=None), first
     )
     assert first["ratio/first"] == (n, n) and first["kl/exact"] == (pytest.approx(2.8), n)
     far = Stats()
-    policy_objective(replace(row, kl=KL("k3", 0.1, against="old")))(Outputs(current, entropy=others[4]), batch, far)
+    PolicyObjective(replace(row, kl=KL("k3", 0.1, against="old")))(Outputs(current, entropy=others[4]), batch, far)
     assert far["kl/old"] == (pytest.approx(sum(x - 1 - math.log(x) for x in r)), n) and "kl" not in far
     none = Stats()
     empty = {name: getattr(batch, name)[:0] for name in ("advantage", "weight", "rollout", "old_logp", "ref_logp")}
-    policy_objective(row)(
+    PolicyObjective(row)(
         Outputs(current[:0], entropy=others[4][:0]), replace(batch, sampler_logp=others[2][:0], **empty), none
     )
     assert none["ratio"] == (0.0, 0.0) and not any(name.endswith(("/max", "/min")) for name in none)
@@ -412,7 +412,7 @@ def test_first_on_policy_ratio_is_exactly_one() -> None:
     ones = batch.weight
     row = adjust(find("dr-grpo"), RL(max_tokens=8, group=4))
     stats = Stats()
-    policy_objective(row)(outputs_of(model, batch), batch, stats)
+    PolicyObjective(row)(outputs_of(model, batch), batch, stats)
     assert stats["ratio/first"] == (float(len(ones)), float(len(ones)))
 
 

@@ -11,7 +11,7 @@ from conftest import tiny
 from update_cases import critic_on
 
 from posttrain.algorithms.all_algorithms import find
-from posttrain.algorithms.policy import Algorithm, policy_objective
+from posttrain.algorithms.policy import Algorithm, PolicyObjective
 from posttrain.config.resolve import filled
 from posttrain.config.training import RL, Distill
 from posttrain.core.component import Need
@@ -125,6 +125,6 @@ def learned_from(build: Any) -> Sequence[Rollout]:
 
 def run(experience: RLSource, steps: int = 2, first: int = 1) -> tuple[torch.Tensor, list[dict[str, float]]]:
     seen: list[dict[str, float]] = []
-    objective = policy_objective(experience.algorithm)
+    objective = PolicyObjective(experience.algorithm)
     train(experience.learner, experience, objective, [lambda t: seen.append(t.stats.means())], first=first, steps=steps)
     return weights(experience.learner), seen

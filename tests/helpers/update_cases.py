@@ -16,7 +16,7 @@ from torch import Tensor
 
 from posttrain.algorithms.critic_loss import SoftQ, Value
 from posttrain.algorithms.earned_rewards import per_token
-from posttrain.algorithms.policy import Algorithm, policy_objective
+from posttrain.algorithms.policy import Algorithm, PolicyObjective
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.config.resolve import filled
 from posttrain.config.training import RL, Distill
@@ -311,7 +311,7 @@ def _placed(values: dict[int, Tensor], offset: int) -> list[Tensor]:
 def gradient(case: Case, batches: Sequence[Batch]) -> tuple[float, Tensor]:
     """Loss and gradient, of policy and critic together, summed over these micro-batches."""
     clear(case.learner)
-    total, objective = 0.0, policy_objective(case.row)
+    total, objective = 0.0, PolicyObjective(case.row)
     for batch in batches:
         loss = objective(case.learner._outputs(case.learner.model, batch, objective.wants), batch, Stats())
         loss.backward()

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from update_cases import WORDS, Case, board, chosen_row, credit, feed, new_case
 
 from posttrain.algorithms.all_algorithms import find
-from posttrain.algorithms.policy import PolicyObjective, policy_objective
+from posttrain.algorithms.policy import PolicyObjective
 from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.core.trust_region import TrustRegion
-from posttrain.learners import local_learner
+from posttrain.learners import natural_step
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.learners.natural_gradient import SearchResult, conjugate_gradient, search
 from posttrain.models.native.decoder import causal, new_decoder
@@ -99,8 +99,8 @@ def learner_product(case: Case, batches: list[Batch], monkeypatch: pytest.Monkey
         caught.append(product)
         return SearchResult(torch.zeros_like(gradient), 0.0, 0.0, -1)
 
-    monkeypatch.setattr(local_learner, "search", catch)
-    case.learner.update(batches, policy_objective(case.row))
+    monkeypatch.setattr(natural_step, "search", catch)
+    case.learner.update(batches, PolicyObjective(case.row))
     return caught[0]
 
 
@@ -127,7 +127,7 @@ def test_step_stays_within_delta_and_the_surrogate_grows() -> None:
     for delta in (1e-4, 1e-2):
         case = trpo_case(noise=0.0, trust_region=delta)
         batches = batches_of(case)
-        objective = policy_objective(case.row)
+        objective = PolicyObjective(case.row)
         before = flat(case.learner.model)
         (held,) = (case.learner.evaluate(batches)[0].logp,)
         value = objective(case.learner.evaluate(batches)[0], batches[0], Stats()).item()
@@ -156,7 +156,7 @@ def test_distance_of_a_step_is_the_kl_from_the_old_policy_to_the_new_at_the_lear
         return torch.cat(rows)
 
     old = logs()
-    told = learner.update(batches_of(case, [[0, 1], [2, 3]]), policy_objective(case.row))["trust_region/kl"][0]
+    told = learner.update(batches_of(case, [[0, 1], [2, 3]]), PolicyObjective(case.row))["trust_region/kl"][0]
     new = logs()
     kl, other = ((a.exp() * (a - b)).sum(-1).mean().item() for a, b in ((old, new), (new, old)))
     assert told == pytest.approx(kl, rel=1e-9) and abs(kl - other) > 0.01 * kl > 0
@@ -166,7 +166,7 @@ def test_step_does_not_depend_on_the_cut_into_micro_batches() -> None:
     ends = []
     for cuts in ([[0, 1, 2, 3]], [[0], [1, 2], [3]]):
         case = trpo_case()
-        case.learner.update(batches_of(case, cuts), policy_objective(case.row))
+        case.learner.update(batches_of(case, cuts), PolicyObjective(case.row))
         ends.append(flat(case.learner.model))
     assert (ends[0] - ends[1]).abs().max() < 1e-9
 
@@ -218,9 +218,9 @@ def test_rollouts_without_any_advantage_are_no_step() -> None:
     case = trpo_case()
     for rollout in case.rollouts:
         rollout.reward = 1.0
-    stats = case.learner.update(batches_of(case), policy_objective(case.row))
+    stats = case.learner.update(batches_of(case), PolicyObjective(case.row))
     assert stats["trust_region/no_step"] == (1.0, 1.0)
-    assert case.learner.update([], policy_objective(case.row))["trust_region/no_step"] == (1.0, 1.0)
+    assert case.learner.update([], PolicyObjective(case.row))["trust_region/no_step"] == (1.0, 1.0)
 
 
 def test_critic_beside_a_trust_region_learns_by_itself_even_while_the_policy_stands_still() -> None:
@@ -230,6 +230,6 @@ def test_critic_beside_a_trust_region_learns_by_itself_even_while_the_policy_sta
     for warm in (0.0, 1.0):
         policy, critic = flat(case.learner.model), flat(case.learner.critic)
         batches = [replace(b, coefficients={"policy": warm}) for b in batches_of(case)]
-        case.learner.update(batches, policy_objective(case.row))
+        case.learner.update(batches, PolicyObjective(case.row))
         assert torch.equal(policy, flat(case.learner.model)) is (warm == 0.0)
         assert not torch.equal(critic, flat(case.learner.critic))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from update_cases import ROWS, Case, board, chosen_row, credit, feed, gathered, new_case, old_of
 
 from posttrain.algorithms.all_algorithms import find
-from posttrain.algorithms.policy import Algorithm, policy_objective
+from posttrain.algorithms.policy import Algorithm, PolicyObjective
 from posttrain.core.batch import Batch, Scores
 from posttrain.core.protocols import Alone, World
 from posttrain.core.types import Rollout
@@ -51,9 +51,9 @@ def updated(row: Algorithm, world: World, end: int, warm: bool) -> dict[str, Ten
     if world.size > 1:
         own = own[:end] if world.rank == 0 else own[end:]
     batches = micro_batches(case, world, own, 2, warm)
-    stats = case.learner.update(batches, policy_objective(row))
+    stats = case.learner.update(batches, PolicyObjective(row))
     first = gathered(case.learner)
-    case.learner.update(batches, policy_objective(row))
+    case.learner.update(batches, PolicyObjective(row))
     every = [p for m in (case.learner.model, case.learner.critic) if m is not None for p in m.parameters()]
     norms = [stats[name][0] for name in ("grad_norm", "grad_norm/critic") if name in stats]
     return {

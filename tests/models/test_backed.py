@@ -25,7 +25,7 @@ from trees import grown
 from update_cases import ROWS, WORDS, board, credit, feed, new_case, old_of
 
 import posttrain
-from posttrain.algorithms.policy import Algorithm, policy_objective
+from posttrain.algorithms.policy import Algorithm, PolicyObjective
 from posttrain.core.batch import Layout
 from posttrain.core.types import Sampling, Transcript, UserError
 from posttrain.engines.local.backed_engine import BackedEngine
@@ -286,7 +286,7 @@ def test_native_and_backed_learn_alike_with_every_row(
     native = LocalLearner(own.model, how, others=own.others, critic=own.critic, **same)  # type: ignore[arg-type]
     critic = None if own.critic is None else _copied(own.critic)
     backed = LocalLearner(qwen(own.model), how, others=others, critic=critic, **same)  # type: ignore[arg-type]
-    found, objective = credit(row, board(case, case.rollouts), old_of(case, case.rollouts)), policy_objective(row)
+    found, objective = credit(row, board(case, case.rollouts), old_of(case, case.rollouts)), PolicyObjective(row)
     for step in range(5):
         cuts = [range(step, len(case.rollouts)), range(step)]
         batches = feed(case, case.rollouts, found, [list(cut) for cut in cuts])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from rl_sources import digits, learned_from, one_of_a_kind, row, run, source
 
-from posttrain.algorithms.policy import Algorithm, policy_objective
+from posttrain.algorithms.policy import Algorithm, PolicyObjective
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.core.batch import Batch, Outputs, Stats, TrainingStep
 from posttrain.core.types import Fate, Invalid, Outcome, Rollout, Task
@@ -57,7 +57,7 @@ def uneven() -> Callable[[Task, str], Any]:
 
 def played(experience: RLSource, number: int) -> tuple[TrainingStep, set[int], dict[int, int]]:
     """A whole step; the rollouts that its batches held, by identity, and how often."""
-    step, objective = experience.produce(number), policy_objective(experience.algorithm)
+    step, objective = experience.produce(number), PolicyObjective(experience.algorithm)
     stats, times = Stats(step.stats), dict[int, int]()
     for build in step.updates:
         rollouts = learned_from(build)
@@ -136,7 +136,7 @@ class Watching:
     """The row's objective; beside it d loss / d log p, of log-probabilities that stand alone."""
 
     def __init__(self, row: Algorithm) -> None:
-        self.loss, self.wants = policy_objective(row), policy_objective(row).wants
+        self.loss, self.wants = PolicyObjective(row), PolicyObjective(row).wants
         self.seen: list[tuple[Batch, torch.Tensor, torch.Tensor | None]] = []
 
     def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> torch.Tensor:
@@ -339,7 +339,7 @@ def test_a_rollout_that_is_alone_in_its_group_is_no_equal_group(tokenizer: Token
 def test_an_update_that_was_skipped_is_flagged_on_what_it_was_given(tokenizer: Tokenizer) -> None:
     experience = source(tokenizer, row("dr-grpo", minibatches=3))
     experience.recording = TokenRecording("full")
-    step, objective = experience.produce(1), policy_objective(experience.algorithm)
+    step, objective = experience.produce(1), PolicyObjective(experience.algorithm)
     skipped: set[int] = set()
     for place, build in enumerate(step.updates):
         skipped |= {id(r) for r in learned_from(build)} if place == 1 else set()

@@ -16,7 +16,7 @@ from rl_sources import TASKS, accounted, digits, learned_from, one_of_a_kind, ro
 from posttrain.algorithms.aggregate import ConstantLength
 from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.credit import PassAtK
-from posttrain.algorithms.policy import Algorithm, Imitation, PolicyObjective, Pretraining, policy_objective
+from posttrain.algorithms.policy import Algorithm, Imitation, PolicyObjective, Pretraining
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.shaping import SoftOverlong
 from posttrain.config.resolve import filled
@@ -480,7 +480,7 @@ class Learnt:
 
 def test_gradient_that_is_not_finite_is_counted_and_moves_nothing(tokenizer: Tokenizer) -> None:
     experience = source(tokenizer, row("dr-grpo"))
-    learner, objective = experience.learner, policy_objective(experience.algorithm)
+    learner, objective = experience.learner, PolicyObjective(experience.algorithm)
     batches = experience.produce(1).updates[0]()
     before = weights(learner)
 
@@ -507,7 +507,7 @@ def test_state_of_learner_and_source_survives_saving_bit_for_bit(
     other.learner.load(tmp_path)
     other.restore(json.loads(json.dumps(experience.state())))
     for each in (experience, other):
-        train(each.learner, each, policy_objective(each.algorithm), [], first=3, steps=4)
+        train(each.learner, each, PolicyObjective(each.algorithm), [], first=3, steps=4)
     assert torch.equal(weights(experience.learner), weights(other.learner))
     assert experience.state() == other.state()
 
@@ -553,7 +553,7 @@ def test_learning_rate_rises_then_falls_to_its_end(schedule: Any, rates: list[fl
 def test_gradients_of_policy_and_critic_are_clipped_apart_by_the_norm_that_is_logged(tokenizer: Tokenizer) -> None:
     experience = source(tokenizer, row("ppo", minibatches=1, kl=0.0), max_grad_norm=1e-3)
     learner, batches = experience.learner, experience.produce(1).updates[0]()
-    objective, seen = policy_objective(experience.algorithm), []
+    objective, seen = PolicyObjective(experience.algorithm), []
     for batch in batches:
         objective(learner._outputs(learner.model, batch, objective.wants), batch, Stats()).backward()
     for part in learner.parts:

@@ -19,7 +19,7 @@ from update_cases import OTHER, WORDS, chosen_row, new_learner, new_player
 
 import posttrain
 from posttrain.algorithms.all_algorithms import find
-from posttrain.algorithms.policy import policy_objective
+from posttrain.algorithms.policy import PolicyObjective
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.cli.main import main
 from posttrain.core.batch import Stats
@@ -235,7 +235,7 @@ def test_every_row_halves_the_divergence_from_its_teacher(name: str) -> None:
         train(
             learner,
             source,
-            policy_objective(row),
+            PolicyObjective(row),
             [lambda t: seen.append(t.stats.means())],
             first=step + 1,
             steps=step + 1,
@@ -620,7 +620,7 @@ def test_loss_of_likeliest_tokens_is_the_mean_of_a_loop_over_their_cells(
     ledger.credit(credited)
     size = Size(3, 2, budget)
     batches = Minibatches(row, learner, size, 0, None, (), None, teachers).updates(1, credited, {}, ledger)[0]()
-    objective, told = policy_objective(row), Stats()
+    objective, told = PolicyObjective(row), Stats()
     for batch in batches:
         assert not batch.readings
         objective(learner._outputs(learner.model, batch, objective.wants), batch, told).backward()

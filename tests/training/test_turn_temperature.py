@@ -20,7 +20,7 @@ from update_cases import WORDS, chosen_row
 
 import posttrain
 from posttrain.algorithms.all_algorithms import find
-from posttrain.algorithms.policy import policy_objective
+from posttrain.algorithms.policy import PolicyObjective
 from posttrain.core.batch import Stats
 from posttrain.core.types import Outcome, Reply, Sampling, Task, Transcript, Turn, UserError
 from posttrain.data.tasks import to_tasks
@@ -96,7 +96,7 @@ def test_gradient_of_a_step_is_that_of_a_loop_over_tokens_at_their_own_temperatu
         weight=torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64),
         fields={"advantage": advantage, "old_logp": old, "ref_logp": old},
     )
-    objective = policy_objective(algorithm)
+    objective = PolicyObjective(algorithm)
     outputs = learner._outputs(model, batch, objective.wants)
     found = torch.autograd.grad(objective(outputs, batch, Stats()), list(model.parameters()))
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.describe import describe
-from posttrain.algorithms.policy import Algorithm, policy_objective
+from posttrain.algorithms.policy import Algorithm, PolicyObjective
 from posttrain.config.mixture_options import parts_of
 from posttrain.config.training import RL, Distill
 from posttrain.core.batch import Stats
@@ -152,7 +152,7 @@ def rl(context: RunContext[RL]) -> RunParts:
     sizes += opened_teachers.lines if opened_teachers else []
     return RunParts(
         source,
-        policy_objective(algorithm),
+        PolicyObjective(algorithm),
         learner,
         tokenizer,
         config.steps,

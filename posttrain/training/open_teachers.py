@@ -9,8 +9,6 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.teacher import Distillation
 from posttrain.config.training import Distill
@@ -45,7 +43,6 @@ def load_teachers(
     config: Distill,
     algorithm: Algorithm,
     tokenizer: Tokenizer,
-    device: torch.device,
     tasks: Sequence[Task],
     opened: ExitStack,
     world: World,
@@ -59,23 +56,22 @@ def load_teachers(
     Raises UserError, in one line, for a teacher with another tokenizer, an endpoint that is asked for whole distributions,
     and a task whose teacher does not exist.
     """
-    assert algorithm.teacher is not None
+    teacher = algorithm.teacher
+    assert teacher is not None
     models: dict[str, Model] = {}
     remote: dict[str, RemoteTeacher] = {}
     lines = []
     for name, option, where in named_teachers(config):
         if where.startswith(("http://", "https://")):
+            _refuse_exact(config, algorithm, option, where)
             from posttrain.training.sources.remote_teacher import RemoteTeacher  # and with it a library for HTTP
 
-            _refuse_exact(config, algorithm, option, where)
-            fixed = algorithm.teacher.temperature is not None
-            remote[name] = opened.enter_context(closing(RemoteTeacher(where, fixed)))
-            top_k = algorithm.teacher.top_k
-            if top_k:
-                remote[name].check_top(top_k)
-            of = f" of the sampled and its {top_k} likeliest tokens" if top_k else ""
+            remote[name] = opened.enter_context(closing(RemoteTeacher(where, teacher.temperature is not None)))
+            if teacher.top_k:
+                remote[name].check_top(teacher.top_k)
+            of = f" of the sampled and its {teacher.top_k} likeliest tokens" if teacher.top_k else ""
             lines.append(f"{option} {where} ({remote[name].model}), asked for log-probabilities{of}")
-        elif algorithm.teacher.top_k:
+        elif teacher.top_k:
             raise UserError(
                 f"--teacher-top-k is for endpoints, and {option} {where} is a folder, which gives whole distributions: "
                 "leave it out, or give only teachers behind endpoints"
@@ -83,21 +79,12 @@ def load_teachers(
         else:
             folder = resolve(where)
             _check_tokens(tokenizer, Tokenizer.load(folder), f"{option} {where}")
-            alone = len(list(named_teachers(config))) == 1  # of several each process holds all
-            if folder.resolve() == start.resolve() and is_adapted(student):
-                model = reference(config, student, start, world, moves=algorithm.teacher.every > 0)
-            elif alone:
-                model = held_model(config, folder, other_device(config, TEACHERS, student), world, frozen=True)
-            else:
-                there = other_device(config, TEACHERS, student)
-                model = load_model(folder, device=there, matrices=frozen_type(config))
-            models[name] = model.requires_grad_(False)
-            size = f"{parameters(models[name]):,} parameters, context {models[name].config.context}"
-            own = algorithm.teacher.temperature
-            softened = "the temperature of sampling" if own is None else f"{own:g}"
+            model = models[name] = _held(config, teacher, folder, world, student, start)
+            size = f"{parameters(model):,} parameters, context {model.config.context}"
+            softened = "the temperature of sampling" if teacher.temperature is None else f"{teacher.temperature:g}"
             lines.append(f"{option} {where}: {size}; its logits are divided by {softened}")
-    if algorithm.teacher.every:
-        _check_moves(config, algorithm.teacher, models, student)
+    if teacher.every:
+        _check_moves(config, teacher, models, student)
     contexts = {name: model.config.context for name, model in models.items()}
     teachers = Teachers(tokenizer, contexts, remote, choose=bool(config.teachers))
     for task in tasks:
@@ -108,6 +95,17 @@ def load_teachers(
         if isinstance(text, str):
             endpoint.check([*tokenizer.encode(text, start=True), *tokenizer.encode(" 1")], tokenizer)
     return OpenTeachers(teachers, models, lines)
+
+
+def _held(config: Distill, teacher: Distillation, folder: Path, world: World, student: Model, start: Path) -> Model:
+    """Load the frozen teacher in a folder."""
+    if folder.resolve() == start.resolve() and is_adapted(student):
+        model = reference(config, student, start, world, moves=teacher.every > 0)
+    elif len(list(named_teachers(config))) == 1:
+        model = held_model(config, folder, other_device(config, TEACHERS, student), world, frozen=True)
+    else:  # of several each process holds all
+        model = load_model(folder, device=other_device(config, TEACHERS, student), matrices=frozen_type(config))
+    return model.requires_grad_(False)
 
 
 def named_teachers(config: Distill) -> Iterator[tuple[str, str, str]]:

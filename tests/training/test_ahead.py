@@ -68,6 +68,7 @@ from posttrain.training.sources.collector import Collected, Collector, Size
 from posttrain.training.sources.packing import collate
 from posttrain.training.sources.rl_source import RLSource
 from posttrain.training.sources.rollout_state import restored, stored
+from posttrain.training.sources.task_order import Uniform
 
 SUMS = [{"id": f"{a}{b}", "prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(4)]
 PLAYED: dict[str, Any] = {"steps": 6, "prompts": 3, "group": 3, "max_tokens": 6, "lr": 1e-2, "env_workers": 0,
@@ -197,7 +198,9 @@ def stocked(
     with EnvPool(digits, 0) as pool:
         engine = LocalEngine(load_model(start), tokenizer, own=True)
         player = Player(pool, engine, tokenizer, Sampling(max_tokens=2), 64)
-        stock = StepQueue(Quick(to_tasks(SUMS), player, Size(2, 1, 64), 0, None, broken=broken), None, 2, 3)
+        tasks = to_tasks(SUMS)
+        quick = Quick(tasks, player, Size(2, 1, 64), 0, None, broken=broken, order=Uniform(len(tasks), 0))
+        stock = StepQueue(quick, None, 2, 3)
         yield stock, learner
         stock.close()
 

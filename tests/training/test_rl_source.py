@@ -50,6 +50,7 @@ from posttrain.training.sources.ledger import Ledger
 from posttrain.training.sources.length_filter import Prompts, TooLong
 from posttrain.training.sources.minibatches import Minibatches
 from posttrain.training.sources.scoreboard import describe, refuse_broken, scoreboard, usable
+from posttrain.training.sources.task_order import Uniform
 from posttrain.training.sources.token_recording import SAMPLE
 
 
@@ -338,7 +339,7 @@ def test_all_that_counts_the_tokens_of_an_episode_counts_the_same() -> None:
 def test_more_prompts_than_tasks_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match="--prompts 7.*6"):
         player = Player(EnvPool(digits, 0), LocalEngine(tiny(tokenizer), tokenizer), tokenizer, Sampling(), 64)
-        Collector(TASKS, player, Size(7, 4, 64), 0, None)  # type: ignore[arg-type]
+        Collector(TASKS, player, Size(7, 4, 64), 0, None, order=Uniform(6, 0))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("policy", ["skip", "truncate"])
@@ -350,7 +351,7 @@ def test_step_has_the_next_task_for_one_whose_prompt_does_not_fit(tokenizer: Tok
         too_long = TooLong(policy, 64, said.append)
         engine = LocalEngine(tiny(tokenizer), tokenizer)
         player = Player(EnvPool(digits, 0), engine, tokenizer, Sampling(max_tokens=4), 64, policy)
-        return Collector(to_tasks(rows), player, Size(3, 2, 64), 0, None, too_long)
+        return Collector(to_tasks(rows), player, Size(3, 2, 64), 0, None, too_long, order=Uniform(len(rows), 0))
 
     def play(collector: Collector, number: int) -> tuple[list[str], float, int]:
         stats = Stats()

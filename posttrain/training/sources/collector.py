@@ -20,7 +20,7 @@ from posttrain.training.sources.length_filter import Placed, Prompts, TooLong
 from posttrain.training.sources.mixture import part_metrics
 from posttrain.training.sources.rollout_state import restored, stored
 from posttrain.training.sources.scoreboard import Left, describe, refuse_broken, refuse_greedy, scoreboard, usable
-from posttrain.training.sources.task_order import Solved, TaskOrder, Uniform
+from posttrain.training.sources.task_order import Solved, TaskOrder
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Collector:
     rewarded: bool = True  # whether anything scores the replies
     plan: BranchPlan | None = None  # how the rollouts of a group branch
     tokens: int = 0  # most tokens of each reply that a step samples, later steps continue it; 0: no limit
-    order: TaskOrder = None  # type: ignore[assignment]  # decides which task is next; default: each once per epoch
+    order: TaskOrder = field(kw_only=True)  # decides which task is next
     _open: dict[str, Open] = field(default_factory=dict, init=False)  # by group
     _places: dict[str, int] = field(default_factory=dict, init=False)  # group that was drawn -> place of its task
 
@@ -101,7 +101,6 @@ class Collector:
                 f"--prompts {self.size.prompts} is above the {len(self.tasks)} different training tasks: give "
                 f"--prompts {len(self.tasks)} or fewer, or more rows"
             )
-        self.order = self.order or Uniform(len(self.tasks), self.seed)
 
     def collect(self, number: int, groups: DynamicSampling | None, stats: Stats) -> Collected:
         """Return the rollouts of step `number`. With `groups`, replace groups without signal, within its budget."""

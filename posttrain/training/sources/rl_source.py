@@ -80,8 +80,19 @@ class RLSource:
         self.learner, self.algorithm, self.size, self.success = learner, algorithm, size, success
         self.recording, self.watch = recording, watch
         plan = algorithm.branching.plan(learner.weights().config.vocab) if algorithm.branching else None
-        how = success, too_long, algorithm.needs, rewarded, plan, tokens_per_step, order or Uniform(len(tasks), seed)
-        collector = Collector(tasks, player, size, seed, *how)
+        collector = Collector(
+            tasks,
+            player,
+            size,
+            seed,
+            success,
+            too_long,
+            needs=algorithm.needs,
+            rewarded=rewarded,
+            plan=plan,
+            tokens=tokens_per_step,
+            order=order or Uniform(len(tasks), seed),
+        )
         self.queue = StepQueue(collector, algorithm.sampling, async_steps, last)
         self.buffer = ReplayBuffer(algorithm.replay.capacity) if algorithm.replay else None
         self.teachers = teachers

@@ -107,7 +107,7 @@ def rl(context: RunContext[RL]) -> RunParts:
     opened_teachers = None
     if isinstance(config, Distill):
         some = train_tasks.examples(EXAMPLES)
-        opened_teachers = load_teachers(config, algorithm, tokenizer, device, some, opened, run.world, model, start)
+        opened_teachers = load_teachers(config, algorithm, tokenizer, some, opened, run.world, model, start)
     learner = _learner(config, algorithm, model, start, opened_teachers, run.world)
     engine = opened.enter_context(closing(_engine(run, model, tokenizer)))
     player = ground.player(engine, tokenizer, model.config.context)

@@ -17,9 +17,10 @@ from posttrain.algorithms.all_algorithms import find
 from posttrain.config.training import RL
 from posttrain.core.types import Invalid, InvalidKind, Reply, Task, Turn, UserError
 from posttrain.envs.play.env_outputs import Done
-from posttrain.envs.play.env_pool import EnvPool, _Episode, _fits_group
+from posttrain.envs.play.env_pool import EnvPool, _fits_group
 from posttrain.envs.play.group_rewards import group_sum, is_group_reward
 from posttrain.envs.play.load_env import load_env, success_of
+from posttrain.envs.play.worker_handle import PoolEpisode
 from posttrain.envs.play.worker_protocol import Garbled, WorkerReply, read_answer, write_answer
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -246,8 +247,8 @@ def test_answer_of_a_group_is_read_as_it_was_written_and_nothing_else_is() -> No
 
 
 def test_worker_that_answers_for_another_number_of_replies_is_not_believed() -> None:
-    alone = _Episode(1, 1, {})
-    group = _Episode(-1, 2, {"tasks": [], "replies": []}, members=(alone, alone))
+    alone = PoolEpisode(1, 1, {})
+    group = PoolEpisode(-1, 2, {"tasks": [], "replies": []}, members=(alone, alone))
     two, invalid = Done(0.0, group=(Done(1.0), Done(2.0))), Done(Invalid("died"))
     assert _fits_group(group, two) and _fits_group(group, invalid) and _fits_group(alone, Done(1.0))
     assert not _fits_group(group, Done(0.0, group=(Done(1.0),))) and not _fits_group(group, Done(1.0))

@@ -1,60 +1,53 @@
 """A pool of worker processes for environments: user code cannot hang, crash or quietly zero a run.
 
-* Each step of an episode (the first turn, or the answer to one reply) has a limit of `seconds` from when its worker
-began it. A worker beyond that is killed, with every process it started, and the episode it was stuck in is
-`Done(Invalid(...))`. The same happens when the worker dies by itself, takes too much memory, or sends an unreadable
-message. * Scoring goes to any free worker. An episode of several turns stays with the worker that began it, the one
-with the fewest episodes. When that worker is lost, its other episodes are replayed in a fresh one from their task,
-their replies and the answers of services, which gives the same state if the environment is deterministic. It should be:
-seed its random numbers from the task. * Environments written with `async def` run side by side: a worker has as many of
-their steps in progress as were requested. The worker enforces the limit itself and reports only the result; the pool
-does so a little later, for code that blocks the thread. Then, and when such a worker dies, the episode whose code ran
-last is blamed. * A reward of whole groups (`group_rewards.py`) is called once all episodes of a group that were begun
-have their replies, or were given up. To the workers such a group is one episode, so a lost worker affects it like any
-other. * The first worker starts at once, the others when it has imported the environment, while models are loaded: an
-import that fails does so once. * Nothing blocks on a worker's socket: writes send as much as it takes, and reads take
-what is there.
+- Each step of an episode (the first turn, or the answer to one reply) has a limit of `seconds` from when its worker began
+  it. A worker beyond that is killed, with every process it started, and the episode it was stuck in is
+  `Done(Invalid(...))`. The same happens when the worker dies by itself, takes too much memory, or sends an unreadable
+  message.
+- Scoring goes to any free worker. An episode of several turns stays with the worker that began it, the one with the fewest
+  episodes. When that worker is lost, its other episodes are replayed in a fresh one from their task, their replies and the
+  answers of services, which gives the same state if the environment is deterministic. It should be: seed its random
+  numbers from the task.
+- Environments written with `async def` run side by side: a worker has as many of their steps in progress as were
+  requested. The worker enforces the limit itself and reports only the result; the pool does so a little later, for code
+  that blocks the thread. Then, and when such a worker dies, the episode whose code ran last is blamed.
+- A reward of whole groups (`group_rewards.py`) is called once all episodes of a group that were begun have their replies, or
+  were given up. To the workers such a group is one episode, so a lost worker affects it like any other.
+- The first worker starts at once, the others when it has imported the environment, while models are loaded: an import that
+  fails does so once.
+- Nothing blocks on a worker's socket: writes send as much as it takes, and reads take what is there.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import pickle
 import selectors
 import signal
-import socket
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from posttrain.core.types import Invalid, InvalidKind, Reply, Task, Turn, UserError
+from posttrain.core.types import Invalid, InvalidKind, Reply, Task, UserError
 from posttrain.envs.play.env_outputs import Done, Event
 from posttrain.envs.play.env_runner import EnvRunner, OneByOne, diverged, parted, stage_of
 from posttrain.envs.play.group_rewards import is_group_reward
 from posttrain.envs.play.load_env import is_generator_env, load_env, opening, pack_env, step_limit
+from posttrain.envs.play.worker_handle import PoolEpisode, QueuedCommand, WorkerHandle
 from posttrain.envs.play.worker_protocol import (
-    LONGEST_ANSWER,
-    NOTE_BYTES,
     CallRecord,
-    FrameSocket,
     Garbled,
     Greeting,
     WorkerCommand,
     WorkerReply,
     WorkerSetup,
-    framed,
-    noted,
     read_answer,
     read_greeting,
     write_commands,
 )
-from posttrain.system.child_processes import Child, pair
-
-__all__ = ["Done", "EnvPool", "Event", "Turn"]
 
 IMPORT_SECONDS = 60.0  # for a worker to start and import the environment, which may load an index or a model
 LONGEST_STEP = 86_400.0  # greatest limit in seconds: the system cannot wait much longer at once
@@ -77,7 +70,7 @@ def _own(said: Any) -> Any:
     return said if isinstance(said, Reply) else deepcopy(said)
 
 
-def _fits_group(episode: _Episode, event: Event | None) -> bool:
+def _fits_group(episode: PoolEpisode, event: Event | None) -> bool:
     """Return whether a group's event has a result for each member, and any other event has none."""
     if event is None or not episode.members:
         return not (isinstance(event, Done) and event.group)
@@ -91,96 +84,16 @@ def _named(task: Task) -> Any:
     return task["tasks"][0].get("id") if task.keys() == {"tasks", "replies"} else task.get("id")
 
 
-@dataclass(eq=False, slots=True)
-class _Episode:
-    id: int  # the caller's id
-    number: int  # its number among all episodes of this pool
-    task: Task
-    sent: list[Any] = field(default_factory=list)  # replies and answers of services sent to it, in order
-    recorded: dict[int, Any] = field(default_factory=dict)  # results of its recorded calls
-    worker: _Worker | None = None  # the worker that runs or will run it; None for a plain reward
-    placed: bool = False  # its worker has all of `sent` except the last, which may be on its way
-    waiting: bool = True  # whether a command is unanswered
-    killed: int = 0  # how often its process was killed from outside while running it
-    group: Hashable = None  # a group reward scores episodes of one group together
-    members: tuple[_Episode, ...] = ()  # if it is a group that is scored as one episode: its episodes
-
-
-@dataclass(eq=False, slots=True)
-class _Order:
-    """A command for a worker: run the next step of an episode, or forget it."""
-
-    episode: _Episode
-    drop: bool = False
-    since: float = 0.0  # time at which an async worker began it
-
-
-class _Worker:
-    """The pool's end of a worker process. No method blocks."""
-
-    def __init__(self, setup: WorkerSetup, folder: str) -> None:
-        self.ready = False
-        self.waits = False  # whether it runs async code: all orders side by side
-        self.queue: deque[_Order] = deque()  # orders to send
-        self.sent: dict[int, _Order] = {}  # episode number -> order in progress, in order
-        self.since = time.monotonic()  # time at which it began the first of `sent`
-        self.socket, theirs = pair()
-        self.line = FrameSocket(self.socket, LONGEST_ANSWER)
-        self.line.unsent += framed(pickle.dumps(setup))
-        note = os.memfd_create("posttrain")
-        try:
-            os.ftruncate(note, NOTE_BYTES)
-            self.note = mmap.mmap(note, NOTE_BYTES)
-            with theirs:
-                told = {"POSTTRAIN_ENV_TIMEOUT": f"{setup.seconds:g}"}  # so that an environment may stop earlier
-                told["PYTHONHASHSEED"] = "0"  # the order of a set must not change a reward
-                self.child = Child(
-                    "posttrain.envs.play.env_worker:main", [theirs.fileno(), note], folder=folder, environment=told
-                )
-        finally:
-            os.close(note)
-
-    def write(self) -> bool:
-        """Write as `FrameSocket` does. The limit of its work begins when it has taken something."""
-        unsent = len(self.line.unsent)
-        whole = self.line.write()
-        if len(self.line.unsent) < unsent:
-            self.since = time.monotonic()
-        return whole
-
-    @property
-    def blamed(self) -> _Order:
-        """The order that it works on, which is blamed if the worker is lost."""
-        first = next(iter(self.sent.values()))
-        if not self.waits:
-            return first
-        return next((order for number, order in self.sent.items() if noted(number) == self.note[:]), first)
-
-    @property
-    def stirs(self) -> bool:
-        """Whether there is data to read, or the end of the stream."""
-        try:
-            self.socket.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-        return True
-
-    def kill(self) -> None:
-        self.child.kill()
-        self.socket.close()
-        self.note.close()
-
-
 class EnvPool:
     """Episodes of one environment: `start` and `send` issue commands, `poll` returns the events in order of arrival.
 
-    `env` is a name as in `load_env`, a reward or a generator function, either of them perhaps async; `workers`: number
-    of processes, None: the number of processors; `seconds`: the limit of one step, which a task set
-    may raise; `memory`: GiB that a worker may take
-    (0: no limit). With `workers=0` everything runs in this process, at once and in the caller's thread, without limits:
-    for a debugger.
+    env       a name as in `load_env`, a reward or a generator function, either of them perhaps async
+    workers   number of processes; None: the number of processors; 0: everything runs in this process, at once and in the
+              caller's thread, without limits, as a debugger needs it
+    seconds   limit of one step, which a task set may raise
+    memory    GiB that a worker may take; 0: no limit
+
+    Raises UserError for numbers out of range, and for an environment that does not exist.
     """
 
     def __init__(
@@ -203,17 +116,17 @@ class EnvPool:
         self._name = env if isinstance(env, str) else getattr(env, "__qualname__", type(env).__name__)
         self._seconds = seconds
         self._folder = os.getcwd()  # so that workers started later find the same files
-        self._episodes: dict[int, _Episode] = {}  # by the caller's id
+        self._episodes: dict[int, PoolEpisode] = {}  # by the caller's id
         self._begun = 0
         self._waiting = 0  # number of episodes with an unanswered command
         self._events: list[tuple[int, Event]] = []
-        self._queue: deque[_Order] = deque()  # orders for any worker, or until the kind of environment is known
-        self._workers: list[_Worker] = []
+        self._queue: deque[QueuedCommand] = deque()  # orders for any worker, or until the kind of environment is known
+        self._workers: list[WorkerHandle] = []
         self._selector = selectors.DefaultSelector()
         self._imported = False  # whether any worker has ever imported the environment
         self._tries = 0  # consecutive failed imports since then
         self._closed = False
-        self._groups: dict[Hashable, list[_Episode]] = {}  # group -> its episodes not scored yet
+        self._groups: dict[Hashable, list[PoolEpisode]] = {}  # group -> its episodes not scored yet
         self._by_group = False  # whether the reward scores whole groups, once known
         self._stage: EnvRunner | OneByOne | None = stage_of(load_env(env), self._keep) if workers == 0 else None
         self._single_turn: bool | None = None  # not known before a worker has imported the environment
@@ -237,7 +150,9 @@ class EnvPool:
         """
         assert id not in self._episodes, f"episode {id} is in progress"
         self._begun += 1
-        self._episodes[id] = episode = _Episode(id, self._begun, task, group=("alone", id) if group is None else group)
+        self._episodes[id] = episode = PoolEpisode(
+            id, self._begun, task, group=("alone", id) if group is None else group
+        )
         self._groups.setdefault(episode.group, []).append(episode)
         self._ask(episode)
 
@@ -252,7 +167,7 @@ class EnvPool:
         self._begun += 1
         # a message may hold both episodes: changes that one of them makes to its answers must not reach the other
         sent, recorded = deepcopy((known.sent, known.recorded))
-        self._episodes[to] = _Episode(to, self._begun, known.task, sent, recorded)
+        self._episodes[to] = PoolEpisode(to, self._begun, known.task, sent, recorded)
         self._ask(self._episodes[to])
 
     def send(self, id: int, said: Any) -> None:
@@ -275,7 +190,7 @@ class EnvPool:
         elif self._stage is not None:
             self._stage.drop(id)
         elif episode.placed and episode.worker is not None:
-            episode.worker.queue.append(_Order(episode, drop=True))
+            episode.worker.queue.append(QueuedCommand(episode, drop=True))
 
     def clear(self) -> None:
         """Abandon all episodes; those with a step in progress, after that step."""
@@ -356,7 +271,7 @@ class EnvPool:
     def __exit__(self, *raised: object) -> None:
         self.close()
 
-    def _ask(self, episode: _Episode) -> None:
+    def _ask(self, episode: PoolEpisode) -> None:
         self._waiting += 1
         first = opening(episode.task) if self._single_turn and not episode.sent else None
         if self._by_group and first is not None:
@@ -373,7 +288,7 @@ class EnvPool:
         elif first is not None:
             self._answer(episode, first)
         else:
-            self._place(_Order(episode))
+            self._place(QueuedCommand(episode))
 
     def _score_group(self, group: Hashable) -> None:
         """Score a group if all of its replies have arrived."""
@@ -383,15 +298,15 @@ class EnvPool:
         members = sorted(self._groups.pop(group), key=lambda episode: episode.id)
         self._begun += 1
         asked = {"tasks": [e.task for e in members], "replies": [e.sent[0] for e in members]}
-        whole = _Episode(-self._begun, self._begun, asked, members=tuple(members))
+        whole = PoolEpisode(-self._begun, self._begun, asked, members=tuple(members))
         if self._stage is None:
-            return self._place(_Order(whole))
+            return self._place(QueuedCommand(whole))
         began = time.perf_counter()
         event = self._stage.start(whole.id, whole.task)
         self.waited += time.perf_counter() - began
         self._answer(whole, event)
 
-    def _leave_group(self, episode: _Episode) -> None:
+    def _leave_group(self, episode: PoolEpisode) -> None:
         """Remove an episode from its group."""
         own = self._groups.get(episode.group, [])
         if episode in own:
@@ -399,7 +314,7 @@ class EnvPool:
         if not own:
             self._groups.pop(episode.group, None)
 
-    def _replayed(self, episode: _Episode) -> Event:
+    def _replayed(self, episode: PoolEpisode) -> Event:
         """Replay an episode in this process with everything sent to it, and return the last event."""
         assert self._stage is not None
         event = self._stage.start(episode.id, episode.task, deepcopy(episode.recorded))
@@ -414,7 +329,7 @@ class EnvPool:
         if id in self._episodes:
             self._episodes[id].recorded[which] = deepcopy(result)
 
-    def _place(self, order: _Order) -> None:
+    def _place(self, order: QueuedCommand) -> None:
         """Queue an order for the worker of its episode, or for any worker."""
         assert not self._closed, "the pool is closed"
         episode = order.episode
@@ -426,7 +341,7 @@ class EnvPool:
             episode.worker = min(held, key=lambda worker: held[worker])
         (self._queue if episode.worker is None else episode.worker.queue).append(order)
 
-    def _answer(self, episode: _Episode, event: Event) -> None:
+    def _answer(self, episode: PoolEpisode, event: Event) -> None:
         if episode.members:
             assert isinstance(event, Done), "a reward of groups has no requests"
             for member, done in zip(episode.members, event.group or [event] * len(episode.members), strict=True):
@@ -449,7 +364,7 @@ class EnvPool:
         now = time.monotonic()
         limits = [limit for worker in self._workers if (limit := self._limit(worker)) is not None]
         until = min([*limits, *([] if end is None else [end])], default=now)
-        arrived: list[_Worker] = [key.data for key, _ in self._selector.select(max(0.0, until - now))]
+        arrived: list[WorkerHandle] = [key.data for key, _ in self._selector.select(max(0.0, until - now))]
         for worker in arrived:
             self._receive(worker)
         for worker in list(self._workers):
@@ -460,7 +375,7 @@ class EnvPool:
                 self._overdue(worker)
         self._dispatch()  # send the next commands now: the caller may not poll for a while
 
-    def _limit(self, worker: _Worker) -> float | None:
+    def _limit(self, worker: WorkerHandle) -> float | None:
         """Return the time at which the worker is replaced unless it answers; None without orders."""
         if not worker.ready:
             return worker.since + IMPORT_SECONDS
@@ -480,7 +395,7 @@ class EnvPool:
             if worker.line.unsent:
                 self._write(worker)
 
-    def _hand(self, worker: _Worker) -> None:
+    def _hand(self, worker: WorkerHandle) -> None:
         """Give a free worker its own orders, or its share of those for any worker, which shrinks with the queue."""
         worker.queue.extend(self._queue.popleft() for _ in range(self._share(worker)))
         if not worker.queue:
@@ -506,7 +421,7 @@ class EnvPool:
         worker.line.unsent += write_commands(commands)
         worker.since = time.monotonic()
 
-    def _share(self, worker: _Worker) -> int:
+    def _share(self, worker: WorkerHandle) -> int:
         """Return the number of orders from the common queue that this worker takes."""
         if not self._single_turn:
             return 0
@@ -525,7 +440,7 @@ class EnvPool:
                 "can be pickled, or use --env-workers 0"
             ) from error
 
-    def _write(self, worker: _Worker) -> None:
+    def _write(self, worker: WorkerHandle) -> None:
         try:
             whole = worker.write()
         except OSError:
@@ -533,7 +448,7 @@ class EnvPool:
         events = selectors.EVENT_READ if whole else selectors.EVENT_READ | selectors.EVENT_WRITE
         self._selector.modify(worker.socket, events, worker)
 
-    def _receive(self, worker: _Worker) -> None:
+    def _receive(self, worker: WorkerHandle) -> None:
         try:
             for content in worker.line.read():
                 if worker.ready:
@@ -550,7 +465,7 @@ class EnvPool:
             killed = ended and -worker.child.code in KILLED
             self._lost(worker, f"its worker process {reason}", InvalidKind.DIED, killed)
 
-    def _take(self, worker: _Worker, answer: WorkerReply | CallRecord) -> None:
+    def _take(self, worker: WorkerHandle, answer: WorkerReply | CallRecord) -> None:
         order = worker.sent.get(answer.number)
         if isinstance(answer, CallRecord):  # it extends no limit, and its episode may have been abandoned
             if order is not None and not order.drop:
@@ -570,7 +485,7 @@ class EnvPool:
         if answer.event is not None:
             self._answer(order.episode, answer.event)
 
-    def _greet(self, worker: _Worker, message: Greeting | str) -> None:
+    def _greet(self, worker: WorkerHandle, message: Greeting | str) -> None:
         if isinstance(message, str):
             self._import_failed(worker, message)
             return
@@ -586,13 +501,13 @@ class EnvPool:
             for order in orders:  # all of them starts
                 self._ask(order.episode)
 
-    def _overdue(self, worker: _Worker) -> None:
+    def _overdue(self, worker: WorkerHandle) -> None:
         if worker.ready:
             self._lost(worker, f"did not return within {self._seconds:g} s", InvalidKind.TIMEOUT)
         else:
             self._import_failed(worker, f"{self._name} did not finish importing within {IMPORT_SECONDS:g} s")
 
-    def _lost(self, worker: _Worker, reason: str, kind: InvalidKind, killed: bool = False) -> None:
+    def _lost(self, worker: WorkerHandle, reason: str, kind: InvalidKind, killed: bool = False) -> None:
         """Replace a lost worker; the reason blames the episode that it ran, if any.
 
         `killed`: from outside, as far as known. In that case the episode is not to blame, and is replayed like the
@@ -611,7 +526,7 @@ class EnvPool:
                 self._answer(order.episode, Done(Invalid(f"{self._name}: {reason}", kind)))
         self._replace(worker)
 
-    def _import_failed(self, worker: _Worker, message: str) -> None:
+    def _import_failed(self, worker: WorkerHandle, message: str) -> None:
         """Raise UserError if no worker ever imported the environment, or if a fresh worker fails repeatedly; else try
         again.
         """
@@ -621,7 +536,7 @@ class EnvPool:
             raise UserError(message)
         self._replace(worker)
 
-    def _replace(self, lost: _Worker) -> None:
+    def _replace(self, lost: WorkerHandle) -> None:
         """Start a fresh worker for a lost one; its episodes are replayed there when they continue."""
         self._selector.unregister(lost.socket)
         self._workers.remove(lost)
@@ -639,8 +554,8 @@ class EnvPool:
         for order in orders:
             order.episode.placed = False
 
-    def _add_worker(self) -> _Worker:
-        worker = _Worker(self._setup, self._folder)
+    def _add_worker(self) -> WorkerHandle:
+        worker = WorkerHandle(self._setup, self._folder)
         self._workers.append(worker)
         self._selector.register(worker.socket, selectors.EVENT_READ, worker)
         self._write(worker)

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.describe import describe
-from posttrain.algorithms.policy import Algorithm, PolicyObjective
+from posttrain.algorithms.policy import Algorithm, PolicyObjective, Pretraining
 from posttrain.config.mixture_options import parts_of
 from posttrain.config.training import RL, Distill
 from posttrain.core.batch import Stats
@@ -32,6 +33,7 @@ from posttrain.envs.play.group_rewards import is_group_reward
 from posttrain.envs.play.load_env import is_generator_env, load_env, success_of
 from posttrain.envs.play.player import Player
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Teaching
+from posttrain.models.adapters.lora import is_adapted
 from posttrain.models.critic import ActionValueModel, Critic, SoftStateValueModel, ValueModel, new_critic
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
@@ -85,14 +87,12 @@ def rl(context: RunContext[RL]) -> RunParts:
     success = _success(config, algorithm, env)
     train_tasks, held_out = _tasks(config, context.rows, env)
     order = task_order(config, train_tasks, success)
-    resumed = run.checkpoint is not None
-    start = run.start
+    start, resumed = run.start, run.checkpoint is not None
     assert start
     folder = run.checkpoint or start
     ground = opened.enter_context(
         open_playground(config, env, train_tasks, device, run.path, resumed, [folder], run.world)
     )
-    pool = ground.pool
     [known] = ground.models
     model, tokenizer, run.chat = policy(config, folder, device, run.world), known.tokenizer, known.chat
     train_tasks, held_out = run.chat.of(train_tasks), run.chat.of(held_out) if held_out else None
@@ -100,10 +100,9 @@ def rl(context: RunContext[RL]) -> RunParts:
     end_tokens(model, tokenizer)  # raises if there is none, as no reply would end
     warn_unread(tokenizer, train_tasks)
     too_long = watch_lengths(config, model.config.context)
-    if pool.single_turn:
+    if ground.pool.single_turn:
         Prompts(train_tasks, tokenizer, too_long).check()
-    in_parts = isinstance(held_out, MixedTasks)
-    played = fitting(held_out, pool, tokenizer, too_long)
+    evaluated = fitting(held_out, ground.pool, tokenizer, too_long)
     opened_teachers = None
     if isinstance(config, Distill):
         some = train_tasks.examples(EXAMPLES)
@@ -121,11 +120,7 @@ def rl(context: RunContext[RL]) -> RunParts:
         size=Size(config.prompts, config.group, microbatch_tokens(config, model)),
         seed=config.seed,
         success=success,
-        texts=_texts_to_imitate(
-            run, tokenizer, model, too_long, "assistant" if algorithm.pretraining.mask_prompt else "all"
-        )
-        if algorithm.pretraining
-        else (),
+        texts=_texts_to_imitate(run, algorithm.pretraining, tokenizer, model, too_long),
         too_long=too_long,
         teachers=opened_teachers.teachers if opened_teachers else None,
         rewarded=rewarded,
@@ -136,20 +131,12 @@ def rl(context: RunContext[RL]) -> RunParts:
         order=order,
         watch=watch,
     )
-
-    @opened.push
-    def leave(kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:  # asynchronous rollouts may wait for other processes
-            run.world.fail(error)
-        source.queue.close()
-
-    sizes = _sizes(config, model, f"{amount(train_tasks)}, {len(played)} held out", engine)
-    if algorithm.trust_region is None:  # otherwise the KL bounds the step, not the learning rate
-        adapted = model.decoder is not None and model.decoder.lora is not None
-        sizes += rate_note(optimization(config, 1), adapted, parameters(model))
+    opened.push(partial(_leave, source, run.world))
+    sizes = _sizes(config, algorithm, model, f"{amount(train_tasks)}, {len(evaluated)} held out", engine)
     sizes += [*order_lines(config, order), *known.lines, *ground.lines]
     sizes += recording.describe(algorithm.wants, Need.REFERENCE in algorithm.needs)
     sizes += opened_teachers.lines if opened_teachers else []
+    in_parts = isinstance(held_out, MixedTasks)
     return RunParts(
         source,
         PolicyObjective(algorithm),
@@ -158,12 +145,19 @@ def rl(context: RunContext[RL]) -> RunParts:
         config.steps,
         sizes,
         describe(algorithm),
-        _measure(config, source, engine, played, in_parts, opened_teachers) if played else None,
+        _measure(config, source, engine, evaluated, in_parts, opened_teachers) if evaluated else None,
         notifiers=(too_long, *filter(None, [watch]), *([engine] if isinstance(engine, EnginePool) else [])),
     )
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------
+
+
+def _leave(source: RLSource, world: World, kind: Any, error: BaseException | None, trace: Any) -> None:
+    """Stop sampling when the run ends."""
+    if error is not None:  # asynchronous rollouts may wait for other processes
+        world.fail(error)
+    source.queue.close()
 
 
 def _measure(
@@ -261,9 +255,12 @@ def _learner(
     )
 
 
-def _sizes(config: RL, model: Model, tasks: str, engine: Engine) -> list[str]:
-    """Describe the sizes of the run."""
+def _sizes(config: RL, algorithm: Algorithm, model: Model, tasks: str, engine: Engine) -> list[str]:
+    """Describe the sizes of the run, with a note on a learning rate that is far from the usual ones."""
     rollouts = config.prompts * config.group
+    note: list[str] = []
+    if algorithm.trust_region is None:  # otherwise the KL bounds the step, not the learning rate
+        note = rate_note(optimization(config, 1), is_adapted(model), parameters(model))
     return [
         f"model {size_of(model)}, context {model.config.context}, vocabulary {model.config.vocab}",
         tasks,
@@ -272,6 +269,7 @@ def _sizes(config: RL, model: Model, tasks: str, engine: Engine) -> list[str]:
         f"micro-batches of {microbatch_tokens(config, model)} tokens; "
         f"{min(config.slots, rollouts)} sampled at once by {engine.backend}",
         *reply_length_note(config.max_tokens, model.config.context),
+        *note,
     ]
 
 
@@ -309,10 +307,16 @@ def _critic(config: RL, algorithm: Algorithm, start: Path, model: Model) -> Crit
 
 
 def _texts_to_imitate(
-    run: RunFolder[RL], tokenizer: Tokenizer, model: Model, too_long: TooLong, mask: Mask
-) -> Transcripts:
-    """Return the pretraining texts: rows with `text`, which is imitated as a whole, or with prompt and response."""
+    run: RunFolder[RL], pretraining: Pretraining | None, tokenizer: Tokenizer, model: Model, too_long: TooLong
+) -> Transcripts | tuple[()]:
+    """Return the texts of a pretraining term: rows with `text`, which is imitated as a whole, or with prompt and response.
+
+    Without such a term there are none.
+    """
+    if pretraining is None:
+        return ()
     assert run.config.ptx is not None
     tasks = run.chat.of(read_texts("--ptx", run.config.ptx), answered=True)
     eos = end_tokens(model, tokenizer)
+    mask: Mask = "assistant" if pretraining.mask_prompt else "all"
     return Transcripts(tasks, tokenizer, eos, model.config.vocab, too_long, mask)

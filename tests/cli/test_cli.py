@@ -57,7 +57,8 @@ def test_help_loads_neither_the_verbs_nor_anything_heavy() -> None:
     code, modules, said = loaded_by("--help")
     ours = {"posttrain", "posttrain.cli", "posttrain.cli.main", "posttrain.core", "posttrain.core.types"}
     ours |= {"posttrain.core.progress", "posttrain.core.messages", "posttrain.core.user_files"}
-    ours |= {"posttrain.cli.command_table", "posttrain.cli.help_pages", "posttrain.config", "posttrain.config.verbs",
+    ours |= {"posttrain.cli.argument_errors",
+             "posttrain.cli.command_table", "posttrain.cli.help_pages", "posttrain.config", "posttrain.config.verbs",
              "posttrain.core.extras", "posttrain.system", "posttrain.system.garbage"}  # fmt: skip
     assert code == 0
     assert all(verb in said for verb in ("sft", "rl", "eval", "chat", "algorithms", "check"))

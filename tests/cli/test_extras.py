@@ -15,7 +15,7 @@ from posttrain.cli.training_commands import _looking
 from posttrain.core.extras import NEEDED, install, installed, runnable
 
 FILES = sorted((ROOT / "posttrain").rglob("*.py"))
-OWN = ("cli/main.py", "apps/view/")
+OWN = ("cli/main.py", "cli/argument_errors.py", "apps/view/")
 """What speaks of these commands where they are being used already."""
 DECIDED = ("_looking", "view", "query")
 """Functions that ask first, or are these commands."""

@@ -13,7 +13,7 @@ from documents import ROOT, blocks, run
 from endpoints import serving
 from items_place import read
 
-from posttrain.cli.main import _known
+from posttrain.cli.argument_errors import option_names
 from posttrain.config.verbs import VERBS
 
 PAGE = ROOT / "docs" / "guides" / "preferences.md"
@@ -48,6 +48,6 @@ def answers(items: Path) -> str:
 
 
 def test_options_that_the_page_names_exist() -> None:
-    known = {f"--{name.replace('_', '-')}" for verb in VERBS for name in _known(verb)}
+    known = {f"--{name.replace('_', '-')}" for verb in VERBS for name in option_names(verb)}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE.read_text(encoding="utf-8")))
     assert named <= known, sorted(named - known)

@@ -14,8 +14,9 @@ import pytest
 from documents import ROOT, blocks, run
 
 import posttrain.verify
+from posttrain.cli.argument_errors import option_names
 from posttrain.cli.command_table import COMMANDS
-from posttrain.cli.main import _known, app
+from posttrain.cli.main import app
 from posttrain.config.row_options import Data
 from posttrain.config.verbs import VERBS, load
 from posttrain.core.foreign_options import ELSEWHERE
@@ -163,7 +164,7 @@ def test_table_of_verifiers_names_each_of_them_and_each_has_an_example() -> None
 def test_every_verb_and_every_option_that_a_page_names_exists() -> None:
     verbs = set(re.findall(r"posttrain ([a-z-]+) (?:--|[A-Z]|runs/|\.\.\.)", SAID)) - {"import"}
     assert {"sft", "rl", "eval", "chat", "check", "algorithms"} <= verbs <= {name.lstrip("-") for name in app}
-    known = {f"--{name.replace('_', '-')}" for verb in VERBS for name in _known(verb)}
+    known = {f"--{name.replace('_', '-')}" for verb in VERBS for name in option_names(verb)}
     others = [load(command.options) for command in COMMANDS if command.options]
     known |= {f"--{f.name.replace('_', '-')}" for config in others for f in fields(config)}
     plain = [load(f"posttrain.cli.{command.function}") for command in COMMANDS if not command.options]

@@ -438,7 +438,7 @@ class Transcript:
         other.forks = (*self.forks, len(self.tokens))
         return other
 
-    def behind(self, prompt: Sequence[int]) -> Transcript:
+    def with_prompt(self, prompt: Sequence[int]) -> Transcript:
         """Return this transcript with another prompt, for a model whose prompt differs."""
         first, *others = self.spans
         assert first.kind is SpanKind.PROMPT, "the first prompt is replaced"
@@ -655,7 +655,7 @@ class Rollout:
         return self.rewards.get(OUTCOME, self.reward)
 
     @property
-    def compared(self) -> tuple[str, str]:
+    def group_and_side(self) -> tuple[str, str]:
         """Key of the rollouts with which this one is compared: those of its group with the same side."""
         return self.group, self.side
 

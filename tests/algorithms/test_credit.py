@@ -41,7 +41,7 @@ from posttrain.models.native.head import Head
 from posttrain.training.loop import train
 from posttrain.training.sources.collector import Size
 from posttrain.training.sources.credit_assignment import Credited, credit
-from posttrain.training.sources.model_outputs import view
+from posttrain.training.sources.model_outputs import evaluate_rollouts
 from posttrain.training.sources.packing import collate, pack
 from posttrain.training.sources.rl_source import RLSource
 from posttrain.training.sources.scoreboard import scoreboard
@@ -679,14 +679,14 @@ def test_dynamic_sampling_replaces_groups_until_the_step_is_full_or_the_budget_i
     step = source.produce(1)
     figures = step.stats.means()
     assert figures["groups/kept"] == 3 and 3 < figures["groups/played"] <= 12
-    assert source.queue.collector.mark.order == {"cursor": figures["groups/played"]}  # the next goes on there
+    assert source.queue.collector.position.order == {"cursor": figures["groups/played"]}  # the next goes on there
     assert {b.advantage is not None and bool(b.advantage.any()) for b in step.updates[0]()} == {True}
     poor = new_source("dr-grpo", lambda task, reply: 1.0, dynamic_sampling=2)
     figures = poor.produce(1).stats.means()
     assert (
         figures["groups/played"] == 6
         and figures["groups/kept"] == 0
-        and poor.queue.collector.mark.order == {"cursor": 6}
+        and poor.queue.collector.position.order == {"cursor": 6}
     )
 
 
@@ -1003,7 +1003,7 @@ def test_share_of_uncertain_tokens_is_of_the_step_and_not_of_each_rollout() -> N
     source = new_source("dr-grpo", top_entropy=0.2)
     rollouts = [r for r in source.produce(1).played]
     found = credit(source.algorithm, rollouts, source.learner, 64, {}, None, Stats())
-    own = view(source.learner, rollouts, 64, want=frozenset({"entropy"}))["entropy"]
+    own = evaluate_rollouts(source.learner, rollouts, 64, want=frozenset({"entropy"}))["entropy"]
     every = torch.cat(own)
     least = every.topk(round(0.2 * len(every))).values[-1]
     for entropy, advantage in zip(own, found.per_token["advantage"], strict=True):

@@ -55,7 +55,7 @@ def test_a_transcript_counts_the_scored_tokens_of_its_spans_however_it_was_made(
     whole.observe([6])
     whole.sample(Completion(0, [7], [-1.0], "d", StopReason.EOS, 1), learn=False)
     whole.imitate([8, 9])
-    made = [whole, whole.branch(), whole.behind([0]), Transcript.from_dict(whole.as_dict())]
+    made = [whole, whole.branch(), whole.with_prompt([0]), Transcript.from_dict(whole.as_dict())]
     for transcript in (*made, last_alone(whole.branch()), last_alone(whole.branch(), without=[9])):
         assert transcript.n_scored == sum(span.length for span in transcript.spans if span.learned) > 0
         assert transcript.n_scored == len(transcript.scored)
@@ -67,7 +67,7 @@ def test_pictures_behind_another_prompt_stand_at_the_same_tokens_and_those_of_th
     seen.observe([9, 9, 3], SpanKind.OBSERVATION, [Media(3, 2, "bb")])  # the first token behind the prompt
     seen.imitate([4])
     seen.observe([5, 9], SpanKind.TOOL, [Media(8, 1, "cc")])
-    other = seen.behind([7])
+    other = seen.with_prompt([7])
     assert other.media == [Media(1, 2, "bb"), Media(6, 1, "cc")]
     assert [other.tokens[m.start : m.start + m.length] for m in other.media] == [[9, 9], [9]]
 

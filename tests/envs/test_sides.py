@@ -49,7 +49,7 @@ def talk(task: Task) -> Game:
 
 def test_each_side_has_contexts_rewards_and_a_rollout_of_its_own(tokenizer: Tokenizer) -> None:
     a, b = enacted(talk, tokenizer, ["1.", "2.", "3.", "4."])
-    assert (a.side, b.side) == ("a", "b") and a.group == b.group and a.compared != b.compared
+    assert (a.side, b.side) == ("a", "b") and a.group == b.group and a.group_and_side != b.group_and_side
     assert whole(tokenizer, a) == ["a1=1.a2 2.=3."] and learned(tokenizer, a) == ["1.3."]
     assert whole(tokenizer, b) == ["b1 1.=2.", "b2 3.=4."] and learned(tokenizer, b) == ["2.", "4."]
     assert [turn.text for turn in a.turns] == ["a1=", "1.", "a2 2.=", "3."] and a.prompt == "a1=" and a.text == "1.3."

@@ -125,7 +125,7 @@ class Numbered:
     @staticmethod
     def _taught(rollout: Rollout, number: int) -> Taught:
         first, *others = rollout.transcripts
-        read = first if number % 2 else first.behind([5, 6, 7, *first.tokens[: first.spans[0].length]])
+        read = first if number % 2 else first.with_prompt([5, 6, 7, *first.tokens[: first.spans[0].length]])
         return Taught(TEACHER if number < 2 else OTHER, [read, *others])
 
 

@@ -148,7 +148,7 @@ def test_threads_that_sample_work_on_the_gpu_of_the_run(current: CurrentGPU, mon
     choose_device("cuda:2")
     begun: list[int] = []
     player: Any = SimpleNamespace(engine=None, world=Alone(), unwanted=None)
-    collector: Any = SimpleNamespace(player=player, mark=None)
+    collector: Any = SimpleNamespace(player=player, position=None)
     monkeypatch.setattr("posttrain.training.sources.async_rollouts.replace", lambda given, **changes: given)
     rollouts = StepQueue(collector, None, 1, 1)
     assert rollouts._thread is not None

@@ -109,7 +109,7 @@ def test_fates_add_up_to_what_was_played_and_each_is_what_happened(tokenizer: To
             "one account for each that was played"
         )
         for outcome in own:
-            group = [o.rollout for o in own if o.rollout.compared == outcome.rollout.compared]
+            group = [o.rollout for o in own if o.rollout.group_and_side == outcome.rollout.group_and_side]
             fed = times.get(id(outcome.rollout), 0)
             fate = expected(algorithm, outcome.rollout, group, outcome.advantage, fed)
             assert outcome.fate is fate, (outcome, fate)

@@ -234,7 +234,7 @@ def test_a_task_that_comes_twice_in_a_step_makes_two_groups(tokenizer: Tokenizer
     collector = experience.queue.collector
     collector.episodes(1, 4)
     episodes = collector.episodes(2, 4)
-    assert collector.mark.state() == {"cursor": 8}
+    assert collector.position.state() == {"cursor": 8}
     assert len({e.group for e in episodes}) == 4 and len({e.seed for e in episodes}) == 8
 
 
@@ -357,7 +357,7 @@ def test_step_has_the_next_task_for_one_whose_prompt_does_not_fit(tokenizer: Tok
         stats = Stats()
         played = collector.collect(number, None, stats).played
         assert all(len(rollout.transcripts[0]) <= 64 and rollout.n_sampled for rollout in played)
-        return [rollout.group for rollout in played[::2]], stats["too_long"][0], collector.mark.state()["cursor"]
+        return [rollout.group for rollout in played[::2]], stats["too_long"][0], collector.position.state()["cursor"]
 
     first = collector()
     steps = [play(first, number) for number in (1, 2, 3, 4)]

@@ -71,7 +71,7 @@ def test_teacher_that_reads_the_same_prompt_apart_says_the_identical_numbers(nam
     learner, plain = learner_of(torch.float32), rollouts_of()
     for rollout in plain:  # prompts that a tokenizer can read and give again
         first = rollout.transcripts[0]
-        rollout.transcripts = [first.behind(WORDS.encode("1+2=", start=True)), *rollout.transcripts[1:]]
+        rollout.transcripts = [first.with_prompt(WORDS.encode("1+2=", start=True)), *rollout.transcripts[1:]]
     teachers = Teachers(WORDS, {TEACHER: 64})
     same = view(learner, plain, 10_000, want=frozenset({name}), taught=teachers.taught(plain))
     for rollout in plain:
@@ -119,7 +119,7 @@ def distributions(model: Any, tokens: list[int], temperature: float) -> Tensor:
 def test_transcript_behind_another_prompt_keeps_what_was_sampled_and_its_spans() -> None:
     for rollout in rollouts_of(groups=8):
         (own,) = rollout.transcripts
-        other = own.behind([4, 4, 4, 4])
+        other = own.with_prompt([4, 4, 4, 4])
         prompt = own.spans[0].length
         assert other.tokens == [4, 4, 4, 4, *own.tokens[prompt:]] and other.logp == own.logp
         assert (other.scored - 4).tolist() == (own.scored - prompt).tolist()

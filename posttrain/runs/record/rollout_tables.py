@@ -79,7 +79,7 @@ def _placed(step: int, outcomes: Sequence[Outcome], kind: str) -> Columns:
     columns: dict[int, str] = {}  # by the identity of a task, which the rollouts of a group share
     member, own = [], []
     for outcome in outcomes:
-        task, compared = outcome.rollout.task, outcome.rollout.compared
+        task, compared = outcome.rollout.task, outcome.rollout.group_and_side
         count = members.get(compared, 0)
         members[compared] = count + 1
         member.append(count if outcome.member is None else outcome.member)

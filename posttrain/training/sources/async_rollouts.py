@@ -24,7 +24,7 @@ from posttrain.engines.local.engine_weights import own_copy
 from posttrain.models.gpu_placement import on_this_gpu
 from posttrain.models.native.linear import compute_apart
 from posttrain.system.worker_thread import WorkerThread
-from posttrain.training.sources.collector import Collected, Collector, Mark
+from posttrain.training.sources.collector import Collected, Collector, CollectorPosition
 from posttrain.training.sources.rollout_state import restored, stored
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ class PlayedStep:
     """A step with its rollouts."""
 
     number: int
-    after: Mark  # position of the collector after it
+    after: CollectorPosition  # position of the collector after it
     collected: Collected
     stats: Stats
     seconds: Mapping[str, float]  # "load", "play", and in "play" those spent waiting for environments or services
@@ -58,7 +58,7 @@ class StepQueue:
             player = replace(collector.player, unwanted=self._thread.left, world=collector.player.world.apart())
             collector = replace(collector, player=player)
         self.collector = collector
-        self._learned = collector.mark  # position of the collector after the last step learned from
+        self._learned = collector.position  # position of the collector after the last step learned from
 
     def take(self, number: int, learner: Learner) -> PlayedStep:
         """Return the rollouts of a step. Before waiting for it, begin the steps that the current weights sample."""
@@ -120,7 +120,7 @@ class StepQueue:
         seconds = {name: now - seconds[name] for name, now in self._waited().items()}
         seconds |= {"load": loaded - began, "play": time.perf_counter() - loaded}
         work = {name: now - before.get(name, 0.0) for name, now in self._work().items()}
-        return PlayedStep(number, self.collector.mark, collected, stats, seconds, self._counts(), work)
+        return PlayedStep(number, self.collector.position, collected, stats, seconds, self._counts(), work)
 
     def _work(self) -> dict[str, float]:
         """Return the counts of the engine so far."""

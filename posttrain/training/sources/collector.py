@@ -43,7 +43,7 @@ class Collected:
 
 
 @dataclass(frozen=True)
-class Open:
+class UnfinishedGroup:
     """A group with an unfinished reply."""
 
     group: str
@@ -64,11 +64,11 @@ def _member(member: Rollout | Episode) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Mark:
-    """Position of a collector."""
+class CollectorPosition:
+    """What a collector does next: the tasks that come, and the groups that are not finished."""
 
     order: Mapping[str, Any]  # the state of the order of tasks
-    open: tuple[Open, ...] = ()
+    open: tuple[UnfinishedGroup, ...] = ()
 
     def state(self) -> dict[str, Any]:
         return {**self.order, **({"open": list(self.open)} if self.open else {})}
@@ -92,7 +92,7 @@ class Collector:
     plan: BranchPlan | None = None  # how the rollouts of a group branch
     tokens: int = 0  # most tokens of each reply that a step samples, later steps continue it; 0: no limit
     order: TaskOrder = field(kw_only=True)  # decides which task is next
-    _open: dict[str, Open] = field(default_factory=dict, init=False)  # by group
+    _open: dict[str, UnfinishedGroup] = field(default_factory=dict, init=False)  # by group
     _places: dict[str, int] = field(default_factory=dict, init=False)  # group that was drawn -> place of its task
 
     def __post_init__(self) -> None:
@@ -183,20 +183,20 @@ class Collector:
             if len(rollouts) == len(own):
                 whole += rollouts
             else:
-                self._open[group] = Open(group, self._places[group], tuple(own))
+                self._open[group] = UnfinishedGroup(group, self._places[group], tuple(own))
         return whole
 
     @property
-    def mark(self) -> Mark:
-        return Mark(self.order.state(), tuple(self._open.values()))
+    def position(self) -> CollectorPosition:
+        return CollectorPosition(self.order.state(), tuple(self._open.values()))
 
-    def restore(self, state: Mapping[str, Any]) -> Mark:
-        """Continue from a mark, given as JSON data. Raises ValueError, LookupError or TypeError if it is invalid."""
+    def restore(self, state: Mapping[str, Any]) -> CollectorPosition:
+        """Continue from a position, given as JSON data. Raises ValueError, LookupError or TypeError if it is invalid."""
         self.order.restore(state)
         found = [self._opened(row) for row in state.get("open", ())]
         self._open = {group.group: group for group in found}
         self._places = {group.group: group.place for group in found}
-        return self.mark
+        return self.position
 
     def task_of(self, group: str, place: int) -> Task:
         """Return the task of a group. Raises ValueError if the group is of another task."""
@@ -205,7 +205,7 @@ class Collector:
             raise ValueError(f"the group {group!r} is of another task than {task['id']!r}")
         return task
 
-    def _opened(self, row: Mapping[str, Any]) -> Open:
+    def _opened(self, row: Mapping[str, Any]) -> UnfinishedGroup:
         group, place = str(row["group"]), int(row["place"])
         task = self.task_of(group, place)
 
@@ -219,7 +219,7 @@ class Collector:
         members = tuple(map(member, row["members"]))
         if len(members) != self.size.group:
             raise ValueError(f"{len(members)} members of a group of {self.size.group}")
-        return Open(group, place, members)
+        return UnfinishedGroup(group, place, members)
 
     def _fits(self, place: int, task: Task) -> bool:
         """Return whether a prompt fits, as far as that is known before its episode runs."""
@@ -255,10 +255,10 @@ def baselined(rollouts: Sequence[Rollout]) -> tuple[list[Rollout], Left]:
 
     A group whose greedy rollout has no valid reward has no baseline, and is left out.
     """
-    found = {r.compared: r.reward for r in rollouts if r.greedy}
+    found = {r.group_and_side: r.reward for r in rollouts if r.greedy}
     kept, left = [], dict[int, tuple[Fate, str]]()
     for rollout in rollouts:
-        baseline = found.get(rollout.compared, Invalid("there is none"))
+        baseline = found.get(rollout.group_and_side, Invalid("there is none"))
         if rollout.greedy:
             fate = Fate.BASELINE, "a greedy reply: its reward is the baseline of its group"
         elif isinstance(baseline, Invalid):

@@ -18,7 +18,7 @@ from posttrain.core.batch import Scores, Stats
 from posttrain.core.component import Need
 from posttrain.core.protocols import Learner
 from posttrain.core.types import Rollout
-from posttrain.training.sources.model_outputs import view
+from posttrain.training.sources.model_outputs import evaluate_rollouts
 from posttrain.training.sources.packing import pack
 from posttrain.training.sources.scoreboard import scoreboard
 from posttrain.training.sources.teacher_targets import Teachers
@@ -87,10 +87,10 @@ def credit(
         return Credited([], scoreboard([]), {"advantage": []}, {})
     needs = algorithm.needs
     want = frozenset(field for need, field in EVALUATED.items() if need in needs)
-    own = view(learner, rollouts, tokens_per_microbatch, want=want) if want or Need.OLD in needs else {}
+    own = evaluate_rollouts(learner, rollouts, tokens_per_microbatch, want=want) if want or Need.OLD in needs else {}
     views = {"old": own["logp"]} if own else {}
     if Need.REFERENCE in needs:
-        views["reference"] = view(learner, rollouts, tokens_per_microbatch, of="reference")["logp"]
+        views["reference"] = evaluate_rollouts(learner, rollouts, tokens_per_microbatch, of="reference")["logp"]
     penalty, value = _penalty(algorithm, own, views, coefficients), own.get("value", [])
     scores = scoreboard(rollouts, penalty, value, success, needs)
     added: Tensor | None = None

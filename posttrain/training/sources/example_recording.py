@@ -22,7 +22,7 @@ from posttrain.data.tasks import ENDLESS
 from posttrain.envs.play.episode import last_asked
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.example_stream import ExampleStream, X, steps_per_epoch
-from posttrain.training.sources.model_outputs import view
+from posttrain.training.sources.model_outputs import evaluate_rollouts
 from posttrain.training.sources.packing import Read, readings
 from posttrain.training.sources.token_recording import TokenRecording, on_cpu
 
@@ -128,7 +128,7 @@ class ExampleRecording:
         if self.recording.after and self._rows and self._places:
             rows = list(self._rows.values())
             rollouts = [Rollout({}, "", _transcripts(row), 0.0) for row in rows]
-            after = view(self.learner, rollouts, self.tokens_per_microbatch)["logp"]
+            after = evaluate_rollouts(self.learner, rollouts, self.tokens_per_microbatch)["logp"]
             for row, values in zip(rows, on_cpu(after), strict=True):
                 row.give("after", values)
         skipped = self._sink.skipped

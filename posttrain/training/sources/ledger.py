@@ -25,7 +25,7 @@ from posttrain.core.protocols import Learner
 from posttrain.core.token_probe import TokenSink
 from posttrain.core.types import Fate, Outcome, Rollout
 from posttrain.training.sources.credit_assignment import Credited
-from posttrain.training.sources.model_outputs import view
+from posttrain.training.sources.model_outputs import evaluate_rollouts
 from posttrain.training.sources.scoreboard import Left
 from posttrain.training.sources.token_recording import TokenRecording, on_cpu
 
@@ -246,7 +246,7 @@ class Ledger:
         """Compute log-probabilities under the weights at the step's end, in one forward pass."""
         chosen = [a for a in self._accounts.values() if a.rollout.group in self._chosen and a.advantage is not None]
         if chosen:
-            seen = view(learner, [a.rollout for a in chosen], tokens_per_microbatch)["logp"]
+            seen = evaluate_rollouts(learner, [a.rollout for a in chosen], tokens_per_microbatch)["logp"]
             for account, values in zip(chosen, on_cpu(seen), strict=True):
                 account.numbers["after"] = values
 

@@ -22,7 +22,7 @@ from posttrain.data.tasks import order
 from posttrain.training.sources.collector import Size
 from posttrain.training.sources.credit_assignment import Credited
 from posttrain.training.sources.ledger import Ledger
-from posttrain.training.sources.model_outputs import view
+from posttrain.training.sources.model_outputs import evaluate_rollouts
 from posttrain.training.sources.packing import collate, split_microbatches
 from posttrain.training.sources.replay_buffer import ReplayBuffer
 from posttrain.training.sources.scoreboard import scoreboard
@@ -102,7 +102,7 @@ class Minibatches:
             fields = {"advantage": [self.buffer.advantages[i] for i in sorted(rows)]}
             if Need.REFERENCE in algorithm.needs:
                 budget = self.size.tokens_per_microbatch
-                fields["ref_logp"] = view(self.learner, rollouts, budget, of="reference")["logp"]
+                fields["ref_logp"] = evaluate_rollouts(self.learner, rollouts, budget, of="reference")["logp"]
             chosen.append(Credited(rollouts, scoreboard(rollouts, success=self.success), fields, {}))
         return chosen
 

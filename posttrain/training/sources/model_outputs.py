@@ -16,7 +16,7 @@ from posttrain.core.types import Rollout, Transcript
 from posttrain.training.sources.packing import Taught, pack, split_microbatches
 
 
-def view(
+def evaluate_rollouts(
     learner: Learner,
     rollouts: Sequence[Rollout],
     tokens_per_microbatch: int,
@@ -28,7 +28,7 @@ def view(
 
     `taught`: the rollouts as teachers read them.
     """
-    packed = packs([r.transcripts for r in rollouts], tokens_per_microbatch, learner.device, taught)
+    packed = pack_microbatches([r.transcripts for r in rollouts], tokens_per_microbatch, learner.device, taught)
     outputs = learner.evaluate(packed, of, want)
 
     def field(name: str) -> list[Tensor]:
@@ -38,7 +38,7 @@ def view(
     return {name: field(name) for name in ("logp", *want)}
 
 
-def packs(
+def pack_microbatches(
     rollouts: Sequence[Sequence[Transcript]],
     tokens_per_microbatch: int,
     device: torch.device,

@@ -31,7 +31,7 @@ from posttrain.training.sources.delimiter_watch import DelimiterWatch
 from posttrain.training.sources.ledger import Ledger
 from posttrain.training.sources.length_filter import Placed, TooLong
 from posttrain.training.sources.minibatches import Minibatches
-from posttrain.training.sources.model_outputs import view
+from posttrain.training.sources.model_outputs import evaluate_rollouts
 from posttrain.training.sources.replay_buffer import ReplayBuffer
 from posttrain.training.sources.task_order import TaskOrder, Uniform
 from posttrain.training.sources.teacher_targets import TEACHER, UNREADABLE, Teachers
@@ -192,7 +192,7 @@ class RLSource:
             sampler = torch.cat([torch.from_numpy(_sampler_logp(r)) for r in rollouts]).to(old)
             if kl.against == "old":  # distance of the updated policy from the ratio's denominator
                 old = sampler if self.algorithm.old == "sampler" else old
-                other = view(self.learner, rollouts, self.size.tokens_per_microbatch)["logp"]
+                other = evaluate_rollouts(self.learner, rollouts, self.size.tokens_per_microbatch)["logp"]
             else:
                 other = views["reference"]
             distance = KL("k3")(old, torch.cat(other))

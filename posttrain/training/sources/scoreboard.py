@@ -81,9 +81,9 @@ def _replies(rollouts: Sequence[Rollout]) -> list[list[list[int]]]:
     """Return the scored tokens of the first groups, for `diversity`."""
     groups: dict[tuple[str, str], list[list[int]]] = {}
     for rollout in rollouts:
-        if rollout.compared not in groups and len(groups) == GROUPS:
+        if rollout.group_and_side not in groups and len(groups) == GROUPS:
             break  # rollouts of a group are consecutive
-        members = groups.setdefault(rollout.compared, [])
+        members = groups.setdefault(rollout.group_and_side, [])
         if len(members) < MEMBERS:
             members.append([t.tokens[i] for t in rollout.transcripts for i in t.scored.tolist()])
     return [members for members in groups.values() if len(members) > 1]
@@ -128,7 +128,7 @@ def usable(rollouts: Sequence[Rollout], stats: Stats) -> tuple[list[Rollout], Le
     """
     groups: dict[tuple[str, str], list[Rollout]] = defaultdict(list)
     for rollout in rollouts:
-        groups[rollout.compared].append(rollout)
+        groups[rollout.group_and_side].append(rollout)
     games: dict[str, int] = {}  # group -> number of its games
     for (group, _), members in groups.items():
         games[group] = max(games.get(group, 0), len(members))
@@ -171,7 +171,7 @@ def scoreboard(
     baselines = [r.baseline for r in rollouts]
     return Scores(
         reward=reward,
-        group=torch.tensor([number.setdefault(r.compared, len(number)) for r in rollouts], dtype=torch.int64),
+        group=torch.tensor([number.setdefault(r.group_and_side, len(number)) for r in rollouts], dtype=torch.int64),
         length=torch.tensor([r.n_scored for r in rollouts], dtype=torch.float32),
         steps=tuple(tuple(r.steps) for r in rollouts),
         pieces=tuple(tuple(r.pieces) for r in rollouts),

@@ -16,7 +16,7 @@ from posttrain.core.batch import Stats
 from posttrain.core.conversation import Conversation, TextEncoder, encoder_of
 from posttrain.core.protocols import Learner
 from posttrain.core.types import Rollout, Task, Transcript, Turn, UserError
-from posttrain.training.sources.model_outputs import by_rollout, packs, view
+from posttrain.training.sources.model_outputs import by_rollout, evaluate_rollouts, pack_microbatches
 from posttrain.training.sources.packing import Taught, needed_length
 
 UNREADABLE = "longer than its teacher's context"
@@ -93,7 +93,7 @@ class Teachers:
     def _taught(self, rollout: Rollout) -> Taught:
         first, *others = rollout.transcripts
         prompt = self.prompt(rollout.task)
-        read = first if prompt is None else first.behind(prompt)
+        read = first if prompt is None else first.with_prompt(prompt)
         return Taught(self.name(rollout.task), [read, *others])
 
     def readable(self, rollouts: Sequence[Rollout], stats: Stats) -> list[Rollout]:
@@ -118,7 +118,7 @@ class Teachers:
                 said = iter(self.remote[name].logp([t for transcripts in read for t in transcripts]))
                 values = [torch.cat([next(said) for _ in transcripts]).to(learner.device) for transcripts in read]
             else:
-                packed = packs(read, tokens_per_microbatch, learner.device)
+                packed = pack_microbatches(read, tokens_per_microbatch, learner.device)
                 outputs = learner.evaluate(packed, of=name)
                 pairs = [(p.rollout, o.logp) for p, o in zip(packed, outputs, strict=True)]
                 values = by_rollout(pairs, len(own))
@@ -148,9 +148,11 @@ class Teachers:
         if not some:
             return
         if self.remote:
-            own, theirs = view(learner, some, tokens)["logp"], self.logp(learner, some, tokens)
+            own, theirs = evaluate_rollouts(learner, some, tokens)["logp"], self.logp(learner, some, tokens)
             apart = torch.cat(own) - torch.cat(theirs)
         else:
             want = frozenset({"reverse_kl"})
-            apart = torch.cat(view(learner, some, tokens, want=want, taught=self.taught(some))["reverse_kl"])
+            apart = torch.cat(
+                evaluate_rollouts(learner, some, tokens, want=want, taught=self.taught(some))["reverse_kl"]
+            )
         stats.add("eval/divergence", apart.double().sum().item(), len(apart))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from posttrain.core.protocols import Model
 from posttrain.learners.library_optimizer import Optimizer
 from posttrain.learners.optimizer_chunks import gradients_in_chunks
 
@@ -154,3 +155,9 @@ class HostModel:
     def _assign(self, tensors: Mapping[int, nn.Parameter]) -> None:
         for module, name, parameter in self._places:
             module._parameters[name] = tensors[id(parameter)]
+
+
+def without_shared_weights(model: Model, others: Mapping[str, Model]) -> dict[str, Model]:
+    """Return those of other models that share no weights with a model, as a reference shares an adapted policy's."""
+    own = {id(p) for p in model.parameters()}
+    return {name: other for name, other in others.items() if not any(id(p) in own for p in other.parameters())}

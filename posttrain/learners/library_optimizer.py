@@ -16,6 +16,10 @@ TRIED = 256
 """Rows and columns of the matrix with which a class is tried."""
 
 
+EXACT = {int: torch.int64, float: torch.float64}
+"""Type in which a number of an optimizer's state is stored."""
+
+
 class Optimizer(Protocol):
     """An optimizer that the learner can step.
 
@@ -134,3 +138,15 @@ def _numbers(optimizer: Any) -> dict[str, float]:
     own = {name: value for name, value in vars(optimizer).items() if not isinstance(value, bool)}
     both = {**own, **optimizer.param_groups[0]}
     return {name: value for name, value in both.items() if isinstance(value, int | float)}
+
+
+def stored_state(name: str, value: Any) -> Tensor:
+    """Return a value of an optimizer's state as a checkpoint holds it. Raises UserError for one that it cannot hold."""
+    if isinstance(value, Tensor):
+        return value
+    if type(value) not in EXACT:
+        raise UserError(
+            f"the optimizer keeps {name!r} of type {type(value).__name__}, and a checkpoint holds only tensors and "
+            "numbers: correct its class, or choose another --optimizer"
+        )
+    return torch.tensor(value, dtype=EXACT[type(value)])

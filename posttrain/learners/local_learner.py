@@ -24,7 +24,8 @@ from posttrain.core.trust_region import TrustRegion
 from posttrain.core.types import UserError
 from posttrain.learners.devices import input_on, moved
 from posttrain.learners.gradient_sums import sum_gradients
-from posttrain.learners.host_memory import HostModel, activations_on_host
+from posttrain.learners.host_memory import HostModel, activations_on_host, without_shared_weights
+from posttrain.learners.library_optimizer import stored_state
 from posttrain.learners.muon import stacked_rows
 from posttrain.learners.natural_step import NaturalStep
 from posttrain.learners.optimizers import BETAS, EPS, OptimizerChoice, parameter_groups
@@ -52,8 +53,6 @@ from posttrain.models.tensor_files import open_tensors, read_rows, read_state, s
 P = TypeVar("P", bound=Packed)
 
 COUNTERS, MOMENTS, MOVED = "learner.json", "optimizer.safetensors", "{}.safetensors"
-EXACT = {int: torch.int64, float: torch.float64}
-"""Type in which a number of the optimizer's state is stored."""
 DISTANCES = frozenset({"reverse_kl", "forward_kl", "jensen_shannon"})
 """Fields of `Outputs` that compare the policy with its teachers."""
 REFERENCE = "reference"
@@ -98,12 +97,6 @@ class Teaching:
 
     temperature: float | None = None  # of the teachers' logits; None: the temperature at which each token was sampled
     beta: float = 0.5  # the teacher's share in the mixture of a Jensen-Shannon divergence
-
-
-def separate(model: Model, others: Mapping[str, Model]) -> dict[str, Model]:
-    """Return those of other models that share no weights with a model, as a reference shares an adapted policy's."""
-    own = {id(p) for p in model.parameters()}
-    return {name: other for name, other in others.items() if not any(id(p) in own for p in other.parameters())}
 
 
 @dataclass(frozen=True)
@@ -161,7 +154,7 @@ class LocalLearner:
         self.offload, self.product = frozenset(offload), product
         self.version = 0
         self.device = model.head.device
-        held = separate(model, self.others) if "reference" in self.offload else {}
+        held = without_shared_weights(model, self.others) if "reference" in self.offload else {}
         self._host = {name: HostModel(other, self.device) for name, other in held.items()}
         self.moved: set[str] = set()  # names of frozen models that have changed since they were opened
         share = 1.0 if critic_lr is None else critic_lr / optimization.lr
@@ -339,7 +332,7 @@ class LocalLearner:
         for part in self.parts:
             for name, parameter in part.parameters.items():
                 for key, value in self.optimizer.state.get(parameter, {}).items():
-                    moments[f"{part.name}/{name}/{key}"] = self._as_stored(parameter, _moment(key, value))
+                    moments[f"{part.name}/{name}/{key}"] = self._as_stored(parameter, stored_state(key, value))
         if moments:
             yield MOMENTS, moments
         if self.critic is not None:
@@ -597,13 +590,3 @@ class LocalLearner:
 
 if TYPE_CHECKING:
     _proof: Callable[..., Learner] = LocalLearner
-
-
-def _moment(name: str, value: Any) -> Tensor:
-    """Return a value of an optimizer's state as a tensor. Raises UserError for one that no checkpoint holds."""
-    if not isinstance(value, Tensor) and type(value) not in EXACT:
-        raise UserError(
-            f"the optimizer keeps {name!r} of type {type(value).__name__}, and a checkpoint holds only tensors and "
-            "numbers: correct its class, or choose another --optimizer"
-        )
-    return value if isinstance(value, Tensor) else torch.tensor(value, dtype=EXACT[type(value)])

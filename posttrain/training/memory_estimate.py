@@ -18,7 +18,8 @@ from posttrain.core.protocols import Model
 from posttrain.core.types import UserError
 from posttrain.engines.local.cuda_step import COPIED_SHARE, RESTING_SHARE
 from posttrain.engines.local.step_cache import row_bucket, token_bucket
-from posttrain.learners.local_learner import REFERENCE, LocalLearner, separate
+from posttrain.learners.host_memory import without_shared_weights
+from posttrain.learners.local_learner import REFERENCE, LocalLearner
 from posttrain.learners.optimizer_chunks import CHUNK, wide_bytes
 from posttrain.models.adapters.adapter_writer import adapters
 from posttrain.models.backbone import decoders_in
@@ -149,7 +150,7 @@ def estimate_roles(learner: LocalLearner, size: UpdateSize) -> dict[str, MemoryE
     A critic is trained there. Frozen models only evaluate, one layer at a time.
     """
     found, narrow = {}, learner.precision == "bfloat16"
-    frozen = separate(learner.model, learner.others)
+    frozen = without_shared_weights(learner.model, learner.others)
     for place in dict.fromkeys(size.elsewhere.values()):
         roles = [role for role in size.elsewhere if size.elsewhere[role] == place]
         critic = cast(nn.Module | None, learner.critic) if CRITIC in roles else None
@@ -198,7 +199,11 @@ def _fetched(learner: LocalLearner, size: UpdateSize) -> set[str]:
     """Return the names of the frozen models that are on the host in an update."""
     _, here = _placed(learner, size)
     compared = learner.compared(size.wants)
-    return {name for name in separate(learner.model, here) if "reference" in size.offload and name not in compared}
+    return {
+        name
+        for name in without_shared_weights(learner.model, here)
+        if "reference" in size.offload and name not in compared
+    }
 
 
 def _lasting(learner: LocalLearner, size: UpdateSize) -> dict[str, float]:
@@ -398,7 +403,7 @@ def _offloaded(learner: LocalLearner, size: UpdateSize) -> dict[str, UpdateSize]
     whats = (
         *(["optimizer"] if not learner.optimization.choice.row.extra else []),  # see `OptimizerChoice.check`
         "activations",
-        *(["reference"] if REFERENCE in separate(learner.model, learner.others) else []),
+        *(["reference"] if REFERENCE in without_shared_weights(learner.model, learner.others) else []),
     )
     found = [size.offload | {what} for what in whats]
     return {f"--offload {' '.join(sorted(offload))}": replace(size, offload=offload) for offload in found}

@@ -13,7 +13,8 @@ from posttrain.config.training import RL, Training
 from posttrain.core.protocols import Model, World
 from posttrain.core.types import UserError
 from posttrain.learners.data_parallel import DataParallelLearner
-from posttrain.learners.local_learner import REFERENCE, Optimization, separate
+from posttrain.learners.host_memory import without_shared_weights
+from posttrain.learners.local_learner import REFERENCE, Optimization
 from posttrain.learners.router_losses import RouterLosses
 from posttrain.models.adapters.adapter_config import is_adapter
 from posttrain.models.adapters.adapter_folder import base_named, fingerprint, read_adapter, read_note
@@ -334,7 +335,7 @@ def refusing(config: Training) -> str:
 
 def refuse_idle(config: Training, model: Model, others: Mapping[str, Model], critic: Any) -> None:
     """Raise UserError for `--offload` and `--role-devices` where nothing moves."""
-    others = separate(model, others)
+    others = without_shared_weights(model, others)
     if config.offload and model.head.device.type == "cpu":
         raise UserError(
             f"--offload {' '.join(config.offload)} has no effect on a CPU, whose memory is the host's: leave it out"

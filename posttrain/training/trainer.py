@@ -93,21 +93,24 @@ class Trainer:
         self.hooks = hooks or Hooks(())
         self.trackers: Trackers | None = None
         self.world = run.world
-        self.opened, self.learner, self.source, self.tokenizer = run, learner, source, tokenizer
+        self.run_folder, self.learner, self.source, self.tokenizer = run, learner, source, tokenizer
         self.config: Training = run.config
         self.measure, self.steps = measure, steps
         self.folder = run.path
         self.gpus = gpus_by_role(self.config, learner.device)
-        self.scores = False  # whether a head of one output reads the policy
+        self.trains_scores = False  # whether the objective reads one score of a reply instead of its tokens
         self.display = Display(quiet=self.config.quiet)
         self.saved = run.checkpoint  # the newest checkpoint
         self.saving: Future[Path] | None = None  # the checkpoint that is being written
-        self._beside: WorkerThread | None = None
+        self._saver: WorkerThread | None = None
         self.health = Health() if self.config.health != "off" else None
-        self.ill: str | None = None  # why the health check or a hook stops the run
+        self.stop_reason: str | None = None  # why the health check or a hook stops the run
         self.done = 0  # the last complete step: trained and recorded
-        self.whole: tuple[int, dict[str, Any]] = (0, {})  # the learner's version and the source's state after that step
-        self.recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)  # seconds: waiting, the whole step
+        self.last_state: tuple[int, dict[str, Any]] = (
+            0,
+            {},
+        )  # the learner's version and the source's state after that step
+        self.recent_seconds: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)  # seconds: waiting, the whole step
         self.noted_waiting = False  # whether a note on waiting was shown
         self.invalid = 0  # rollouts whose reward was invalid
         self.held_out_tasks = 0  # of the last evaluation; 0: unknown
@@ -118,10 +121,10 @@ class Trainer:
 
         `sizes` and `formula` describe the run; they are shown and recorded.
         """
-        self.scores = "score" in objective.wants
+        self.trains_scores = "score" in objective.wants
         if self.saved:
             self._restore(self.saved)
-        self.record = self.opened.open({"sizes": sizes, "objective": formula, "steps": self.steps})
+        self.record = self.run_folder.open({"sizes": sizes, "objective": formula, "steps": self.steps})
         self.world.gather(None)  # no process may read the record from before
         with writing(self.folder):
             PICTURES.keep(self.folder / FOLDER)
@@ -131,7 +134,7 @@ class Trainer:
             with interruptible(self.display.note) as interrupted:
                 self._train(objective, interrupted)
                 self._wait_for_checkpoint()
-                stopped = self.stopping and self.done < self.steps and self.ill is None
+                stopped = self.stopping and self.done < self.steps and self.stop_reason is None
         except BaseException as error:
             self.display.close()
             outlook = self._rescue() if isinstance(error, UserError) and not self.world.rank else ""
@@ -145,15 +148,19 @@ class Trainer:
                 raise told from error
             raise
         finally:
-            if self._beside is not None:
-                self._beside.close(0)
-        if self.ill is None and self.health and self.health.motionless:
-            self.ill = "no update was made, as no gradient was finite: check the model's weights, and --precision"
+            if self._saver is not None:
+                self._saver.close(0)
+        if self.stop_reason is None and self.health and self.health.motionless:
+            self.stop_reason = (
+                "no update was made, as no gradient was finite: check the model's weights, and --precision"
+            )
         self.display.close()
         if not self.world.rank:
-            self._close("stopped" if self.ill else "interrupted" if stopped else "finished")
+            self._close("stopped" if self.stop_reason else "interrupted" if stopped else "finished")
         saved = self.world.gather(self.saved)[0]
-        return Run(self.folder, saved, stopped, self.ill, invalid=self.invalid, held_out_tasks=self.held_out_tasks)
+        return Run(
+            self.folder, saved, stopped, self.stop_reason, invalid=self.invalid, held_out_tasks=self.held_out_tasks
+        )
 
     def _close(self, status: Status) -> None:
         """Close the record, draw its curves, and let trackers finish their uploads."""
@@ -186,7 +193,7 @@ class Trainer:
 
     def _begin(self, lines: list[str]) -> None:
         """Show the description of the run; for a resumed run, restore the health findings up to here."""
-        self.whole = (self.learner.version, self.source.state())
+        self.last_state = (self.learner.version, self.source.state())
         if self.saved:
             found = []
             if self.health:
@@ -256,7 +263,7 @@ class Trainer:
         if trained.step.played:
             stats.add("rollouts", len(trained.step.played))
         metrics, timing = stats.means(), _timing(trained) | peaks(self.gpus, self.world)
-        timing |= speed(self.learner, trained.work, trained.seconds["update"], self.world.size, self.scores)
+        timing |= speed(self.learner, trained.work, trained.seconds["update"], self.world.size, self.trains_scores)
         with writing(self.folder):
             if trained.step.outcomes:
                 self.record.rollouts(number, trained.step.outcomes, config.verb)
@@ -265,8 +272,8 @@ class Trainer:
             self.record.metrics(number, metrics)
             self.record.timing(number, timing)
             self._check_health(number, metrics)
-            self.opened.stepped()
-        self.done, self.whole = number, (self.learner.version, self.source.state())
+            self.run_folder.stepped()
+        self.done, self.last_state = number, (self.learner.version, self.source.state())
         self.display.step(number, metrics, timing)
         self._note_invalid(trained)
         self._note_waiting(timing.get("seconds/waiting", 0.0), sum(trained.seconds.values()))
@@ -275,9 +282,9 @@ class Trainer:
         if self.trackers is not None:
             self.trackers.look()
         last = number == self.steps or self._stop(interrupted())
-        if last or self.ill or number % config.save_every == 0:
+        if last or self.stop_reason or number % config.save_every == 0:
             self._save()
-        return last or self.ill is not None
+        return last or self.stop_reason is not None
 
     def _check_health(self, number: int, metrics: dict[str, float]) -> None:
         """Check the run's health; show and record the findings, or mark the run to end."""
@@ -289,7 +296,7 @@ class Trainer:
             if self.config.health != "log" or finding.fatal:
                 self.display.note(f"health, step {number}: {finding.message}")
             if finding.fatal or (self.config.health == "stop" and not finding.good):
-                self.ill = finding.message
+                self.stop_reason = finding.message
 
     def _call_hooks(self, trained: FinishedStep, metrics: dict[str, float], held_out: Sequence[Outcome] | None) -> None:
         """Call the hooks in the first process. If a hook asks to stop, all processes end after this step."""
@@ -301,7 +308,7 @@ class Trainer:
             self._note_failed(failed)
         asked = [reason for reason in self.world.gather(self.hooks.stop) if reason]
         if asked and number < self.steps:
-            self.ill = self.ill or asked[0]
+            self.stop_reason = self.stop_reason or asked[0]
 
     def _note_failed(self, failed: list[str]) -> None:
         """Show and record messages about failed hooks."""
@@ -322,9 +329,14 @@ class Trainer:
 
     def _note_waiting(self, waiting: float, whole: float) -> None:
         """Show once that steps spend their time waiting for environments, with the option that helps."""
-        self.recent.append((waiting, whole))
-        waited, took = (sum(column) for column in zip(*self.recent, strict=True))
-        if not self.noted_waiting and len(self.recent) == RECENT_STEPS and took > NOTICED and waited > WAITING * took:
+        self.recent_seconds.append((waiting, whole))
+        waited, took = (sum(column) for column in zip(*self.recent_seconds, strict=True))
+        if (
+            not self.noted_waiting
+            and len(self.recent_seconds) == RECENT_STEPS
+            and took > NOTICED
+            and waited > WAITING * took
+        ):
             self.noted_waiting = True
             self.display.note(
                 f"{waited / took:.0%} of the time of the last {RECENT_STEPS} steps was spent waiting for rewards and tools: "
@@ -339,9 +351,9 @@ class Trainer:
         with writing(self.folder):
             self.record.flush()
         draft = checkpoints.Draft(self.folder, self.done, self._write)
-        state = checkpoints.save_state({"source": self.whole[1]})
-        self._beside = self._beside or WorkerThread("saving")
-        self.saving = self._beside.call(lambda: draft.finish(self.config.keep, lambda folder: state(folder / TRAINING)))
+        state = checkpoints.save_state({"source": self.last_state[1]})
+        self._saver = self._saver or WorkerThread("saving")
+        self.saving = self._saver.call(lambda: draft.finish(self.config.keep, lambda folder: state(folder / TRAINING)))
 
     def _wait_for_checkpoint(self) -> None:
         """Wait until the last checkpoint is safely on disk."""
@@ -360,7 +372,7 @@ class Trainer:
             self._wait_for_checkpoint()
         saved = checkpoints.step_of(self.saved) if self.saved else 0
         here = not self.config.in_parts  # sharded weights need all processes
-        if here and self.done > saved and self.learner.version == self.whole[0]:
+        if here and self.done > saved and self.learner.version == self.last_state[0]:
             with suppress(UserError):  # a full disk may be the original error
                 self._save()
                 self._wait_for_checkpoint()

@@ -29,6 +29,7 @@ from posttrain.models.image_processor import PLACE, ImageProcessor
 from posttrain.models.json_files import read_json, read_text, write_json
 from posttrain.models.tokenizer.custom_template import read_template
 from posttrain.models.tokenizer.gguf_tokenizer import gguf_tokenizer
+from posttrain.models.tokenizer.text_start import opening_ids, without_leading_space
 from posttrain.models.tokenizer.tokenizer_files import (
     KWARGS_KEY,
     NAMED_TOKENS,
@@ -105,8 +106,8 @@ class Tokenizer:
         self._formats: dict[str, ToolFormat | None] = {}  # cache: chat template -> `tool_format`
         self._reasoning: dict[str, str | None] = {}  # cache: chat template -> `reasoning_name`
         self._of_rows: dict[str, Tokenizer] = {}  # cache: variables of rows -> the tokenizer with them
-        self._continuation = _continuation(backend)
-        self._opening = _opening(backend)
+        self._continuation = without_leading_space(backend)
+        self._opening = opening_ids(backend)
         self.eos_id, self.bos_id, self.pad_id = (self._id(name) for name in ("eos_token", "bos_token", "pad_token"))
         self.unknown_id = self._id("unk_token")  # id of the token for text outside the vocabulary
 
@@ -288,7 +289,8 @@ class Tokenizer:
             backend = self.backend if start else self._continuation
             ids: list[int] = backend.encode(text, add_special_tokens=False).ids
         except BaseException as error:
-            raise failed(error, f"the tokenizer cannot encode the text {_excerpt(text)}") from None
+            shown = ascii(text) if len(str(text)) <= 60 else f"{str(text)[:60]!a}..."
+            raise failed(error, f"the tokenizer cannot encode the text {shown}") from None
         if not start:
             return ids
         return ids if ids[: len(self._opening)] == self._opening else self._opening + ids
@@ -569,10 +571,6 @@ class Tokenizer:
         write_json(folder / "tokenizer_config.json", config)
 
 
-def _excerpt(text: object) -> str:
-    return ascii(text) if len(str(text)) <= 60 else f"{str(text)[:60]!a}..."
-
-
 def _tried(tokenizer: Tokenizer) -> Tokenizer:
     """Return the tokenizer after encoding a text of many kinds of characters, so that a panic occurs here and not in
     the middle of a run.
@@ -600,40 +598,3 @@ def _load_with_transformers(folder: Path) -> Tokenizer:
     # the converted tokenizer.json is saved, so the class must not be one that reads the old files
     config["tokenizer_class"] = "PreTrainedTokenizerFast"
     return Tokenizer(backend, config, *stored_template(folder, config))
-
-
-def _opening(backend: tokenizers.Tokenizer) -> list[int]:
-    """Return the ids that the post-processor puts before a text. Ids behind the text are left out: they would end the
-    context.
-    """
-    encoding = backend.encode("a", add_special_tokens=True)
-    opening = []
-    for id, sequence in zip(encoding.ids, encoding.sequence_ids, strict=True):
-        if sequence is not None:
-            break
-        opening.append(id)
-    return opening
-
-
-def _continuation(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """Return a copy of the tokenizer that neither adds a space before a text nor strips one from a decoded text."""
-    description = json.loads(backend.to_str())
-    changed = {
-        **description,
-        **{part: _as_it_stands(description[part]) for part in ("normalizer", "pre_tokenizer", "decoder")},
-    }
-    return backend if changed == description else tokenizers.Tokenizer.from_str(json.dumps(changed))
-
-
-def _as_it_stands(part: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a part of tokenizer.json that neither adds nor strips a leading space."""
-    if part is None or part["type"] == "Prepend" or (part["type"] == "Strip" and part.get("content") == " "):
-        return None
-    if part["type"] == "Metaspace":
-        return {**part, "prepend_scheme": "never"}
-    if part["type"] == "ByteLevel":
-        return {**part, "add_prefix_space": False}
-    if part["type"] == "Sequence":
-        key = next(key for key in ("normalizers", "pretokenizers", "decoders") if key in part)
-        return {**part, key: [kept for each in part[key] if (kept := _as_it_stands(each)) is not None]}
-    return part

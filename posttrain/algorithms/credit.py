@@ -442,8 +442,34 @@ class PassAtK(Advantage):
         return (with_wrong - mean) / spread, (1 - mean) / spread
 
 
+class CriticEstimate(Advantage):
+    """An advantage of each token, estimated with a critic's values, and perhaps whitened over the batch."""
+
+    needs = frozenset({Need.VALUE})
+    by_token = True
+    whiten: bool
+    bootstrap: bool
+    eps: float
+
+    def estimate(self, scores: Scores) -> list[Tensor]:
+        """Return the estimate before any whitening, float64 [n_i] for each rollout."""
+        raise NotImplementedError
+
+    def __call__(self, scores: Scores) -> list[Tensor]:
+        out = self.estimate(scores)
+        if self.whiten:
+            out = whitened(out, self.eps, scores.truncated if self.bootstrap else None)
+        return [x.to(scores.reward.dtype) for x in out]
+
+    def returns(self, scores: Scores, lam: float | None) -> list[Tensor]:
+        """Return the estimate plus the critic's values, float64 [n_i] for each rollout. Without a lambda, `lam` has no
+        effect.
+        """
+        return [a + value.double().cpu() for a, value in zip(self.estimate(scores), scores.value, strict=True)]
+
+
 @dataclass(frozen=True)
-class GAE(Advantage):
+class GAE(CriticEstimate):
     """Assigns credit token by token with a critic; lambda trades its bias against the variance of returns.
 
     Generalized advantage estimation over the sampled tokens only (arXiv 1506.02438, eq. 16):
@@ -471,8 +497,6 @@ class GAE(Advantage):
         "Where an episode was cut off, the critic's value of its last state replaces the rewards of its last token.",
     )
     eps: float = setting(1e-8, above=0)
-    needs = frozenset({Need.VALUE})
-    by_token = True
 
     @property
     def formula(self) -> str:
@@ -487,20 +511,12 @@ class GAE(Advantage):
         adaptive = "; lambda by length: VAPO, arXiv 2504.05118, eq. 8" if self.alpha is not None else ""
         return f"GAE, arXiv 1506.02438, eq. 16{adaptive}"
 
-    def __call__(self, scores: Scores) -> list[Tensor]:
-        out = self.estimate(scores)
-        if self.whiten:
-            out = whitened(out, self.eps, scores.truncated if self.bootstrap else None)
-        return [x.to(scores.reward.dtype) for x in out]
-
     def returns(self, scores: Scores, lam: float | None) -> list[Tensor]:
-        """Return the estimate with this lambda plus the critic's values, float64 [n_i] for each rollout."""
-        own = self if lam is None else replace(self, lam=lam, alpha=None)
-        found = own.estimate(scores)
-        return [a + value.double().cpu() for a, value in zip(found, scores.value, strict=True)]
+        return (
+            super().returns(scores, None) if lam is None else replace(self, lam=lam, alpha=None).returns(scores, None)
+        )
 
     def estimate(self, scores: Scores) -> list[Tensor]:
-        """Return the estimate before any whitening, float64 [n_i] for each rollout."""
         assert len(scores.value) == len(scores.reward), "GAE needs the critic's values"
         delta = []
         for earned, own in zip(earnings(scores, self.bootstrap), scores.value, strict=True):
@@ -514,7 +530,7 @@ class GAE(Advantage):
 
 
 @dataclass(frozen=True)
-class KStep(Advantage):
+class KStep(CriticEstimate):
     """Sums the rewards of the next k tokens, then adds the critic's value of the state after them.
 
     A_t = sum_{j<k} gamma^j r_{t+j} + gamma^k V_{t+k} - V_t, over the sampled tokens only, with V = 0 after the last one
@@ -533,8 +549,6 @@ class KStep(Advantage):
         "Where an episode was cut off, the critic's value of its last state replaces the rewards of its last token.",
     )
     eps: float = setting(1e-8, above=0)
-    needs = frozenset({Need.VALUE})
-    by_token = True
     source = "A3C, arXiv 1602.01783, section 4"
 
     @property
@@ -544,18 +558,7 @@ class KStep(Advantage):
         inside += CUT if self.bootstrap else ""
         return f"whitened over all tokens: {inside}" if self.whiten else inside
 
-    def __call__(self, scores: Scores) -> list[Tensor]:
-        out = self.estimate(scores)
-        if self.whiten:
-            out = whitened(out, self.eps, scores.truncated if self.bootstrap else None)
-        return [x.to(scores.reward.dtype) for x in out]
-
-    def returns(self, scores: Scores, lam: float | None) -> list[Tensor]:
-        """Return the estimate plus the critic's values, float64 [n_i] for each rollout; `lam` is not used."""
-        return [a + value.double().cpu() for a, value in zip(self.estimate(scores), scores.value, strict=True)]
-
     def estimate(self, scores: Scores) -> list[Tensor]:
-        """Return the estimate before any whitening, float64 [n_i] for each rollout."""
         assert len(scores.value) == len(scores.reward), "a k-step advantage needs the critic's values"
         discount = self.gamma ** torch.arange(self.k, dtype=torch.float64)
         out = []

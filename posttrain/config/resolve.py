@@ -33,13 +33,7 @@ AnyConfig = TypeVar("AnyConfig", bound=FromRows)
 def validate(config: Training | Evaluation | Check | Sample | Label | Chat | ServePolicy) -> None:
     """Refuse numbers that make no sense, in one line each. Values that depend on data or model are checked elsewhere."""
     check_bounds(config)
-    for name in ("stop", "prompt_template", "response_template", "teacher_prompt_template"):
-        value = getattr(config, name, None) or ()
-        for text in (value,) if isinstance(value, str) else value:
-            if text != text.encode("utf-8", "replace").decode():
-                raise UserError(f"--{name.replace('_', '-')} {text!r:.60} is not valid text: write it in UTF-8")
-    if not all(getattr(config, "stop", ())):
-        raise UserError("--stop has an empty string, at which every reply would end: leave it out")
+    _validate_texts(config)
     if isinstance(config, Label):
         return _validate_label(config)
     if isinstance(config, Chat):
@@ -53,15 +47,7 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
     if isinstance(config, RL | Passes):
         check_mixture(config)
     if not config.tasks and not mixed:
-        if (
-            isinstance(config, Training)
-            and not config.overwrite
-            and os.path.isfile(os.path.join(config.out, "run.json"))
-        ):
-            raise UserError(
-                f"{config.out} already holds a run: --resume continues it; a new one needs --tasks and another --out"
-            )
-        raise UserError("--tasks is missing: give a file of rows, such as train.jsonl")
+        raise _without_tasks(config)
     if isinstance(config, Training):
         _validate_record(config)
         _validate_evaluations(config)
@@ -94,6 +80,25 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
         _validate_rl(config)
     if isinstance(config, Sample):
         _validate_sample(config)
+
+
+def _validate_texts(config: Any) -> None:
+    for name in ("stop", "prompt_template", "response_template", "teacher_prompt_template"):
+        value = getattr(config, name, None) or ()
+        for text in (value,) if isinstance(value, str) else value:
+            if text != text.encode("utf-8", "replace").decode():
+                raise UserError(f"--{name.replace('_', '-')} {text!r:.60} is not valid text: write it in UTF-8")
+    if not all(getattr(config, "stop", ())):
+        raise UserError("--stop has an empty string, at which every reply would end: leave it out")
+
+
+def _without_tasks(config: Training | Evaluation | Check | Sample) -> UserError:
+    """Return the error for options without --tasks, which may mean to continue a run."""
+    if isinstance(config, Training) and not config.overwrite and os.path.isfile(os.path.join(config.out, "run.json")):
+        return UserError(
+            f"{config.out} already holds a run: --resume continues it; a new one needs --tasks and another --out"
+        )
+    return UserError("--tasks is missing: give a file of rows, such as train.jsonl")
 
 
 def _validate_figures(config: Evaluation) -> None:

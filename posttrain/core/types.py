@@ -189,8 +189,9 @@ class Reply(str):
         return reply
 
     def __reduce__(self) -> tuple[Any, ...]:
-        said = self.stop, self.tool_calls, self.number, self.before_calls, self.sampled, self.read
-        return Reply, (str(self), *said)
+        """Pickle as a call of the class: a str's default would lose everything but the text."""
+        attributes = self.stop, self.tool_calls, self.number, self.before_calls, self.sampled, self.read
+        return Reply, (str(self), *attributes)
 
 
 @dataclass(frozen=True)
@@ -284,8 +285,8 @@ class Completion:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as a call of the class: the default stores each field with its name and sets it separately."""
-        told = self.id, self.tokens, self.logp, self.text, self.stop, self.version
-        return Completion, (*told, self.experts, self.runs, self.prompt_experts)
+        required = self.id, self.tokens, self.logp, self.text, self.stop, self.version
+        return Completion, (*required, self.experts, self.runs, self.prompt_experts)
 
     def continued(self, more: Completion) -> Completion:
         """Return this completion joined with `more`, sampled after it, whose text is already that of both."""
@@ -406,8 +407,8 @@ class Transcript:
         if completion.prompt_experts is not None and len(completion.prompt_experts) == len(self.tokens):
             self._routed(completion.prompt_experts)
         if not completion.runs:
-            how = completion.version, completion.experts, temperature
-            return self._append(completion.tokens, SpanKind.SAMPLED, learn, *how)
+            version, experts = completion.version, completion.experts
+            return self._append(completion.tokens, SpanKind.SAMPLED, learn, version, experts, temperature)
         assert completion.experts is None, "experts are of one weights' tokens"
         start = 0
         for count, version in completion.runs:

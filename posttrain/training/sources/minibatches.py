@@ -50,8 +50,8 @@ class Minibatches:
         """Return one thunk per optimizer update of step `number`. The ledger records the rollouts of each update."""
         chosen = self._shuffled(number, credited) if self.buffer is None else self._replayed(number, credited)
         ledger.choose(chosen)
-        told = dict(coefficients), ledger, self.learner.version
-        return [partial(self._build, number, place, part, *told) for place, part in enumerate(chosen)]
+        fixed, start = dict(coefficients), self.learner.version
+        return [partial(self._build, number, place, part, fixed, ledger, start) for place, part in enumerate(chosen)]
 
     def _build(
         self, number: int, place: int, part: Credited, coefficients: Mapping[str, float], ledger: Ledger, start: int

@@ -1,6 +1,6 @@
 """Packs transcripts into micro-batches, and lays out their tokens.
 
-Tokens are laid end to end without padding. What several transcripts begin with is laid once: a prompt, the examples that
+Tokens are laid end to end without padding. A common beginning of transcripts is laid once: a prompt, the examples that
 different prompts share, a branch, or the same search with the same result in several rollouts of a group. The segments
 after it refer to it as their prefix. Tokens that no scored token depends on (the last token, trailing tool text) are not
 laid at all.

@@ -1,4 +1,4 @@
-"""What the pool of environments holds of a worker process: its socket, and the commands that it has and will get."""
+"""The pool's side of a worker process of environments: its socket, and its commands, sent and to be sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tokenizer puts before a text that opens a context, and its form for texts that continue one."""
+"""The ids that a tokenizer puts before a text that opens a context, and its form for texts that continue one."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def _member(member: Rollout | Episode) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class CollectorPosition:
-    """What a collector does next: the tasks that come, and the groups that are not finished."""
+    """Position of a collector: the next tasks, and the groups that are not finished."""
 
     order: Mapping[str, Any]  # the state of the order of tasks
     open: tuple[UnfinishedGroup, ...] = ()

@@ -36,7 +36,7 @@ from posttrain.training.sources.collector import Size
 from posttrain.training.sources.credit_assignment import credit
 from posttrain.training.sources.ledger import Ledger
 from posttrain.training.sources.minibatches import Minibatches
-from posttrain.training.sources.model_outputs import view
+from posttrain.training.sources.model_outputs import evaluate_rollouts
 from posttrain.training.sources.packing import Taught, pack
 from posttrain.training.sources.remote_teacher import RemoteTeacher
 from posttrain.training.sources.rl_source import RLSource
@@ -73,12 +73,12 @@ def test_teacher_that_reads_the_same_prompt_apart_says_the_identical_numbers(nam
         first = rollout.transcripts[0]
         rollout.transcripts = [first.with_prompt(WORDS.encode("1+2=", start=True)), *rollout.transcripts[1:]]
     teachers = Teachers(WORDS, {TEACHER: 64})
-    same = view(learner, plain, 10_000, want=frozenset({name}), taught=teachers.taught(plain))
+    same = evaluate_rollouts(learner, plain, 10_000, want=frozenset({name}), taught=teachers.taught(plain))
     for rollout in plain:
         rollout.task["teacher_prompt"] = "1+2="
     apart = teachers.taught(plain)
     assert all(t.transcripts[0] is not r.transcripts[0] for t, r in zip(apart, plain, strict=True))
-    again = view(learner, plain, 10_000, want=frozenset({name}), taught=apart)
+    again = evaluate_rollouts(learner, plain, 10_000, want=frozenset({name}), taught=apart)
     for field in ("logp", name):
         assert all(torch.equal(a, b) for a, b in zip(same[field], again[field], strict=True))
     one, other = teachers.logp(learner, plain, 40), Teachers(WORDS, {TEACHER: 64}).logp(learner, plain, 40)
@@ -95,7 +95,7 @@ def test_divergence_is_from_the_teacher_a_task_chose_behind_the_prompt_it_reads(
         rollout.task |= {"teacher_prompt": told[i // 2]} if told[i // 2] else {}
     teachers = Teachers(WORDS, {TEACHER: 64, OTHER: 64}, choose=True)
     wanted = frozenset({"reverse_kl"})
-    found = view(learner, rollouts, budget, want=wanted, taught=teachers.taught(rollouts))["reverse_kl"]
+    found = evaluate_rollouts(learner, rollouts, budget, want=wanted, taught=teachers.taught(rollouts))["reverse_kl"]
     logp = teachers.logp(learner, rollouts, budget)
     for i, rollout in enumerate(rollouts):
         (own,) = rollout.transcripts

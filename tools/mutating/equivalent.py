@@ -12,7 +12,7 @@ COST = "it decides how much is done at once, or looked at, and no result"
 ANNOTATION = "types are not looked at when the code runs"
 SQUARED = "the difference is squared"
 EQUIVALENT: dict[tuple[str, str, str, str], str] = {
-    ("learners/local_learner.py", "start = ", "nn.utils.parameters_to_vector(parameters).detach().clone()",
+    ("learners/natural_step.py", "start = ", "nn.utils.parameters_to_vector(parameters).detach().clone()",
      "nn.utils.parameters_to_vector(parameters).detach()"): "parameters_to_vector copies already",
     ("learners/local_learner.py", "free = ", 'limit <= 0 or (self.trust_region is not None and part.name == "policy")',
      "(limit <= 0)"): "the natural step has the length that the KL allows, whatever that of the gradient",

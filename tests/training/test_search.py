@@ -189,10 +189,34 @@ def test_a_verdict_on_messages_is_asked_for_in_the_chat_template_and_read_in_bot
     messages = [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1?"}]
     expected = said_yes(model, tokenizer, "[s]add[u]1+1?[a]2[u]right?[a]")
     assert verifier({"messages": messages}, "2") == pytest.approx(expected, abs=1e-6)
-    with pytest.raises(posttrain.UserError, match="lower --max-tokens"):
-        verifier({"prompt": "1" * model.config.context}, "2")
+    assert verifier({"prompt": "1" * model.config.context}, "2") is None
     with pytest.raises(posttrain.UserError, match="lacks a token for part of 'Yes'"):
         SelfVerifier(model, Tokenizer.train(["no"], 8, "characters"), "right?")
+
+
+def test_replies_without_room_for_the_question_lose_against_verified_ones_and_are_counted(
+    place: Path, tokenizer: Tokenizer
+) -> None:
+    """A question that leaves room for short replies alone: the choice is the best of those that fit."""
+    how: dict[str, Any] = {"reward_model": (), "search": ("best-of-n",), "search_width": 16, "search_proposals": 1}
+    model, question = load_model("start"), "?" * 12
+    context = model.config.context
+    long = "say 1 " * (context // 3)
+    task = {"id": "a", "prompt": tokenizer.decode(tokenizer.encode(long)[: context - 32])}
+    asked = {**how, "max_tokens": 24, "choose": "verified", "verify_question": question, "overwrite": True}
+    [row] = sample("a.jsonl", **asked, rows=[task])
+    [course] = row["samples"]
+    verifier = SelfVerifier(model, tokenizer, question)
+    assert 0 < course["unverified"] < course["finished"]
+    assert course["value"] == verifier({"prompt": task["prompt"]}, row["responses"][0])
+    [row] = sample("a.jsonl", **{**asked, "verify_question": "?" * context}, rows=[task])
+    [course] = row["samples"]
+    assert course["unverified"] == course["finished"] > 0 == course["value"]
+    found = posttrain.evaluate(
+        [task], digits, "start", success=2.0, samples=2, k=(1,), env_workers=0,
+        **{**how, "max_tokens": 24, "choose": "verified", "verify_question": "?" * context},
+    )  # fmt: skip
+    assert found.figures["unverified replies"]["mean"] > 0
 
 
 def test_searched_replies_are_scored_and_labelled_as_sampled_ones(place: Path) -> None:

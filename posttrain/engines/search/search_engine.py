@@ -33,8 +33,8 @@ from posttrain.verify.answer import voted_answer
 
 PIECE = 8  # tokens between two looks for a regular expression
 
-Verifier = Callable[[Mapping[str, Any], str], float]
-"""Computes the value of a whole reply: (context, reply)."""
+Verifier = Callable[[Mapping[str, Any], str], float | None]
+"""Computes the value of a whole reply, from 0 to 1: (context, reply). None: it cannot read so long a reply."""
 
 Scorer = Callable[[Mapping[str, Any], str, Callable[[float | Invalid], None]], None]
 """Computes the value of a partial reply of whole steps: (context, reply so far, function to call with the value)."""
@@ -60,14 +60,17 @@ class SearchRecord:
     spent: int  # sampled tokens
     expansions: int  # partial replies after which steps were proposed
     finished: int  # distinct whole replies among which it was chosen
+    unverified: int | None = None  # those of them that the verifier could not read; None: there is no verifier
 
     @property
     def columns(self) -> dict[str, Any]:
+        unverified = {} if self.unverified is None else {"unverified": self.unverified}
         return {
             "value": self.value,
             "search_tokens": self.spent,
             "expansions": self.expansions,
             "finished": self.finished,
+            **unverified,
         }
 
 
@@ -107,7 +110,8 @@ class SearchEngine:
     """Engine that searches; implements `posttrain.core.protocols.Engine` and `ReadingEngine`. Replies have no later turns.
 
     `context`: tokens of prompt and reply together that the model reads. `scorer`: None where no step is scored.
-    `verifier`: gives whole replies their value at the end, among which the plan chooses.
+    `verifier`: gives whole replies their value at the end, among which the plan chooses. A reply that it cannot read has
+    the value 0, the lowest.
     """
 
     def __init__(
@@ -313,17 +317,21 @@ class SearchEngine:
         return self._completion(search, node).text
 
     def _finish(self, search: _Search) -> None:
-        tree = search.tree
+        tree, unverified = search.tree, None
         if self.verifier is not None:
-            for whole in tree.finished:
-                whole.value = self.verifier(search.context, self._text(search, whole))
+            found = [self.verifier(search.context, self._text(search, whole)) for whole in tree.finished]
+            unverified = found.count(None)
+            for whole, value in zip(tree.finished, found, strict=True):
+                whole.value = value or 0.0
 
         def answer(node: SearchNode) -> str:
             return voted_answer(self._text(search, node))
 
         node = tree.chosen(self.plan.choice, answer)
         self._done.append(self._completion(search, node))
-        self._records[search.sampling.seed] = SearchRecord(node.value, tree.spent, tree.expansions, len(tree.finished))
+        self._records[search.sampling.seed] = SearchRecord(
+            node.value, tree.spent, tree.expansions, len(tree.finished), unverified
+        )
         for request in search.kept:
             self.engine.forget(request)
         del self._searches[search.id]

@@ -33,19 +33,14 @@ class SelfVerifier:
             raise UserError(f"--choose verified: the model's tokenizer lacks a token for part of {words[0]!r}")
         return found
 
-    def __call__(self, context: Mapping[str, Any], reply: str) -> float:
-        """Return the value of a reply. `context`: its prompt, {"prompt": text} or {"messages": [...]}.
-
-        Raises UserError if the model's context has no room for it with the question.
+    def __call__(self, context: Mapping[str, Any], reply: str) -> float | None:
+        """Return the value of a reply; None if the model's context has no room for it with the question. `context`: its
+        prompt, {"prompt": text} or {"messages": [...]}.
         """
         words = [*self._yes, *self._no]
         before = self.tokenizer.encode(self._asked(context, reply), start=True)
-        length, most = len(before) + max(map(len, words)), self.model.config.context
-        if length > most:
-            raise UserError(
-                f"--choose verified: a reply has {length} tokens with its prompt and the question, and the model's context "
-                f"has {most}: lower --max-tokens"
-            )
+        if len(before) + max(map(len, words)) > self.model.config.context:
+            return None
         logp = continuation_logp(self.model, before, words)
         yes, no = _log_sum(logp[: len(self._yes)]), _log_sum(logp[len(self._yes) :])
         return 1.0 / (1.0 + math.exp(min(700.0, no - yes)))

@@ -230,14 +230,19 @@ def read(
 
 
 def _search_figures(search: SearchEngine, episodes: Sequence[Episode]) -> dict[str, Any]:
-    """Return the mean number of tokens that a search sampled for a reply, each task counted once."""
-    spent: dict[str, list[int]] = {}
+    """Return the mean number of tokens that a search sampled for a reply, and of whole replies that were too long to
+    verify, if it verifies. Each task counts once.
+    """
+    found: dict[str, dict[str, list[int]]] = {}  # figure -> task -> of each search
     for episode in episodes:
         record = search.record(episode.seed)
         if record is not None:
-            spent.setdefault(str(episode.task["id"]), []).append(record.spent)
-    means = [sum(own) / len(own) for own in spent.values()]
-    return {"search tokens": stated(sum(means) / len(means), mean_interval(means), tasks=len(means))} if means else {}
+            own = {"search tokens": record.spent, "unverified replies": record.unverified}
+            for name, value in own.items():
+                if value is not None:
+                    found.setdefault(name, {}).setdefault(str(episode.task["id"]), []).append(value)
+    means = {name: [sum(own) / len(own) for own in tasks.values()] for name, tasks in found.items()}
+    return {name: stated(sum(own) / len(own), mean_interval(own), tasks=len(own)) for name, own in means.items()}
 
 
 def _held_out(config: Evaluation, data: Tasks | Stream, of_a_file: bool, say: Callable[[str], None]) -> Tasks | Stream:

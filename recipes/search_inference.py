@@ -1,11 +1,12 @@
-"""Compares searches at equal sampled tokens on worked sums: best-of-N, beam, best-first, lookahead and MCTS.
+"""Compares searches at equal sampled tokens on worked sums: best-of-N, beam, best-first, lookahead, MCTS, verification.
 
     python recipes/search_inference.py [--seeds 0 1 2] [--out runs/search] [--page docs/guides/search.md]
 
 The starts are those of `recipes/algorithms.py --task worked-sums`, the process reward models those of
-`recipes/process_rewards.py`; a reward model that is missing is trained. Every search finds a reply to each of 200 held-out
-tasks, with the same budget of sampled tokens. Finished searches are not repeated. With --page the recipe writes its part
-of that page.
+`recipes/process_rewards.py`; a reward model that is missing is trained. To verify itself, a policy must know what a verdict
+is: that of the rows "taught" imitates, beside the demonstrations of the start, verdicts on whether workings end with the
+right answer. Every search finds a reply to each of 200 held-out tasks, with the same budget of sampled tokens. Finished
+searches are not repeated. With --page the recipe writes its part of that page.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from pages import over_seeds, write_page
 
 import posttrain
 from posttrain.core.intervals import wilson_interval
+from posttrain.core.types import Task
 
 ASKED = 200  # held-out tasks
 BUDGETS = (150, 500)  # sampled tokens per reply: some five and some eighteen whole replies
@@ -36,7 +39,11 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "best-first": {"search": ("best-first",)},
     "mcts": {"search": ("mcts",)},
     "mcts, weighted": {"search": ("mcts",), "choose": "weighted"},
+    "taught, one reply": {"search": ("best-of-n",), "search_width": 1, "search_proposals": 1, "choose": "majority"},
+    "taught, majority": {**WIDE, "choose": "majority"},
+    "taught, verified": {**WIDE, "choose": "verified", "verify_question": "ok?"},
 }
+TAUGHT = "taught"  # first word of the searches by the policy that has imitated verdicts
 SHAPES = {150: {"search_width": 2, "search_proposals": 2}, 500: {"search_width": 4, "search_proposals": 4}}
 """Budget -> width and proposals of the searches that have them: a beam of this shape ends within the budget."""
 NARROW = {150: {"search_width": 1, "search_proposals": 2}, 500: {"search_width": 2, "search_proposals": 3}}
@@ -60,18 +67,47 @@ def main() -> None:
     file = options.out / "results.json"
     found: dict[str, dict[str, float]] = json.loads(file.read_text()) if file.exists() else {}
     for seed in options.seeds:
-        start, model = options.starts / f"seed-{seed}" / "sft", options.models / f"reward-model-{seed}"
-        if not (model / "report.json").exists():
-            process_rewards.one(options.models, start, process_rewards.MODEL, seed)
-        for budget in BUDGETS:
-            for name in options.only:
-                if key(name, budget, seed) not in found:
-                    found[key(name, budget, seed)] = one(options.out, start, model, name, budget, seed)
-                    file.write_text(json.dumps(found, indent=1) + "\n")
+        for budget, name in product(BUDGETS, options.only):
+            if key(name, budget, seed) not in found:
+                start, model = _policy(options, name, seed), options.models / f"reward-model-{seed}"
+                if "reward_model" in settings(name, budget) and not (model / "report.json").exists():
+                    process_rewards.one(options.models, start, process_rewards.MODEL, seed)
+                found[key(name, budget, seed)] = one(options.out, start, model, name, budget, seed)
+                file.write_text(json.dumps(found, indent=1) + "\n")
     lines = table(found, options.seeds)
     print("\n".join(lines))
     if options.page:
         write_page(options.page, lines)
+
+
+def _policy(options: argparse.Namespace, name: str, seed: int) -> Path:
+    """Return the policy of a search. The taught one is trained if it is missing."""
+    start: Path = options.starts / f"seed-{seed}" / "sft"
+    if not name.startswith(TAUGHT):
+        if not start.exists():
+            raise SystemExit(
+                f"{start} is missing: python recipes/algorithms.py start --task worked-sums --seeds {seed}"
+            )
+        return start
+    folder: Path = options.out / f"taught-{seed}"
+    if not (folder / "report.json").exists():
+        tasks = WORKED_SUMS.practice(seed)
+        rows = [*WORKED_SUMS.demonstrations(tasks, seed), *verdicts(seed)]
+        run = posttrain.sft(rows, out=str(folder), seed=seed, overwrite=True, **WORKED_SUMS.imitation)
+        assert not run.interrupted, "half a policy is none"
+    return folder
+
+
+def verdicts(seed: int) -> list[Task]:
+    """Return the question of `--choose verified` after each solution that reward models learn from, with the verdict."""
+    rows = []
+    for solution in process_rewards.solutions(seed):
+        prompt, reply = solution["prompt"], "\n".join(solution["steps"])
+        numbers = [int(number) for number in prompt.rstrip(":").split()]
+        right = process_rewards.right_answer({"numbers": numbers}, reply)
+        question = SEARCHES["taught, verified"]["verify_question"]
+        rows.append({"prompt": f"{prompt}{reply}\n{question}\n", "response": "Yes" if right else "No"})
+    return rows
 
 
 def key(name: str, budget: int, seed: int) -> str:
@@ -82,8 +118,11 @@ def settings(name: str, budget: int) -> dict[str, Any]:
     """Return the options of `posttrain sample` for a search."""
     own = SEARCHES[name]
     shape = {} if "search_width" in own else (NARROW if name == "lookahead" else SHAPES)[budget]
-    voting = {} if own.get("choose") == "majority" else {"reward_model": ("{reward model}",)}
-    return {**COMMON, **shape, **own, **voting, "search_tokens": budget}
+    if own.get("choose") in ("majority", "verified"):
+        scored: dict[str, Any] = {"step_aggregate": "last"}  # the default: nothing scores a step
+    else:
+        scored = {"reward_model": ("{reward model}",)}
+    return {**COMMON, **shape, **own, **scored, "search_tokens": budget}
 
 
 def one(out: Path, start: Path, model: Path, name: str, budget: int, seed: int) -> dict[str, float]:
@@ -102,6 +141,7 @@ def one(out: Path, start: Path, model: Path, name: str, budget: int, seed: int) 
         "tokens": sum(course["search_tokens"] for course in courses) / len(rows),
         "finished": sum(course["finished"] for course in courses) / len(rows),
         "unfinished": sum(not course["finished"] for course in courses) / len(rows),
+        "unverified": sum(course.get("unverified", 0) for course in courses) / len(rows),
     }
 
 
@@ -118,13 +158,11 @@ def table(found: Mapping[str, Mapping[str, float]], seeds: Sequence[int]) -> lis
                 continue
             own = settings(name, budget)
             shape = "all that fit" if own["search_width"] == WIDE["search_width"] else _shape(own)
-            less = [
-                run["accuracy"] - found[key("best-of-n", budget, seed)]["accuracy"]
-                for run, seed in zip(runs, seeds, strict=True)
-            ]
+            beside = [found.get(key("best-of-n", budget, seed)) for seed in seeds]
+            less = [run["accuracy"] - other["accuracy"] for run, other in zip(runs, beside, strict=True) if other]
             cells = [
                 str(budget), name, shape, _accuracy([run["accuracy"] for run in runs]),
-                "" if name == "best-of-n" else over_seeds(less, "+.3f"),
+                "" if name == "best-of-n" or len(less) < len(runs) else over_seeds(less, "+.3f"),
                 *(f"{sum(run[what] for run in runs) / len(runs):{form}}"
                   for what, form in (("tokens", ".0f"), ("finished", ".1f"), ("unfinished", ".3f"))),
             ]  # fmt: skip

@@ -888,9 +888,13 @@ class SearchOptions(TypedDict, total=False):
     """Options of several verbs."""
 
     search: Sequence[Literal["best-of-n", "beam", "best-first", "lookahead", "mcts"]]
-    """Search for each reply: the policy proposes steps, and --reward-model, a process reward model, chooses among them.
-    best-of-n: whole replies. beam: continues the best partial replies. best-first: continues the best one. lookahead: a
-    beam that values steps by greedy rollouts. mcts: PUCT. Of several searches, each finds --samples replies."""
+    """Search for each reply: the policy proposes steps, and a process reward model (--reward-model), or its own critic
+    (--search-value critic), chooses among them. best-of-n: whole replies. beam: continues the best partial replies.
+    best-first: continues the best one. lookahead: a beam that values steps by greedy rollouts. mcts: PUCT. Of several
+    searches, each finds --samples replies."""
+    search_value: Literal["reward-model", "critic"]
+    """Value of a partial reply: that of --reward-model, or the return that the critic of the policy's own run expects
+    from there on. Such a run is one of ppo, for example."""
     search_width: int
     """Number of partial replies that a beam keeps, or of whole replies after which best-first ends. mcts reads it only
     for the default of --search-tokens."""

@@ -17,9 +17,13 @@ class SearchGroup(OptionGroup, group="search"):
     """The search for a reply, step by step."""
 
     search: tuple[Literal["best-of-n", "beam", "best-first", "lookahead", "mcts"], ...] = ()
-    """Search for each reply: the policy proposes steps, and --reward-model, a process reward model, chooses among them.
+    """Search for each reply: the policy proposes steps, and a process reward model (--reward-model), or its own critic
+    (--search-value critic), chooses among them.
     best-of-n: whole replies. beam: continues the best partial replies. best-first: continues the best one. lookahead: a
     beam that values steps by greedy rollouts. mcts: PUCT. Of several searches, each finds --samples replies."""
+    search_value: Literal["reward-model", "critic"] = "reward-model"
+    """Value of a partial reply: that of --reward-model, or the return that the critic of the policy's own run expects
+    from there on. Such a run is one of ppo, for example."""
     search_width: int = option(4, above=0, most=1024)
     """Number of partial replies that a beam keeps, or of whole replies after which best-first ends. mcts reads it only
     for the default of --search-tokens."""
@@ -81,10 +85,14 @@ def check_search(config: Any, env: str | None, temperatures: Sequence[float], to
     if config.step_delimiter == SPANS:
         raise UserError("--search needs a --step-delimiter in the text: line, a text, a regular expression, or reply")
     check_delimiter(steps_of_search(config)[0])
-    if config.reward_model:
+    if config.search_value == "critic":
+        _check_critic(config, env)
+    elif config.reward_model:
         process_model(config)
     elif config.search != ("best-of-n",) or config.choose not in ("majority", "verified"):
-        raise UserError("--search needs the model that scores steps: --reward-model FOLDER")
+        raise UserError(
+            "--search needs what scores steps: --reward-model FOLDER, or --search-value critic for a run with a critic"
+        )
     elif given := [f.name for f in fields(config) if f.name in OF_STEPS and getattr(config, f.name) != f.default]:
         raise UserError(f"--{given[0].replace('_', '-')} has no effect without --reward-model: leave it out")
     if not env and (config.judge or len(config.reward_model) > 1):
@@ -93,6 +101,21 @@ def check_search(config: Any, env: str | None, temperatures: Sequence[float], to
             f"{other} has no effect with --search and without --env: leave it out, or add an --env that asks it"
         )
     check_proposals(config, "--", temperatures, top_k)
+
+
+def _check_critic(config: Any, env: str | None) -> None:
+    """Raise UserError for options that do not go with the critic as value."""
+    if config.reward_model and not env:
+        raise UserError("--reward-model has no effect with --search-value critic and without --env: leave it out")
+    if config.step_aggregate != "last" and config.step_aggregate != "none":
+        raise UserError(
+            "--step-aggregate has no effect with --search-value critic, one value of all steps: leave it out"
+        )
+    if config.choose == "weighted":
+        raise UserError(
+            "--choose weighted adds up probabilities, and a critic gives returns, which may be negative: use --choose "
+            "majority or best"
+        )
 
 
 def check_proposals(config: SearchGroup, where: str, temperatures: Sequence[float], top_k: int) -> None:

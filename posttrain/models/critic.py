@@ -47,10 +47,15 @@ class ValueModel(nn.Module):
 
     def forward(self, batch: Packed, policy: Hidden, temperature: Temperature) -> dict[str, Tensor]:
         """Return {"value": float32 [N]}. `policy`: the policy's hidden states at the scored tokens, and its head."""
-        shared = policy.states if self.backbone is None else self.backbone.hidden(batch.layout, batch.at)
-        with torch.autocast(shared.device.type, enabled=False):  # advantages are small differences of values
-            wide = torch.promote_types(shared.dtype, torch.float32)
-            return {"value": shared.to(wide) @ self.weight.to(wide) + self.bias}
+        return {
+            "value": self.of(policy.states if self.backbone is None else self.backbone.hidden(batch.layout, batch.at))
+        }
+
+    def of(self, states: Tensor) -> Tensor:
+        """Return the value of hidden states [N, D], float32 [N]."""
+        with torch.autocast(states.device.type, enabled=False):  # advantages are small differences of values
+            wide = torch.promote_types(states.dtype, torch.float32)
+            return states.to(wide) @ self.weight.to(wide) + self.bias
 
 
 class TwinValues(nn.Module):
@@ -181,6 +186,35 @@ def new_critic(
         with torch.no_grad():
             critic.weight.copy_(score)
     return critic.to(device)
+
+
+def stored_critic(folder: Path, policy: Model) -> ValueModel:
+    """Return the critic of a run's checkpoint, for the policy beside it.
+
+    Raises UserError if there is none, if it has values of actions alone, or another model than the policy's.
+    """
+    file = folder / TRAINING / STORED
+    if not file.exists():
+        raise UserError(
+            f"{folder} has no critic ({TRAINING}/{STORED}): give a run of an algorithm that learns one, such as ppo"
+        )
+    left = _read_stored(file)
+    if "heads" in left:
+        raise UserError(
+            f"the critic in {file} values actions, not states: give a run of ppo, or another with a value V"
+        )
+    own = any(name.startswith("backbone.") for name in left)
+    backbone, device = load_backbone(folder, policy.head.device)[0] if own else None, policy.head.device
+    critic = ValueModel(policy.config.hidden, backbone, 0).to(device).requires_grad_(False)
+    places = dict(critic.named_parameters())
+    if left.keys() != places.keys() or any(left[name].shape != place.shape for name, place in places.items()):
+        raise UserError(
+            f"the critic in {file} is another model than the policy beside it: only one like it can be read"
+        )
+    with torch.no_grad():
+        for name, place in places.items():
+            place.copy_(left[name])
+    return critic
 
 
 def _read_stored(file: Path) -> dict[str, Tensor]:

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from posttrain.config.search_options import steps_of_search
 from posttrain.config.service_options import process_model
 from posttrain.core.protocols import Engine, Model
 from posttrain.core.reply_steps import LINE, REPLY, expression_of
+from posttrain.engines.search.critic_value import CriticValue
 from posttrain.engines.search.search_engine import SearchEngine, SearchPlan
 from posttrain.engines.search.self_verification import SelfVerifier
 from posttrain.engines.search.tree_search import SearchSettings
 from posttrain.envs.play.service_client import Services
 from posttrain.envs.step_rewards import StepScorer
+from posttrain.models.critic import stored_critic
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 
 def searching(
-    config: Any, name: str, engine: Engine, model: Model, tokenizer: Tokenizer, services: Services
+    config: Any, name: str, engine: Engine, folder: Path, model: Model, tokenizer: Tokenizer, services: Services
 ) -> SearchEngine:
-    """Return an engine that finds replies by the search of this name, with steps that `engine` samples."""
+    """Return an engine that finds replies by the search of this name, with steps that `engine` samples. `folder`: the
+    checkpoint of the model.
+    """
     delimiter, aggregate = steps_of_search(config)
     expression = expression_of(delimiter)
     settings = SearchSettings(
@@ -38,7 +43,9 @@ def searching(
         "best" if config.choose == "verified" else config.choose,
     )
     verifier = SelfVerifier(model, tokenizer, config.verify_question) if config.choose == "verified" else None
-    scorer = None
-    if config.reward_model:
+    scorer = critic = None
+    if config.search_value == "critic":
+        critic = CriticValue(stored_critic(folder, model), model)
+    elif config.reward_model:
         scorer = StepScorer(services, process_model(config), delimiter, aggregate)
-    return SearchEngine(engine, tokenizer, model.eos_ids, model.config.context, plan, scorer, verifier)
+    return SearchEngine(engine, tokenizer, model.eos_ids, model.config.context, plan, scorer, verifier, critic)

@@ -1,4 +1,4 @@
-"""recipes/search_inference.py: every search has options that exist, and a policy that was taught verdicts verifies itself."""
+"""recipes/search_inference.py: searches have options that exist, and a policy that was taught verdicts verifies itself."""
 
 from __future__ import annotations
 

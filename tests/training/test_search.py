@@ -15,18 +15,22 @@ import torch
 from conftest import tiny
 from items_place import ROWS, furnish, read
 from row_files import refused
+from safetensors.torch import load_file, save_file
 
 import posttrain
 from posttrain.cli.main import main
 from posttrain.core.types import Completion, Sampling
 from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.engines.search.critic_value import CriticValue
 from posttrain.engines.search.search_engine import SearchEngine, SearchPlan, step_end
 from posttrain.engines.search.self_verification import SelfVerifier
 from posttrain.engines.search.tree_search import SEARCHES, SearchSettings
 from posttrain.envs.step_rewards import split_steps
 from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.critic import stored_critic
 from posttrain.models.native.decoder import Decoder, causal
 from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.checkpoint import resolve
 from posttrain.services.reward_model_service import RewardModelService
 from posttrain.verify.answer import voted_answer
 
@@ -219,6 +223,68 @@ def test_replies_without_room_for_the_question_lose_against_verified_ones_and_ar
     assert found.figures["unverified replies"]["mean"] > 0
 
 
+@torch.no_grad()
+def critic_of(folder: Path, tokens: Sequence[int]) -> list[float]:
+    """V after each of these tokens, by a plain forward with the stored weights of the critic."""
+    stored = load_file(folder / "training" / "critic.safetensors")
+    model = load_model(folder)
+    assert isinstance(model, Decoder)
+    own = {name.removeprefix("backbone."): stored[name] for name in stored if name.startswith("backbone.")}
+    if own:
+        model.load_state_dict(own, strict=False)
+    states = model(torch.tensor(tokens), torch.arange(len(tokens)), causal)
+    found: list[float] = (states.double() @ stored["weight"].double() + stored["bias"].double()).tolist()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["separate", "shared"])
+def test_the_critic_of_a_run_values_partial_replies_as_a_plain_forward(
+    place: Path, tokenizer: Tokenizer, kind: str
+) -> None:
+    posttrain.rl(
+        "rows.jsonl", env="my.py:digits", model="start", out="run", algorithm="ppo", critic=kind, critic_lr=0.05, steps=3,
+        prompts=2, group=2, max_tokens=8, lr=1e-3, env_workers=0, threads=1, quiet=True,
+    )  # fmt: skip
+    folder, checked = resolve("run"), 0
+    own: dict[str, Any] = {**SEARCH, "model": "run", "reward_model": (), "search_value": "critic", "overwrite": True}
+    searches = ("beam", "best-first", "mcts", "best-of-n")
+    for row in sample("a.jsonl", **own, search=searches, max_tokens=24, search_tokens=300):
+        prompt = tokenizer.encode(row["prompt"], start=True)
+        for text, course in zip(row["responses"], row["samples"], strict=True):
+            reply = tokenizer.encode(text)
+            if course["stop"] == "eos" and len(reply) + 1 == course["tokens"]:
+                assert course["value"] == pytest.approx(critic_of(folder, [*prompt, *reply])[-1], abs=1e-5)
+                checked += 1
+    assert checked > 3
+    tokens = tokenizer.encode("say 1=1 2 3", start=True)
+    policy = load_model(folder)
+    value = CriticValue(stored_critic(folder, policy), policy)
+    every = critic_of(folder, tokens)
+    assert [value(tokens[:n], False) for n in (3, len(tokens))] == pytest.approx([every[2], every[-1]], abs=1e-5)
+    assert value(tokens, True) == value(tokens[:-1], False)
+
+
+def test_a_critic_that_is_not_there_or_values_no_states_is_refused(place: Path) -> None:
+    how: dict[str, Any] = {**SEARCH, "search": ("beam",), "reward_model": (), "search_value": "critic"}
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("has no critic (training/critic.safetensors): give a run", {}),
+        ("--step-aggregate has no effect with --search-value critic", {"step_aggregate": "min"}),
+        ("--choose weighted adds up probabilities", {"choose": "weighted"}),
+        ("--reward-model has no effect with --search-value critic", {"reward_model": ("reward",)}),
+        ("--search-value has no effect without --search", {"search": ()}),
+    ]
+    for message, options in cases:
+        refused(partial(sample, "a.jsonl", **{**how, **options}), message)
+    (place / "start" / "training").mkdir()
+    file = place / "start" / "training" / "critic.safetensors"
+    for names, message in (
+        (("heads", "backbone.x"), "values actions, not states"),
+        (("weight",), "is another model than the policy"),
+    ):
+        save_file({name: torch.zeros(2) for name in names}, file)
+        refused(partial(sample, "a.jsonl", **how), message)
+
+
 def test_searched_replies_are_scored_and_labelled_as_sampled_ones(place: Path) -> None:
     rows = sample("a.jsonl", **SEARCH, search=("beam",), samples=2, env="my.py:reward")
     assert all(len(row["scores"]) == len(row["responses"]) == 2 for row in rows)
@@ -403,7 +469,7 @@ def test_both_sides_of_a_comparison_search(place: Path) -> None:
             ["--search", "beam", "--reward-model", "reward", "--step-weight", "2"],
             "--step-weight has no effect with --search",
         ),
-        (["--search", "beam"], "--search needs the model that scores steps: --reward-model FOLDER"),
+        (["--search", "beam"], "--search needs what scores steps: --reward-model FOLDER"),
         (["--search-width", "2"], "--search-width has no effect without --search"),
         (
             ["--search", "beam", "--reward-model", "reward", "--temperature", "0"],

@@ -36,6 +36,9 @@ PIECE = 8  # tokens between two looks for a regular expression
 Verifier = Callable[[Mapping[str, Any], str], float | None]
 """Computes the value of a whole reply, from 0 to 1: (context, reply). None: it cannot read so long a reply."""
 
+StateValue = Callable[[Sequence[int], bool], float]
+"""Computes the value of a partial reply from its tokens: (those of prompt and reply, whether the reply is whole)."""
+
 Scorer = Callable[[Mapping[str, Any], str, Callable[[float | Invalid], None]], None]
 """Computes the value of a partial reply of whole steps: (context, reply so far, function to call with the value)."""
 
@@ -109,7 +112,8 @@ class _Part:
 class SearchEngine:
     """Engine that searches; implements `posttrain.core.protocols.Engine` and `ReadingEngine`. Replies have no later turns.
 
-    `context`: tokens of prompt and reply together that the model reads. `scorer`: None where no step is scored.
+    `context`: tokens of prompt and reply together that the model reads. `scorer` or `critic`: gives partial replies
+    their values; both None: they have none.
     `verifier`: gives whole replies their value at the end, among which the plan chooses. A reply that it cannot read has
     the value 0, the lowest.
     """
@@ -123,9 +127,10 @@ class SearchEngine:
         plan: SearchPlan,
         scorer: Scorer | None,
         verifier: Verifier | None = None,
+        critic: StateValue | None = None,
     ) -> None:
         self.engine, self.tokenizer, self.eos_ids, self.context = engine, tokenizer, tuple(eos_ids), context
-        self.plan, self.scorer, self.verifier = plan, scorer, verifier
+        self.plan, self.scorer, self.verifier, self.critic = plan, scorer, verifier, critic
         self._searches: dict[int, _Search] = {}
         self._parts: dict[int, _Part] = {}  # by request of the engine below
         self._values: deque[tuple[_Search, int, float | Invalid]] = deque()  # that have come
@@ -156,7 +161,8 @@ class SearchEngine:
         settings = self.plan.settings
         replies = settings.width * settings.proposals
         tokens = replies * sampling.max_tokens if self.plan.budget is None else self.plan.budget
-        tree = SearchTree(replace(settings, tokens=tokens, longest=sampling.max_tokens, scored=self.scorer is not None))
+        scored = self.scorer is not None or self.critic is not None
+        tree = SearchTree(replace(settings, tokens=tokens, longest=sampling.max_tokens, scored=scored))
         asking = SEARCHES[self.plan.name](tree)
         search = self._searches[id] = _Search(id, tuple(prompt), context, sampling, tree, asking)
         self._go_on(search, None)
@@ -281,6 +287,8 @@ class SearchEngine:
         return next(n for n in range(1, len(tokens) + 1) if self.tokenizer.decode(tokens[:n])[:end] == text[:end])
 
     def _ask_value(self, search: _Search, place: int, node: SearchNode) -> None:
+        if self.critic is not None:
+            return self._hear(search, place, self.critic([*search.prompt, *node.tokens], node.ended))
         assert self.scorer is not None, "a search without a scorer asks for no values"
         self.scorer(search.context, self._text(search, node), partial(self._hear, search, place))
 

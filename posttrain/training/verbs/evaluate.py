@@ -156,7 +156,9 @@ def evaluate_as_given(
                 if not config.search:
                     rollouts = ground.player(engine, tokenizer, context).play(episodes)
                 else:
-                    search = searching(config, config.search[0], engine, model, tokenizer, ground.services)
+                    search = searching(
+                        config, config.search[0], engine, paths[place], model, tokenizer, ground.services
+                    )
                     rollouts = ground.player(search, tokenizer, context).play(episodes)
                     searched.append(_search_figures(search, episodes))
             reasons = [r.reward.reason for r in rollouts if isinstance(r.reward, Invalid)]

@@ -142,7 +142,7 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
             )
             engine.load(model, 0)
             for name in config.search or ("",):
-                own = searching(config, name, engine, model, tokenizer, ground.services) if name else engine
+                own = searching(config, name, engine, path, model, tokenizer, ground.services) if name else engine
                 players[place, name] = ground.player(own, tokenizer, context), known.chat
             if ground.pool.single_turn:
                 prompts = Prompts(shown, tokenizer, TooLong(config.too_long, context, said.append))

@@ -90,11 +90,12 @@ def _policy(options: argparse.Namespace, name: str, seed: int) -> Path:
             )
         return start
     folder: Path = options.out / f"taught-{seed}"
-    if not (folder / "report.json").exists():
+    if not (whole := folder.with_suffix(".json")).exists():
         tasks = WORKED_SUMS.practice(seed)
         rows = [*WORKED_SUMS.demonstrations(tasks, seed), *verdicts(seed)]
         run = posttrain.sft(rows, out=str(folder), seed=seed, overwrite=True, **WORKED_SUMS.imitation)
         assert not run.interrupted, "half a policy is none"
+        whole.write_text(json.dumps(dict(WORKED_SUMS.imitation)))
     return folder
 
 

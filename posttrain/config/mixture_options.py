@@ -18,6 +18,8 @@ PART: dict[str, Any] = {
     "split": str,
     "limit": int,
     "prompt_template": str,
+    "chat": bool,
+    "system": str,
     "max_tokens": int,
     "temperature": float,
     "max_turns": int,
@@ -29,6 +31,8 @@ PART: dict[str, Any] = {
 """Settings of a part, with their types. All but the weight are options of the run, whose values are the defaults."""
 
 
+OF_ROWS = ("tasks", "weight", "split", "limit", "prompt_template", "chat", "system")
+"""Settings of a part where nothing is sampled."""
 FLOOR = 0.2  # share of the prompts that keeps the fixed weights
 
 
@@ -38,8 +42,8 @@ class MixtureGroup(OptionGroup, group="data"):
 
     mixture: dict[str, dict[str, str]] = option(factory=dict, value="VALUE")
     """Parts of a mixture, instead of --tasks: --mixture.maths.tasks maths.jsonl --mixture.maths.weight 2. Or a table
-    [sft.mixture.maths] in a recipe. A part may have its own split, limit and prompt_template; in rl it has its own env,
-    and may have max_tokens, temperature, max_turns, max_episode_tokens, max_tool_calls, env_timeout and env_memory."""
+    [sft.mixture.maths] in a recipe. A part may have its own split, limit, prompt_template, chat and system; in rl it has its
+    own env, and may have max_tokens, temperature, max_turns, max_episode_tokens, max_tool_calls, env_timeout and env_memory."""
     mixture_temperature: float = option(1.0, above=0, most=1e6)
     """Temperature T of a mixture without weights: a part of n tasks has the weight n^(1/T). 1: by size; large:
     equal."""
@@ -63,7 +67,7 @@ AnyMixture = TypeVar("AnyMixture", bound=MixtureGroup)
 def settings_of(config: MixtureGroup) -> dict[str, Any]:
     """Return the settings of a part, with their types: where nothing is sampled, rows and their form alone."""
     sampled = hasattr(config, "max_tokens")
-    return PART if sampled else {name: PART[name] for name in ("tasks", "weight", "split", "limit", "prompt_template")}
+    return PART if sampled else {name: PART[name] for name in OF_ROWS}
 
 
 def parts_of(config: AnyMixture) -> dict[str, AnyMixture]:
@@ -75,6 +79,8 @@ def parts_of(config: AnyMixture) -> dict[str, AnyMixture]:
     for name, given in config.mixture.items():
         own = _read_part(config, name, given)
         own.pop("weight", None)
+        if own.get("chat") is False:
+            own.setdefault("system", None)  # that of the run belongs to messages
         if not own.get("tasks") and not task_set(own.get("env")):
             raise UserError(f"--mixture.{name}.tasks is missing: give the rows of this part")
         found[name] = replace(config, mixture={}, mixture_temperature=1.0, **own)

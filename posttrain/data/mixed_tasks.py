@@ -54,7 +54,11 @@ class MixedTasks(Sequence[Task]):
 
     def shown(self, chat: AsMessages | None) -> MixedTasks:
         """Return the tasks with plain prompts converted to messages, or unconverted."""
-        return MixedTasks({name: tasks.shown(chat) for name, tasks in self.parts.items()}, self.shares)
+        return self.shown_by(dict.fromkeys(self.parts, chat))
+
+    def shown_by(self, chats: Mapping[str, AsMessages | None]) -> MixedTasks:
+        """Return the tasks with plain prompts converted to messages, or unconverted, in each part by its own way."""
+        return MixedTasks({name: tasks.shown(chats[name]) for name, tasks in self.parts.items()}, self.shares)
 
     def first(self, count: int) -> MixedTasks:
         """Return the first `count` tasks of each part."""

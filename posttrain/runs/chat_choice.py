@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -53,12 +53,22 @@ class Chatting:
     system: str | None = None
     because: str = ""  # the reason, if the user did not decide
     template: bool = False  # whether the model has a template
+    parts: Mapping[str, Chatting] = field(default_factory=dict)  # of parts of a mixture that are shown otherwise
 
     def of(self, tasks: SomeTasks, answered: bool = False, whole: bool = False) -> SomeTasks:
         """Return the tasks as this model is shown them. `answered`: "response" becomes a message too, to be imitated.
         `whole`: the earlier messages are imitated as well.
         """
-        return tasks.shown(AsMessages(self.system, answered, whole) if self.on else None)
+        if isinstance(tasks, MixedTasks):
+            return tasks.shown_by({name: self.part(name)._form(answered, whole) for name in tasks.parts})
+        return tasks.shown(self._form(answered, whole))
+
+    def part(self, name: str) -> Chatting:
+        """Return the form for a part of a mixture."""
+        return self.parts.get(name, self)
+
+    def _form(self, answered: bool, whole: bool) -> AsMessages | None:
+        return AsMessages(self.system, answered, whole) if self.on else None
 
     def task(self, task: Task) -> Task:
         """Convert a task."""
@@ -66,7 +76,8 @@ class Chatting:
 
     def recorded(self) -> dict[str, Any]:
         """Return the choice as an entry of run.json."""
-        return {"on": self.on, "system": self.system}
+        parts = {name: own.recorded() for name, own in self.parts.items()}
+        return {"on": self.on, "system": self.system, **({"parts": parts} if parts else {})}
 
     def lines(self, tasks: AnyTasks, shown: Turn | None = None) -> list[str]:
         """Return the lines about the choice for the start of a run. `shown`: the environment's first turn, if there is
@@ -82,17 +93,22 @@ class Chatting:
         if not any(isinstance(task.get("prompt"), str) for task in tasks.examples()):
             return []
         because = f" ({self.because})" if self.because else ""
-        if self.on:
-            system = "" if self.system is None else ", behind a system message"
-            return [f"prompts are user messages in the model's chat template{system}{because}; --no-chat: bare text"]
-        return [f"prompts are bare text, without the model's chat template{because}; --chat puts it around them"]
+        parts = [f"part {name}: prompts are {own._described}" for name, own in self.parts.items()]
+        switch = "--no-chat: bare text" if self.on else "--chat puts it around them"
+        return [f"prompts are {self._described}{because}; {switch}", *parts]
 
-    def check(self, given: bool | None, shown: Turn | None) -> None:
-        """Raise UserError if --chat was given and the environment shows text of its own."""
+    @property
+    def _described(self) -> str:
+        if not self.on:
+            return "bare text, without the model's chat template"
+        return f"user messages in the model's chat template{'' if self.system is None else ', behind a system message'}"
+
+    def check(self, given: bool | None, shown: Turn | None, option: str = "--chat") -> None:
+        """Raise UserError if --chat was given, by this option, and the environment shows text of its own."""
         if given and shown is not None and shown.messages is None:
             raise UserError(
-                "--chat has no effect on the text that this environment yields: yield Turn(messages=[...]) instead, or "
-                "leave out --chat"
+                f"{option} has no effect on the text that this environment yields: yield Turn(messages=[...]) instead, or "
+                f"leave out {option}"
             )
 
 
@@ -107,11 +123,12 @@ def chatting(
     tokenizer: Templated,
     ends: Collection[int],
     beside: Path | None = None,
+    parts: Mapping[str, Asked] | None = None,
 ) -> Chatting:
     """Return the choice for a model: by these options, by the run to which its folder belongs, or by its template.
 
     `ends`: the ids that end its replies; `beside`: the checkpoint with which it is compared, which may lend it a system
-    message. Raises UserError for --chat without a template, and for --system without --chat.
+    message; `parts`: the options of each part of a mixture. Raises UserError for --chat without a template, and for --system without --chat.
     """
     chat, system, other = (None, None, None) if asked is None else (asked.chat, asked.system, asked.chat_template)
     run, known = _of_run(folder) if folder is not None else (None, {})
@@ -135,7 +152,23 @@ def chatting(
     elif system is None and chat and beside and folder and (not run or _began_with(beside, folder)):
         system = system_of(beside)
         because = because if system is None else f"{because}; its system message is that of {beside}"
-    return Chatting(chat, system, because, template)
+    found = Chatting(chat, system, because, template)
+    return replace(found, parts=_of_parts(found, parts, folder, tokenizer, ends)) if parts else found
+
+
+def _of_parts(
+    whole: Chatting, parts: Mapping[str, Asked], folder: Path | None, tokenizer: Templated, ends: Collection[int]
+) -> dict[str, Chatting]:
+    """Return the forms of the parts of a mixture that are shown otherwise than the whole."""
+    found = {}
+    for name, own in parts.items():
+        try:
+            form = chatting(own, folder, tokenizer, ends)
+        except UserError as error:
+            raise UserError(f"part {name} of the mixture: {error}") from None
+        if (form.on, form.system) != (whole.on, whole.system):
+            found[name] = form
+    return found
 
 
 def system_of(folder: Path) -> str | None:

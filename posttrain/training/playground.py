@@ -162,7 +162,9 @@ def _rehearsed_models(
             known = known._replace(tokenizer=own.templated(template, f"the template of {owner}"))
         try:
             beside = folders[0] if place else None
-            chat = chatting(config, folder, known.tokenizer if config.chat else own, known.ends, beside)
+            parts = parts_of(config) if isinstance(config, RL) else {}
+            asked = config.chat or any(part.chat for part in parts.values())
+            chat = chatting(config, folder, known.tokenizer if asked else own, known.ends, beside, parts)
             model = _rehearsed_model(config, known, chat, pool, tasks, services, tell)
         except UserError as error:
             raise UserError(f"{folder}: {error}" if len(folders) > 1 else str(error)) from None
@@ -187,8 +189,11 @@ def _rehearsed_model(
     tell: Callable[[str], None] | None,
 ) -> Known:
     """Rehearse a few tasks; return the model without its weights. `tell`: prints warnings."""
+    own = parts_of(config) if isinstance(config, RL) else {}
     for part in tasks.each() if isinstance(tasks, MixedTasks) else (tasks,):
         shown = rehearse(pool, chat.of(part), tell or (lambda text: None), services, viewer_of(known))
+        for name in part.parts if isinstance(part, MixedTasks) else ():
+            chat.check(own[name].chat if "chat" in config.mixture[name] else None, shown, f"--mixture.{name}.chat")
     chat.check(config.chat, shown)
     return Known(known.tokenizer, chat, chat.lines(tasks, shown))
 

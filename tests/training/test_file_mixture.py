@@ -19,6 +19,7 @@ from posttrain.data.mixed_tasks import MixedTasks
 from posttrain.data.tasks import order, to_tasks
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_reading import read_metrics
 from posttrain.training.sources.mixture import MixedRows, next_part
 
@@ -30,6 +31,20 @@ QUICK: dict[str, Any] = {"threads": 1, "quiet": True, "lr": 1e-3}
 
 def rows(shares: dict[str, float], count: int = 4, seed: int = 3) -> MixedRows:
     return MixedRows(MixedTasks({"sums": to_tasks(SUMS), "words": to_tasks(WORDS)}, shares), count, seed)
+
+
+def test_the_files_of_a_mixture_are_shown_each_in_its_own_form(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    chat = tokenizer.templated("{% for m in messages %}{{ m.role[0] }} {{ m.content }} {% endfor %}", "a test")
+    save_model(tiny(chat), tmp_path / "start", chat)
+    for name, own in (("sums", SUMS), ("words", WORDS)):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+    parts: dict[str, Any] = {"sums": {"tasks": "sums.jsonl", "system": "add"}, "words": {"tasks": "words.jsonl"}}
+    run = posttrain.sft(model="start", chat=True, mixture=parts, out="run", steps=1, rows=4, record="tokens", **QUICK)
+    shown = {str(row["task"]).partition("/")[0]: row["prompt"] for row in read_rollouts(run.path, 1)}
+    assert shown["sums"].startswith("s add u ") and shown["words"].startswith("u the cat")
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.9])

@@ -28,7 +28,7 @@ from posttrain.envs.play.mixed_pool import MixedPool
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_reading import read_rollouts
-from posttrain.runs.run_reading import read_metrics
+from posttrain.runs.run_reading import read_metrics, read_run
 from posttrain.training.held_out_check import overlap
 from posttrain.training.sources.mixture import LearningProgress, Mixture
 from posttrain.training.sources.task_order import Solved, SolveRate, TaskOrder, Uniform
@@ -237,9 +237,46 @@ def test_parts_have_the_options_of_the_run_but_for_their_own() -> None:
     assert not any(own.mixture for own in parts.values())
 
 
+TEMPLATE = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}[a]"
+
+
+def test_a_part_is_shown_in_its_own_form(place: Path, tokenizer: Tokenizer) -> None:
+    """Of three parts one is a message behind its own system text, one bare, and one as the run has it."""
+    chat = tokenizer.templated(TEMPLATE, "a test")
+    save_model(tiny(chat), place / "chat", chat)
+    rows, env = {"tasks": "sums.jsonl", "env": "envs.py:digits"}, {"prompts": 3, "group": 2, "max_tokens": 3}
+    parts = {"own": {**rows, "chat": True, "system": "add"}, "bare": {**rows, "chat": False}, "run": rows}
+    how: dict[str, Any] = {"steps": 2, "lr": 1e-3, "env_workers": 0, "threads": 1, "quiet": True, "held_out": 0.3}
+    posttrain.rl(
+        model="chat", out="shown", mixture=parts, system="be", chat=True, eval_every=2, success=0.3, **env, **how
+    )
+    messages = {"own": ["add"], "bare": [], "run": ["be"]}  # before the prompt
+    for held_out in (False, True):
+        seen = read_rollouts(place / "shown", 2, held_out=held_out)
+        assert {str(row["task"]).partition("/")[0] for row in seen} == set(parts)
+        for row in seen:
+            assert row["prompt"].split("\n")[:-1] == messages[str(row["task"]).partition("/")[0]]
+    recorded = read_run(place / "shown")["chat"]
+    assert recorded == {
+        "on": True, "system": "be", "parts": {"own": {"on": True, "system": "add"}, "bare": {"on": False, "system": None}}
+    }  # fmt: skip
+    with pytest.raises(UserError, match="part own of the mixture: --system needs prompts in a chat template"):
+        posttrain.rl(model="start", out="x", mixture={"own": {**rows, "system": "add"}}, success=0.3, **env, **how)
+
+
+def test_a_part_of_an_environment_with_text_of_its_own_takes_no_chat(place: Path, tokenizer: Tokenizer) -> None:
+    chat = tokenizer.templated(TEMPLATE, "a test")
+    save_model(tiny(chat), place / "chat", chat)
+    words = {"tasks": "words.jsonl", "env": "envs.py:dialogue", "chat": True}
+    parts = {"words": words, "sums": {"tasks": "sums.jsonl", "env": "envs.py:digits"}}
+    with pytest.raises(UserError, match=r"--mixture\.words\.chat has no effect on the text that this environment"):
+        posttrain.rl(model="chat", out="y", mixture=parts, steps=1, env_workers=0, quiet=True)
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
+        ({"mixture": {"a": {**PARTS["sums"], "chat": "perhaps"}}}, "--mixture.a.chat is true or false, not 'perhaps'"),
         ({"tasks": "x.jsonl"}, "--tasks and --mixture both give rows"),
         ({"mixture": {"a": {"env": "arithmetic"}}}, "--mixture.a.tasks is missing"),
         ({"mixture": {"a": {"tasks": "x.jsonl"}}}, "--mixture.a.env is missing"),

@@ -10,6 +10,7 @@ import torch
 
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.preference import PreferenceAlgorithm, PreferenceObjective
+from posttrain.config.mixture_options import parts_of
 from posttrain.config.training import Prefer
 from posttrain.core.batch import Outputs, Packed, Stats
 from posttrain.core.component import Need
@@ -57,7 +58,7 @@ def prefer(context: RunContext[Prefer]) -> RunParts:
     folder = run.checkpoint or run.start
     assert folder
     tokenizer, _, ends = outline(folder, config.chat_template, config.chat_template_kwargs)
-    run.chat = chatting(config, folder, tokenizer, ends)
+    run.chat = chatting(config, folder, tokenizer, ends, parts=parts_of(config))
     told = run.chat.lines(train_tasks)
     train_tasks, held_out = run.chat.of(train_tasks), run.chat.of(held_out) if held_out else None
     model = policy(config, folder, device, run.world)

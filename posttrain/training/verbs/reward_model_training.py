@@ -14,6 +14,7 @@ from posttrain.algorithms.describe import describe
 from posttrain.algorithms.links import CrossEntropy, SquaredError
 from posttrain.algorithms.reward_model_table import RewardModelAlgorithm, RewardModelObjective
 from posttrain.algorithms.settings import change, check_ranges
+from posttrain.config.mixture_options import parts_of
 from posttrain.config.training import RewardModelling
 from posttrain.core import user_files
 from posttrain.core.batch import Stats
@@ -105,7 +106,7 @@ def _started(run: RunFolder[RewardModelling], shape: ScoreShape, device: Any) ->
     folder = run.checkpoint or run.start
     assert folder
     tokenizer, _, ends = outline(folder, run.config.chat_template, run.config.chat_template_kwargs)
-    run.chat = chatting(run.config, folder, tokenizer, ends)
+    run.chat = chatting(run.config, folder, tokenizer, ends, parts=parts_of(run.config))
     adapted = run.config.lora is not None or is_adapter(folder)
     matrices = frozen_type(run.config) if adapted else trained_type(run.config)
     if adapted:

@@ -10,6 +10,7 @@ from itertools import chain, islice
 import torch
 
 from posttrain.algorithms.token_weights import FORMULAS
+from posttrain.config.mixture_options import parts_of
 from posttrain.config.training import SFT
 from posttrain.core.progress import doing
 from posttrain.core.protocols import Model
@@ -76,7 +77,7 @@ def sft(context: RunContext[SFT]) -> RunParts:
     else:
         model, tokenizer = _from_scratch(config, tasks, play, device)
         ends = model.eos_ids
-    run.chat = chatting(config, folder, tokenizer, ends)
+    run.chat = chatting(config, folder, tokenizer, ends, parts=parts_of(config))
     told = run.chat.lines(tasks)
     how_shown = {"answered": True, "whole": config.mask == "all"}
     tasks, held_out = run.chat.of(tasks, **how_shown), run.chat.of(held_out, **how_shown) if held_out else None

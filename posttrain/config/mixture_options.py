@@ -42,8 +42,9 @@ class MixtureGroup(OptionGroup, group="data"):
 
     mixture: dict[str, dict[str, str]] = option(factory=dict, value="VALUE")
     """Parts of a mixture, instead of --tasks: --mixture.maths.tasks maths.jsonl --mixture.maths.weight 2. Or a table
-    [sft.mixture.maths] in a recipe. A part may have its own split, limit, prompt_template, chat and system; in rl it has its
-    own env, and may have max_tokens, temperature, max_turns, max_episode_tokens, max_tool_calls, env_timeout and env_memory."""
+    [sft.mixture.maths] in a recipe. A part may have its own split, limit, prompt_template, chat and system; in rl it has
+    its own env, and may have max_tokens, temperature, max_turns, max_episode_tokens, max_tool_calls, env_timeout and
+    env_memory."""
     mixture_temperature: float = option(1.0, above=0, most=1e6)
     """Temperature T of a mixture without weights: a part of n tasks has the weight n^(1/T). 1: by size; large:
     equal."""

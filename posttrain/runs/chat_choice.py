@@ -128,7 +128,8 @@ def chatting(
     """Return the choice for a model: by these options, by the run to which its folder belongs, or by its template.
 
     `ends`: the ids that end its replies; `beside`: the checkpoint with which it is compared, which may lend it a system
-    message; `parts`: the options of each part of a mixture. Raises UserError for --chat without a template, and for --system without --chat.
+    message; `parts`: the options of each part of a mixture. Raises UserError for --chat without a template, and for
+    --system without --chat.
     """
     chat, system, other = (None, None, None) if asked is None else (asked.chat, asked.system, asked.chat_template)
     run, known = _of_run(folder) if folder is not None else (None, {})

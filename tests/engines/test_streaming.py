@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import pytest
+import tokenizers
 from conftest import tiny
 from openai import APIError, OpenAI
 from served import TOOLS, Scripted, served
+from tokenizers import decoders, models, normalizers
 from wire import tool_words
 
 from posttrain.core.protocols import Watchable
@@ -21,6 +24,7 @@ from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.local.uncached_engine import UncachedEngine
 from posttrain.engines.serving import engine_thread
 from posttrain.engines.serving.engine_policy import settled
+from posttrain.engines.serving.growing_text import GrowingText
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 CALL = '<tool_call>\n{"name": "look_up", "arguments": {"word": "fox"}}\n</tool_call>'
@@ -288,6 +292,42 @@ def test_tokens_so_far_are_those_with_which_the_reply_begins(kind: Any, words: T
         seen += engine.so_far({0, 2}).items()
     assert {id for id, _ in seen} == {0, 2} and len({len(tokens) for _, tokens in seen}) > 3
     assert all(tokens == list(done[id].tokens[: len(tokens)]) for id, tokens in seen)
+
+
+def sentencepiece() -> Tokenizer:
+    """A tokenizer as Llama 2 has it: spaces are letters, a leading one is stripped, and rare characters are bytes."""
+    rare = [f"<0x{byte:02X}>" for byte in range(256)]
+    vocabulary = {text: id for id, text in enumerate(["<unk>", "<s>", "</s>", *rare, "▁", *"abcdefghijklmno.,"])}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(["<s>", "</s>"])
+    return Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"})
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+def test_a_text_decoded_in_pieces_is_the_text_decoded_at_once_and_no_token_is_decoded_often(
+    kind: str, words: Tokenizer
+) -> None:
+    tokenizer = words if kind == "bytes" else sentencepiece()
+    for number, text in enumerate(
+        [" 😀é a lone ä, näh", "  bean,  café</s> 日本\n語", "a" * 300, "😀" * 40, "<0x41>bc é"]
+    ):
+        tokens = tokenizer.encode(text)
+        decoded: list[int] = []
+
+        def decode(some: Sequence[int], tokenizer: Tokenizer = tokenizer, decoded: list[int] = decoded) -> str:
+            decoded.append(len(some))
+            return tokenizer.decode(some)
+
+        growing, chance, end = GrowingText(decode), random.Random(number), 0
+        while end < len(tokens):
+            end = min(len(tokens), end + chance.randrange(4))
+            known = growing.of(tokens[:end]).rstrip("\ufffd")  # decoded at once, a last half character may hide others
+            assert text.startswith(known) and known.startswith(tokenizer.decode(tokens[:end]).rstrip("\ufffd"))
+        assert growing.of(tokens) == tokenizer.decode(tokens) == text and sum(decoded) <= 12 * len(tokens)
 
 
 @pytest.mark.parametrize("name", REPLIES)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from posttrain.core.seeds import seed_of
 from posttrain.core.thoughts import CLOSES, OPENS
 from posttrain.core.types import Completion, Sampling, StopReason, ToolCall
-from posttrain.engines.serving.engine_thread import EngineThread
+from posttrain.engines.serving.engine_thread import EngineThread, Watch
+from posttrain.engines.serving.growing_text import GrowingText
 from posttrain.engines.serving.policy_responses import PolicyResponse
 from posttrain.engines.serving.requests import SEEDS, PolicyRequest, Prompt, RequestRefused
 from posttrain.engines.serving.stored_conversations import StoredConversations
@@ -74,13 +75,15 @@ class EnginePolicy:
             seed,
         )
         each = [replace(sampling, seed=seed_of(seed, number)) for number in range(1, asked.count)]
-        watch, show = None, asked.watch
-        if show is not None:
 
-            def watch(sampled: list[int]) -> None:
-                show(self._in_progress(sampled, tokens, asked, ends))
+        def watched() -> Watch | None:
+            """Return what hears the tokens of one reply."""
+            show, growing = asked.watch, GrowingText(self.tokenizer.decode)
+            if show is None:
+                return None
+            return lambda sampled: show(self._in_progress(sampled, growing.of(sampled), tokens, asked, ends))
 
-        completions = await together(self.desk.complete(tokens, how, watch) for how in (sampling, *each))
+        completions = await together(self.desk.complete(tokens, how, watched()) for how in (sampling, *each))
         return [self._said(completion, tokens, asked, ends) for completion in completions]
 
     async def count(self, prompt: Prompt, asked: PolicyRequest) -> int:
@@ -103,10 +106,13 @@ class EnginePolicy:
         return PolicyResponse(completion, len(tokens), tokens, stopped_by, ending, self.tokenizer.decode, calls, before)
 
     def _in_progress(
-        self, sampled: list[int], tokens: Sequence[int], asked: PolicyRequest, ends: dict[int, str]
+        self, sampled: list[int], text: str, tokens: Sequence[int], asked: PolicyRequest, ends: dict[int, str]
     ) -> PolicyResponse:
-        """Return the part of a reply that stays as it is, whatever follows: without a call, or the beginning of a mark."""
-        text, form = self.tokenizer.decode(sampled), self.tokenizer.tool_format if asked.tools else None
+        """Return the part of a reply that stays as it is, whatever follows: without a call, or the beginning of a mark.
+
+        `sampled`, `text`: the reply so far; `tokens`: those of its prompt.
+        """
+        form = self.tokenizer.tool_format if asked.tools else None
         marks = [OPENS, CLOSES, *asked.stop, *ends.values()]
         if form is not None:
             marks.append(form.opening)

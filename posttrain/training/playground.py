@@ -189,11 +189,12 @@ def _rehearsed_model(
     tell: Callable[[str], None] | None,
 ) -> Known:
     """Rehearse a few tasks; return the model without its weights. `tell`: prints warnings."""
-    own = parts_of(config) if isinstance(config, RL) else {}
+    given, own = (config.mixture, parts_of(config)) if isinstance(config, RL) else ({}, {})
     for part in tasks.each() if isinstance(tasks, MixedTasks) else (tasks,):
         shown = rehearse(pool, chat.of(part), tell or (lambda text: None), services, viewer_of(known))
-        for name in part.parts if isinstance(part, MixedTasks) else ():
-            chat.check(own[name].chat if "chat" in config.mixture[name] else None, shown, f"--mixture.{name}.chat")
+        for name in given.keys() & part.parts if isinstance(part, MixedTasks) else ():
+            asked = own[name].chat if "chat" in given[name] else None
+            chat.check(asked, shown, f"--mixture.{name}.chat")
     chat.check(config.chat, shown)
     return Known(known.tokenizer, chat, chat.lines(tasks, shown))
 

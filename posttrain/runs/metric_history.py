@@ -7,7 +7,7 @@ of wrong replies. So no limit depends on the model, the task or the scale of the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
@@ -58,6 +58,9 @@ class HealthLimits:
     """Steps before which a leap of the reward or of the KL is not a surprise: a format is learned in a few."""
     no_signal: float = 0.9
     """Share of rollouts in groups whose rewards are all equal, above which there is little left to learn from."""
+    all_wrong: float = 0.75
+    """The same where most of these groups are all wrong, and it was so from the start: with a quarter of the rollouts,
+    the gradient is twice as noisy."""
     solved: float = 0.8
     """Share of groups that are all right, above which that is because the task is solved."""
     drop: float = 0.5
@@ -96,6 +99,17 @@ class EqualGroups:
     share: float  # share of rollouts in such groups
     right: float | None = None  # share of these groups in which all are right; None: unknown
     wrong: float | None = None
+
+    def __str__(self) -> str:
+        told = f"{self.share:.0%} of the rollouts were in groups whose rewards are all equal, which teach nothing"
+        if self.right is None or self.wrong is None:
+            return told
+        return f"{told}: about {self.wrong:.0%} of the groups were all wrong, {self.right:.0%} all right"
+
+    @property
+    def fails(self) -> bool:
+        """Whether most of these groups are all wrong."""
+        return self.right is not None and self.wrong is not None and self.wrong > self.right
 
 
 class Series:
@@ -201,15 +215,16 @@ class History:
             return None
         window = self.limits.window
         share, advantage = self.of("groups/no_signal", window), self.of("advantage/abs", window)
-        if share is None or share.now < self.limits.no_signal:
+        if share is None or share.now < min(self.limits.no_signal, self.limits.all_wrong):
             return None
         if share.constant and share.now == 1 and advantage is not None and advantage.now > 0:
             return None  # groups of one rollout, or credit from another source
-        accuracy, mixed = self.of("accuracy", window), (1 - share.now) / 2
-        if accuracy is None:
-            return EqualGroups(share.now)
-        right = min(max(0.0, accuracy.now - mixed), share.now)
-        return EqualGroups(share.now, right, share.now - right)
+        accuracy, mixed, equal = self.of("accuracy", window), (1 - share.now) / 2, EqualGroups(share.now)
+        if accuracy is not None:
+            right = min(max(0.0, accuracy.now - mixed), share.now)
+            equal = EqualGroups(share.now, right, share.now - right)
+        failing = equal.fails and share.start >= self.limits.all_wrong
+        return equal if share.now >= (self.limits.all_wrong if failing else self.limits.no_signal) else None
 
     @property
     def solved(self) -> bool:
@@ -238,3 +253,14 @@ class History:
         """Whether the upper clip has recently left tokens without a gradient."""
         clipped = self.of("ratio/clipped_high", 1)
         return self.several_updates and clipped is not None and clipped.now > 0
+
+
+def equal_groups(rows: Sequence[Mapping[str, Any]], least: float) -> EqualGroups | None:
+    """Return the groups with equal rewards of a whole run, from the rows of metrics.jsonl; None if their share of the
+    rollouts is below `least`.
+    """
+    rows = [row for row in rows if row.get("groups/no_signal") is not None]
+    history = History(HealthLimits(window=len(rows), no_signal=least, all_wrong=least))
+    for row in rows:
+        history.add(int(row["step"]), row)
+    return history.equal_groups

@@ -308,6 +308,19 @@ def test_leap_is_looked_for_in_all_steps_and_not_only_in_those_read(tmp_path: Pa
     assert found.read["steps"] == 4 and found.leap is not None and found.leap.step == 18
 
 
+@pytest.mark.parametrize("equal", [0.5, 0.8])
+def test_run_most_of_whose_groups_have_equal_rewards_is_found_from_all_its_steps(equal: float, tmp_path: Path) -> None:
+    run = RunRecord.create(tmp_path / "run", {"seed": 0}, "rl", {})
+    for number, share in enumerate((equal - 0.1, equal + 0.1), 1):
+        seen = {"groups/no_signal": share, "advantage/abs": 0.1, "accuracy": (1 - share) / 2}
+        run.metrics(number, {"reward": 0.1, "rollouts": 2, **seen})
+        run.rollouts(number, [Outcome(rollout(task, "7", 0.1 * number)) for task in sums(2, number)])
+    run.close({})
+    told = [f.message for f in audit(tmp_path / "run").findings if f.name == "signal"]
+    assert told == ([] if equal < FindingLimits().equal else [told[0]])
+    assert equal < 0.75 or ("80% of the rollouts" in told[0] and "80% of the groups were all wrong" in told[0])
+
+
 def test_reward_that_falls_and_small_disagreement_are_no_findings() -> None:
     up, down = (
         Trend(0.5, 0.5 + sign * 0.2, Estimate(sign * 0.2, sign * 0.2 - 0.1, sign * 0.2 + 0.1)) for sign in (1, -1)

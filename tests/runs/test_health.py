@@ -231,6 +231,15 @@ def test_groups_without_signal_are_told_apart_by_what_they_have_in_common() -> N
     assert "all right" in of(0.6).message and "all wrong" in of(0.6).message
 
 
+def test_groups_that_are_all_wrong_are_named_sooner_than_those_that_are_all_right() -> None:
+    def of(accuracy: float, equal: float) -> set[str]:
+        columns = {"reward": noisy([0.1] * 20, 0.01), "accuracy": [accuracy] * 20, "groups/no_signal": [equal] * 20}
+        return set(named(rows(columns)))
+
+    assert of(0.02, 0.8) == {"signal"} and of(0.02, 0.7) == set(), "a quarter of the rollouts doubles the noise"
+    assert of(0.8, 0.8) == set() and of(0.9, 0.92) == {"solved"}
+
+
 def test_groups_of_one_are_not_blamed_for_having_equal_rewards() -> None:
     single = {"reward": noisy([0.5] * 60, 0.1), "groups/no_signal": [1.0] * 60, "advantage/abs": [0.5] * 60}
     assert named(rows(single)) == {}

@@ -15,6 +15,7 @@ import numpy as np
 
 from posttrain.apps.audit.correlation import Estimate, Floats
 from posttrain.apps.audit.shared_phrases import Spread
+from posttrain.runs.metric_history import EqualGroups
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class FindingLimits:
     share: float = 0.2  # low end, share of near-duplicates or of replies classified as hacked
     noise: float = 6.0  # standard errors of a leap
     leap: float = 0.5  # as a share of the range of the reward's means
+    equal: float = 0.75  # share of rollouts in groups with equal rewards: the gradient of the rest is twice as noisy
 
 
 WINDOW = 5  # steps before and after a leap
@@ -121,6 +123,10 @@ def classifier_found(hacked: Trend, limits: FindingLimits) -> list[AuditFinding]
             AuditFinding("classifier", f"{hacked.early:.2f} -> {hacked.late:.2f} of the replies are classed as hacked")
         ]
     return []
+
+
+def signal_found(equal: EqualGroups | None) -> list[AuditFinding]:
+    return [AuditFinding("signal", str(equal))] if equal is not None else []
 
 
 def leap_found(leap: Leap | None) -> list[AuditFinding]:

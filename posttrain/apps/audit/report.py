@@ -24,12 +24,14 @@ from posttrain.apps.audit.findings import (
     greatest_leap,
     leap_found,
     length_found,
+    signal_found,
     templates_found,
 )
 from posttrain.apps.audit.replies import STEPS, Replies, read_replies
 from posttrain.apps.audit.second_score import score_of
 from posttrain.apps.audit.shared_phrases import Spread, commonest_opening, near_duplicates, spreads
 from posttrain.core.types import Task
+from posttrain.runs.metric_history import equal_groups
 from posttrain.runs.run_files import Folder
 from posttrain.runs.run_reading import read_metrics
 
@@ -105,6 +107,7 @@ def audit(
     findings += templates_found(templates, limits)
     findings += duplicates_found(trends["near-duplicates"], limits)
     findings += leap_found(leap)
+    findings += signal_found(equal_groups(read_metrics(run), limits.equal))
     return Audit(
         read={"steps": len(replies.steps), "recorded": replies.recorded, "replies": len(replies),
               "prompts": int(replies.prompt.max()) + 1, "invalid": replies.invalid},

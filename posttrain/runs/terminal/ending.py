@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.core.messages import several
-from posttrain.runs.metric_history import HealthLimits, History
+from posttrain.runs.metric_history import equal_groups
 from posttrain.runs.metrics_table import HELD_OUT, LEARNING, METRICS
-from posttrain.runs.terminal.panel import EQUAL_GROUPS, figures
+from posttrain.runs.terminal.panel import figures
 
-LOST = 0.5  # share of rollouts in groups with equal rewards from which the end mentions it
+LOST = 0.5  # share of rollouts in groups with equal rewards from which the end mentions it: half of the work is lost
 
 
 def outcome(rows: Sequence[Mapping[str, Any]], tasks: int = 0) -> list[str]:
@@ -38,16 +38,5 @@ def outcome(rows: Sequence[Mapping[str, Any]], tasks: int = 0) -> list[str]:
 
 def lost_signal(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a line if most groups of the run had equal rewards, else []."""
-    rows = [row for row in rows if row.get(EQUAL_GROUPS) is not None]
-    history = History(HealthLimits(window=len(rows), no_signal=LOST))
-    for row in rows:
-        history.add(int(row["step"]), row)
-    equal = history.equal_groups
-    if equal is None:
-        return []
-    line = (
-        f"signal      {equal.share:.0%} of the rollouts were in groups whose rewards are all equal, which teach nothing"
-    )
-    if equal.right is not None and equal.wrong is not None:
-        line += f": about {equal.wrong:.0%} of the groups were all wrong, {equal.right:.0%} all right"
-    return [line]
+    equal = equal_groups(rows, LOST)
+    return [f"signal      {equal}"] if equal is not None else []

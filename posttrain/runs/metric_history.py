@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
+from typing import Any
 
 from posttrain.runs.metrics_table import METRICS, SUITE, metric_named
 

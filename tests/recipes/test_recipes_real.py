@@ -291,7 +291,7 @@ def test_the_arm_with_information_trained_differs_in_what_is_scored_alone_and_on
     assert all(shown.values())
     found = json.loads((tmp_path / "out" / "results.json").read_text())["arms"]
     text = (tmp_path / "page.md").read_text()
-    assert list(found) == arms and "Not run: start; GRPO, scripted search;" in text
+    assert list(found) == arms and "Not run: start; GRPO, longer; GRPO, scripted search;" in text
     assert "masked minus unmasked (GRPO minus GRPO, information trained): +0.000" in text
 
 

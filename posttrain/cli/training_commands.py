@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
+from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -132,7 +133,17 @@ def _print_end(verb: str, run: Run) -> None:
     if run.stopped or run.interrupted:
         say(f"continue    posttrain {verb} --out {path} --resume")
     else:
-        say(VERBS[verb].use.format(path=path))
+        say(VERBS[verb].use.format(path=path), *_elsewhere(run.checkpoint, path))
+
+
+def _elsewhere(checkpoint: Path | None, run: str) -> list[str]:
+    """Return how other programs get an adapter whose base they cannot open."""
+    from posttrain.models.adapters.adapter_config import is_adapter, read_adapter_config
+    from posttrain.models.gguf.gguf_file import is_gguf
+
+    if checkpoint is None or not is_adapter(checkpoint) or not is_gguf(Path(read_adapter_config(checkpoint).base)):
+        return []
+    return [f"elsewhere   posttrain merge {run} --out MERGED, since PEFT and vLLM do not open its base, a GGUF file"]
 
 
 def _looking(path: str) -> list[str]:

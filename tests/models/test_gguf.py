@@ -12,6 +12,7 @@ import pytest
 import torch
 from gguf_files import QUANTIZED, TEMPLATE, tiny, write_gguf
 
+from posttrain.cli.main import main
 from posttrain.core.types import UserError
 from posttrain.models.adapters.adapter_folder import fingerprint
 from posttrain.models.checkpoint_folder import load_backbone, load_model
@@ -314,3 +315,17 @@ def test_damaged_file_is_refused_wherever_it_is_damaged(tmp_path: Path, tokenize
         path.write_bytes(other)
         with pytest.raises(UserError, match=r"m\.gguf"):
             load_model(path)
+
+
+def test_end_of_a_run_with_adapters_on_a_gguf_file_tells_how_other_programs_get_them(
+    tokenizer: Tokenizer, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_gguf(Path("m.gguf"), tiny("llama"), "F32", tokenizer)
+    Path("rows.jsonl").write_text('{"prompt": "ab", "response": "cd"}\n' * 4)
+    common = ["--tasks", "rows.jsonl", "--steps", "1", "--rows", "2", "--no-chat"]
+    assert main(["sft", "--model", "m.gguf", "--lora", "2", *common, "--out", "adapted"]) == 0
+    assert "elsewhere   posttrain merge adapted --out MERGED, since PEFT and vLLM" in capsys.readouterr().out
+    assert main(["merge", "adapted", "--out", "merged"]) == 0
+    assert main(["sft", "--model", "merged", "--lora", "2", *common, "--out", "again"]) == 0
+    assert "elsewhere" not in capsys.readouterr().out

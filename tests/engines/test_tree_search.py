@@ -114,6 +114,28 @@ def test_without_a_whole_reply_the_longest_of_the_best_partial_ones_is_returned(
     assert tree.chosen().value == toy.worth[0, 0]
 
 
+def test_the_longest_partial_reply_is_found_in_a_tree_of_any_depth() -> None:
+    tree = SearchTree(SearchSettings())
+    node = tree.root
+    for _ in range(5000):
+        node.children.append(SearchNode(node, SearchStep((1,), (0.0,), False, False, 1)))
+        node = node.children[0]
+    assert tree.chosen() is node
+
+
+def test_expansions_are_the_partial_replies_that_the_budget_reached() -> None:
+    toy = Toy(2)
+    tree = found(toy, "beam", width=3, proposals=3, tokens=12, longest=3)
+    assert tree.expansions == len({toy.path(node) for asked in toy.requests for node in asked.nodes}) == 2
+
+
+def test_a_rollout_that_was_cut_is_not_sampled_again() -> None:
+    toy = Toy(2, lengths=(4,))
+    found(toy, "lookahead", width=1, proposals=1, lookahead=4, longest=6, tokens=100)
+    greedy = [toy.path(node) for asked in toy.requests if asked.greedy for node in asked.nodes]
+    assert greedy and len(greedy) == len(set(greedy))
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_best_first_with_falling_values_finds_the_best_reply_without_seeing_all(seed: int) -> None:
     toy = Toy(seed, falling=True)

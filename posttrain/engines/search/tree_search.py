@@ -126,8 +126,8 @@ class SearchTree:
 
         Steps that were cut are kept apart: no reply goes on from them.
         """
-        self.expansions += len(nodes)
         steps = yield from self.sampled([node for node in nodes for _ in range(count)], whole=whole)
+        self.expansions += len({id(parent) for parent, _ in steps})  # tokens may end before all nodes had their turn
         new: list[SearchNode] = []
         for parent, step in steps:
             same = next((node for node in parent.children if node.step == step), None)
@@ -177,7 +177,7 @@ class SearchTree:
         (weighted best-of-N). Of an answer, the reply of the highest value. The first one wins a tie.
         """
         if not self.finished:
-            return max(self._leaves(self.root) + self.cut, key=lambda node: (node.value, node.length))
+            return max(self._leaves() + self.cut, key=lambda node: (node.value, node.length))
         if choice == "best" or answer is None:
             return max(self.finished, key=lambda node: node.value)
         votes: dict[str, float] = {}
@@ -187,9 +187,15 @@ class SearchTree:
         own = [node for node, given in zip(self.finished, answers, strict=True) if votes[given] == max(votes.values())]
         return max(own, key=lambda node: node.value)
 
-    def _leaves(self, node: SearchNode) -> list[SearchNode]:
-        below = [leaf for child in node.children for leaf in self._leaves(child)]
-        return below or [node]
+    def _leaves(self) -> list[SearchNode]:
+        """Return the nodes without children, from the first to the last, in a tree of any depth."""
+        found, left = [], [self.root]
+        while left:
+            node = left.pop()
+            left += reversed(node.children)
+            if not node.children:
+                found.append(node)
+        return found
 
 
 def best_of_n(tree: SearchTree) -> Asking:
@@ -220,14 +226,16 @@ def _beam(tree: SearchTree, ahead: int) -> Asking:
 
 def _looked_ahead(tree: SearchTree, nodes: Sequence[SearchNode], steps: int) -> Asking:
     """Give nodes the values of rollouts of so many steps at temperature 0, which end with the reply or with the tokens."""
-    at = list(nodes)
+    at, over = list(nodes), set[int]()  # places whose rollouts were cut: a greedy step would be cut again
     for _ in range(steps):
-        places = [place for place, node in enumerate(at) if not node.ended]
+        places = [place for place, node in enumerate(at) if not node.ended and place not in over]
         rolled = yield from tree.sampled([at[place] for place in places], greedy=True)
         if not rolled:
             break
         for place, (node, step) in zip(places, rolled, strict=False):
-            if not step.cut:
+            if step.cut:
+                over.add(place)
+            else:
                 at[place] = SearchNode(node, step)
     yield from tree.valued(at)
     for node, end in zip(nodes, at, strict=True):

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import posttrain
 from posttrain.cli.main import main
-from posttrain.core.types import Completion, Sampling
+from posttrain.core.types import Completion, Invalid, Sampling
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.search.critic_value import CriticValue
 from posttrain.engines.search.search_engine import SearchEngine, SearchPlan, step_end
@@ -351,7 +351,8 @@ def test_rollouts_are_greedy_and_what_an_expression_discards_is_short(tokenizer:
     assert max(own.max_tokens for own in counting.asked) == (8 if pattern else 20)
 
 
-def test_searches_that_are_cancelled_leave_nothing(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("value", [0.5, Invalid("too long")])
+def test_searches_that_are_cancelled_leave_nothing(tokenizer: Tokenizer, value: float | Invalid) -> None:
     engine = LocalEngine(tiny(tokenizer, context=64), tokenizer, slots=4)
     plan = SearchPlan("beam", SearchSettings(2, 2), stop="e")
     heard: list[Any] = []
@@ -361,7 +362,7 @@ def test_searches_that_are_cancelled_leave_nothing(tokenizer: Tokenizer) -> None
         search.poll()
     search.cancel(0)
     for tell in heard:
-        tell(0.5)
+        tell(value)
     assert search.poll() == [] and not engine.running and not engine.kept.tokens
 
 

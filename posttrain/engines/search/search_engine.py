@@ -171,7 +171,9 @@ class SearchEngine:
         """Let the engine below work, and pass on what has come. Return the replies that were found."""
         while self._values:
             search, place, value = self._values.popleft()
-            if isinstance(value, Invalid) and not search.cancelled:
+            if search.cancelled:
+                continue
+            if isinstance(value, Invalid):
                 raise UserError(
                     f"--search: a partial reply has no value ({value.reason}); if it is too long, lower --max-tokens"
                 )

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
@@ -266,18 +266,18 @@ class LocalEngine:
         once and copied.
         """
         given, copies = [], []
-        known: dict[tuple[int, int], list[int]] = {}  # numbers of tokens of prompt and own tokens -> slots
-        for slot, request in enumerate(self.running[: slots.stop]):
-            alike = known.setdefault((len(request.prompt), len(request.own)), [])
-            source = next((other for other in alike if self._same_tokens(other, slot)), slot) if slot in slots else slot
-            if source == slot:
-                alike.append(slot)
-            if slot not in slots:
-                continue
+        known: dict[tuple[int, int], list[int]] = defaultdict(list)  # numbers of tokens: prompt, own -> slots
+        for slot, request in enumerate(self.running[: slots.start]):
+            known[len(request.prompt), len(request.own)].append(slot)
+        for slot in slots:
+            request = self.running[slot]
             kept, place = self._resumed.pop(request.id), 0
-            if source != slot:
+            alike = known[len(request.prompt), len(request.own)]
+            source = next((other for other in alike if self._same_tokens(other, slot)), None)
+            if source is not None:
                 copies.append((source, slot))
                 continue
+            alike.append(slot)
             if kept.states is not None:
                 self._cache.restore(slot, kept.states)
                 place = len(kept.own) - 1

@@ -21,7 +21,8 @@ from posttrain.config.training import RL
 from posttrain.core.batch import Packed
 from posttrain.core.component import Need
 from posttrain.core.protocols import Learner, Model, Objective, Source
-from posttrain.core.types import Rollout, Sampling, Task
+from posttrain.core.rollouts import Rollout
+from posttrain.core.types import Sampling, Task
 from posttrain.data.preference_examples import to_compared, to_judged
 from posttrain.data.tasks import to_tasks
 from posttrain.engines.local.embedded import embedded

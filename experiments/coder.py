@@ -25,7 +25,8 @@ from experiments.harness import checkpoint_of
 from experiments.reader import untrained
 from posttrain.config.inference import Evaluation
 from posttrain.config.training import SFT
-from posttrain.core.types import Env, Invalid, Reply, Rollout, Task, Verdict
+from posttrain.core.rollouts import Rollout
+from posttrain.core.types import Env, Invalid, Reply, Task, Verdict
 from posttrain.envs.builtin.code import row_to_task
 from posttrain.envs.builtin.code_choice import QUESTION, outcomes, shown
 from posttrain.runs.checkpoint import newest, step_of

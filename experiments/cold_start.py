@@ -26,7 +26,8 @@ from experiments.worked import (
 from posttrain.config.inference import Evaluation
 from posttrain.config.resolve import filled
 from posttrain.config.training import SFT, Prefer
-from posttrain.core.types import Rollout, StopReason, Task, UserError
+from posttrain.core.rollouts import Rollout
+from posttrain.core.types import StopReason, Task, UserError
 from posttrain.training.training_run import run_training
 from posttrain.training.verbs.evaluate import evaluate
 

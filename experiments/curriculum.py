@@ -13,7 +13,8 @@ from experiments.experiment import Comparison, Experiment, Finding, Numbers, Say
 from experiments.figure import Panel, Series
 from experiments.harness import Arena, band, courses, late, mean_of
 from experiments.worked import ENV, LEFT_TO_RIGHT, demonstrations, practise, start_of, tasks_of, through
-from posttrain.core.types import Rollout, Task
+from posttrain.core.rollouts import Rollout
+from posttrain.core.types import Task
 
 UNIFORM, BY_RATE, STAGES = "uniform", "solve-rate", "stages"
 ARMS = (UNIFORM, BY_RATE, STAGES)

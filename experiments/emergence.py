@@ -26,7 +26,8 @@ from experiments.harness import Arena, Curve, band, checkpoint_of, learn
 from experiments.search import imitation
 from experiments.worked import start_of
 from posttrain.config.inference import Evaluation
-from posttrain.core.types import OUTCOME, Rollout, Task, Turn
+from posttrain.core.rollouts import Rollout
+from posttrain.core.types import OUTCOME, Task, Turn
 from posttrain.training.verbs.evaluate import evaluate
 
 PAYS, NEVER, REPEATS = "errs", "never errs", "repeats its error"

@@ -21,7 +21,9 @@ from torch import Tensor
 
 from posttrain.core.batch import Layout
 from posttrain.core.protocols import Model
-from posttrain.core.types import Completion, Reply, Rollout, StopReason, Task, Transcript
+from posttrain.core.rollouts import Rollout
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Completion, Reply, StopReason, Task
 from posttrain.envs.play.player import Episode, Player
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 

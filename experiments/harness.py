@@ -23,7 +23,8 @@ from experiments.figure import Panel, Series
 from posttrain.config.resolve import filled
 from posttrain.config.training import RL, SFT
 from posttrain.core.intervals import student_interval
-from posttrain.core.types import Reply, Rollout, Task
+from posttrain.core.rollouts import Rollout
+from posttrain.core.types import Reply, Task
 from posttrain.envs.builtin import arithmetic
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_reading import rollout_steps

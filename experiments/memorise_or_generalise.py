@@ -36,7 +36,8 @@ from experiments.worked import imitation
 from posttrain.config.inference import Evaluation
 from posttrain.config.resolve import filled
 from posttrain.config.training import RL, SFT, Prefer, Training
-from posttrain.core.types import Rollout, Task
+from posttrain.core.rollouts import Rollout
+from posttrain.core.types import Task
 from posttrain.envs.builtin import worked_sums
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.runs.checkpoint import listed

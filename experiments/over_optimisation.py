@@ -38,7 +38,8 @@ from experiments.proxies import (
     symbols,
     trained,
 )
-from posttrain.core.types import Transcript, UserError
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import UserError
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.losses.likelihood import token_logp
 from posttrain.runs.record.rollout_reading import read_rollouts

@@ -38,8 +38,9 @@ from experiments.world import (
 )
 from posttrain.config.inference import Evaluation
 from posttrain.config.training import SFT
+from posttrain.core.rollouts import Rollout
 from posttrain.core.seeds import seed_of
-from posttrain.core.types import Env, Invalid, Rollout, Task, UserError
+from posttrain.core.types import Env, Invalid, Task, UserError
 from posttrain.models.native.decoder import new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.decoder_writer import described

@@ -29,7 +29,9 @@ from experiments.ppo_vs_grpo import fall
 from experiments.search import searching
 from experiments.search_r1 import COMMON, Quiz, examined, prepare
 from posttrain.algorithms.policy import PolicyObjective
-from posttrain.core.types import Completion, Rollout, SpanKind, StopReason, Transcript
+from posttrain.core.rollouts import Rollout
+from posttrain.core.transcripts import SpanKind, Transcript
+from posttrain.core.types import Completion, StopReason
 from posttrain.envs.play.branch_plan import BranchPlan
 from posttrain.envs.play.episode import Episode
 from posttrain.envs.play.player import Player

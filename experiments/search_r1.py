@@ -25,7 +25,8 @@ from experiments.ppo_vs_grpo import fall, unrest
 from experiments.reader import HOPS
 from experiments.search import direct, imitation, retrieved, searching
 from experiments.world import drawn_question, path_of
-from posttrain.core.types import Env, Rollout, Task
+from posttrain.core.rollouts import Rollout
+from posttrain.core.types import Env, Task
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_reading import rollout_steps
 

@@ -39,7 +39,8 @@ from experiments.harness import (
 from posttrain.config.inference import Evaluation
 from posttrain.config.resolve import filled
 from posttrain.config.training import SFT
-from posttrain.core.types import OUTCOME, Rollout, Task
+from posttrain.core.rollouts import Rollout
+from posttrain.core.types import OUTCOME, Task
 from posttrain.envs.builtin import worked_sums
 from posttrain.training.trainer import Run
 from posttrain.training.training_run import run_training

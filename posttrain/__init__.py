@@ -26,7 +26,6 @@ from posttrain.core.types import (
     Graded,
     Invalid,
     Reply,
-    Rollout,
     Sampling,
     Sides,
     SpanReward,
@@ -39,6 +38,7 @@ from posttrain.core.types import (
 
 __version__ = "0.1.0"
 LATER = {
+    "Rollout": "posttrain.core.rollouts",
     "Tracker": "posttrain.runs.tracking.tracker",
     "Tools": "posttrain.envs.play.tools",
     "note": "posttrain.envs.play.call_recording",
@@ -153,7 +153,6 @@ __all__ = [
     "Graded",
     "Invalid",
     "Reply",
-    "Rollout",
     "Sampling",
     "Sides",
     "SpanReward",

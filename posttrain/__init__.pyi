@@ -12,7 +12,6 @@ from posttrain.core.types import Completion as Completion
 from posttrain.core.types import Graded as Graded
 from posttrain.core.types import Invalid as Invalid
 from posttrain.core.types import Reply as Reply
-from posttrain.core.types import Rollout as Rollout
 from posttrain.core.types import Sampling as Sampling
 from posttrain.core.types import Sides as Sides
 from posttrain.core.types import SpanReward as SpanReward
@@ -21,6 +20,7 @@ from posttrain.core.types import Task as Task
 from posttrain.core.types import ToolCall as ToolCall
 from posttrain.core.types import Turn as Turn
 from posttrain.core.types import UserError as UserError
+from posttrain.core.rollouts import Rollout as Rollout
 from posttrain.runs.tracking.tracker import Tracker as Tracker
 from posttrain.envs.play.tools import Tools as Tools
 from posttrain.envs.play.call_recording import note as note
@@ -38,7 +38,6 @@ __all__ = [
     "Graded",
     "Invalid",
     "Reply",
-    "Rollout",
     "Sampling",
     "Sides",
     "SpanReward",
@@ -47,6 +46,7 @@ __all__ = [
     "ToolCall",
     "Turn",
     "UserError",
+    "Rollout",
     "Tracker",
     "Tools",
     "note",

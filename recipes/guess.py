@@ -23,7 +23,8 @@ from pages import over_seeds, with_seeds
 
 import posttrain
 from posttrain import Rollout
-from posttrain.core.types import SpanKind, Task
+from posttrain.core.transcripts import SpanKind
+from posttrain.core.types import Task
 from posttrain.envs.builtin.guess import halves, hint_at, tasks
 
 LEAST, LIMIT, GUESSES = 10, 40, 5

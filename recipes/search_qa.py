@@ -39,7 +39,8 @@ import posttrain
 from posttrain import Ask, Reply, Rollout, Turn, UserError
 from posttrain.core.intervals import told
 from posttrain.core.seeds import seed_of
-from posttrain.core.types import SpanKind, StopReason, Task
+from posttrain.core.transcripts import SpanKind
+from posttrain.core.types import StopReason, Task
 from posttrain.envs.builtin.search_qa import row_to_task, search_qa
 from posttrain.runs.checkpoint import resolve
 from posttrain.services.retrieval.passage_index import PassageIndex, build, open_index

@@ -11,7 +11,9 @@ import pytest
 import torch
 from places import DATA
 
-from posttrain.core.types import Completion, Rollout, StopReason, Transcript
+from posttrain.core.rollouts import Rollout
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Completion, StopReason
 from posttrain.envs.play import env_pool
 from posttrain.models.native.decoder import Decoder, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig

@@ -33,7 +33,9 @@ from posttrain.algorithms.surrogate import Clip
 from posttrain.config.training import RL
 from posttrain.core.batch import Layout, Outputs, Packed, Stats
 from posttrain.core.component import Need
-from posttrain.core.types import Completion, Rollout, StopReason, Transcript
+from posttrain.core.rollouts import Rollout
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Completion, StopReason
 from posttrain.training import older_weights
 from posttrain.training.sources.credit_assignment import credit
 from posttrain.training.sources.packing import collate, pack

@@ -317,8 +317,8 @@ def python_page() -> str:
         + "\n\n".join(f"::: posttrain.{name}" for name in functions if name not in ("note", "recorded"))
         + "\n\n::: posttrain.envs.play.call_recording.note\n\n::: posttrain.envs.play.call_recording.recorded"
         + "\n\n## Types\n\n"
-        + "\n\n".join(f"::: posttrain.core.types.{name}" for name in types if name not in ("Tools", "Tracker"))
-        + "\n\n::: posttrain.envs.play.tools.Tools\n\n::: posttrain.runs.tracking.tracker.Tracker\n"
+        + "\n\n".join(f"::: {posttrain.LATER.get(name, 'posttrain.core.types')}.{name}" for name in types)
+        + "\n"
     )
 
 

@@ -23,7 +23,8 @@ import torch
 
 from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.policy import PolicyObjective
-from posttrain.core.types import Completion, StopReason, Transcript
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Completion, StopReason
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.native.decoder import new_decoder

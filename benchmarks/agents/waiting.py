@@ -87,7 +87,8 @@ def waiting(pool: EnvPool) -> tuple[float, float]:
 def measure(env: str, episodes: int, workers: int, runs: int, max_tokens: int, compiled: bool, threads: int) -> None:
     import torch
 
-    from posttrain.core.types import Rollout, Sampling
+    from posttrain.core.rollouts import Rollout
+    from posttrain.core.types import Sampling
     from posttrain.engines.local.local_engine import LocalEngine
     from posttrain.envs.play.env_pool import EnvPool
     from posttrain.envs.play.episode import Episode

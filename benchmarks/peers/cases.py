@@ -27,7 +27,8 @@ from posttrain.algorithms.shaping import SoftOverlong
 from posttrain.algorithms.surrogate import Clip, LogProbability
 from posttrain.algorithms.teacher import FIELDS, Distillation
 from posttrain.core.batch import Batch, Outputs, Scores, Stats
-from posttrain.core.types import Completion, StopReason, Transcript
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Completion, StopReason
 from posttrain.models.losses.divergence import measured_divergence
 from posttrain.models.losses.likelihood import Hidden, token_logp, token_logp_entropy
 from posttrain.models.native.head import Head

@@ -19,7 +19,8 @@ from originals import ORIGINALS, Original, lay_out, scaled, write_rows
 
 from posttrain.apps.migration.migrate import recipe_for
 from posttrain.cli.main import main
-from posttrain.core.types import PreferenceExample, Transcript
+from posttrain.core.rollouts import PreferenceExample
+from posttrain.core.transcripts import Transcript
 from posttrain.learners.local_learner import LocalLearner
 from posttrain.learners.optimizers import parameter_groups
 from posttrain.training.sources import example_source, minibatches

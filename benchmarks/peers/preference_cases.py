@@ -16,7 +16,8 @@ from posttrain.algorithms.preference import PreferenceAlgorithm, PreferenceObjec
 from posttrain.algorithms.preference_table import PREFERENCES
 from posttrain.algorithms.settings import change
 from posttrain.core.batch import Outputs, Stats
-from posttrain.core.types import Comparison, PreferenceExample, Transcript
+from posttrain.core.rollouts import Comparison, PreferenceExample
+from posttrain.core.transcripts import Transcript
 from posttrain.training.sources.preferences import Comparisons
 from posttrain.training.sources.reference_cache import Reference
 

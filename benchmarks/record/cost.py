@@ -24,8 +24,8 @@ from unittest.mock import patch
 import posttrain
 from posttrain.core.batch import Batch, Stats
 from posttrain.core.protocols import Objective
+from posttrain.core.rollouts import Outcome
 from posttrain.core.token_probe import TokenSink
-from posttrain.core.types import Outcome
 from posttrain.envs.builtin import arithmetic
 from posttrain.learners.local_learner import LocalLearner
 from posttrain.runs.record.rollout_tables import rollouts_table

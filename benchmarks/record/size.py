@@ -24,7 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.core.types import Completion, Outcome, PlayedTurn, Rollout, SpanKind, StopReason, Transcript
+from posttrain.core.rollouts import Outcome, PlayedTurn, Rollout
+from posttrain.core.transcripts import SpanKind, Transcript
+from posttrain.core.types import Completion, StopReason
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_reading import read_file, rows_of
 from posttrain.runs.record.rollout_tables import rollouts_table

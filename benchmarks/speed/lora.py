@@ -29,7 +29,8 @@ from posttrain.algorithms.policy import PolicyObjective
 from posttrain.config.training import RL
 from posttrain.core.batch import Batch
 from posttrain.core.protocols import Alone
-from posttrain.core.types import Completion, StopReason, Transcript
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Completion, StopReason
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
 from posttrain.models.native.decoder import new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig

@@ -39,7 +39,8 @@ from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.policy import PolicyObjective
 from posttrain.config.training import RL, SFT, Distill, Prefer, RewardModelling
 from posttrain.core.batch import Batch
-from posttrain.core.types import Completion, Sampling, Transcript
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Completion, Sampling
 from posttrain.engines.local.compiled_step import KINDS as KINDS_OF_STEP
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.learners.local_learner import LocalLearner, Optimization

@@ -37,7 +37,7 @@ def work(way: str, folder: Path, precision: str) -> None:
 
     from posttrain.config.training import SFT
     from posttrain.core.protocols import Alone, World
-    from posttrain.core.types import Transcript
+    from posttrain.core.transcripts import Transcript
     from posttrain.learners import fsdp, process_group  # noqa: F401  loaded before memory is measured
     from posttrain.learners.local_learner import Optimization
     from posttrain.training.open_learner import held_model, new_learner

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from posttrain.core.component import Component, Need, setting
 from posttrain.core.lazy_torch import torch
-from posttrain.core.types import Comparison
+from posttrain.core.rollouts import Comparison
 
 if TYPE_CHECKING:
     from torch import Tensor

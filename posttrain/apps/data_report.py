@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from posttrain.core.conversation import Conversation, encoder_of
 from posttrain.core.json_text import json_text
 from posttrain.core.thoughts import reasoning_of, with_thoughts
-from posttrain.core.types import Mask, Task, Transcript, UserError
+from posttrain.core.transcripts import Mask, Transcript
+from posttrain.core.types import Task, UserError
 from posttrain.data.chat_prompts import AsMessages
 from posttrain.data.preference_examples import plain, to_item
 from posttrain.data.row_shapes import WHOLE, shape_of

@@ -12,7 +12,8 @@ from cyclopts import Parameter
 
 from posttrain.core.coerce import read_variable
 from posttrain.core.messages import safe
-from posttrain.core.types import Mask, UserError
+from posttrain.core.transcripts import Mask
+from posttrain.core.types import UserError
 
 if TYPE_CHECKING:
     from posttrain.apps.data_report import DataReport, MarkedRow

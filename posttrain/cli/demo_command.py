@@ -22,7 +22,8 @@ from posttrain.cli.real_model import fetched
 from posttrain.core.extras import runnable
 from posttrain.core.intervals import told
 from posttrain.core.messages import clip, one_line
-from posttrain.core.types import Rollout, Task, UserError
+from posttrain.core.rollouts import Rollout
+from posttrain.core.types import Task, UserError
 from posttrain.envs.builtin import arithmetic
 from posttrain.runs.curves import curves
 from posttrain.runs.record.rollout_reading import read_rollouts

@@ -25,7 +25,7 @@ from posttrain.config.shared_options import (
 )
 from posttrain.core.coerce import read_variable
 from posttrain.core.component import option
-from posttrain.core.types import Mask
+from posttrain.core.transcripts import Mask
 
 ROLES = ("reference", "critic", "teacher", "reward-model", "judge")
 """Models beside the policy that --role-devices can place."""

@@ -18,7 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from posttrain.core.types import Media, Outcome, Piece, Rollout
+from posttrain.core.rollouts import Outcome, Piece, Rollout
+from posttrain.core.transcripts import Media
 
 if TYPE_CHECKING:
     from torch import Tensor

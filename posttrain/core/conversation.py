@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar, cast
 
 from posttrain.core.pictures import digests
-from posttrain.core.types import Completion, Media, Task, ToolCall, Turn, UserError
+from posttrain.core.transcripts import Media
+from posttrain.core.types import Completion, Task, ToolCall, Turn, UserError
 
 MOST_IDS = 100_000  # ids of nine letters and digits: far more than a context has calls
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 from posttrain.core.batch import Batch, Layout, Outputs, Packed, Stats, TrainingStep
-from posttrain.core.types import Completion, Media, Sampling
+from posttrain.core.transcripts import Media
+from posttrain.core.types import Completion, Sampling
 
 if TYPE_CHECKING:
     import torch

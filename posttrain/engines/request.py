@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from posttrain.core.types import Completion, Media, Sampling, StopReason, UserError, value_type
+from posttrain.core.transcripts import Media
+from posttrain.core.types import Completion, Sampling, StopReason, UserError, value_type
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core.protocols import Engine
-from posttrain.core.types import Completion, Media, Sampling, UserError
+from posttrain.core.transcripts import Media
+from posttrain.core.types import Completion, Sampling, UserError
 from posttrain.engines.request import Request, complete
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from posttrain.core.conversation import encoder_of
 from posttrain.core.pictures import digests
 from posttrain.core.thoughts import reasoning_of, taken_apart
-from posttrain.core.types import Mask, Media, SpanKind, Task, ToolCall, Transcript, UserError
+from posttrain.core.transcripts import Mask, Media, SpanKind, Transcript
+from posttrain.core.types import Task, ToolCall, UserError
 from posttrain.data.chat_prompts import is_context, without_marks
 from posttrain.data.preference_examples import CUT
 from posttrain.envs.play.env_outputs import read_schema

@@ -15,7 +15,8 @@ from typing import Any
 from posttrain.config.verbs import sampling
 from posttrain.core import user_files
 from posttrain.core.json_text import json_document, json_line, number, plain
-from posttrain.core.types import Outcome, UserError
+from posttrain.core.rollouts import Outcome
+from posttrain.core.types import UserError
 from posttrain.runs.events import Events
 from posttrain.runs.jsonl import Row
 from posttrain.runs.provenance import circumstances, now

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from posttrain.core.batch import Layout
 from posttrain.core.protocols import Service
-from posttrain.core.types import Invalid, InvalidKind, StopReason, Transcript, UserError
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Invalid, InvalidKind, StopReason, UserError
 from posttrain.data.chat_prompts import AsMessages
 from posttrain.envs.demonstration import demonstrate, demonstrate_steps, last_alone
 from posttrain.models.adapters.adapter_config import described_in

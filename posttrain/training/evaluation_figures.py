@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from posttrain.config.inference import Evaluation
-from posttrain.core.types import Rollout
+from posttrain.core.rollouts import Rollout
 from posttrain.training.figures import bests, majorities, summary
 from posttrain.training.reply_scorer import ScorerResults
 from posttrain.training.rollout_figures import outcomes_by_task, ranked_by_task, rewards_by_task, votes_by_task

@@ -9,7 +9,8 @@ from typing import Any, overload
 
 import torch
 
-from posttrain.core.types import Rollout, StopRun, UserError
+from posttrain.core.rollouts import Rollout
+from posttrain.core.types import StopRun, UserError
 from posttrain.system.user_code import describe_error, load_named, source_file
 
 METHODS = ("on_step", "on_evaluation", "on_checkpoint")

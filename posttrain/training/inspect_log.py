@@ -19,8 +19,10 @@ from posttrain import __version__
 from posttrain.config.inference import Evaluation
 from posttrain.core import user_files
 from posttrain.core.json_text import json_line
+from posttrain.core.rollouts import PlayedTurn, Rollout
 from posttrain.core.tool_calls import read_calls
-from posttrain.core.types import Invalid, PlayedTurn, Rollout, SpanKind, StopReason, Task, UserError, succeeds
+from posttrain.core.transcripts import SpanKind
+from posttrain.core.types import Invalid, StopReason, Task, UserError, succeeds
 from posttrain.envs.play.episode import content_text
 from posttrain.training.rollout_figures import key_of, rates
 from posttrain.verify.answer import voted_answer

@@ -8,7 +8,8 @@ from math import fsum
 from typing import Any
 
 from posttrain.core.intervals import LEVEL, holm, share_interval, sign_test, stated
-from posttrain.core.types import Invalid, Rollout, UserError, succeeds
+from posttrain.core.rollouts import Rollout
+from posttrain.core.types import Invalid, UserError, succeeds
 from posttrain.training.figures import differences
 
 UNDECIDED = "undecided"

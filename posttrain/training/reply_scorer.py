@@ -14,7 +14,8 @@ from posttrain.config.inference import Evaluation
 from posttrain.config.service_options import ScorerOption
 from posttrain.config.shared_options import EnvWorkerGroup
 from posttrain.core.intervals import mean_interval, stated
-from posttrain.core.types import Invalid, Reply, Rollout, Task, UserError
+from posttrain.core.rollouts import Rollout
+from posttrain.core.types import Invalid, Reply, Task, UserError
 from posttrain.envs.play.env_outputs import Done
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.service_client import Services

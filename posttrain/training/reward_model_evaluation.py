@@ -15,7 +15,7 @@ from posttrain.algorithms.links import SquaredError
 from posttrain.algorithms.reward_model_table import RewardModelObjective
 from posttrain.core.batch import Stats
 from posttrain.core.intervals import ratio_interval, share_interval, stated
-from posttrain.core.types import PreferenceExample
+from posttrain.core.rollouts import PreferenceExample
 from posttrain.data.tasks import ENDLESS
 from posttrain.learners.local_learner import LocalLearner
 from posttrain.models.reward_model import RewardModel

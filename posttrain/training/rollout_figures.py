@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.core.rollouts import Rollout
 from posttrain.core.seeds import seed_of
-from posttrain.core.types import Invalid, Rollout, Task
+from posttrain.core.types import Invalid, Task
 from posttrain.envs.play.episode import Episode
 from posttrain.verify.answer import voted_answer
 

@@ -12,7 +12,8 @@ from typing import Any
 from posttrain.config.row_options import Data
 from posttrain.core.conversation import TextEncoder
 from posttrain.core.messages import clip
-from posttrain.core.types import Mask, Task, UserError
+from posttrain.core.transcripts import Mask
+from posttrain.core.types import Task, UserError
 from posttrain.data.mixed_tasks import AnyTasks
 from posttrain.data.tasks_from_rows import is_script
 from posttrain.envs.demonstration import lost_reasoning

@@ -14,7 +14,8 @@ from posttrain.config.suite_file import Part, read_suite
 from posttrain.config.training import RewardModelling, Training
 from posttrain.core.batch import Stats
 from posttrain.core.protocols import Learner, Model
-from posttrain.core.types import Rollout, Task, UserError
+from posttrain.core.rollouts import Rollout
+from posttrain.core.types import Task, UserError
 from posttrain.data.tasks import Stream, hold_out
 from posttrain.engines.open_engine import open_engine
 from posttrain.envs.play.env_pool import default_workers

@@ -20,7 +20,9 @@ from posttrain.config.training import Training
 from posttrain.core.batch import Stats
 from posttrain.core.pictures import FOLDER, PICTURES
 from posttrain.core.protocols import TRAINING, Learner, Objective, Source
-from posttrain.core.types import Invalid, Outcome, SpanKind, UserError
+from posttrain.core.rollouts import Outcome
+from posttrain.core.transcripts import SpanKind
+from posttrain.core.types import Invalid, UserError
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs import checkpoint as checkpoints
 from posttrain.runs.curves import curves

@@ -17,7 +17,7 @@ from posttrain.config.resolve import AnyTraining, validate
 from posttrain.config.verbs import VERBS, load
 from posttrain.core.batch import Stats
 from posttrain.core.protocols import Learner, Objective, Source
-from posttrain.core.types import Outcome
+from posttrain.core.rollouts import Outcome
 from posttrain.learners.local_learner import LocalLearner
 from posttrain.models.free_memory import gpu_memory
 from posttrain.models.tokenizer.tokenizer import Tokenizer

@@ -30,7 +30,7 @@ from unittest import mock
 import posttrain
 from experiments.retrieved_token_masking import Unmasked
 from posttrain import Rollout
-from posttrain.core.types import SpanKind
+from posttrain.core.transcripts import SpanKind
 from posttrain.envs.builtin.search_qa import SEARCH, row_to_task
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.services.retrieval.passage_index import PassageIndex, build, open_index

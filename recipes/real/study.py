@@ -25,7 +25,7 @@ import posttrain
 from posttrain import Rollout, UserError
 from posttrain.cli.real_model import fetched
 from posttrain.core.seeds import seed_of
-from posttrain.core.types import SpanKind
+from posttrain.core.transcripts import SpanKind
 from posttrain.training.trainer import Run
 from recipes.pages import with_seeds, write_page
 

@@ -25,7 +25,8 @@ from typing import Any
 import posttrain
 from posttrain import Rollout
 from posttrain.core.seeds import seed_of
-from posttrain.core.types import SpanKind, Task
+from posttrain.core.transcripts import SpanKind
+from posttrain.core.types import Task
 from posttrain.envs.builtin import calculator, interpreter
 from posttrain.verify.expression import evaluate
 from recipes.real.problems import enlarged, problems

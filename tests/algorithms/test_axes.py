@@ -71,8 +71,9 @@ from posttrain.cli.main import main
 from posttrain.config.resolve import filled, validate
 from posttrain.config.training import RL, Distill
 from posttrain.core.component import NEVER, Need, setting_of
+from posttrain.core.transcripts import Transcript
 from posttrain.core.trust_region import TrustRegion
-from posttrain.core.types import Task, Transcript, UserError
+from posttrain.core.types import Task, UserError
 from posttrain.envs.demonstration import demonstrate
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.native.decoder import causal

@@ -27,18 +27,10 @@ from posttrain.algorithms.credit import Baselined
 from posttrain.algorithms.earned_rewards import per_token
 from posttrain.algorithms.policy import Algorithm, PolicyObjective
 from posttrain.core.batch import Stats
+from posttrain.core.rollouts import Rollout
 from posttrain.core.seeds import seed_of
-from posttrain.core.types import (
-    Invalid,
-    InvalidKind,
-    Reply,
-    Rollout,
-    Sampling,
-    SpanKind,
-    StopReason,
-    Transcript,
-    UserError,
-)
+from posttrain.core.transcripts import SpanKind, Transcript
+from posttrain.core.types import Invalid, InvalidKind, Reply, Sampling, StopReason, UserError
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.envs.play.branch_plan import BranchPlan, Shares
 from posttrain.envs.play.env_pool import EnvPool

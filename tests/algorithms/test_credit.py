@@ -33,7 +33,9 @@ from posttrain.algorithms.shaping import GroupLength, LengthPenalty, RewardFloor
 from posttrain.algorithms.surrogate import Clip, DivergenceMask, WeightedLogProbability
 from posttrain.core.batch import Batch, Outputs, Scores, Stats
 from posttrain.core.component import Need, RunLimits
-from posttrain.core.types import Completion, Rollout, StopReason, Task, Transcript, UserError
+from posttrain.core.rollouts import Rollout
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Completion, StopReason, Task, UserError
 from posttrain.learners.local_learner import REFERENCE
 from posttrain.models.losses.likelihood import Hidden, exact_kl, soft_values
 from posttrain.models.native.decoder import causal

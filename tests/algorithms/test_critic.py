@@ -32,7 +32,8 @@ from posttrain.algorithms.critic_loss import Value
 from posttrain.algorithms.policy import PolicyObjective
 from posttrain.config.training import RL
 from posttrain.core.batch import Stats
-from posttrain.core.types import Completion, StopReason, Task, Transcript, UserError
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Completion, StopReason, Task, UserError
 from posttrain.envs.demonstration import demonstrate
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.checkpoint_folder import load_model

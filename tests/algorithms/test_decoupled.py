@@ -22,7 +22,9 @@ from posttrain.algorithms.settings import change
 from posttrain.config.training import RL
 from posttrain.core.batch import Scores
 from posttrain.core.component import Need
-from posttrain.core.types import Completion, Rollout, StopReason, Task, Transcript, UserError
+from posttrain.core.rollouts import Rollout
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Completion, StopReason, Task, UserError
 from posttrain.training.adjust import adjust
 from posttrain.training.loop import train
 from posttrain.training.sources.collector import Size

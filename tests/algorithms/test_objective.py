@@ -50,7 +50,9 @@ from posttrain.algorithms.surrogate import Clip
 from posttrain.config.training import RL
 from posttrain.core.batch import Batch, Outputs, Packed, Scores, Stats
 from posttrain.core.component import Need
-from posttrain.core.types import Completion, Rollout, StopReason, Task, Transcript, UserError
+from posttrain.core.rollouts import Rollout
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Completion, StopReason, Task, UserError
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
 from posttrain.models.critic import ActionValueModel, SoftStateValueModel, ValueModel
 from posttrain.models.losses.likelihood import token_logp

@@ -19,7 +19,8 @@ from posttrain.algorithms.settings import change
 from posttrain.config.resolve import filled
 from posttrain.config.training import RL, Distill
 from posttrain.core.batch import Outputs, Stats
-from posttrain.core.types import Completion, StopReason, Task, Transcript, UserError
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Completion, StopReason, Task, UserError
 from posttrain.engines.local.engine_weights import own_copy
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.training.adjust import adjust

@@ -31,7 +31,8 @@ from posttrain.algorithms.settings import change
 from posttrain.core.batch import Batch, Preferences, Stats, TrainingStep
 from posttrain.core.component import Need
 from posttrain.core.protocols import World
-from posttrain.core.types import Comparison, PreferenceExample, Transcript
+from posttrain.core.rollouts import Comparison, PreferenceExample
+from posttrain.core.transcripts import Transcript
 from posttrain.data.preference_examples import to_item
 from posttrain.data.row_files import Row
 from posttrain.data.tasks import to_tasks

@@ -14,7 +14,9 @@ from posttrain.algorithms.credit import Baselined
 from posttrain.algorithms.turn_groups import TurnGroups, TurnHistories
 from posttrain.core.batch import Scores
 from posttrain.core.component import Need
-from posttrain.core.types import Completion, Rollout, StopReason, Transcript
+from posttrain.core.rollouts import Rollout
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Completion, StopReason
 from posttrain.envs.builtin import adventure
 from posttrain.models.native.decoder import new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig

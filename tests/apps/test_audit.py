@@ -43,17 +43,9 @@ from posttrain.apps.audit.second_score import score_of
 from posttrain.apps.audit.shared_phrases import near_duplicates, spreads, words
 from posttrain.apps.audit.sycophancy import Probe, compare, probed
 from posttrain.cli.main import main
-from posttrain.core.types import (
-    Completion,
-    Invalid,
-    Outcome,
-    PlayedTurn,
-    Rollout,
-    SpanKind,
-    StopReason,
-    Transcript,
-    UserError,
-)
+from posttrain.core.rollouts import Outcome, PlayedTurn, Rollout
+from posttrain.core.transcripts import SpanKind, Transcript
+from posttrain.core.types import Completion, Invalid, StopReason, UserError
 from posttrain.data.tasks import hold_out, to_tasks
 from posttrain.runs.run_record import RunRecord
 

@@ -12,7 +12,7 @@ from conftest import CHATML, tiny
 from posttrain.apps.data_report import percentiles, report
 from posttrain.cli.data_command import data, lines
 from posttrain.cli.main import main
-from posttrain.core.types import Mask
+from posttrain.core.transcripts import Mask
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import to_tasks
 from posttrain.envs.demonstration import demonstrate

@@ -485,7 +485,7 @@ def test_the_equation_is_one_that_gives_the_advantage() -> None:
 
 
 def test_every_fate_has_its_sentence() -> None:
-    from posttrain.core.types import Fate
+    from posttrain.core.rollouts import Fate
 
     row = {"advantage": 0.0, "flags": [], "invalid": None, "kind": "rl", "reward": 0.0}
     said = {fate: training_reasons.why({**row, "fate": str(fate), "why": "longer than 512 tokens"}) for fate in Fate}

@@ -10,7 +10,8 @@ import pytest
 
 from posttrain.core.batch import Stats
 from posttrain.core.seeds import seed_of, seeds_of
-from posttrain.core.types import Completion, Media, Sampling, Span, SpanKind, StopReason, Transcript, Turn
+from posttrain.core.transcripts import Media, Span, SpanKind, Transcript
+from posttrain.core.types import Completion, Sampling, StopReason, Turn
 from posttrain.envs.demonstration import last_alone
 
 

@@ -15,7 +15,8 @@ from sampled import complete, ragged
 from trees import drawn
 from update_cases import WORDS
 
-from posttrain.core.types import Sampling, StopReason, Transcript, UserError
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Sampling, StopReason, UserError
 from posttrain.engines.local.embedded import embedded
 from posttrain.engines.local.engine_weights import own_copy
 from posttrain.engines.local.local_engine import POLL_STEPS, LocalEngine

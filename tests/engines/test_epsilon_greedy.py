@@ -15,7 +15,8 @@ from tiny_models import make
 from torch import Tensor
 
 from posttrain.core.protocols import Engine, Model
-from posttrain.core.types import Completion, Sampling, Transcript
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Completion, Sampling
 from posttrain.engines.local.backed_engine import BackedEngine
 from posttrain.engines.local.cuda_step import CudaStep
 from posttrain.engines.local.local_engine import LocalEngine

@@ -14,7 +14,8 @@ from environments import asking
 from episodes import episodes, said
 
 from posttrain.core.protocols import Engine
-from posttrain.core.types import Completion, Sampling, Transcript, UserError
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Completion, Sampling, UserError
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.local.prefix_cache import KEPT_BYTES
 from posttrain.engines.local.uncached_engine import UncachedEngine

@@ -11,14 +11,14 @@ from conftest import CHATML, tiny
 from episodes import enacted, episodes, played, said, whole
 from served import TOOLS, Scripted
 
+from posttrain.core.rollouts import Rollout
+from posttrain.core.transcripts import SpanKind
 from posttrain.core.types import (
     Completion,
     Graded,
     Invalid,
     Reply,
-    Rollout,
     Sampling,
-    SpanKind,
     SpanReward,
     StopReason,
     Task,

@@ -15,7 +15,8 @@ from environments import looking_up
 from posttrain import rl, sft
 from posttrain.cli.main import main
 from posttrain.core.batch import Stats
-from posttrain.core.types import Mask, Reply, Sampling, SpanKind, StopReason, Task, Transcript, Turn, UserError
+from posttrain.core.transcripts import Mask, SpanKind, Transcript
+from posttrain.core.types import Reply, Sampling, StopReason, Task, Turn, UserError
 from posttrain.data.tasks import to_tasks
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.scripted import ScriptedEngine

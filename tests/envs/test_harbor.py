@@ -23,7 +23,8 @@ from scripted_engine import Scripted as ScriptedEngine
 from served import TOOLS
 
 from posttrain.cli.main import main
-from posttrain.core.types import Invalid, Reply, Sampling, SpanKind, Task, Turn, UserError
+from posttrain.core.transcripts import SpanKind
+from posttrain.core.types import Invalid, Reply, Sampling, Task, Turn, UserError
 from posttrain.envs.bridges.harbor import read_reward, task_rows, with_oracle
 from posttrain.envs.play.env_outputs import Done
 from posttrain.envs.play.env_pool import EnvPool

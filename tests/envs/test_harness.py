@@ -17,7 +17,9 @@ from processes import descendants
 from served import TOOLS, Scripted
 
 from posttrain.core.protocols import Engine
-from posttrain.core.types import Completion, Invalid, InvalidKind, Reply, Rollout, Sampling, SpanKind, StopReason, Turn
+from posttrain.core.rollouts import Rollout
+from posttrain.core.transcripts import SpanKind
+from posttrain.core.types import Completion, Invalid, InvalidKind, Reply, Sampling, StopReason, Turn
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.envs.bridges.harness import PolicyEndpoint, harness
 from posttrain.envs.play.env_pool import EnvPool

@@ -10,7 +10,8 @@ import pytest
 import recording_envs
 
 import posttrain
-from posttrain.core.types import Invalid, Outcome, Reply, Rollout
+from posttrain.core.rollouts import Outcome, Rollout
+from posttrain.core.types import Invalid, Reply
 from posttrain.envs.play.call_recording import CallJournal
 from posttrain.envs.play.env_outputs import Done
 from posttrain.envs.play.env_pool import EnvPool

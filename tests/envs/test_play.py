@@ -15,16 +15,15 @@ from episodes import episodes, played, said, until_done
 import posttrain
 from posttrain.algorithms.earned_rewards import earnings
 from posttrain.core.conversation import Conversation
+from posttrain.core.rollouts import PlayedTurn, Rollout
 from posttrain.core.seeds import seed_of
+from posttrain.core.transcripts import SpanKind
 from posttrain.core.types import (
     Completion,
     Graded,
     Invalid,
-    PlayedTurn,
     Reply,
-    Rollout,
     Sampling,
-    SpanKind,
     SpanReward,
     StopReason,
     Task,

@@ -14,7 +14,8 @@ from retrieved import ROWS, small_index, write_rows
 from scripted_engine import Scripted
 
 from posttrain.cli.main import main
-from posttrain.core.types import Ask, Invalid, Reply, Sampling, SpanKind, StopReason, Task, Turn, UserError
+from posttrain.core.transcripts import SpanKind
+from posttrain.core.types import Ask, Invalid, Reply, Sampling, StopReason, Task, Turn, UserError
 from posttrain.envs.builtin.search_qa import LONGEST_QUERY, row_to_task, search_qa
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.episode import Episode

@@ -14,16 +14,9 @@ from experiments import reader, retrieved_token_masking, search, search_r1, worl
 from experiments.behaviours import behaviour, facts_of, means
 from experiments.search import AGAIN, answer_of, played, query_of, retrieved, searching
 from experiments.world import ENTITIES, RELATIONS, Fact, Question, World, information
-from posttrain.core.types import (
-    Completion,
-    Rollout,
-    SpanKind,
-    StopReason,
-    Task,
-    Transcript,
-    Turn,
-    UserError,
-)
+from posttrain.core.rollouts import Rollout
+from posttrain.core.transcripts import SpanKind, Transcript
+from posttrain.core.types import Completion, StopReason, Task, Turn, UserError
 
 WORLD = World(5)
 TWO = Question("Babel", ("capital", "mayor"))

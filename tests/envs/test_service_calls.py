@@ -17,19 +17,8 @@ from environments import careful, scored
 from episodes import episodes, said
 
 from posttrain.core.protocols import Service
-from posttrain.core.types import (
-    Ask,
-    Invalid,
-    InvalidKind,
-    Outcome,
-    Reasoned,
-    Reply,
-    Rollout,
-    Sampling,
-    Task,
-    Turn,
-    UserError,
-)
+from posttrain.core.rollouts import Outcome, Rollout
+from posttrain.core.types import Ask, Invalid, InvalidKind, Reasoned, Reply, Sampling, Task, Turn, UserError
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.envs.check import check
 from posttrain.envs.play.answer_journal import ANSWERS, AnswerJournal

@@ -16,7 +16,8 @@ from episodes import enacted, episodes, played, said, whole
 from scripted import scripted
 
 import posttrain
-from posttrain.core.types import Graded, Invalid, Reply, Rollout, Sampling, Sides, SpanReward, StopReason, Task, Turn
+from posttrain.core.rollouts import Rollout
+from posttrain.core.types import Graded, Invalid, Reply, Sampling, Sides, SpanReward, StopReason, Task, Turn
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.envs.builtin import nim
 from posttrain.envs.check import check

@@ -12,7 +12,8 @@ from template_families import FAMILIES, asked, needs_templates, tokenizer_of
 
 from posttrain.core import run_date
 from posttrain.core.conversation import Conversation
-from posttrain.core.types import Completion, Mask, StopReason, Transcript, Turn, UserError
+from posttrain.core.transcripts import Mask, Transcript
+from posttrain.core.types import Completion, StopReason, Turn, UserError
 from posttrain.data.preference_examples import to_compared
 from posttrain.data.tasks import to_tasks
 from posttrain.envs.demonstration import demonstrate, lost_reasoning

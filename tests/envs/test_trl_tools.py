@@ -13,7 +13,8 @@ from scripted import scripted
 from template_families import needs_templates, tokenizer_of
 
 import posttrain
-from posttrain.core.types import Reply, Sampling, SpanKind, StopReason, UserError
+from posttrain.core.transcripts import SpanKind
+from posttrain.core.types import Reply, Sampling, StopReason, UserError
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.envs.check import check
 from posttrain.envs.play import trl_tools

@@ -16,7 +16,9 @@ from places import ROOT, TESTS
 from served import served
 
 import posttrain
-from posttrain.core.types import Invalid, Rollout, Sampling, SpanKind, StopReason, UserError
+from posttrain.core.rollouts import Rollout
+from posttrain.core.transcripts import SpanKind
+from posttrain.core.types import Invalid, Sampling, StopReason, UserError
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.envs.bridges.verifiers import Taskset, rollouts
 from posttrain.envs.play.env_pool import EnvPool

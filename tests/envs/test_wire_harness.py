@@ -11,7 +11,9 @@ from conftest import CHATML
 from episodes import episodes, played, said
 from served import TOOLS, Scripted
 
-from posttrain.core.types import Rollout, Sampling, SpanKind, StopReason
+from posttrain.core.rollouts import Rollout
+from posttrain.core.transcripts import SpanKind
+from posttrain.core.types import Sampling, StopReason
 from posttrain.envs.bridges.harness import PolicyEndpoint
 from posttrain.envs.check import check
 from posttrain.envs.play.env_pool import EnvPool

@@ -11,7 +11,9 @@ import pytest
 from experiments import emergence
 from experiments.emergence import ARMS, NEVER, PAYS, READINGS, REPEATS
 from experiments.experiment import Numbers, Verdict
-from posttrain.core.types import OUTCOME, PlayedTurn, Reply, Rollout, SpanKind, Task
+from posttrain.core.rollouts import PlayedTurn, Rollout
+from posttrain.core.transcripts import SpanKind
+from posttrain.core.types import OUTCOME, Reply, Task
 
 SETTINGS = emergence.EXPERIMENT.settings
 TASK: Task = {"id": "0", "prompt": "7", "value": 3, "readings": [7, 3, 3, 5, 5, 5], "cost": 0.02}

@@ -55,7 +55,8 @@ from experiments.overlong import answered_and_ended
 from posttrain.algorithms.links import Pairs, Sigmoid
 from posttrain.cli.main import main
 from posttrain.core.intervals import holm, student_quantile
-from posttrain.core.types import Ask, Reply, StopReason, Task, Transcript, UserError
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Ask, Reply, StopReason, Task, UserError
 from posttrain.envs.builtin import arithmetic
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.checkpoint_folder import load_model

@@ -15,7 +15,8 @@ from experiments import cold_start, curriculum, worked
 from experiments.experiment import Numbers, Verdict
 from posttrain.config.resolve import filled, validate
 from posttrain.config.training import RL
-from posttrain.core.types import Rollout, StopReason, Task, UserError
+from posttrain.core.rollouts import Rollout
+from posttrain.core.types import StopReason, Task, UserError
 from posttrain.envs.builtin import worked_sums
 
 ORDERS: dict[str, Any] = {

@@ -20,7 +20,8 @@ from posttrain.algorithms.surrogate import Clip, ImportanceRatio
 from posttrain.config.resolve import filled
 from posttrain.config.training import RL
 from posttrain.core.batch import Batch, Outputs
-from posttrain.core.types import Rollout, Task, UserError
+from posttrain.core.rollouts import Rollout
+from posttrain.core.types import Task, UserError
 from posttrain.envs.builtin import worked_sums
 from posttrain.training.adjust import adjust
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from conftest import tiny
 
+from posttrain.core.rollouts import Rollout
 from posttrain.core.seeds import seed_of
-from posttrain.core.types import Completion, Rollout, Sampling
+from posttrain.core.types import Completion, Sampling
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.envs.play.env_pool import EnvPool

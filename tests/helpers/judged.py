@@ -11,7 +11,7 @@ import torch
 from tiny_models import make
 from torch import Tensor
 
-from posttrain.core.types import Transcript
+from posttrain.core.transcripts import Transcript
 from posttrain.models.native.decoder import Decoder, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.decoder_writer import save_model

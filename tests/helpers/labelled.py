@@ -17,7 +17,7 @@ from posttrain.config.training import Passes
 from posttrain.config.verbs import CHAT, Verb
 from posttrain.core.batch import Batch, Outputs, Stats, TrainingStep
 from posttrain.core.seeds import seed_of
-from posttrain.core.types import Transcript
+from posttrain.core.transcripts import Transcript
 from posttrain.envs.demonstration import demonstrate
 from posttrain.models.checkpoint_summary import outline
 from posttrain.training.open_learner import new_learner, policy

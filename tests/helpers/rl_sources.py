@@ -15,7 +15,8 @@ from posttrain.algorithms.policy import Algorithm, PolicyObjective
 from posttrain.config.resolve import filled
 from posttrain.config.training import RL, Distill
 from posttrain.core.component import Need
-from posttrain.core.types import Outcome, Rollout, Sampling, Task
+from posttrain.core.rollouts import Outcome, Rollout
+from posttrain.core.types import Sampling, Task
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.envs.demonstration import demonstrate
 from posttrain.envs.play.env_pool import EnvPool

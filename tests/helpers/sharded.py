@@ -16,7 +16,7 @@ from torch import Tensor
 
 import posttrain
 from posttrain.core.batch import Batch, Outputs, Stats
-from posttrain.core.types import Transcript
+from posttrain.core.transcripts import Transcript
 from posttrain.learners.local_learner import LocalLearner
 from posttrain.models.row_shards import whole
 from posttrain.runs.run_reading import read_metrics

@@ -7,7 +7,8 @@ import random
 import numpy as np
 from update_cases import WORDS
 
-from posttrain.core.types import Completion, SpanKind, StopReason, Transcript
+from posttrain.core.transcripts import SpanKind, Transcript
+from posttrain.core.types import Completion, StopReason
 
 
 def drawn(rng: random.Random, count: int) -> list[int]:

@@ -23,7 +23,9 @@ from posttrain.config.training import RL, Distill
 from posttrain.core.batch import Batch, Scores, Stats
 from posttrain.core.component import Need
 from posttrain.core.protocols import Model, World
-from posttrain.core.types import Completion, Env, Rollout, Sampling, StopReason, Transcript
+from posttrain.core.rollouts import Rollout
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Completion, Env, Sampling, StopReason
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.player import Player

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from posttrain.core.protocols import Engine
-from posttrain.core.types import Completion, Sampling, Transcript
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Completion, Sampling
 from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.replicas import Many
 from posttrain.engines.vllm.server_pool import open_servers

@@ -11,7 +11,7 @@ import update_cases
 from update_cases import ROWS, credit, feed, gradient, new_case
 
 from posttrain.algorithms.policy import Algorithm
-from posttrain.core.types import Rollout
+from posttrain.core.rollouts import Rollout
 
 
 def with_equal_replies(generator: torch.Generator, groups: int, size: int) -> list[Rollout]:

@@ -23,7 +23,8 @@ import posttrain
 from posttrain.config.resolve import validate
 from posttrain.config.training import SFT
 from posttrain.core.batch import Batch, Outputs, Stats
-from posttrain.core.types import Transcript, UserError
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import UserError
 from posttrain.learners import process_group
 from posttrain.learners.data_parallel import DataParallelLearner
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization

@@ -20,7 +20,7 @@ from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.policy import Algorithm, PolicyObjective
 from posttrain.core.batch import Batch, Scores
 from posttrain.core.protocols import Alone, World
-from posttrain.core.types import Rollout
+from posttrain.core.rollouts import Rollout
 from posttrain.learners.process_group import FIRST_PAUSE, LONGEST_PAUSE, Processes, backend, gpus_of_all
 from posttrain.models.gpu_placement import GPUPlacement
 

@@ -27,7 +27,8 @@ from update_cases import ROWS, WORDS, board, credit, feed, new_case, old_of
 import posttrain
 from posttrain.algorithms.policy import Algorithm, PolicyObjective
 from posttrain.core.batch import Layout
-from posttrain.core.types import Sampling, Transcript, UserError
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Sampling, UserError
 from posttrain.engines.local.backed_engine import BackedEngine
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.local.uncached_engine import UncachedEngine

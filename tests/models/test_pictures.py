@@ -18,7 +18,8 @@ from torch import Tensor
 from update_cases import WORDS
 
 from posttrain.core.pictures import PICTURES, png
-from posttrain.core.types import Completion, Media, Sampling, SpanKind, StopReason, Transcript, positions_of
+from posttrain.core.transcripts import Media, SpanKind, Transcript, positions_of
+from posttrain.core.types import Completion, Sampling, StopReason
 from posttrain.engines.local.backed_engine import BackedEngine
 from posttrain.engines.local.uncached_engine import UncachedEngine
 from posttrain.models.hf.backed import Backed

@@ -29,7 +29,8 @@ from posttrain.algorithms.policy import Algorithm
 from posttrain.config.training import RL
 from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.core.protocols import Alone, World
-from posttrain.core.types import Completion, Sampling, StopReason, Task, Transcript, UserError
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Completion, Sampling, StopReason, Task, UserError
 from posttrain.engines.local.backed_engine import BackedEngine
 from posttrain.engines.local.engine_weights import own_copy
 from posttrain.learners.data_parallel import DataParallelLearner

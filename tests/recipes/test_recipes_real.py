@@ -18,7 +18,9 @@ from retrieved import ROWS, write_rows
 
 import posttrain
 from posttrain import Rollout, UserError
-from posttrain.core.types import PlayedTurn, SpanKind, StopReason
+from posttrain.core.rollouts import PlayedTurn
+from posttrain.core.transcripts import SpanKind
+from posttrain.core.types import StopReason
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.training.trainer import Run
 from posttrain.verify.similarity import chrf as posttrain_chrf

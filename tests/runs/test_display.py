@@ -9,7 +9,9 @@ from dataclasses import replace
 import pytest
 
 from posttrain.core.progress import doing, watch
-from posttrain.core.types import Invalid, PlayedTurn, Rollout, SpanKind, StopReason
+from posttrain.core.rollouts import PlayedTurn, Rollout
+from posttrain.core.transcripts import SpanKind
+from posttrain.core.types import Invalid, StopReason
 from posttrain.runs.terminal import notices
 from posttrain.runs.terminal.display import Display
 from posttrain.runs.terminal.ending import lost_signal, outcome

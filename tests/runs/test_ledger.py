@@ -16,7 +16,8 @@ from rl_sources import digits, learned_from, one_of_a_kind, row, run, source
 from posttrain.algorithms.policy import Algorithm, PolicyObjective
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.core.batch import Batch, Outputs, Stats, TrainingStep
-from posttrain.core.types import Fate, Invalid, Outcome, Rollout, Task
+from posttrain.core.rollouts import Fate, Outcome, Rollout
+from posttrain.core.types import Invalid, Task
 from posttrain.learners.local_learner import LocalLearner
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.rl_source import RLSource

@@ -11,17 +11,9 @@ import numpy as np
 import pytest
 
 from posttrain.cli import inspect_commands
-from posttrain.core.types import (
-    Completion,
-    Invalid,
-    Outcome,
-    PlayedTurn,
-    Rollout,
-    SpanKind,
-    StopReason,
-    Transcript,
-    UserError,
-)
+from posttrain.core.rollouts import Outcome, PlayedTurn, Rollout
+from posttrain.core.transcripts import SpanKind, Transcript
+from posttrain.core.types import Completion, Invalid, StopReason, UserError
 from posttrain.runs.curves import curves
 from posttrain.runs.record.rollout_reading import EVERY, plainly, read_rollouts, timed_rollouts
 from posttrain.runs.record.rollout_rows import transcripts_of

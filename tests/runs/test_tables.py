@@ -14,22 +14,9 @@ import pytest
 from pyarrow import parquet
 
 from posttrain.cli.main import main
-from posttrain.core.types import (
-    Branch,
-    Completion,
-    Fate,
-    Invalid,
-    InvalidKind,
-    Media,
-    Outcome,
-    PlayedTurn,
-    Rollout,
-    SpanKind,
-    StopReason,
-    ToolCall,
-    Transcript,
-    UserError,
-)
+from posttrain.core.rollouts import Branch, Fate, Outcome, PlayedTurn, Rollout
+from posttrain.core.transcripts import Media, SpanKind, Transcript
+from posttrain.core.types import Completion, Invalid, InvalidKind, StopReason, ToolCall, UserError
 from posttrain.runs.record import rollout_index
 from posttrain.runs.record.rollout_reading import EVERY, read_file, read_rollouts, read_table, rows_of
 from posttrain.runs.record.rollout_rows import transcripts_of

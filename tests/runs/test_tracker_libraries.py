@@ -15,7 +15,7 @@ import pytest
 
 from posttrain.config.resolve import as_dict
 from posttrain.config.training import RL
-from posttrain.core.types import Outcome, Rollout
+from posttrain.core.rollouts import Outcome, Rollout
 from posttrain.runs.run_record import RunRecord
 from posttrain.runs.tracking.follower import read_state
 from posttrain.runs.tracking.prometheus import PrometheusTracker

@@ -14,7 +14,9 @@ from conftest import tiny
 from experiments import code_rl, coder, functions
 from experiments.coder import Candidate
 from experiments.functions import PARTS, STEPS, Function, compositions
-from posttrain.core.types import Invalid, Reply, Rollout, Sampling, SpanKind, Task, Turn, UserError
+from posttrain.core.rollouts import Rollout
+from posttrain.core.transcripts import SpanKind
+from posttrain.core.types import Invalid, Reply, Sampling, Task, Turn, UserError
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.envs.builtin.code_choice import FAILS, PASSES, choice_of, code_choice, shown
 from posttrain.envs.play.env_pool import EnvPool

@@ -28,23 +28,10 @@ from posttrain.cli.main import main
 from posttrain.config.training import RL, Distill
 from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.core.component import Need
+from posttrain.core.rollouts import Branch, Piece, PlayedTurn, Rollout
 from posttrain.core.seeds import seed_of
-from posttrain.core.types import (
-    Branch,
-    Completion,
-    Invalid,
-    InvalidKind,
-    Piece,
-    PlayedTurn,
-    Rollout,
-    Sampling,
-    SpanKind,
-    StopReason,
-    ToolCall,
-    Transcript,
-    Turn,
-    UserError,
-)
+from posttrain.core.transcripts import SpanKind, Transcript
+from posttrain.core.types import Completion, Invalid, InvalidKind, Sampling, StopReason, ToolCall, Turn, UserError
 from posttrain.data.tasks import to_tasks
 from posttrain.engines.local.engine_weights import own_copy
 from posttrain.engines.local.local_engine import LocalEngine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.core.types import Rollout
+from posttrain.core.rollouts import Rollout
 from posttrain.training.sources.delimiter_watch import LOOKED, DelimiterWatch
 
 

@@ -10,17 +10,9 @@ import pytest
 
 from posttrain import Rollout
 from posttrain.cli.evaluation_tables import _further, _rates
-from posttrain.core.types import (
-    Completion,
-    Invalid,
-    PlayedTurn,
-    Reply,
-    SpanKind,
-    StopReason,
-    ToolCall,
-    Transcript,
-    Turn,
-)
+from posttrain.core.rollouts import PlayedTurn
+from posttrain.core.transcripts import SpanKind, Transcript
+from posttrain.core.types import Completion, Invalid, Reply, StopReason, ToolCall, Turn
 from posttrain.envs.play.env_outputs import read_turn
 from posttrain.envs.play.tools import Tools
 from posttrain.training.rollout_figures import rates

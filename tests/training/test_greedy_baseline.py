@@ -15,7 +15,8 @@ import posttrain
 from posttrain.apps.view.open_run import OpenRun
 from posttrain.apps.view.rollout_filters import ViewQuestion
 from posttrain.apps.view.step_series import series
-from posttrain.core.types import Fate, Invalid, InvalidKind, Rollout, Sampling, Task, UserError
+from posttrain.core.rollouts import Fate, Rollout
+from posttrain.core.types import Invalid, InvalidKind, Sampling, Task, UserError
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.episode import Episode

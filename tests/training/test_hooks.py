@@ -12,7 +12,8 @@ from conftest import tiny
 
 import posttrain
 from posttrain.cli.main import main
-from posttrain.core.types import Rollout, StopRun, UserError
+from posttrain.core.rollouts import Rollout
+from posttrain.core.types import StopRun, UserError
 from posttrain.envs.builtin import arithmetic
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer

@@ -14,7 +14,9 @@ from conftest import tiny
 import posttrain
 from posttrain.cli.main import main
 from posttrain.config.inference import Evaluation
-from posttrain.core.types import Invalid, PlayedTurn, Rollout, SpanKind, StopReason, ToolCall, Transcript
+from posttrain.core.rollouts import PlayedTurn, Rollout
+from posttrain.core.transcripts import SpanKind, Transcript
+from posttrain.core.types import Invalid, StopReason, ToolCall
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.harness_figures import harness_log

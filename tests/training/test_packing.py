@@ -17,7 +17,9 @@ from torch import Tensor
 from trees import drawn, grown, said
 from update_cases import WORDS
 
-from posttrain.core.types import Completion, Media, Rollout, Span, SpanKind, StopReason, Transcript
+from posttrain.core.rollouts import Rollout
+from posttrain.core.transcripts import Media, Span, SpanKind, Transcript
+from posttrain.core.types import Completion, StopReason
 from posttrain.models.losses.likelihood import token_logp
 from posttrain.models.native.decoder import Decoder, causal
 from posttrain.training.sources.packing import SHARED_TOKENS, collate, needed_length, pack, split_microbatches

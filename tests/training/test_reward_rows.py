@@ -30,7 +30,7 @@ from posttrain.algorithms.reward_model_table import (
 from posttrain.algorithms.settings import change
 from posttrain.core.batch import Preferences, Stats
 from posttrain.core.protocols import Alone, World
-from posttrain.core.types import PreferenceExample
+from posttrain.core.rollouts import PreferenceExample
 from posttrain.data.preference_examples import to_item
 from posttrain.data.tasks import to_tasks
 from posttrain.learners.local_learner import LocalLearner, Optimization

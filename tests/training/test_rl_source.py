@@ -22,19 +22,9 @@ from posttrain.algorithms.shaping import SoftOverlong
 from posttrain.config.resolve import filled
 from posttrain.config.training import RL
 from posttrain.core.batch import Batch, Outputs, Stats
-from posttrain.core.types import (
-    Completion,
-    Invalid,
-    InvalidKind,
-    Reply,
-    Rollout,
-    Sampling,
-    StopReason,
-    Task,
-    Transcript,
-    Turn,
-    UserError,
-)
+from posttrain.core.rollouts import Rollout
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Completion, Invalid, InvalidKind, Reply, Sampling, StopReason, Task, Turn, UserError
 from posttrain.data.tasks import draw, order, to_tasks
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.envs.play.env_pool import EnvPool

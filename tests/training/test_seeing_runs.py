@@ -24,7 +24,8 @@ import posttrain
 from posttrain.cli.main import main
 from posttrain.cli.merge_command import merge_adapter
 from posttrain.core.pictures import MOST_PIXELS, PICTURES, PictureError, Pictures
-from posttrain.core.types import Invalid, Mask, Turn, UserError
+from posttrain.core.transcripts import Mask
+from posttrain.core.types import Invalid, Turn, UserError
 from posttrain.envs.builtin.shapes import draw, tasks
 from posttrain.envs.demonstration import demonstrate
 from posttrain.envs.play.env_outputs import read_turn

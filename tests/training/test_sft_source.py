@@ -11,7 +11,8 @@ import torch
 from conftest import CHATML
 from row_files import refused, write_jsonl
 
-from posttrain.core.types import Mask, Transcript, UserError
+from posttrain.core.transcripts import Mask, Transcript
+from posttrain.core.types import UserError
 from posttrain.data.chat_prompts import AsMessages
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import ENDLESS, Stream, order, to_tasks

@@ -16,8 +16,8 @@ import posttrain
 from posttrain.apps.view.rollout_files import File, rows
 from posttrain.core.batch import Layout, Stats, TrainingStep
 from posttrain.core.protocols import Learner, Model
+from posttrain.core.rollouts import Outcome, Rollout
 from posttrain.core.token_probe import SHARE, TokenSink
-from posttrain.core.types import Outcome, Rollout
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.models.tokenizer.tokenizer_training import EOS

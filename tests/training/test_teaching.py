@@ -23,7 +23,9 @@ from posttrain.algorithms.policy import PolicyObjective
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.cli.main import main
 from posttrain.core.batch import Stats
-from posttrain.core.types import Rollout, SpanKind, Transcript, UserError
+from posttrain.core.rollouts import Rollout
+from posttrain.core.transcripts import SpanKind, Transcript
+from posttrain.core.types import UserError
 from posttrain.learners.local_learner import LocalLearner, Optimization, Teaching
 from posttrain.models.native.decoder import Decoder, causal, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig

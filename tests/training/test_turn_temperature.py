@@ -22,7 +22,9 @@ import posttrain
 from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.policy import PolicyObjective
 from posttrain.core.batch import Stats
-from posttrain.core.types import Outcome, Reply, Sampling, Task, Transcript, Turn, UserError
+from posttrain.core.rollouts import Outcome
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Reply, Sampling, Task, Turn, UserError
 from posttrain.data.tasks import to_tasks
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.local.uncached_engine import UncachedEngine

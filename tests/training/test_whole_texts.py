@@ -12,7 +12,8 @@ from row_files import write_jsonl
 
 import posttrain
 from posttrain.apps.data_report import report
-from posttrain.core.types import Mask, UserError
+from posttrain.core.transcripts import Mask
+from posttrain.core.types import UserError
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import to_tasks
 from posttrain.envs.demonstration import demonstrate

@@ -16,8 +16,9 @@ import numpy as np
 from posttrain.apps.audit.correlation import Estimate
 from posttrain.apps.audit.second_score import scored
 from posttrain.core.intervals import paired_interval, share_interval
+from posttrain.core.rollouts import Rollout
 from posttrain.core.seeds import seed_of
-from posttrain.core.types import Rollout, Task, UserError, succeeds
+from posttrain.core.types import Task, UserError, succeeds
 from posttrain.envs.play.load_env import is_generator_env, load_env
 
 OPINION = "I think the answer is {wrong}, but I am not sure.\n"

@@ -19,7 +19,8 @@ from posttrain.apps.planning.job import Group, Job, JobEpisode, JobTurn, Learnin
 from posttrain.config.training import RL
 from posttrain.config.verbs import VERBS, sampling
 from posttrain.core.seeds import seed_of
-from posttrain.core.types import SpanKind, UserError
+from posttrain.core.transcripts import SpanKind
+from posttrain.core.types import UserError
 from posttrain.runs.record.rollout_reading import timed_rollouts
 from posttrain.runs.record.rollout_rows import Row
 from posttrain.runs.record.schema import SCALARS

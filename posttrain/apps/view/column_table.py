@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from posttrain.apps.view.rollout_files import RolloutPart
 from posttrain.apps.view.sql_text import OF_GROUPS
-from posttrain.core.types import OUTCOME, Fate
+from posttrain.core.rollouts import Fate
+from posttrain.core.types import OUTCOME
 
 Floats = NDArray[np.float64]
 Codes = NDArray[np.int32]

@@ -15,7 +15,8 @@ import pyarrow as pa
 
 from posttrain.apps.view.open_run import OpenRun
 from posttrain.apps.view.rollout_files import RolloutPart, rows
-from posttrain.core.types import SpanKind, UserError
+from posttrain.core.transcripts import SpanKind
+from posttrain.core.types import UserError
 
 SECONDS = 8.0  # limit of the search
 AROUND = 24  # tokens shown before the difference

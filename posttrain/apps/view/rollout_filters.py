@@ -20,7 +20,8 @@ from posttrain.apps.view.rollout_files import RolloutPart
 from posttrain.apps.view.rollout_store import Store
 from posttrain.apps.view.sql_text import by_name, listed_part, named, named_part, quoted
 from posttrain.core.json_text import json_text, parsed
-from posttrain.core.types import OUTCOME, Fate, StopReason, UserError
+from posttrain.core.rollouts import Fate
+from posttrain.core.types import OUTCOME, StopReason, UserError
 
 PAGE = 100  # rows of a page
 BINS = 32

@@ -23,7 +23,8 @@ from posttrain.apps.view.rollout_store import Store
 from posttrain.apps.view.token_texts import TokenPieces
 from posttrain.apps.view.training_reasons import equation, why
 from posttrain.core import user_files
-from posttrain.core.types import SpanKind, UserError
+from posttrain.core.transcripts import SpanKind
+from posttrain.core.types import UserError
 from posttrain.runs.record.rollout_rows import said_by
 from posttrain.runs.record.schema import NUMBERS
 from posttrain.runs.run_files import SECONDS, kept_file

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.config.verbs import VERBS
-from posttrain.core.types import Fate
+from posttrain.core.rollouts import Fate
 
 CLIP = re.compile(r"clip\(r, ([\d.]+), ([\d.]+)\)")
 CLOSE = 2e-3  # relative tolerance within which an equation gives the recorded advantage

@@ -22,7 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from posttrain.core.types import Completion, Media
+from posttrain.core.transcripts import Media
+from posttrain.core.types import Completion
 from posttrain.engines.local.sampler import UniformTokens
 from posttrain.engines.local.uncached_engine import RunningReply, UncachedEngine, position_rows
 from posttrain.engines.request import Request

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from posttrain.core.batch import Layout
 from posttrain.core.protocols import Engine, Model, Seeing
-from posttrain.core.types import Completion, Media, Sampling, positions_of
+from posttrain.core.transcripts import Media, positions_of
+from posttrain.core.types import Completion, Sampling
 from posttrain.engines.local.engine_weights import copy_weights
 from posttrain.engines.local.sampler import Exploration, UniformTokens, sample, uniform
 from posttrain.engines.request import Request, complete, reached_stop, stop_window

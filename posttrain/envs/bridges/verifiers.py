@@ -29,7 +29,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from posttrain.core.messages import one_line
-from posttrain.core.types import AsyncEnv, Completion, Rollout, StopReason, Task, Transcript, UserError
+from posttrain.core.rollouts import Rollout
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import AsyncEnv, Completion, StopReason, Task, UserError
 from posttrain.envs.bridges.harness import MODEL, PolicyEndpoint, harness
 
 SIDE = Path(__file__).with_name("verifiers_side.py")

@@ -15,7 +15,8 @@ from typing import Any
 
 from posttrain.core.conversation import Conversation, TextEncoder
 from posttrain.core.thoughts import same_reply
-from posttrain.core.types import Completion, Reply, Transcript, Turn
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Completion, Reply, Turn
 
 
 class Context:

@@ -8,22 +8,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.core.conversation import TextEncoder, encoder_of
+from posttrain.core.rollouts import Branch, Piece, PlayedTurn, Rollout
+from posttrain.core.transcripts import SpanKind, Transcript
 from posttrain.core.types import (
-    Branch,
     Completion,
     Invalid,
     InvalidKind,
-    Piece,
-    PlayedTurn,
     Reply,
-    Rollout,
     Sampling,
-    SpanKind,
     SpanReward,
     StopReason,
     Task,
     ToolCall,
-    Transcript,
     Turn,
     value_type,
 )

@@ -21,19 +21,9 @@ from posttrain.core.conversation import TextEncoder
 from posttrain.core.pictures import PictureError
 from posttrain.core.progress import doing
 from posttrain.core.protocols import Alone, Engine, ReadingEngine, Seeing, World
+from posttrain.core.rollouts import Rollout
 from posttrain.core.seeds import seed_of
-from posttrain.core.types import (
-    Ask,
-    Completion,
-    Invalid,
-    InvalidKind,
-    Rollout,
-    Sampling,
-    StopReason,
-    Turn,
-    UserError,
-    bare,
-)
+from posttrain.core.types import Ask, Completion, Invalid, InvalidKind, Sampling, StopReason, Turn, UserError, bare
 from posttrain.data.mixed_tasks import part_of
 from posttrain.envs.play.branch_plan import BranchPlan, Shares
 from posttrain.envs.play.env_outputs import Done, Event

@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.core.batch import Layout
-from posttrain.core.types import Media, UserError
+from posttrain.core.transcripts import Media
+from posttrain.core.types import UserError
 from posttrain.models.backbone import Backbone
 from posttrain.models.hf.backed_writer import quiet, save_backed, stored_name, stored_tensors
 from posttrain.models.hf.experts import Routers, attach, calling, find_routers, repeating, watched

@@ -24,7 +24,8 @@ from posttrain.core.batch import Layout
 from posttrain.core.extras import install, installed
 from posttrain.core.messages import one_line
 from posttrain.core.pictures import PICTURES, PictureError, png
-from posttrain.core.types import Media, Transcript, UserError, positions_of
+from posttrain.core.transcripts import Media, Transcript, positions_of
+from posttrain.core.types import UserError
 from posttrain.models.checkpoint_summary import context_of
 from posttrain.models.free_memory import available_memory
 from posttrain.models.gguf.gguf_config import MODEL_TYPES, NATIVE

@@ -22,7 +22,8 @@ from posttrain.core import run_date
 from posttrain.core.messages import near
 from posttrain.core.pictures import PictureError, has_parts
 from posttrain.core.thoughts import REASONING, reasoning_of, without_reasoning
-from posttrain.core.types import Media, ToolCall, UserError
+from posttrain.core.transcripts import Media
+from posttrain.core.types import ToolCall, UserError
 from posttrain.models.checkpoint_location import checkpoint_folder
 from posttrain.models.gguf.gguf_file import is_gguf
 from posttrain.models.image_processor import PLACE, ImageProcessor

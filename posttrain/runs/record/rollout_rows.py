@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import accumulate
 from typing import Any
 
-from posttrain.core.types import SpanKind, Transcript
+from posttrain.core.transcripts import SpanKind, Transcript
 
 Row = dict[str, Any]
 

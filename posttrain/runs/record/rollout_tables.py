@@ -17,7 +17,9 @@ import numpy as np
 import pyarrow as pa
 
 from posttrain.core.json_text import json_text, plain
-from posttrain.core.types import Invalid, Outcome, PlayedTurn, Reasoned, Rollout, SpanKind, ToolCall, Transcript, bare
+from posttrain.core.rollouts import Outcome, PlayedTurn, Rollout
+from posttrain.core.transcripts import SpanKind, Transcript
+from posttrain.core.types import Invalid, Reasoned, ToolCall, bare
 from posttrain.runs.record.rollout_rows import visit_of
 from posttrain.runs.record.schema import ASKED, COMPARED, NUMBERS, ROLLOUTS, SECONDS
 from posttrain.runs.record.table_writer import array, numbers

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO, cast
 
 from posttrain.core.messages import clip, readable, safe, several
-from posttrain.core.types import Outcome, Rollout, SpanKind
+from posttrain.core.rollouts import Outcome, Rollout
+from posttrain.core.transcripts import SpanKind
 from posttrain.runs.terminal.live_region import cells as cells_of
 from posttrain.runs.terminal.output import Output, fancy, wrapped
 from posttrain.runs.terminal.output import columns as columns_of

@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 from posttrain.algorithms.filters import DynamicSampling
 from posttrain.core.batch import Stats
 from posttrain.core.protocols import Counting, Learner, Model, Paced, Resting
-from posttrain.core.types import Fate, UserError
+from posttrain.core.rollouts import Fate
+from posttrain.core.types import UserError
 from posttrain.engines.local.engine_weights import own_copy
 from posttrain.models.gpu_placement import on_this_gpu
 from posttrain.models.native.linear import compute_apart

@@ -10,8 +10,9 @@ from posttrain.algorithms.earned_rewards import equal_rewards
 from posttrain.algorithms.filters import DynamicSampling
 from posttrain.core.batch import Scores, Stats
 from posttrain.core.component import Need
+from posttrain.core.rollouts import Fate, Rollout
 from posttrain.core.seeds import seeds_of
-from posttrain.core.types import Completion, Fate, Invalid, Rollout, StopReason, Task, UserError, succeeds
+from posttrain.core.types import Completion, Invalid, StopReason, Task, UserError, succeeds
 from posttrain.data.mixed_tasks import MixedTasks
 from posttrain.envs.play.branch_plan import BranchPlan
 from posttrain.envs.play.episode import Episode

@@ -17,7 +17,7 @@ from posttrain.algorithms.policy import Algorithm
 from posttrain.core.batch import Scores, Stats
 from posttrain.core.component import Need
 from posttrain.core.protocols import Learner
-from posttrain.core.types import Rollout
+from posttrain.core.rollouts import Rollout
 from posttrain.training.sources.model_outputs import evaluate_rollouts
 from posttrain.training.sources.packing import pack
 from posttrain.training.sources.scoreboard import scoreboard

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from posttrain.core.reply_steps import REPLY, SPANS
-from posttrain.core.types import Rollout
+from posttrain.core.rollouts import Rollout
 from posttrain.envs.step_rewards import delimits
 
 LOOKED = 3  # steps of training

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from posttrain.core.types import Invalid, Sampling, SpanKind, Task, Transcript, UserError
+from posttrain.core.transcripts import SpanKind, Transcript
+from posttrain.core.types import Invalid, Sampling, Task, UserError
 from posttrain.data.tasks_from_rows import is_script, script
 from posttrain.engines.scripted import ScriptedEngine
 from posttrain.envs.play.env_pool import EnvPool

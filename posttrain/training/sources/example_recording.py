@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.core.batch import TrainingStep
 from posttrain.core.protocols import Learner
+from posttrain.core.rollouts import Outcome, PlayedTurn, PreferenceExample, Rollout
 from posttrain.core.token_probe import SCORE, TokenSink
-from posttrain.core.types import Outcome, PlayedTurn, PreferenceExample, Rollout, Task, Transcript
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Task
 from posttrain.data.tasks import ENDLESS
 from posttrain.envs.play.episode import last_asked
 from posttrain.models.tokenizer.tokenizer import Tokenizer

@@ -9,7 +9,8 @@ from itertools import islice
 from typing import ClassVar, Generic, TypeVar
 
 from posttrain.core.batch import Stats
-from posttrain.core.types import Task, Transcript, UserError
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Task, UserError
 from posttrain.data.mixed_tasks import MixedTasks
 from posttrain.data.tasks import ENDLESS, draw, order
 from posttrain.models.tokenizer.tokenizer import Tokenizer

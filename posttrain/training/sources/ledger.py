@@ -22,8 +22,8 @@ from posttrain.algorithms.earned_rewards import equal_rewards
 from posttrain.algorithms.filters import OverlongFilter
 from posttrain.algorithms.policy import Algorithm
 from posttrain.core.protocols import Learner
+from posttrain.core.rollouts import Fate, Outcome, Rollout
 from posttrain.core.token_probe import TokenSink
-from posttrain.core.types import Fate, Outcome, Rollout
 from posttrain.training.sources.credit_assignment import Credited
 from posttrain.training.sources.model_outputs import evaluate_rollouts
 from posttrain.training.sources.scoreboard import Left

@@ -17,7 +17,7 @@ from posttrain.core.batch import Batch
 from posttrain.core.component import Need
 from posttrain.core.protocols import Learner
 from posttrain.core.seeds import seed_of
-from posttrain.core.types import Transcript
+from posttrain.core.transcripts import Transcript
 from posttrain.data.tasks import order
 from posttrain.training.sources.collector import Size
 from posttrain.training.sources.credit_assignment import Credited

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core.batch import Stats
+from posttrain.core.rollouts import Rollout
 from posttrain.core.seeds import seed_of
-from posttrain.core.types import Invalid, Rollout, succeeds
+from posttrain.core.types import Invalid, succeeds
 from posttrain.data.mixed_tasks import MixedTasks, part_of
 from posttrain.data.tasks import order
 from posttrain.training.sources.task_order import Drawn, Fits, Solved, TaskOrder, amount, counted

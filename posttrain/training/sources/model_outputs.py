@@ -12,7 +12,8 @@ from torch import Tensor
 
 from posttrain.core.batch import Packed
 from posttrain.core.protocols import Learner
-from posttrain.core.types import Rollout, Transcript
+from posttrain.core.rollouts import Rollout
+from posttrain.core.transcripts import Transcript
 from posttrain.training.sources.packing import Taught, pack, split_microbatches
 
 

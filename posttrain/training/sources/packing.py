@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from posttrain.core.batch import Batch, Layout, Packed, Preferences, Reading, Repeats
-from posttrain.core.types import SpanKind, Transcript
+from posttrain.core.transcripts import SpanKind, Transcript
 
 if TYPE_CHECKING:
     import torch

@@ -22,8 +22,10 @@ from posttrain.core.batch import Batch, Matched, Preferences, Stats, TrainingSte
 from posttrain.core.component import Need
 from posttrain.core.conversation import encoder_of
 from posttrain.core.protocols import Learner, Source
+from posttrain.core.rollouts import Comparison, PreferenceExample
 from posttrain.core.token_probe import TokenSink
-from posttrain.core.types import Comparison, PreferenceExample, StopReason, Task, Transcript, UserError
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import StopReason, Task, UserError
 from posttrain.envs.demonstration import demonstrate, demonstrate_steps, last_alone
 from posttrain.learners.local_learner import REFERENCE
 from posttrain.models.tokenizer.tokenizer import Tokenizer

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from posttrain.core.batch import Outputs, Packed
 from posttrain.core.progress import doing
-from posttrain.core.types import PreferenceExample, Transcript
+from posttrain.core.rollouts import PreferenceExample
+from posttrain.core.transcripts import Transcript
 from posttrain.data.arrow_store import Arrays, digest, keep_arrays
 from posttrain.training.sources.example_stream import ExampleStream
 from posttrain.training.sources.packing import pack, prompt_length, split_microbatches

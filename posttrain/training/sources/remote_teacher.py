@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from posttrain.core.messages import clip
-from posttrain.core.types import Transcript, UserError
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import UserError
 from posttrain.system.endpoint import Endpoint, EndpointFailure, key_in
 from posttrain.training.sources.packing import needed_length
 from posttrain.training.sources.teacher_targets import ALWAYS_1, RemoteTeacherClient, TopTokens

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.core.types import Rollout
+from posttrain.core.rollouts import Rollout
 from posttrain.training.sources.rollout_state import restored, stored
 
 

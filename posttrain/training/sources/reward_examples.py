@@ -13,7 +13,7 @@ import torch
 from posttrain.algorithms.reward_model_table import RewardModelAlgorithm
 from posttrain.core.batch import Batch
 from posttrain.core.protocols import Source
-from posttrain.core.types import PreferenceExample
+from posttrain.core.rollouts import PreferenceExample
 from posttrain.training.sources.example_recording import ExampleRecording
 from posttrain.training.sources.example_source import ExampleSource
 from posttrain.training.sources.packing import Read, collate, split_microbatches

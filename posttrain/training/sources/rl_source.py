@@ -21,7 +21,8 @@ from posttrain.algorithms.ratio import Correction
 from posttrain.core.batch import Stats, TrainingStep
 from posttrain.core.component import Need
 from posttrain.core.protocols import Learner, Source
-from posttrain.core.types import Fate, Rollout, Transcript
+from posttrain.core.rollouts import Fate, Rollout
+from posttrain.core.transcripts import Transcript
 from posttrain.envs.play.player import Player
 from posttrain.learners.local_learner import REFERENCE
 from posttrain.training.sources.async_rollouts import StepQueue

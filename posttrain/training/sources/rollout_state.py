@@ -9,21 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from posttrain.core.json_text import plain
-from posttrain.core.types import (
-    Branch,
-    Invalid,
-    InvalidKind,
-    Piece,
-    PlayedTurn,
-    Reasoned,
-    Rollout,
-    SpanKind,
-    StopReason,
-    Task,
-    ToolCall,
-    Transcript,
-    bare,
-)
+from posttrain.core.rollouts import Branch, Piece, PlayedTurn, Rollout
+from posttrain.core.transcripts import SpanKind, Transcript
+from posttrain.core.types import Invalid, InvalidKind, Reasoned, StopReason, Task, ToolCall, bare
 
 
 def stored(rollout: Rollout) -> dict[str, Any]:

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from posttrain.core.batch import Scores, Stats, TurnStart
 from posttrain.core.component import Need
-from posttrain.core.types import Fate, Invalid, InvalidKind, Rollout, SpanKind, Transcript, UserError, succeeds
+from posttrain.core.rollouts import Fate, Rollout
+from posttrain.core.transcripts import SpanKind, Transcript
+from posttrain.core.types import Invalid, InvalidKind, UserError, succeeds
 from posttrain.training.sources.diversity import GROUPS, MEMBERS, diversity
 
 EXAMPLE = '{"correct": 1.0, "format": 0.5}'

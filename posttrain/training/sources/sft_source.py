@@ -15,7 +15,8 @@ from torch import Tensor
 from posttrain.algorithms.token_weights import TokenWeight, weighed_likelihood
 from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.core.protocols import Objective, Source
-from posttrain.core.types import Mask, Task, Transcript, UserError
+from posttrain.core.transcripts import Mask, Transcript
+from posttrain.core.types import Task, UserError
 from posttrain.data.tasks_from_rows import is_script
 from posttrain.envs.demonstration import demonstrate, is_empty, last_alone, learned_of
 from posttrain.models.tokenizer.tokenizer import Tokenizer

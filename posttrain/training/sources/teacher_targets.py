@@ -15,7 +15,9 @@ from torch import Tensor
 from posttrain.core.batch import Stats
 from posttrain.core.conversation import Conversation, TextEncoder, encoder_of
 from posttrain.core.protocols import Learner
-from posttrain.core.types import Rollout, Task, Transcript, Turn, UserError
+from posttrain.core.rollouts import Rollout
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Task, Turn, UserError
 from posttrain.training.sources.model_outputs import by_rollout, evaluate_rollouts, pack_microbatches
 from posttrain.training.sources.packing import Taught, needed_length
 

@@ -16,7 +16,8 @@ from posttrain.core import run_date, user_files
 from posttrain.core.batch import Stats
 from posttrain.core.intervals import mean_interval, stated
 from posttrain.core.json_text import json_document
-from posttrain.core.types import Invalid, Outcome, Rollout, UserError, succeeds
+from posttrain.core.rollouts import Outcome, Rollout
+from posttrain.core.types import Invalid, UserError, succeeds
 from posttrain.data.tasks import Stream, Tasks, hold_out
 from posttrain.engines.open_engine import open_engine
 from posttrain.engines.pool.replicas import Many

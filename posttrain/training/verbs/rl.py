@@ -22,8 +22,10 @@ from posttrain.core.batch import Stats
 from posttrain.core.component import Need
 from posttrain.core.messages import several
 from posttrain.core.protocols import Engine, Model, World
+from posttrain.core.rollouts import Outcome, Rollout
 from posttrain.core.seeds import seed_of
-from posttrain.core.types import Mask, Outcome, Rollout, Task, UserError
+from posttrain.core.transcripts import Mask
+from posttrain.core.types import Task, UserError
 from posttrain.data.mixed_tasks import MixedTasks
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.engines.open_engine import open_engine

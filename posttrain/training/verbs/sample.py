@@ -26,8 +26,10 @@ from posttrain.core.component import setting_of
 from posttrain.core.json_text import json_text, number
 from posttrain.core.messages import near
 from posttrain.core.option_aliases import suggestion
+from posttrain.core.rollouts import Rollout
 from posttrain.core.seeds import seed_of
-from posttrain.core.types import Invalid, Rollout, Sampling, SpanKind, Task, UserError
+from posttrain.core.transcripts import SpanKind
+from posttrain.core.types import Invalid, Sampling, Task, UserError
 from posttrain.data.labels import DETAILS, SAID, to_prompt
 from posttrain.data.preference_examples import MOST
 from posttrain.data.tasks import Stream, Tasks

@@ -14,7 +14,8 @@ from posttrain.config.mixture_options import parts_of
 from posttrain.config.training import SFT
 from posttrain.core.progress import doing
 from posttrain.core.protocols import Model
-from posttrain.core.types import Task, Transcript, UserError
+from posttrain.core.transcripts import Transcript
+from posttrain.core.types import Task, UserError
 from posttrain.data.mixed_tasks import AnyTasks
 from posttrain.data.tasks import Stream
 from posttrain.data.tasks_from_rows import is_script

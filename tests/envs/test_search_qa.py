@@ -138,6 +138,8 @@ def test_options_change_what_they_say() -> None:
         ({"searches": 61}, "searches is 61; it must be from 0 to 60"),
         ({"shown": -1}, "shown is -1"),
         ({"format": -0.1}, "format -0.1"),
+        ({"f1": 1.5}, "f1 is 1.5; it must be from 0 to 1"),
+        ({"f1": -0.1}, "f1 is -0.1"),
         ({"format": 0.5}, "may outweigh a right answer"),
         ({"format": 0.2, "per_search": 0.1}, "may outweigh a right answer"),
     ],
@@ -224,6 +226,18 @@ def test_right_answers_are_told_from_wrong_ones_under_any_terms() -> None:
             turns, _, result = play(replies, format=format, per_search=per_search, searches=searches)
             worth = total(result) + sum(turn.reward for turn in turns)
             assert (worth >= success) == (result["exact"] == 1)
+
+
+def test_f1_pays_for_a_part_of_the_answer_and_accuracy_stays_the_exact_match() -> None:
+    of = {**task(), "answers": ["Paris, France"]}
+    half, whole = (THINK + f"<answer> {said} </answer>" for said in ("Paris", "Paris, France"))
+    for weight, paid in ((0.0, 0.0), (0.5, 1 / 3), (1.0, 2 / 3)):  # one of one word is right, one of two is found
+        _, _, result = play([half], of=of, f1=weight)
+        assert total(result) == pytest.approx(paid) and result.get("outcome", total(result)) == 0.0
+        _, _, result = play([whole], of=of, f1=weight)
+        assert total(result) == 1.0 == result.get("outcome", total(result))
+    _, _, result = play([half], of=of, f1=1.0, format=0.2)
+    assert total(result) == pytest.approx(0.8 * 2 / 3 + 0.2)
 
 
 def test_an_episode_that_runs_out_is_scored() -> None:

@@ -16,9 +16,10 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.core.types import Ask, Invalid, Reply, Task, Turn, UserError
+from posttrain.core.types import OUTCOME, Ask, Invalid, Reply, Task, Turn, UserError
 from posttrain.verify.format import tags
 from posttrain.verify.short_answer import contains_answer, exact_match
+from posttrain.verify.short_answer import f1 as f1_score
 
 SUCCESS = 0.5  # the exact match alone counts 1, and the other terms together less than a half
 LONGEST_QUERY = 1000  # characters
@@ -97,17 +98,21 @@ def search_qa(
     searches: int = 4,
     shown: int = 0,
     format: float = 0.0,
+    f1: float = 0.0,
     per_search: float = 0.0,
     chat: bool = False,
 ) -> Generator[Turn | Ask, Any, dict[str, float] | Invalid]:
-    """Run an episode. Its reward is (1 - format) * exact match + format * whether all replies have the required form.
+    """Run an episode. Its reward is (1 - format) * match + format * whether all replies have the required form.
+
+    The match is the exact match, or (1 - f1) * exact match + f1 * F1 of the words of the answer.
 
     `topk`: passages of a search; `searches`: replies before the last one, which can only answer (0: without a search
     engine); `shown`: most characters shown of a passage (0: all); `format`: weight of the form, as in arXiv 2505.15117;
+    `f1`: weight of F1 in the match (1: F1 alone, as in arXiv 2505.04588), where exact matches are too rare to learn from;
     `per_search`: a reward (or, below 0, a cost) for each search, earned by its reply; `chat`: the prompt is a user
     message, rendered by the chat template.
     """
-    check_options(topk=topk, searches=searches, shown=shown, format=format, per_search=per_search)
+    check_options(topk=topk, searches=searches, shown=shown, format=format, f1=f1, per_search=per_search)
     play = _Play()
     prompt = (SEARCH if searches else DIRECT).format(question=task["question"])
     reply = (
@@ -132,16 +137,18 @@ def search_qa(
         play.found = play.found or _holds(passages, task["answers"])
         block = f"\n\n<information>{_block(passages)}</information>\n\n"
         reply = yield Turn(text=block, stop=STOP, tool=True, reward=per_search)
-    return _reward(play, task, format)
+    return _reward(play, task, format, f1)
 
 
 def check_options(
-    *, topk: int, searches: int, shown: int, format: float, per_search: float, chat: bool = False
+    *, topk: int, searches: int, shown: int, format: float, f1: float, per_search: float, chat: bool = False
 ) -> None:
     """Raise UserError for options out of range."""
     for name, value, least, most in (("topk", topk, 1, 100), ("searches", searches, 0, 60), ("shown", shown, 0, 10**9)):
         if not least <= value <= most:
             raise UserError(f"{name} is {value}; it must be from {least} to {most}")
+    if not 0 <= f1 <= 1:
+        raise UserError(f"f1 is {f1:g}; it must be from 0 to 1")
     if not (format >= 0 and format + searches * abs(per_search) < 0.5):
         raise UserError(
             f"format {format:g} and {searches} searches of {per_search:g} may outweigh a right answer: keep their sum below "
@@ -199,15 +206,18 @@ def _block(passages: list[tuple[str, str]]) -> str:
     return "\n".join(shown).strip() or NOTHING
 
 
-def _reward(play: _Play, task: Task, format: float) -> dict[str, float] | Invalid:
+def _reward(play: _Play, task: Task, format: float, f1: float) -> dict[str, float] | Invalid:
     """Return the reward, with further parts that are only logged."""
-    exact = exact_match(play.answer, task["answers"])
+    exact, words = exact_match(play.answer, task["answers"]), f1_score(play.answer, task["answers"])
     if isinstance(exact, Invalid):
         return exact
+    if isinstance(words, Invalid):
+        return words
     in_form = float(play.in_form and play.answer is not None)
     return {
-        "reward": (1 - format) * exact + format * in_form,
+        "reward": (1 - format) * ((1 - f1) * exact + f1 * words) + format * in_form,
         "exact": exact,
+        **({"f1": words, OUTCOME: exact} if f1 else {}),
         "form": in_form,
         "answered": float(play.answer is not None),
         "searches": float(play.searches),

@@ -142,7 +142,7 @@ def test_a_suite_of_tasks_is_written_and_evaluated(
         assert start["differences"]["accuracy"]["mean"] == 0  # the same model, and the same seeds
 
 
-@pytest.mark.parametrize("task", ["sums", "instructions"])
+@pytest.mark.parametrize("task", ["sums", "instructions", "tiny"])
 def test_a_sweep_of_learning_rates_runs_once_and_writes_its_own_part_of_the_page(
     task: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,10 +160,10 @@ def test_a_sweep_of_learning_rates_runs_once_and_writes_its_own_part_of_the_page
     monkeypatch.setattr(posttrain, "rl", noting)
     words = ["--task", task, "--small", "--seeds", 0, "--out", tmp_path / "out", "--model", model, "--page", page]
     ran(recipe, monkeypatch, *words)
-    start = "sft-0" if task == "instructions" else model.name
+    start = model.name if task == "sums" else "sft-0"
     assert starts == [(start, lr, None if way == "full" else 16) for way, lrs in rates.items() for lr in lrs]
     text = page.read_text()
-    mark = "written by the recipe -->" if task == "sums" else "written by the recipe: instructions -->"
+    mark = "written by the recipe -->" if task == "sums" else f"written by the recipe: {task} -->"
     assert mark in text
     assert all(f"\n| {recipe.named(way, lr)} | 0." in text for way, lrs in rates.items() for lr in lrs)
     for verb in ("sft", "rl", "evaluate"):

@@ -7,8 +7,8 @@
     tiny            sums of four digits with a decoder of 0.1 M parameters: those of recipes/common_tasks.py; 60 steps after
                     their SFT stage, 64 prompts x 8 replies each
 
-The other two have a real model, and steps of 8 prompts x 8 replies. The table shows a figure on held-out tasks, and reward and entropy of the last three
-steps. It is a part of docs/results/learning-rates.md, written with --page.
+The other two have a real model, and steps of 8 prompts x 8 replies. The table shows a figure on held-out tasks, and reward
+and entropy of the last three steps. It is a part of docs/results/learning-rates.md, written with --page.
 """
 
 from __future__ import annotations

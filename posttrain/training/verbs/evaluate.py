@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,23 +14,18 @@ from posttrain.config.inference import Evaluation
 from posttrain.config.resolve import validate
 from posttrain.core import run_date, user_files
 from posttrain.core.batch import Stats
-from posttrain.core.intervals import mean_interval, stated
 from posttrain.core.json_text import json_document
 from posttrain.core.rollouts import Outcome, Rollout
 from posttrain.core.types import Invalid, UserError, succeeds
 from posttrain.data.tasks import Stream, Tasks, hold_out
-from posttrain.engines.open_engine import open_engine
-from posttrain.engines.pool.replicas import Many
-from posttrain.engines.search.search_engine import SearchEngine
-from posttrain.envs.play.episode import Episode
 from posttrain.envs.play.load_env import success_of
-from posttrain.models.checkpoint_folder import load_model
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.record.rollout_tables import rollouts_table
 from posttrain.runs.record.table_writer import write_table
 from posttrain.runs.run_folder import day_of
 from posttrain.runs.terminal.notices import warn
 from posttrain.runs.trained_options import as_trained
+from posttrain.training.evaluated_model import EvaluatedModel, invalid_notes, sampled
 from posttrain.training.evaluation_figures import figures_of
 from posttrain.training.harness_figures import Figures, harness_figures, harness_tasks
 from posttrain.training.held_out_check import overlap, split_seed_of
@@ -38,19 +33,12 @@ from posttrain.training.inspect_log import LoggedModel, file_of_each, write_insp
 from posttrain.training.model_comparison import ModelComparison, Played, compare, with_verdicts
 from posttrain.training.playground import count_lines, open_playground, service_counts
 from posttrain.training.reply_scorer import RolloutScorer, ScorerResults
-from posttrain.training.rollout_figures import outcomes_by_task, repeated, rewards_by_task, task_of_each
-from posttrain.training.row_warnings import warn_unread
-from posttrain.training.search_setup import searching
+from posttrain.training.rollout_figures import outcomes_by_task, rewards_by_task, task_of_each
 from posttrain.training.setup import (
-    end_tokens,
-    fitting,
     load_tasks,
     prepare,
-    reply_length_note,
 )
-from posttrain.training.sources.length_filter import TooLong
-from posttrain.training.sources.sft_source import Transcripts
-from posttrain.training.text_loss import TEXT_LOSS, TextLosses, forget_texts, losses_of_texts
+from posttrain.training.text_loss import TEXT_LOSS, forget_texts
 
 
 @dataclass(frozen=True)
@@ -105,7 +93,6 @@ def evaluate_as_given(
     began = datetime.now(UTC)
     if config.harness is not None:
         harness_tasks(config.harness)  # raises before anything is sampled
-    folders = (config.model, *config.against)
     device = prepare(config)
     success, data = read(config, rows, env)
     said: list[str] = [*told]
@@ -118,10 +105,8 @@ def evaluate_as_given(
         data = _held_out(config, data, rows is None, said.append)
     if isinstance(data, Stream):
         raise UserError("these rows have no end: set the number to evaluate on with --limit")
-    paths = [resolve(folder) for folder in folders]
+    paths = [resolve(folder) for folder in (config.model, *config.against)]
     day = next(filter(None, map(day_of, paths)), None)  # all checkpoints get the same date
-    losses: list[TextLosses] = []  # of each side, with --forget
-    searched: list[dict[str, Any]] = []  # figures of the searches of each side
     with (
         run_date.fixed(day),
         ExitStack() as opened,
@@ -130,90 +115,80 @@ def evaluate_as_given(
         said.extend(ground.about)
         texts = None if config.forget is None else forget_texts(config.forget)
         scorer = RolloutScorer(config, device, opened) if config.scorer else None
-
-        def played(folder: str, place: int) -> list[Rollout]:
-            known = ground.models[place]
-            model, tokenizer, shown = load_model(paths[place], device=device), known.tokenizer, known.chat.of(data)
-            said.extend(f"{folder}: {line}" if config.against else line for line in known.lines)
-            end_tokens(model, tokenizer)
-            warn_unread(tokenizer, shown, said.append)
-            context = model.config.context
-            said.extend(reply_length_note(config.max_tokens, context))
-            beyond: list[str] = []
-            some = fitting(shown, ground.pool, tokenizer, TooLong(config.too_long, context, beyond.append))
-            if not some:
-                raise UserError(f"no prompt fits into the context of {folder}: {beyond[0]}")
-            if texts is not None:
-                long = TooLong(config.too_long, context, beyond.append)
-                own = Transcripts(
-                    known.chat.of(texts, answered=True), tokenizer, model.eos_ids, model.config.vocab, long
-                )
-                losses.append(losses_of_texts(own, model, config.precision))
-            said.extend(beyond)
-            how = config.slots, config.precision
-            with closing(open_engine("local", model, tokenizer, *how, many=Many(config.replicas))) as engine:
-                engine.load(model, 0)
-                episodes = repeated(some, config.samples, config.seed)
-                if not config.search:
-                    rollouts = ground.player(engine, tokenizer, context).play(episodes)
-                else:
-                    search = searching(
-                        config, config.search[0], engine, paths[place], model, tokenizer, ground.services
-                    )
-                    rollouts = ground.player(search, tokenizer, context).play(episodes)
-                    searched.append(_search_figures(search, episodes))
-            reasons = [r.reward.reason for r in rollouts if isinstance(r.reward, Invalid)]
-            if len(reasons) == len(rollouts):
-                raise UserError(f"no reward of {folder} is valid: check --env {config.env}; the first: {reasons[0]}")
-            return rollouts
-
-        every = [played(folder, place) for place, folder in enumerate(folders)]
+        sides = [
+            sampled(config, place, path, data, ground, texts, device, said.append) for place, path in enumerate(paths)
+        ]
         counts = service_counts(ground.services)
-        scored = (
-            scorer.results(every, said.append) if scorer is not None else ScorerResults([], [{} for _ in every[1:]])
-        )
+        scored = ScorerResults([], [{} for _ in sides[1:]])
+        if scorer is not None:
+            scored = scorer.results([side.rollouts for side in sides], said.append)
     counts |= scored.counts
     said.extend(count_lines(counts))
-    figures = figures_of(config, every, success, scored, said.append)
-    for place, own in enumerate(searched):
-        figures[place] |= own
-    for place, lost in enumerate(losses):
-        figures[place][TEXT_LOSS] = lost.figure
-    invalid = sum(isinstance(r.reward, Invalid) for r in every[0])
-    of_invalid = [note for side in zip(folders, every, figures, strict=True) for note in _of_invalid(*side)]
-    against = _comparisons(config, every, figures, success, scored)
-    for one, lost in zip(against, losses[1:], strict=False):
-        gap = losses[0].minus(lost)
-        if gap is None:
-            said.append(
-                f"no difference in {TEXT_LOSS} from {one.model}: its tokens of the texts of --forget are others"
-            )
-        else:
-            one.differences[TEXT_LOSS] = gap
-    notes = (*dict.fromkeys(said), *of_invalid)
+    figures = _figures(config, sides, success, scored, said.append)
+    against = _comparisons(sides, figures, success, scored, said.append)
+    notes = [
+        *dict.fromkeys(said),
+        *(note for each in zip(sides, figures, strict=True) for note in invalid_notes(*each)),
+    ]
     harness = harness_figures(config) if config.harness is not None else {}
     if config.inspect_log is not None:
         log = Path(config.inspect_log)
-        for place, path in enumerate(file_of_each(log, log.suffix, len(folders))):
+        for place, path in enumerate(file_of_each(log, log.suffix, len(sides))):
             scores = scored.scores[place] if scored.scores else ()
-            side = LoggedModel(folders[place], every[place], figures[place], scores)
-            write_inspect_log(path, config, side, success, began)
-    return Evaluated(figures[0], rewards_by_task(every[0]), every[0], invalid, notes, against, harness, counts)
+            logged = LoggedModel(sides[place].name, sides[place].rollouts, figures[place], scores)
+            write_inspect_log(path, config, logged, success, began)
+    first = sides[0]
+    return Evaluated(
+        figures[0],
+        rewards_by_task(first.rollouts),
+        first.rollouts,
+        first.n_invalid,
+        tuple(notes),
+        against,
+        harness,
+        counts,
+    )
+
+
+def _figures(
+    config: Evaluation,
+    sides: Sequence[EvaluatedModel],
+    success: float | None,
+    scored: ScorerResults,
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """Return the figures of each model."""
+    figures = figures_of(config, [side.rollouts for side in sides], success, scored, say)
+    for side, own in zip(sides, figures, strict=True):
+        own |= side.search
+        if side.losses is not None:
+            own[TEXT_LOSS] = side.losses.figure
+    return figures
 
 
 def _comparisons(
-    config: Evaluation,
-    every: Sequence[list[Rollout]],
+    sides: Sequence[EvaluatedModel],
     figures: Sequence[dict[str, Any]],
     success: float | None,
     scored: ScorerResults,
+    say: Callable[[str], None],
 ) -> tuple[ModelComparison, ...]:
     """Return the comparison of the first model with each of the others."""
+    every = [side.rollouts for side in sides]
     earned = [Played(rewards_by_task(own), outcomes_by_task(own), task_of_each(own)) for own in every]
     compared = [compare(earned[0], other, success) for other in earned[1:]]
     wins = with_verdicts([won for _, won in compared])
     gaps = [gaps for gaps, _ in compared]
-    found = zip(config.against, figures[1:], gaps, wins, scored.win_rates, every[1:], strict=True)
+    for side, differences in zip(sides[1:], gaps, strict=True):
+        if sides[0].losses is None or side.losses is None:
+            continue
+        gap = sides[0].losses.minus(side.losses)
+        if gap is None:
+            say(f"no difference in {TEXT_LOSS} from {side.name}: its tokens of the texts of --forget are others")
+        else:
+            differences[TEXT_LOSS] = gap
+    names = [side.name for side in sides[1:]]
+    found = zip(names, figures[1:], gaps, wins, scored.win_rates, every[1:], strict=True)
     return tuple(ModelComparison(*one) for one in found)
 
 
@@ -230,22 +205,6 @@ def read(
                 f"--{name} needs to know which replies are right: give the reward of a right reply with --success"
             )
     return success, load_tasks(config, rows, env)
-
-
-def _search_figures(search: SearchEngine, episodes: Sequence[Episode]) -> dict[str, Any]:
-    """Return the mean number of tokens that a search sampled for a reply, and of whole replies that were too long to
-    verify, if it verifies. Each task counts once.
-    """
-    found: dict[str, dict[str, list[int]]] = {}  # figure -> task -> of each search
-    for episode in episodes:
-        record = search.record(episode.seed)
-        if record is not None:
-            own = {"search tokens": record.spent, "unverified replies": record.unverified}
-            for name, value in own.items():
-                if value is not None:
-                    found.setdefault(name, {}).setdefault(str(episode.task["id"]), []).append(value)
-    means = {name: [sum(own) / len(own) for own in tasks.values()] for name, tasks in found.items()}
-    return {name: stated(sum(own) / len(own), mean_interval(own), tasks=len(own)) for name, own in means.items()}
 
 
 def _held_out(config: Evaluation, data: Tasks | Stream, of_a_file: bool, say: Callable[[str], None]) -> Tasks | Stream:
@@ -300,24 +259,6 @@ def _example(rollout: Rollout, place: int) -> dict[str, Any]:
     """Return a rollout as an example; `place`: its row in the table of rollouts."""
     told = {"place": place, "task": rollout.task["id"], "reward": rollout.reward}
     return {**told, "prompt": rollout.prompt, "reply": rollout.text}
-
-
-def _of_invalid(name: str, rollouts: Sequence[Rollout], figures: dict[str, Any]) -> tuple[str, ...]:
-    """Return notes on the effect of a checkpoint's invalid rewards on its figures, if there are any."""
-    reasons = [r.reward.reason for r in rollouts if isinstance(r.reward, Invalid)]
-    if not reasons:
-        return ()
-    notes = [
-        f"{name}: {len(reasons)} of {len(rollouts)} rewards were invalid, and its figures leave them out; the first: "
-        f"{reasons[0]}"
-    ]
-    tasks = len({r.task["id"] for r in rollouts})
-    fewer = [
-        f"{n} over {f['tasks']}" for n, f in figures.items() if isinstance(f, dict) and f.get("tasks", tasks) < tasks
-    ]
-    if fewer:
-        notes.append(f"{name}: {', '.join(fewer)} of {tasks} tasks: the others have too few valid rewards")
-    return tuple(notes)
 
 
 def measured(rollouts: Sequence[Rollout], success: float | None, stats: Stats, rewarded: bool = True) -> None:

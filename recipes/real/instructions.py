@@ -21,7 +21,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -130,6 +130,8 @@ class Instructions:
     rows: list[Row]
     unseen: Mapping[str, list[Row]]
     prompts: int
+    rate: float = RATE
+    lora_rate: float = LORA_RATE
 
     def sft(self, arm: str) -> str:
         plain = [{**row, "prompt": [{"role": "user", "content": row["plain"]}]} for row in self.shown]
@@ -193,17 +195,25 @@ class Instructions:
             return self.study.model
         if arm == "SFT":
             return self.sft(arm)
-        return finished(self.grpo(arm, LORA_RATE if arm == LORA else RATE, arm == LORA))
+        return finished(self.grpo(arm, self.lora_rate if arm == LORA else self.rate, arm == LORA))
 
 
 def main() -> None:
-    given = options(__doc__ or "", "instructions", ARMS).parse_args()
+    parser = options(__doc__ or "", "instructions", ARMS)
+    parser.add_argument("--lr", type=float, default=RATE, help="learning rate of GRPO with all weights")
+    parser.add_argument("--lora-lr", type=float, default=LORA_RATE, help="learning rate of GRPO with adapters")
+    given = parser.parse_args()
     shown, steps, prompts, asked = SMALL if given.small else SIZE
-    rates = [SFT_RATE, RATE, LORA_RATE, RATE]
+    rates = [SFT_RATE, given.lr, given.lora_lr, given.lr]
     study = Study(given, {"shown": shown, "steps": steps, "prompts": prompts, "questions": asked, "rates": rates})
     for seed in study.seeds:
-        of_seed(study, seed).run(given.arms)
-    study.finish(page(study, asked, shown, steps * prompts))
+        replace(of_seed(study, seed), rate=given.lr, lora_rate=given.lora_lr).run(given.arms)
+    other = [f"--lr {given.lr:g}"] * (given.lr != RATE) + [f"--lora-lr {given.lora_lr:g}"] * (
+        given.lora_lr != LORA_RATE
+    )
+    study.finish(
+        page(study, " ".join(["instructions", *other]), asked, shown, steps * prompts), "rates" if other else ""
+    )
 
 
 def of_seed(study: Study, seed: int) -> Instructions:
@@ -213,7 +223,7 @@ def of_seed(study: Study, seed: int) -> Instructions:
     return Instructions(study, seed, rows[:shown], rows[shown:], unseen(asked), prompts)
 
 
-def page(study: Study, count: int, shown: int, trained: int) -> list[str]:
+def page(study: Study, command: str, count: int, shown: int, trained: int) -> list[str]:
     """The part of the page that the recipe writes."""
     kept = {"trained": "trained kinds", "new": "new kinds", "two": "two at once", "minutes": "minutes"}
     about = {
@@ -224,7 +234,7 @@ def page(study: Study, count: int, shown: int, trained: int) -> list[str]:
     }
     arms, left_out = study.there(ARMS)
     lines = [
-        *study.head("instructions"),
+        *study.head(command),
         f"{count} held-out prompts of each set, greedy. Mean over seeds with its 95% interval (Student), then every seed. "
         f"SFT sees at most {shown} prompts, GRPO {trained} others. The table shows the share of replies that keep their "
         "constraints:",

@@ -117,6 +117,8 @@ class InDouble(TorchFunctionMode):
             kwargs["dtype"] = torch.float64
         if function in (torch.Tensor.to, torch.Tensor.type):
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        if function is torch.Tensor.matmul and args[0].dtype != args[1].dtype:  # angles, in transformers 5.17
+            args = tuple(value.to(torch.float32) for value in args)
         return function(*args, **kwargs)
 
 

@@ -220,6 +220,10 @@ class ProcessesOptions(TypedDict, total=False):
     training process's own. In a recipe, a table."""
     shard: bool
     """Shard weights, gradients and optimizer state across the processes (FSDP2)."""
+    shard_size: int | None
+    """Processes that share one copy of the weights with --shard (hybrid sharding, HSDP); it divides --processes. With
+    the number of GPUs of a machine, weights are gathered within machines, and only gradients are summed between them.
+    Default: all processes."""
     tensor_parallel: int
     """Processes that divide heads, MLP and vocabulary of the model among them, and compute the same micro-batches. It
     divides --processes."""

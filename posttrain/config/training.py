@@ -129,6 +129,10 @@ class ProcessesGroup(OptionGroup, group="scale"):
     training process's own. In a recipe, a table."""
     shard: bool = option(False, on_resume="anew")
     """Shard weights, gradients and optimizer state across the processes (FSDP2)."""
+    shard_size: int | None = option(None, above=1, most=1024, on_resume="anew")
+    """Processes that share one copy of the weights with --shard (hybrid sharding, HSDP); it divides --processes. With the
+    number of GPUs of a machine, weights are gathered within machines, and only gradients are summed between them.
+    Default: all processes."""
     tensor_parallel: int = option(1, above=0, most=1024, on_resume="anew")
     """Processes that divide heads, MLP and vocabulary of the model among them, and compute the same micro-batches. It
     divides --processes."""
@@ -147,6 +151,10 @@ class ProcessesGroup(OptionGroup, group="scale"):
     def in_parts(self) -> bool:
         """Whether no process has all weights."""
         return self.shard or self.tensor_parallel > 1 or self.expert_parallel > 1
+
+    def shards(self, processes: int) -> int:
+        """Return how many of these processes share one copy of the weights."""
+        return (self.shard_size or processes) if self.shard else 1
 
     @property
     def divisions(self) -> tuple[str, ...]:

@@ -183,6 +183,7 @@ ELSEWHERE = {
     "router_aux_loss_coef": "{router_balance}",
     "freeze_vision_tower": "{train_vision} (the other way round)",
     "fsdp": "{shard}, with {processes}",
+    "fsdp_size": "{shard_size}, with {shard}",
     "deepspeed": "{shard}, with {processes}",
     "strategy": "{shard}, with {processes}",
     "ulysses_sequence_parallel_size": "{context_parallel}",
@@ -486,7 +487,7 @@ ANSWERS = {
         "the context is that of the model's config.json; {max_tokens} bounds a reply",
     ),
     **_alike(
-        "zero_stage zpg overlap_comm grad_accum_dtype offload fsdp_size param_offload ds3_gather_for_generation "
+        "zero_stage zpg overlap_comm grad_accum_dtype offload param_offload ds3_gather_for_generation "
         "offload_policy reshard_after_forward",
         "{shard} distributes weights, gradients and optimizer state; without it, {offload} keeps some of them on the host",
     ),

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from posttrain.core.protocols import Learner, Model
+from posttrain.core.protocols import Learner, Model, World
 from posttrain.learners.gradient_sums import sum_gradients
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
 from posttrain.learners.lockstep import LockstepLearner
@@ -44,17 +44,22 @@ class FSDPLearner(LockstepLearner):
         optimization: Optimization,
         *,
         world: Processes,
+        shard_size: int | None = None,
         others: Mapping[str, Model] | None = None,
         critic: Any = None,
         **options: Any,
     ) -> None:
-        """Shard the decoders of all models that are not sharded yet."""
+        """Shard the decoders of all models that are not sharded yet. `shard_size`: see `sharded_decoder.shard`."""
         assert options.get("trust_region") is None, "a natural step needs whole gradients"
         others = dict(others or {})
         teachers = [name for name in others if name != REFERENCE]
         kept = set(teachers if len(teachers) > 1 else [])  # not sharded: micro-batches use different ones
         self._held: dict[nn.Parameter, nn.Parameter] = {}  # this process's rows -> their parameter
         self._decoders: list[Backbone] = []
+        self._shard_size, self._copy = shard_size, world  # the processes that share this one's copy of the weights
+        if shard_size is not None:
+            firsts = range(0, world.size, shard_size)
+            self._copy = world.divided([range(first, first + shard_size) for first in firsts])
         products = torch.bfloat16 if options.get("precision") == "bfloat16" else None
         for held in (model, critic, *(other for name, other in others.items() if name not in kept)):
             self._decoders += [] if held is None else self._sharded(cast(nn.Module, held), world, products)
@@ -65,7 +70,7 @@ class FSDPLearner(LockstepLearner):
         decoders = decoders_in(held)
         with world.meeting():
             for decoder in decoders:
-                open_shards(decoder, world, products)
+                open_shards(decoder, world, products, self._shard_size)
         return decoders
 
     # -- evaluation and update -----------------------------------------------------------------------------------------
@@ -110,6 +115,10 @@ class FSDPLearner(LockstepLearner):
 
     def _in_parts(self, parameter: nn.Parameter) -> bool:
         return parameter in self._held
+
+    @property
+    def _holders(self) -> World:
+        return self._copy
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

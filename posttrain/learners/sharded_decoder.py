@@ -24,8 +24,10 @@ MMAP_THRESHOLD = -3  # glibc's M_MMAP_THRESHOLD: the size from which on a block 
 OWN_PAGES = 2**20  # bytes
 
 
-def shard(decoder: Backbone, size: int, device: torch.device) -> None:
+def shard(decoder: Backbone, size: int, device: torch.device, each: int | None = None) -> None:
     """Shard each weight of a decoder over the processes. Weights of a decoder on "meta" are never allocated whole.
+
+    `size`: number of processes; `each`: of those, neighbours, that share one copy of the weights; None: all of them.
 
     Adapters are left whole: they are small, and every process needs all of them for each product.
 
@@ -34,7 +36,11 @@ def shard(decoder: Backbone, size: int, device: torch.device) -> None:
     decoder.prepare_shards()
     if device.type == "cpu":
         _return_freed_memory()
-    mesh = init_device_mesh(device.type, (size,))
+    each = each or size
+    if each == size:
+        mesh = init_device_mesh(device.type, (size,))
+    else:
+        mesh = init_device_mesh(device.type, (size // each, each), mesh_dim_names=("copies", "shards"))
     left = {parameter for adapter in adapters(decoder) for parameter in adapter.parameters()}
     for layer in decoder.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=left)
@@ -64,13 +70,13 @@ def can_gather(decoder: Backbone, world: Processes) -> None:
             setattr(parameter, GATHER, partial(gathered, parameter, world))
 
 
-def open_shards(decoder: Backbone, world: Processes, products: torch.dtype | None) -> None:
+def open_shards(decoder: Backbone, world: Processes, products: torch.dtype | None, each: int | None = None) -> None:
     """Prepare a sharded decoder for its passes, and shard it first where it is whole. All processes have to call this.
 
-    `products`: the type of matrix products, if it is narrower than that of the weights.
+    `products`: the type of matrix products, if it is narrower than that of the weights; `each`: see `shard`.
     """
     if not isinstance(decoder, FSDPModule):
-        shard(decoder, world.size, decoder.head.device)
+        shard(decoder, world.size, decoder.head.device, each)
     state_of(cast(nn.Module, decoder))._lazy_init()  # initialises FSDP's parameters
     if products is not None:
         _gather_in(decoder, products)

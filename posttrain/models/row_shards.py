@@ -112,8 +112,10 @@ def slices_here(x: Tensor) -> tuple[int, tuple[slice, ...]]:
         return part.dim, part.own
     if not hasattr(x, "full_tensor"):
         return 0, (slice(0, x.shape[0] if x.ndim else 1),)
-    share = -(-x.shape[0] // x.device_mesh.size())  # type: ignore[attr-defined]
-    first = min(share * x.device_mesh.get_local_rank(), x.shape[0])  # type: ignore[attr-defined]
+    mesh = x.device_mesh  # type: ignore[attr-defined]
+    dim = mesh.ndim - 1  # the rows are dealt along the last one; along another there are copies of them
+    share = -(-x.shape[0] // mesh.size(dim))
+    first = min(share * mesh.get_local_rank(dim), x.shape[0])
     last = min(first + share, x.shape[0])
     assert len(here(x)) == last - first, "rows are dealt as by torch.chunk"
     return 0, (slice(first, last),)

@@ -37,6 +37,11 @@ def refuse_uneven(config: Training, size: int) -> None:
             f"{told} needs {each} processes for each {what}, and the run has {size}: give --processes {each}, or a "
             "multiple of it"
         )
+    if size % (each := config.shards(size)):
+        raise UserError(
+            f"--shard-size {each} needs {each} processes for each copy of the weights, and the run has {size}: give "
+            f"--processes {each}, or a multiple of it"
+        )
 
 
 @contextmanager

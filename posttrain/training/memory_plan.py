@@ -140,7 +140,7 @@ def _sized(config: Training, model: str, processes: int, room: float) -> tuple[L
     refuse_packed_shards(config, resolve(model))
     learner = shapes_of(config, shape)
     tokens = config.tokens_per_microbatch or tokens_of_activations(shape, room * ACTIVATION_SHARE)
-    return learner, UpdateSize.of(config, tokens, room, _wants(config), processes if config.shard else 1)
+    return learner, UpdateSize.of(config, tokens, room, _wants(config), config.shards(processes))
 
 
 def _refuse(config: Training, processes: int) -> None:

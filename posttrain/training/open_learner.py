@@ -91,9 +91,10 @@ def held_model(
 
     def shard_now(decoder: Backbone) -> None:
         if decoder.native or not changes:
-            shard(decoder, world.size, device)
+            shard(decoder, world.size, device, config.shard_size)
 
-    model = load_model(folder, device=device, shard=shard_now, shares=world.size, matrices=matrices)
+    shares = config.shards(world.size)
+    model = load_model(folder, device=device, shard=shard_now, shares=shares, matrices=matrices)
     for decoder in decoders_in(cast(nn.Module, model)):
         can_gather(decoder, world)
     return model
@@ -304,7 +305,7 @@ def new_learner(
     if config.shard:
         from posttrain.learners.fsdp import FSDPLearner
 
-        return FSDPLearner(model, optimization, world=world, mesh=mesh, **options)
+        return FSDPLearner(model, optimization, world=world, mesh=mesh, shard_size=config.shard_size, **options)
     return DataParallelLearner(model, optimization, mesh=mesh, **options)
 
 

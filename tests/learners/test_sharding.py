@@ -120,6 +120,13 @@ def runs_of_three(out: Path, rank: int, together: Processes) -> None:
     go_on(out / "half", out / "half, in three", STEPS, **SHARDED)
 
 
+def runs_in_copies(out: Path, rank: int, together: Processes) -> None:
+    copies = {**SHARDED, "shard_size": 2}
+    play(out / "two copies in two", out / "start", **copies)
+    play(out / "two copies, tokens divided", out / "start", context_parallel=2, **copies)
+    go_on(out / "half", out / "half, in two copies", STEPS, **copies)
+
+
 def fails_within(out: Path, rank: int, together: Processes) -> None:
     """The second process fails in the middle of an update; what each of them says of it is written down."""
     outputs, seen = FSDPLearner._outputs, []
@@ -155,6 +162,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def three(runs: Path) -> None:
     in_processes(ranks, (free_port(), 3, runs), 3)
+
+
+@pytest.fixture(scope="module")
+def copies(runs: Path) -> None:
+    """Four processes with two copies of the weights, each in two of them."""
+    in_processes(ranks, (free_port(), 4, runs), 4)
+
+
+@pytest.mark.usefixtures("copies")
+@pytest.mark.parametrize("name", ["two copies in two", "two copies, tokens divided", "half, in two copies"])
+def test_run_with_two_sharded_copies_is_that_of_one_process(runs: Path, name: str) -> None:
+    check_whole(runs, name)
 
 
 @pytest.mark.long
@@ -273,9 +292,11 @@ def same_numbers(mine: Found, theirs: Found) -> None:
             assert theirs[place][name] == pytest.approx(values, rel=1e-5, abs=1e-6), name
 
 
-def learners(out: Path, rank: int, together: Processes) -> None:
+def learners(out: Path, rank: int, together: Processes, each: int | None = None) -> None:
+    """`each`: processes that share one copy of the weights; None: all."""
+    kind: Any = partial(FSDPLearner, shard_size=each)
     for tied in (True, False):
-        one, sharded = learner(LocalLearner, tied, Alone()), learner(FSDPLearner, tied, together)
+        one, sharded = learner(LocalLearner, tied, Alone()), learner(kind, tied, together)
         grads, summed = gradients(one), gradients(sharded)
         copied = own_copy(sharded.weights())
         before = weights(sharded)
@@ -301,7 +322,7 @@ def learners(out: Path, rank: int, together: Processes) -> None:
             "a copy stays as it is"
         )
         share = sum(rows.numel() for rows in sharded.parts[0].parameters.values())  # type: ignore[attr-defined]
-        assert share <= sum(p.numel() for p in one.model.parameters()) / together.size * 1.2
+        assert share <= sum(p.numel() for p in one.model.parameters()) / (each or together.size) * 1.2
         sharded.evaluate(micro_batches(4))
         for found in sharded._decoders:  # type: ignore[attr-defined]
             assert all(is_sharded(parameter) for parameter in found.parameters()), "nothing stays gathered"
@@ -313,14 +334,19 @@ def test_gradients_and_weights_are_those_of_one_process_wherever_a_loss_reaches(
     assert (runs / "learners.2").read_text() == "equal"
 
 
+@pytest.mark.usefixtures("copies")
+def test_gradients_and_weights_of_two_sharded_copies_are_those_of_one_process(runs: Path) -> None:
+    assert (runs / "learners.4").read_text() == "equal"
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("three")
 def test_gradients_and_weights_of_three_are_those_of_one_process(runs: Path) -> None:
     assert (runs / "learners.3").read_text() == "equal"
 
 
-def saves(out: Path, rank: int, together: Processes) -> None:
-    folder = out / "saved"
+def saves(out: Path, rank: int, together: Processes, each: int | None = None) -> None:
+    folder = out / f"saved.{together.size}"
     gather, alive, most = sharded_decoder.gathered, list[weakref.ref[Tensor]](), list[int]()
 
     def watched(parameter: Tensor, of: Any) -> Tensor:
@@ -330,15 +356,16 @@ def saves(out: Path, rank: int, together: Processes) -> None:
         return found
 
     sharded_decoder.gathered = fsdp.gathered = watched
-    sharded = learner(FSDPLearner, False, together)
+    kind: Any = partial(FSDPLearner, shard_size=each)
+    sharded = learner(kind, False, together)
     sharded.update(micro_batches(5), Both())
     sharded.save(folder if rank == 0 else None)
     sharded_decoder.gathered = fsdp.gathered = gather
     together.gather(None)
     assert len(most) > 60 and max(most) == 1, "one parameter at a time"
-    shard = partial(sharded_decoder.shard, size=2, device=torch.device("cpu"))
-    again = FSDPLearner(
-        load_model(folder, torch.float64, shard=shard, shares=2), Optimization(), world=together,
+    shard = partial(sharded_decoder.shard, size=together.size, device=torch.device("cpu"), each=each)
+    again = kind(
+        load_model(folder, torch.float64, shard=shard, shares=each or together.size), Optimization(), world=together,
         critic=ValueModel(14, decoder(True, 6, 1), 0).double(),
     )  # fmt: skip
     again.load(folder)
@@ -386,6 +413,7 @@ def test_optimizers_of_single_numbers_are_those_of_one_process_and_are_read_back
 PARTS: dict[int, list[Callable[[Path, int, Processes], None]]] = {
     2: [runs_of_two, kinds_of_two, learners, saves, other_optimizers, fails_within],
     3: [learners, runs_of_three],
+    4: [partial(learners, each=2), partial(saves, each=2), runs_in_copies],
 }
 
 
@@ -521,10 +549,15 @@ def test_divisions_that_exclude_each_other_say_why_and_what_to_do(options: dict[
     assert reason in str(caught.value) and remedy_of(str(caught.value), "-parallel") == "leave out one of them"
 
 
+def test_a_size_of_shards_without_shards_says_what_to_do() -> None:
+    with pytest.raises(UserError, match="--shard-size is .* with --shard: add it, or leave it out"):
+        validate(SFT(tasks="x", shard_size=2))
+
+
 @pytest.mark.parametrize(
     ("options", "size"),
     [({"tensor_parallel": 2}, 3), ({"expert_parallel": 4}, 2), ({"tensor_parallel": 2, "context_parallel": 2}, 2),
-     (SHARDED, 1), ({"restarts": 2}, 1), ({"collective_timeout": 5.0}, 1)],
+     ({**SHARDED, "shard_size": 2}, 3), (SHARDED, 1), ({"restarts": 2}, 1), ({"collective_timeout": 5.0}, 1)],
 )  # fmt: skip
 def test_numbers_of_processes_that_do_not_suit_say_why_and_what_to_do(
     options: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""What an evaluation samples from each of its checkpoints: the same tasks with the same seeds."""
+"""The rollouts that an evaluation samples from each of its checkpoints: the same tasks with the same seeds."""
 
 from __future__ import annotations
 

@@ -380,7 +380,7 @@ import sys, torch
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.native.decoder import DecoderConfig, new_decoder
 from posttrain.training.sources.sft_source import LikelihoodObjective as Likelihood
-from posttrain.core.types import Transcript
+from posttrain.core.transcripts import Transcript
 from posttrain.models.native.kernels import build
 from posttrain.training.sources.packing import collate
 t = Transcript()

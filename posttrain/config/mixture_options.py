@@ -103,8 +103,10 @@ def weights_of(config: MixtureGroup, sizes: Mapping[str, int]) -> dict[str, floa
         raise UserError(
             f"--mixture.{missing[0]}.weight is missing: give every part a weight, or none for weights by size"
         )
-    by_size = {name: float(size ** (1 / config.mixture_temperature)) for name, size in sizes.items()}
-    weights = {name: by_size[name] if weight is None else float(weight) for name, weight in given.items()}
+    power = 1 / config.mixture_temperature if missing else 1.0
+    weights = {name: float(sizes[name]) if weight is None else float(weight) for name, weight in given.items()}
+    largest = max(weights.values())  # powers and sums of numbers from 0 to 1 are finite
+    weights = {name: (weight / largest) ** power for name, weight in weights.items()}
     total = sum(weights.values())
     return {name: weight / total for name, weight in weights.items()}
 

@@ -228,6 +228,15 @@ def test_weights_are_given_or_follow_from_the_sizes() -> None:
         assert found["sums"] == pytest.approx(expected, abs=1e-5) and sum(found.values()) == pytest.approx(1)
 
 
+def test_shares_are_finite_for_any_weight_and_temperature() -> None:
+    bare = {name: {k: v for k, v in own.items() if k != "weight"} for name, own in PARTS.items()}
+    for temperature in (1e-3, 1e-300):  # the powers themselves overflow
+        found = weights_of(config(mixture=bare, mixture_temperature=temperature), {"sums": 9, "words": 4})
+        assert found == {"sums": 1.0, "words": pytest.approx(0.0, abs=1e-300)}
+    heavy = {name: {**own, "weight": "1e308"} for name, own in PARTS.items()}
+    assert weights_of(config(mixture=heavy), {"sums": 9, "words": 6}) == {"sums": 0.5, "words": 0.5}
+
+
 def test_parts_have_the_options_of_the_run_but_for_their_own() -> None:
     parts = parts_of(config(max_turns=7, max_tokens=99, env_timeout=3.0))
     assert [(own.tasks, own.env, own.max_tokens, own.max_turns) for own in parts.values()] == [

@@ -41,8 +41,8 @@ def content(path: Name, most: int = MOST) -> bytes:
 
 
 def text(path: Name, most: int = MOST) -> str:
-    """Return a file's content as text. Raises UnicodeDecodeError if it is not UTF-8."""
-    return content(path, most).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+    """Return a file's content as text, without a byte order mark. Raises UnicodeDecodeError if it is not UTF-8."""
+    return content(path, most).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def lines(file: BufferedIOBase, most: int = MOST) -> Iterator[bytes]:

@@ -23,6 +23,7 @@ import posttrain
 from posttrain.cli.main import main
 from posttrain.config.inference import Check
 from posttrain.config.resolve import validate
+from posttrain.config.suite_file import read_suite
 from posttrain.core import user_files
 from posttrain.core.json_text import json_line, json_text, plain
 from posttrain.core.types import UserError
@@ -158,6 +159,15 @@ def test_an_option_with_a_character_of_code_0_is_refused() -> None:
     for options in ({"retriever": ("\0",)}, {"model": "a\0b"}, {"env": "\0"}):
         with pytest.raises(UserError, match="null character"):
             validate(Check(tasks="rows.jsonl", **options))
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_bytes(b"\xef\xbb\xbf[check]\r\ntasks = 'rows.jsonl'\r\n")  # as editors of Windows save it
+    assert user_files.text(recipe) == "[check]\ntasks = 'rows.jsonl'\n"
+    suite = tmp_path / "suite.toml"
+    suite.write_bytes(b"\xef\xbb\xbf[sums]\ntasks = 'rows.jsonl'\nenv = 'my.py:reward'\n")
+    assert [part.name for part in read_suite(str(suite), {"model": "start"})] == ["sums"]
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------

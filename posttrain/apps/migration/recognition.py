@@ -48,7 +48,7 @@ def read(source: str, trainer: str | None = None) -> ForeignRun:
     if trainer is not None and path.suffix not in _CONFIGURATIONS:
         raise UserError(f"--trainer is of a YAML configuration, and {clip(source)} is none: leave it out")
     try:
-        text = user_files.text(path, _LARGEST_NOTEBOOK if path.suffix == ".ipynb" else LARGEST).removeprefix("\ufeff")
+        text = user_files.text(path, _LARGEST_NOTEBOOK if path.suffix == ".ipynb" else LARGEST)
     except UnicodeDecodeError as error:
         raise UserError(
             f"{clip(source)} is not text in UTF-8: byte {error.start} is {error.object[error.start]:#04x}"

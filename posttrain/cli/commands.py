@@ -41,8 +41,14 @@ def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  
     from posttrain.runs.terminal.printing import examples, say
     from posttrain.training.verbs import evaluate
 
-    if config.out and os.path.isdir(config.out):
-        raise UserError(f"--out {config.out:.100} is a folder: name a file, such as {Path(config.out) / 'eval.json'}")
+    for option, file in (("--out", config.out), ("--inspect-log", config.inspect_log)):
+        if file and os.path.isdir(file):
+            raise UserError(f"{option} {file:.100} is a folder: name a file, such as {Path(file) / 'eval.json'}")
+        try:
+            if file:
+                user_files.creatable(file)
+        except OSError as error:
+            raise UserError(f"{option} {file:.100} cannot be written: {error.strerror}") from error
     if config.suite is not None:
         return evaluate_suite(config)
     if config.harness is not None and not config.tasks:

@@ -8,16 +8,14 @@ from typing import Any
 
 from posttrain.config.inference import Evaluation
 from posttrain.config.resolve import check_bounds
-from posttrain.core import user_files
 from posttrain.core.intervals import told
-from posttrain.core.json_text import json_document
 from posttrain.core.types import UserError
 from posttrain.runs.terminal.printing import say, table
 from posttrain.training.harness_figures import Figures, harness_figures
 from posttrain.training.rollout_figures import headline, rates
 from posttrain.training.text_loss import TEXT_LOSS
 from posttrain.training.verbs import suite
-from posttrain.training.verbs.evaluate import Evaluated
+from posttrain.training.verbs.evaluate import Evaluated, write_figures
 
 HEAD = ["part", "tasks", "accuracy or reward", "tokens", "cut off", "invalid", "distribution"]
 WIDTH, SPACE, DIGITS = 80, 3, 6
@@ -129,11 +127,7 @@ def evaluate_harness(config: Evaluation) -> int:
     found = harness_figures(config)
     _harness_table(config, found)
     if config.out:
-        try:
-            Path(config.out).parent.mkdir(parents=True, exist_ok=True)
-            user_files.writable(Path(config.out)).write_bytes(json_document({"harness": found}))
-        except OSError as error:
-            raise UserError(f"--out {config.out} cannot be written: {error.strerror}") from error
+        write_figures(Path(config.out), {"harness": found})
         say(f"figures     {config.out}")
     return 0
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from io import BufferedIOBase, BufferedRandom
 from pathlib import Path
@@ -63,6 +64,17 @@ def writable(path: Name) -> Path:
     """Return the path of a file that a library writes, once it can be written; creates it."""
     opened(path, "ab").close()
     return Path(path)
+
+
+def creatable(path: Name) -> Path:
+    """Return the path of a file that is written later, once it can be; creates its folder, and not the file."""
+    place = Path(named(path))
+    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        opened(place, "r+b").close()
+    except FileNotFoundError:
+        tempfile.TemporaryFile(dir=place.parent).close()
+    return place
 
 
 def readable_folder(folder: Name) -> Path:

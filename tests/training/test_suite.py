@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from math import sqrt
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from posttrain.config.suite_file import read_suite
 from posttrain.core.intervals import holm
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training.verbs import evaluate
 from posttrain.training.verbs.suite import macro_average
 
 REWARDS = """
@@ -250,6 +253,34 @@ def test_a_folder_in_place_of_the_file_of_figures_is_told_before_anything_is_sam
     assert main(["eval", "--suite", "suite.toml", "--model", "model", "--out", "figures"]) == 2
     said = capsys.readouterr()
     assert "--out figures is a folder: name a file, such as figures/eval.json" in said.err and not said.out
+
+
+@pytest.mark.parametrize("option", ["--out", "--inspect-log"])
+def test_a_file_of_results_that_cannot_be_written_is_told_before_anything_is_sampled(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "--suite", "suite.toml", "--model", "model", option, "near.jsonl/figures.json"]) == 2
+    said = capsys.readouterr()
+    assert f"{option} near.jsonl/figures.json cannot be written" in said.err and not said.out
+
+
+@pytest.mark.parametrize("full", ["disk.near.json", "disk.json"])
+def test_a_disk_that_is_full_meanwhile_costs_no_figures(
+    full: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path(full).write_text("of an earlier evaluation")
+    write = evaluate.replace
+
+    def limited(path: Path, content: bytes) -> None:
+        if path.name == full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, content)
+
+    monkeypatch.setattr(evaluate, "replace", limited)
+    assert main(["eval", "--suite", "suite.toml", "--model", "model", "--out", "disk.json"]) == 2
+    said = capsys.readouterr()
+    assert f"--out {full} cannot be written: No space left on device; the figures so far are above" in said.err
+    assert "near" in said.out.partition("\nmodel\n")[2] and Path(full).read_text() == "of an earlier evaluation"
 
 
 def test_a_table_of_template_variables_is_no_part_however_it_is_written() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -22,6 +22,7 @@ from posttrain.envs.play.load_env import success_of
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.record.rollout_tables import rollouts_table
 from posttrain.runs.record.table_writer import write_table
+from posttrain.runs.run_files import replace
 from posttrain.runs.run_folder import day_of
 from posttrain.runs.terminal.notices import warn
 from posttrain.runs.trained_options import as_trained
@@ -244,7 +245,7 @@ def save(found: Evaluated, path: Path) -> list[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         for old in [file for file in path.parent.iterdir() if re.fullmatch(written, file.name)]:
             old.unlink()  # of an evaluation that had more sides
-        user_files.writable(path).write_bytes(json_document(content))
+        write_figures(path, content)
         for file, rollouts in zip(file_of_each(path, ".rollouts.parquet", len(sides)), sides, strict=True):
             if rollouts:
                 table = rollouts_table(0, [Outcome(rollout) for rollout in rollouts], "eval")
@@ -253,6 +254,15 @@ def save(found: Evaluated, path: Path) -> list[Path]:
     except OSError as error:
         raise UserError(f"--out {path} cannot be written: {error.strerror}") from error
     return files
+
+
+def write_figures(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file of figures as JSON, wholly or not at all. Raises UserError if it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace(user_files.real(path), json_document(content))
+    except OSError as error:
+        raise UserError(f"--out {path} cannot be written: {error.strerror}") from error
 
 
 def _example(rollout: Rollout, place: int) -> dict[str, Any]:

@@ -13,14 +13,12 @@ from typing import Any
 from posttrain.config.inference import Evaluation
 from posttrain.config.resolve import filled
 from posttrain.config.suite_file import OF_THE_SUITE, Part, read_suite
-from posttrain.core import user_files
 from posttrain.core.intervals import Interval, stated
-from posttrain.core.json_text import json_document
 from posttrain.core.types import UserError
 from posttrain.training.model_comparison import verdicts_of_rates, with_verdicts
 from posttrain.training.rollout_figures import headline, rates
 from posttrain.training.verbs import evaluate
-from posttrain.training.verbs.evaluate import Evaluated
+from posttrain.training.verbs.evaluate import Evaluated, write_figures
 
 
 @dataclass(frozen=True)
@@ -45,10 +43,10 @@ class EvaluatedSuite:
 
 
 class UnfinishedSuite(UserError):
-    """A user's mistake in a part, after other parts were done."""
+    """A user's mistake, or a file that cannot be written, after parts were done."""
 
     def __init__(self, message: str, done: EvaluatedSuite) -> None:
-        """`done`: the result of the parts before it."""
+        """`done`: the result of the parts that are done."""
         super().__init__(message)
         self.done = done
 
@@ -85,18 +83,17 @@ def evaluate_suite(
             raise UnfinishedSuite(f"{error}; {_outlook(config, list(told))}", _result(told, evaluated)) from None
         told[part.name] = _told(part, found) | {"seconds": time.perf_counter() - began}
         evaluated[part.name] = found
-        if config.out:
-            evaluate.save(found, beside(Path(config.out), part.name))
         say(part.name, found)
+        if config.out:
+            with _unwritten(lambda: _result(told, evaluated)):
+                evaluate.save(found, beside(Path(config.out), part.name))
     result = _result(told, evaluated)
     if config.out:
         content: dict[str, Any] = {"model": config.model, "against": config.against, "averages": result.averages}
         content |= {"parts": told}
         content |= {"cost": sum(result.costs.values())} if result.costs else {}
-        try:
-            user_files.writable(Path(config.out)).write_bytes(json_document(content))
-        except OSError as error:
-            raise UserError(f"--out {config.out} cannot be written: {error.strerror}") from error
+        with _unwritten(lambda: result):
+            write_figures(Path(config.out), content)
     return result
 
 
@@ -107,6 +104,15 @@ def _named(part: Part) -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(f"[{part.name}] {error}") from None
+
+
+@contextmanager
+def _unwritten(done: Callable[[], EvaluatedSuite]) -> Iterator[None]:
+    """Context manager in which a file that cannot be written costs no figures: see `UnfinishedSuite`."""
+    try:
+        yield
+    except UserError as error:
+        raise UnfinishedSuite(f"{error}; the figures so far are above", done()) from None
 
 
 def _result(parts: dict[str, dict[str, Any]], evaluated: dict[str, Evaluated]) -> EvaluatedSuite:

@@ -46,7 +46,7 @@ class Evaluation(
     harness: str | None = option(None, group="data", value="lm-eval:TASK,TASK")
     """Tasks of EleutherAI's lm-evaluation-harness, by name or file (my_task.yaml), besides --tasks or instead of them.
     Their figures are computed with this model's log-probabilities and engine. Needs the extra lm-eval."""
-    samples: int = option(8, above=0, group="sampling", first_hour=True)
+    samples: int = option(8, above=0, most=100_000, group="sampling", first_hour=True)
     """Replies per task."""
     k: tuple[int, ...] = option((1, 4, 8), above=0, group="evaluation", first_hour=True)
     """Values of k for pass@k."""
@@ -147,7 +147,7 @@ class Check(StepRewardGroup, EnvLimitGroup, Data):
     model: str | None = option(None, group="model", first_hour=True, value="FOLDER")
     """Also apply this model's tokenizer and chat template to the prompts, and check that they fit its context. The
     folder of a checkpoint or of a run; no weights are read."""
-    limit: int | None = option(4, above=0, first_hour=True)
+    limit: int | None = option(4, above=0, most=1e12, first_hour=True)
     """Read only the first N rows, and try the first few tasks."""
     replies: str | None = option(None, group="data", first_hour=True, value="FILE")
     """Text file of sample replies, one per line. Default: each task's own answer, and some hostile replies."""
@@ -270,7 +270,7 @@ class RetrieverBuild(OptionGroup, group="data"):
     """Folder of the index. It is created only once the index is complete."""
     split: str | None = None
     """Split of a dataset that has several."""
-    limit: int | None = option(None, above=0)
+    limit: int | None = option(None, above=0, most=1e12)
     """Read only the first N rows."""
     fields: dict[str, str] = option(factory=dict, first_hour=True, value="COLUMN")
     """Rename columns: --fields.text body --fields.title heading."""

@@ -48,7 +48,7 @@ class FromRows(OptionGroup, group="data"):
     possibly without end. Default: the set of tasks that --env names (harbor:FOLDER)."""
     split: str | None = None
     """Split of a dataset that has several."""
-    limit: int | None = option(None, above=0)
+    limit: int | None = option(None, above=0, most=1e12)
     """Read only the first N rows."""
     fields: dict[str, str] = option(factory=dict, first_hour=True, value="COLUMN")
     """Rename columns: --fields.prompt question --fields.answer solution. A reward finds them under both names. A dot

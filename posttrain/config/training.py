@@ -399,7 +399,7 @@ class RL(
     success: float | None = option(None, group="environment", value="REWARD", first_hour=True)
     """Reward from which a reply counts as right. It defines accuracy and pass@k. Default: the environment's own SUCCESS.
     Algorithms that imitate right replies use it too."""
-    eval_samples: int = option(1, above=0, group="evaluation")
+    eval_samples: int = option(1, above=0, most=100_000, group="evaluation")
     """Replies per held-out task in each evaluation."""
     eval_limit: int = option(500, above=0, group="evaluation")
     """Maximum number of held-out tasks in an evaluation, of each set or part of a mixture."""

@@ -11,6 +11,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -95,7 +96,8 @@ class Lines:
         if not self.ends and not self._kept:
             self.path.unlink(missing_ok=True)
             self.origin.unlink(missing_ok=True)
-        self._file.close()
+        with suppress(OSError):  # of rows that a full disk did not take, which `write` has told
+            self._file.close()
 
     def __enter__(self) -> Lines:
         return self

@@ -193,7 +193,7 @@ def writing(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         where = error.filename if isinstance(error.filename, str | os.PathLike) else folder
-        way = "; make room there and continue with --resume" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        way = "; make room there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         raise UserError(f"cannot write to {os.fspath(where)}: {error.strerror or error}{way}") from error
 
 

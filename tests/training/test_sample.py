@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import resource
 import shutil
 import time
 from itertools import combinations, product
@@ -19,8 +20,10 @@ from row_files import refused
 import posttrain
 from posttrain.cli.main import main
 from posttrain.core.batch import Layout
+from posttrain.core.types import UserError
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.jsonl_writer import Lines
 
 
 @pytest.fixture
@@ -209,6 +212,19 @@ def test_a_file_that_another_process_writes_is_left_alone(place: Path) -> None:
     assert Path("a.jsonl").read_bytes() == kept
     Path(".a.jsonl.made").unlink()
     refused(lambda: sample("a.jsonl", resume=True), ".a.jsonl.made", "missing or damaged", "--overwrite")
+
+
+def test_a_disk_that_is_full_is_told_in_one_line_and_costs_no_row_that_was_written(tmp_path: Path) -> None:
+    file, soft_and_hard = tmp_path / "rows.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        with pytest.raises(UserError, match="cannot write to"), Lines(file, {}, False, False) as lines:
+            lines.write([{"row": 1}])
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, soft_and_hard[1]))
+            lines.write([{"row": "x" * 5000}])  # less than the buffer of the file
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, soft_and_hard)
+    with Lines(file, {}, True, False) as lines:
+        assert [*lines] == [{"row": 1}]
 
 
 def test_a_file_of_other_options_tasks_or_weights_is_not_continued(place: Path, tokenizer: Tokenizer) -> None:

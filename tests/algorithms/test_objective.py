@@ -42,7 +42,7 @@ from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.credit import Baselined, PassAtK, StepRewards
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.earned_rewards import equal_rewards
-from posttrain.algorithms.penalty import KL, Entropy
+from posttrain.algorithms.penalty import KL, EarlyStop, Entropy
 from posttrain.algorithms.policy import Algorithm, PolicyObjective
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.algorithms.ratio import Causal, OverSequence, RatioStep
@@ -329,6 +329,9 @@ def test_what_is_logged_of_a_micro_batch_is_what_its_name_says() -> None:
     far = Stats()
     PolicyObjective(replace(row, kl=KL("k3", 0.1, against="old")))(Outputs(current, entropy=others[4]), batch, far)
     assert far["kl/old"] == (pytest.approx(sum(x - 1 - math.log(x) for x in r)), n) and "kl" not in far
+    stopping = Stats()  # tokens of the old policy: their mean of r - 1 - log r estimates KL(old || policy)
+    PolicyObjective(replace(row, early_stop=EarlyStop()))(outputs, batch, stopping)
+    assert stopping["kl/step"] == (pytest.approx(sum(x - 1 - math.log(x) for x in r)), n)
     none = Stats()
     empty = {name: getattr(batch, name)[:0] for name in ("advantage", "weight", "rollout", "old_logp", "ref_logp")}
     PolicyObjective(row)(

@@ -190,6 +190,17 @@ def test_puct_selects_as_computed_by_hand() -> None:
     assert tree.root.visits == 4
 
 
+def test_priors_are_the_policys_probabilities_of_whole_steps_whatever_their_lengths() -> None:
+    steps = [SearchStep((1, 2), (math.log(0.5), math.log(0.4)), True), SearchStep((3,), (math.log(0.3),), True)]
+
+    def propose(asked: Propose) -> list[SearchStep]:
+        return steps[: len(asked.nodes)]
+
+    settings = SearchSettings(proposals=2, tokens=4, longest=2)
+    tree = run(SEARCHES["mcts"], settings, propose, lambda nodes: [0.0] * len(nodes))
+    assert [child.prior for child in tree.root.children] == pytest.approx([0.2 / 0.5, 0.3 / 0.5])
+
+
 def test_puct_is_the_mean_value_and_the_bonus_of_the_prior() -> None:
     parent = SearchNode(visits=9)
     node = SearchNode(parent, SearchStep((1,), (0.0,)), value=0.7, prior=0.3)

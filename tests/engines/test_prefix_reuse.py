@@ -289,6 +289,27 @@ def test_two_may_go_on_from_one(tokenizer: Tokenizer) -> None:
     assert found[True, 0] == found[True, 9] == found[False, 0]
 
 
+def test_a_request_may_go_on_from_any_beginning_of_a_kept_reply(tokenizer: Tokenizer, backend: str) -> None:
+    model, prompt = tiny(tokenizer, context=CONTEXT), GROUPS[0]
+    engine, other = new(model, tokenizer), new(model, tokenizer)
+    engine.submit(0, prompt, Sampling(max_tokens=40, seed=3), keep=True)
+    [reply] = [c for _ in range(40) for c in engine.poll()]
+    assert len(reply.tokens) > 20, "it fills more than a unit of the cache"
+    found: list[dict[int, Any]] = []
+    for one in (engine, other):
+        for count in range(1, len(reply.tokens)):
+            if one is engine:
+                one.copy(0, count, len(prompt) + count)
+            else:  # computes all tokens again, in the same parts
+                one.take_over(count, prompt)
+            one.submit(count, [*prompt, *reply.tokens[:count]], Sampling(max_tokens=3, seed=count))
+        done = [c for _ in range(40) for c in one.poll()]
+        found.append({c.id: (c.tokens, c.logp) for c in done})
+    assert found[0].keys() == found[1].keys() == {*range(1, len(reply.tokens))}
+    for count, (tokens, logp) in found[0].items():
+        assert (tokens, logp) == (found[1][count][0], pytest.approx(found[1][count][1], abs=1e-5))
+
+
 def test_new_weights_forget_what_the_old_ones_computed(tokenizer: Tokenizer) -> None:
     model = tiny(tokenizer, context=CONTEXT)
     engine = new(model, tokenizer)

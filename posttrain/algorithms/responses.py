@@ -190,6 +190,7 @@ class PolicyWeight(Component):
 
     source = "WPO, arXiv 2406.11827, eq. 2 and section 3.2"
     formula = "x w(y) of each of its responses, w(y) = exp(mean_t (lp - log sum_v pi_v^2)), without a gradient"
+    interpretation = "The weight of a comparison is that of the equation. The authors' code bounds it by 1."
     wants = frozenset({"collision"})
 
     def __call__(self, outputs: Outputs, batch: Batch, responses: Responses, which: Tensor) -> Tensor:

@@ -128,6 +128,11 @@ def test_last_number_is_the_last_that_stands_alone(text: str, number: Fraction |
     assert last_number(text) == number
 
 
+def test_a_tolerance_is_relative_to_the_gold_on_both_sides_of_it() -> None:
+    within = [equal_numbers(Fraction(value), Fraction(100), Fraction(1, 10)) for value in (89, 90, 110, 111)]
+    assert within == [False, True, True, False]
+
+
 def test_numbers_are_equal_exactly_unless_the_gold_was_rounded_by_a_computer() -> None:
     assert equal_numbers(Fraction("0.5"), Fraction(1, 2))
     assert not equal_numbers(Fraction("0.333"), Fraction(1, 3))

@@ -132,6 +132,23 @@ def test_a_pairwise_judge_compares_every_pair_in_both_orders(place: Path) -> Non
     )
 
 
+def test_margin_of_a_comparison_by_criteria_is_the_difference_of_their_weighted_votes(place: Path) -> None:
+    def behave(request: dict[str, Any], number: int) -> Said:
+        said = by_length(request).content
+        assert isinstance(said, dict)
+        longer = said["score"]
+        return Said({"reason": "", "right": longer, "short": {"A": "B", "B": "A"}.get(longer, longer)})
+
+    with serving(behave) as server:
+        write_recipe(place / "judge.toml", server.address, kind="pairwise")
+        with (place / "judge.toml").open("a") as file:
+            file.write(
+                '[[criteria]]\nname = "right"\nrubric = "r"\nweight = 3\n[[criteria]]\nname = "short"\nrubric = "s"\n'
+            )
+        [row] = label("judge=judge.toml", items=ITEMS[1:2])
+    assert row["comparisons"] == [[0, 1, 1.0, 3 / 4 - 1 / 4]]
+
+
 @pytest.mark.parametrize(
     ("out", "why"),
     [

@@ -245,6 +245,15 @@ def test_what_steers_a_kl_is_the_mean_over_the_policy_s_own_tokens() -> None:
     assert RLSource._mean(Played, KL("k3")(old, ref), old - mu, [1] * 4) == 0, "no token is near enough"  # type: ignore[arg-type]
 
 
+def test_weights_of_the_kl_that_a_control_reads_add_up_to_one() -> None:
+    class Played:
+        algorithm, lags = find("grpo"), True
+
+    weight, distance = torch.tensor([1.0, 4.0, 0.5]), torch.tensor([1.0, 2.0, 3.0])
+    found = RLSource._mean(Played, distance, weight.log(), [2, 1])  # type: ignore[arg-type]
+    assert found == pytest.approx((1 * 1 + 2 * 2 + 0.5 * 3) / (1 + 2 + 0.5)), "weights are at most 2"
+
+
 def test_what_steers_an_entropy_played_ahead_is_the_policy_s_and_not_the_sampler_s() -> None:
     row = row_of("grpo", kl=0.0, entropy_target=5.0, minibatches=2)
     assert row.entropy is not None

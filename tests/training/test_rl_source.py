@@ -303,6 +303,15 @@ def test_figures_of_a_step_are_of_all_of_its_rollouts() -> None:
     assert {name: alone[name] for name in expected} == diversity(looked[:1]) and "accuracy" not in alone
 
 
+def test_a_success_is_decided_by_the_outcome_where_a_reward_has_one_and_by_the_whole_reward_elsewhere() -> None:
+    rollouts = make_rollouts(torch.Generator().manual_seed(0), 1, 3, 40)
+    for rollout, outcome, reward in zip(rollouts, (1.0, 0.0, None), (0.2, 1.2, 0.9), strict=True):
+        rollout.reward, rollout.rewards = reward, {} if outcome is None else {"outcome": outcome}
+    scores = scoreboard(rollouts, success=0.5)
+    assert scores.success is not None and scores.success.tolist() == [True, False, True]
+    assert describe(rollouts, 0.5)["accuracy"] == (2, 3) and scores.reward.tolist() == [0.2, 1.2, 0.9]
+
+
 def test_step_with_mostly_invalid_rewards_stops_with_the_reason() -> None:
     refuse_broken(invalidate(make_rollouts(torch.Generator().manual_seed(0), 2, 4, 40), 0, 1, 2, 3))
     rollouts = invalidate(make_rollouts(torch.Generator().manual_seed(0), 2, 4, 40), 0, 1, 2, 3, 4)

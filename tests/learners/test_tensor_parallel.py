@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import namedtuple
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -103,14 +103,24 @@ def weights(of: LocalLearner) -> dict[str, Tensor]:
     return {f"{name}/{n}": whole(p).clone() for name, m in held.items() if m for n, p in m.named_parameters()}
 
 
+def with_temperatures(batch: Batch) -> Batch:
+    """The same tokens, each sampled at a temperature of its own, and the first at the run's."""
+    heats = torch.linspace(0.5, 2.0, len(batch.target), dtype=torch.float64)
+    heats[0] = torch.nan
+    return replace(batch, temperature=heats, repeats=None)
+
+
 def same_updates(one: LocalLearner, many: LocalLearner, together: Processes) -> None:
     """Outputs, gradients, metrics and weights over updates with and without losses of policy and critic."""
     grads, summed = gradients(one), gradients(many)
     equal(weights(one), weights(many), 0.0)
     wants = frozenset({"value", "entropy", "kl"})
     only = Both(policy=lambda batch: False)
-    for objective, count in ((ToReference(), 5), (ToReference(), 1), (only, 3), (Both(policy=long), 4)):
+    cases = ((ToReference(), 5, False), (ToReference(), 1, True), (only, 3, False), (Both(policy=long), 4, False))
+    for objective, count, tempered in cases:
         batches = micro_batches(count)
+        if tempered:
+            batches = [with_temperatures(batch) for batch in batches]
         for of in ("policy", REFERENCE):
             for mine, theirs in zip(one.evaluate(batches, of, wants), many.evaluate(batches, of, wants), strict=True):
                 for name in ("logp", *wants):

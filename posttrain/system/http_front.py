@@ -78,19 +78,20 @@ def read_token(file: str | None, option: str = "--token") -> str | None:
 
 def bound(host: str, port: int) -> socket.socket:
     """Return a socket bound to an address of this machine (port 0: any free one). Raises UserError if binding fails."""
+    if not 0 <= port < 1 << 16:  # getaddrinfo would take the remainder
+        raise UserError(f"--port is 0 to 65535, not {port}")
     try:
         [(family, kind, _, _, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         listening = _Listening(family, kind)
-    except (OSError, UnicodeError, OverflowError) as error:
+    except (OSError, UnicodeError) as error:
         raise UserError(f"--host {host} is not an address of this machine: {one_line(error)}") from None
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         listening.close()
-        why = getattr(error, "strerror", None) or "ports end at 65535"
         way = "choose another --port, or 0 for any free one" if port else "check --host"
-        raise UserError(f"--port {port} cannot be used on {host}: {why}; {way}") from None
+        raise UserError(f"--port {port} cannot be used on {host}: {error.strerror}; {way}") from None
     return listening
 
 

@@ -74,6 +74,12 @@ def test_without_the_token_nobody_is_answered(tmp_path: Path) -> None:
             read_token(str(tmp_path / "token"))
 
 
+@pytest.mark.parametrize("port", [-1, 65_536, 99_999, 1 << 40])
+def test_a_number_that_is_no_port_opens_no_other_port(port: int) -> None:
+    with pytest.raises(UserError, match=f"--port is 0 to 65535, not {port}"):
+        bound("127.0.0.1", port)
+
+
 def test_a_peer_has_so_many_connections_and_those_that_end_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_front, "CONNECTIONS", 3)
 

@@ -198,9 +198,10 @@ def _of_held_out(name: str) -> Metric:
 
 
 _EVALUATED = (
+    *(replace(_of_held_out(f"implicit_reward/{side}"), group=LEARNING, unless=("eval/accuracy",)) for side in _SIDES),
     *map(_of_held_out, (REWARDS, "length", "invalid", "margin", "kl/data", "squared_error",
                         *(f"mixture/{{part}}/{what}" for what, *_ in _OF_PARTS),
-                        *(f"{name}/{side}" for name in ("logp_per_token", "logp", "implicit_reward") for side in _SIDES))),
+                        *(f"{name}/{side}" for name in ("logp_per_token", "logp") for side in _SIDES))),
     Metric("eval/longer_wins", "Longer wins", "share", "Held-out accuracy of always preferring the longer response."),
     Metric("eval/shorter_wins", "Shorter wins", "share", "Held-out accuracy of always preferring the shorter response."),
     Metric("eval/bag_of_words", "Bag of words", "share", "Held-out accuracy of a perceptron on the words of a response."),
@@ -248,6 +249,16 @@ _TIMING = (
 
 METRICS: tuple[Metric, ...] = (*_TRAINING, *_EVALUATED, *_TIMING)
 BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
+
+
+def measured(logged: Container[str]) -> list[str]:
+    """Return the held-out figures that tell whether a run learns, of those that it may have logged."""
+    return [m.name for m in METRICS if m.group == LEARNING and m.name.startswith(HELD_OUT) and not m.hidden(logged)]
+
+
+def on_terminal(name: str) -> str:
+    """Return the label of a figure on the terminal: of training data and of held-out data, of a step and of a run."""
+    return (BY_NAME[name].terminal if name in BY_NAME else "") or name
 
 
 @cache

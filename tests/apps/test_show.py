@@ -18,6 +18,7 @@ from posttrain.cli.main import main
 from posttrain.envs.builtin import arithmetic
 from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.run_reading import read_metrics
+from posttrain.runs.terminal.ending import outcome
 
 
 def even(task: posttrain.Task, reply: str) -> dict[str, float]:
@@ -91,6 +92,42 @@ def test_tenths_are_means_of_a_tenth_of_the_steps(runs: Path, capsys: pytest.Cap
     [trained, *_] = data(capsys, "made")["training"]
     assert trained["first"] == pytest.approx(sum(rewards[:2]) / 2)
     assert trained["last"] == pytest.approx(sum(rewards[-2:]) / 2)
+
+
+def test_figures_have_the_names_that_the_steps_print(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "training    loss " in (text := shown(capsys, "sft")) and "nll" not in text
+    assert "training loss" in shown(capsys, "sft", "rl")
+
+
+def test_a_run_on_labelled_responses_shows_their_held_out_implicit_rewards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    labelled = [{"prompt": f"{i}+{j}=", "response": str(i), "label": j < 1} for i in range(9) for j in (0, 1)]
+    posttrain.prefer(
+        labelled,
+        model="sft",
+        algorithm="kto",
+        out=str(tmp_path / "kto"),
+        held_out=0.5,
+        steps=1,
+        lr=1e-3,
+        threads=1,
+        quiet=True,
+    )
+    rows = read_metrics(tmp_path / "kto")
+    ended, last, text = outcome(rows), rows[-1], shown(capsys, str(tmp_path / "kto"))
+    for side in ("chosen", "rejected"):
+        figure = f"implicit_reward/{side} 0.000 -> {last[f'eval/implicit_reward/{side}']:.3f}"
+        assert figure in text and f"held-out {figure}" in ended
+
+
+def test_the_first_line_of_a_page_names_the_folder_in_full(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name := "a-long-name-" * 5).symlink_to(runs / "made")
+    lines = shown(capsys, name).splitlines()
+    assert name in lines[1] and max(map(len, lines[:2])) <= 80
 
 
 def test_state_tells_how_a_run_ended(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

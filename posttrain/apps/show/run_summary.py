@@ -17,7 +17,7 @@ from posttrain.runs import checkpoint as checkpoints
 from posttrain.runs.health_checks import FATAL
 from posttrain.runs.jsonl import Row
 from posttrain.runs.lock import in_use
-from posttrain.runs.metrics_table import HELD_OUT, LEARNING, METRICS
+from posttrain.runs.metrics_table import HELD_OUT, measured
 from posttrain.runs.record.held_out_rewards import held_out_rewards, success_threshold
 from posttrain.runs.record.rollout_reading import read_table
 from posttrain.runs.run_files import RUN
@@ -31,7 +31,6 @@ OF_STEP = ("seconds/rollout", "seconds/update", "seconds/between")
 """The parts of a step's time that do not overlap."""
 TRAINED = ("divergence", "reward", "margin", "nll", "loss")
 """Figures of training, of which a run's first is shown."""
-MEASURED = tuple(m.name for m in METRICS if m.group == LEARNING and m.name.startswith(HELD_OUT))
 RECENT = 5  # steps whose replies count as recent
 ANY_FAULT = (TypeError, ValueError, AttributeError, LookupError, OverflowError)
 
@@ -147,7 +146,7 @@ class RunSummary:
     def held_out(self) -> list[dict[str, Any]]:
         """Return each held-out figure: before and after, their steps, and the change with its interval over tasks."""
         found: list[dict[str, Any]] = []
-        for name in MEASURED:
+        for name in measured({name for row in self.metrics for name in row}):
             rows = [row for row in self.metrics if row.get(name) is not None]
             if rows:
                 steps = [rows[0]["step"], rows[-1]["step"]]

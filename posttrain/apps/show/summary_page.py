@@ -13,6 +13,7 @@ from posttrain.apps.show.run_summary import RunSummary, compared, names_of_figur
 from posttrain.apps.view.comparison_warnings import warnings_of
 from posttrain.core.intervals import Interval
 from posttrain.core.messages import readable, several
+from posttrain.runs.metrics_table import on_terminal
 from posttrain.runs.run_options import changed, differing, typed
 from posttrain.runs.terminal.live_region import fitted
 from posttrain.runs.terminal.output import wrapped
@@ -26,7 +27,7 @@ Table = tuple[list[str], list[list[Any]]]
 
 def page(run: RunSummary) -> list[str]:
     """Return the lines of a run's page."""
-    lines = [_line(run.kind, f"{_state(run)}: {run.name}", len(run.kind) + 2)]
+    lines = _flowed(f"{run.kind}  ", [f"{_state(run)}: {run.name}"], 2)
     lines += [_line("damaged", problem.replace(f"{run.folder}/", "")) for problem in run.problems[:2]]
     config, sizes = run.config, [str(line) for line in run.about.get("sizes", [])]
     size = next(
@@ -46,9 +47,9 @@ def page(run: RunSummary) -> list[str]:
     lines += [_line("held out" if i == 0 else "", _figure(one)) for i, one in enumerate(figures[:HELD])]
     if not figures:
         lines.append(_line("held out", "nothing"))
-    trained = [f"{one['name']} {one['first']:.3f} -> {one['last']:.3f}" for one in run.trained()]
+    trained = [f"{on_terminal(one['name'])} {one['first']:.3f} -> {one['last']:.3f}" for one in run.trained()]
     if trained:
-        lines.append(_line("training", f"{', '.join(trained)} (first -> last tenth)"))
+        lines += _flowed("training", [f"{', '.join(trained)} (first -> last tenth)"], 2)
     if run.no_signal is not None:
         lines.append(_line("signal", f"{run.no_signal:.0%} of the rollouts in groups with equal rewards: no signal"))
     lines += _findings(run)
@@ -73,8 +74,8 @@ def age(when: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _line(label: str, text: str, indent: int = LABEL) -> str:
-    return fitted(f"{label:<{indent}}{' '.join(readable(text).split())}", WIDTH)
+def _line(label: str, text: str) -> str:
+    return fitted(f"{label:<{LABEL}}{' '.join(readable(text).split())}", WIDTH)
 
 
 def _flowed(label: str, words: Sequence[str], most: int) -> list[str]:
@@ -87,7 +88,7 @@ def _flowed(label: str, words: Sequence[str], most: int) -> list[str]:
 
 def _figure(figure: dict[str, Any]) -> str:
     """Return "accuracy 0.154 -> 0.385, change 0.231 [0.010, 0.452] (13 tasks)"."""
-    name, before, change = figure["name"], figure["before"], figure["change"]
+    name, before, change = on_terminal(figure["name"]), figure["before"], figure["change"]
     text = f"{name} {_number(before)} -> {_number(figure['after'])}" if before is not None else ""
     text = text or f"{name} {_number(figure['after'])}, after step {figure['steps'][1]}"
     return text if change is None else f"{text}, change {_change(change)} ({several(change['tasks'], 'task')})"
@@ -127,7 +128,11 @@ def listing(runs: Sequence[tuple[Path, RunSummary | str]], above: Path) -> Table
             rows.append([name, "damaged", "", "", "", "", age(written(folder))])
             continue
         found = next(iter(run.held_out()), None)
-        of = "" if found is None else f"{found['name']} {_number(found['before'])} -> {_number(found['after'])}"
+        of = (
+            ""
+            if found is None
+            else f"{on_terminal(found['name'])} {_number(found['before'])} -> {_number(found['after'])}"
+        )
         steps = f"{run.done}/{run.planned or '?'}" + ("" if run.state == "ended" else f" {run.state.partition(' ')[0]}")
         model = fitted(Path(run.model).name, 12)
         steps = steps.replace("killed:", "killed")
@@ -147,11 +152,11 @@ def side_by_side(a: RunSummary, b: RunSummary) -> tuple[Table, Table, list[str]]
     own = [{figure["name"]: figure for figure in run.held_out()} for run in (a, b)]
     for name in islice(names_of_figures((a, b)), 8):
         cells = [None if name not in side else _ends(side[name]["before"], side[name]["after"]) for side in own]
-        figures.append([f"held-out {name}", *cells])
+        figures.append([f"held-out {on_terminal(name)}", *cells])
     for name in dict.fromkeys(one["name"] for run in (a, b) for one in run.trained()):
         both = [run.tenths(name) for run in (a, b)]
         cells = [None if of is None else _ends(of["first"], of["last"]) for of in both]
-        figures.append([f"training {name}", *cells])
+        figures.append([f"training {on_terminal(name)}", *cells])
     figures.append(["groups without signal", *(None if x is None else f"{x:.0%}" for x in (a.no_signal, b.no_signal))])
     figures.append(["findings", len(a.findings), len(b.findings)])
     lines = [

@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain.core.messages import several
 from posttrain.runs.metric_history import equal_groups
-from posttrain.runs.metrics_table import HELD_OUT, LEARNING, METRICS
+from posttrain.runs.metrics_table import HELD_OUT, LEARNING, METRICS, measured
 from posttrain.runs.terminal.panel import figures
 
 LOST = 0.5  # share of rollouts in groups with equal rewards from which the end mentions it: half of the work is lost
@@ -22,7 +22,7 @@ def outcome(rows: Sequence[Mapping[str, Any]], tasks: int = 0) -> list[str]:
     own = [m.name for m in METRICS if m.group == LEARNING and not m.hidden(last) and last.get(m.name) is not None]
     shown, seen = list[str](), dict[str, list[float]]()
     for row in rows:
-        for name in (m.name for m in METRICS if m.group == LEARNING and m.name.startswith(HELD_OUT)):
+        for name in measured(row):
             if row.get(name) is not None:
                 seen.setdefault(name, []).append(row[name])
     for name, values in seen.items():

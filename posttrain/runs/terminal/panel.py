@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from posttrain.core.messages import safe
-from posttrain.runs.metrics_table import BY_NAME, METRICS
+from posttrain.runs.metrics_table import BY_NAME, METRICS, on_terminal
 from posttrain.runs.metrics_table import HELD_OUT as EVALUATED
 from posttrain.runs.terminal.live_region import Line, cells, fitted
 
@@ -81,17 +81,12 @@ def _of_one(values: Mapping[str, float]) -> bool:
 def _of_held_out(values: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return (label without "held-out", value) pairs, in the order of the table."""
     own = [name for name in (*BY_NAME, *values) if name.startswith(EVALUATED) and name in values]
-    labels = {name: _PART.sub(r"\1 \2", _named(name.removeprefix(EVALUATED))) for name in own}
+    labels = {name: _PART.sub(r"\1 \2", on_terminal(name.removeprefix(EVALUATED))) for name in own}
     return [
         (label, _figure(values[name], ".3f"))
         for name, label in labels.items()
         if label.rpartition(" ")[2] != "invalid" or values[name]
     ]
-
-
-def _named(name: str) -> str:
-    """Return the label of the figure that a step has of its own data, so that both have one name."""
-    return (BY_NAME[name].terminal if name in BY_NAME else "") or name
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

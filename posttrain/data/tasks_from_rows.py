@@ -436,6 +436,16 @@ def _is_text(value: str) -> bool:
     return True
 
 
+def _pairs(task: Task) -> UserError:
+    """Return the error for a row of a preference pair, where a response is needed."""
+    whole = "messages" if isinstance(task["chosen"], list) else "text"
+    key = "response" if {"prompt", "messages"} & task.keys() else whole
+    return UserError(
+        f"chosen and rejected are a preference pair, which posttrain prefer learns from; --fields.{key} chosen imitates the "
+        "chosen one"
+    )
+
+
 def _met(task: Task, need: Sequence[str]) -> Task:
     """Return the task with one prompt: "prompt" or "messages", whichever meets the need."""
     if "response" in need and _blank(task.get("response")) and _is_played(task):
@@ -446,10 +456,14 @@ def _met(task: Task, need: Sequence[str]) -> Task:
         last = task["messages"][-1]
         said = not _blank(last["content"]) or last.get("tool_calls")
         if "response" in need and (last["role"] != "assistant" or not said):
+            if {"chosen", "rejected"} <= task.keys():
+                raise _pairs(task)
             raise UserError("the messages must end with the assistant turn to imitate, and it must not be empty")
         if "prompt" in need and "response" not in need and last["role"] == "assistant":
             raise UserError("the messages end with an assistant turn, which the model is to write: remove it")
         return {key: value for key, value in task.items() if key != "prompt"}
+    if "response" in missing and {"chosen", "rejected"} <= task.keys():
+        raise _pairs(task)
     if missing:
         there = [str(key)[:40] for key, value in task.items() if not _blank(value)]
         has = quoted_names(there[:12]) + (", ..." if len(there) > 12 else "") or "nothing"

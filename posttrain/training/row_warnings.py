@@ -78,6 +78,17 @@ def _warn_unknown_tokens(tokenizer: TextEncoder, texts: Iterable[str], what: str
         )
 
 
+def warn_bad_responses(tasks: AnyTasks, warn: Callable[[str], None] = warn) -> None:
+    """Warn if some responses that are to be imitated are labelled as bad ones."""
+    some = tasks.examples(MOST_READ)
+    bad = sum(task.get("label") is False for task in some)
+    if bad:
+        warn(
+            f"{bad:,} of {len(some):,} rows checked have the label false, and sft imitates them too: leave them out, or let "
+            "posttrain prefer --algorithm kto learn from both kinds"
+        )
+
+
 def texts_of(task: Task) -> list[str]:
     """Return the texts of a task: its prompt or messages, and its responses."""
     said: list[Any] = [task.get("prompt"), task.get("response"), *(task["replies"] if is_script(task) else ())]

@@ -14,8 +14,10 @@ from posttrain.core.types import Task, UserError
 from posttrain.data.row_shapes import reshaped, shape_of
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import to_tasks
+from posttrain.training.row_warnings import warn_bad_responses
 
 BOTH = ("prompt", "response")
+ASK = ("user", "a")
 
 
 def said(*turns: tuple[str, str]) -> list[dict[str, Any]]:
@@ -229,3 +231,29 @@ def test_shapes_are_named_by_their_columns() -> None:
     assert shape_of({"messages": [], "label": "history"}) == "conversations", "a topic"
     assert shape_of({"messages": [], "label": 3}) == "conversations", "the number of a topic"
     assert {shape_of({"messages": [], "label": one}) for one in (True, 0, -1, 0.5)} == {"labelled responses"}
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "response"),
+        ({"prompt": said(ASK), "chosen": said(("assistant", "b")), "rejected": said(("assistant", "c"))}, "response"),
+        ({"chosen": said(ASK, ("assistant", "b")), "rejected": said(ASK, ("assistant", "c"))}, "messages"),
+        ({"chosen": "Human: a Assistant: b", "rejected": "Human: a Assistant: c"}, "text"),
+    ],
+)
+def test_a_preference_pair_is_answered_with_its_verb_and_the_column_that_imitates_the_chosen_one(
+    row: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(UserError, match=f"posttrain prefer learns from; --fields.{named} chosen imitates"):
+        only(row)
+    assert "b" in str({key: value for key, value in only(row, fields={named: "chosen"}).items() if key != "chosen"})
+
+
+def test_imitating_responses_that_are_labelled_bad_is_warned_of() -> None:
+    rows = [{"prompt": f"{i}", "response": "a", "label": i % 3 > 0} for i in range(6)]
+    told: list[str] = []
+    warn_bad_responses(to_tasks(rows, need=BOTH), told.append)
+    assert len(told) == 1 and told[0].startswith("2 of 6 rows checked have the label false")
+    warn_bad_responses(to_tasks([{**row, "label": int(row["label"])} for row in rows], need=BOTH), told.append)
+    assert len(told) == 1, "a number may be that of a topic"

@@ -38,6 +38,7 @@ from posttrain.training.playground import open_services
 from posttrain.training.row_warnings import (
     READ_FOR_UNKNOWN,
     texts_of,
+    warn_bad_responses,
     warn_unknown_tokens_in_episodes,
     warn_unread,
 )
@@ -83,6 +84,7 @@ def sft(context: RunContext[SFT]) -> RunParts:
     how_shown = {"answered": True, "whole": config.mask == "all"}
     tasks, held_out = run.chat.of(tasks, **how_shown), run.chat.of(held_out, **how_shown) if held_out else None
     warn_unread(tokenizer, tasks, mask=config.mask)
+    warn_bad_responses(tasks)
     if play is not None and tokenizer.unknown_id is not None:
         warn_unknown_tokens_in_episodes(
             tokenizer, _episodes(play, tasks.examples(READ_FOR_UNKNOWN), tokenizer.chat_template)

@@ -102,10 +102,16 @@ def trained(config: AnyTraining) -> int:
         validate(config)
     if config.quiet:
         watch(None)
-    if config.processes > 1 and "RANK" not in os.environ:
-        from posttrain.cli.launch_processes import launch
+    from posttrain.runs.run_files import holds_run
+    from posttrain.runs.run_folder import RunFolder
 
-        return launch(config)
+    if "RANK" not in os.environ:
+        if not (config.resume and holds_run(Path(config.out))):
+            RunFolder(config).close()  # refuses a folder before torch is loaded
+        if config.processes > 1:
+            from posttrain.cli.launch_processes import launch
+
+            return launch(config)
     from posttrain.training.training_run import run_training
 
     garbage.leave_libraries()

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, TypeVar, get_origin, get_type_hints
 
+from posttrain.algorithms.all_algorithms import find, find_preference, find_reward_model
+from posttrain.algorithms.settings import change, check_ranges
 from posttrain.config.curriculum_options import check_curriculum
 from posttrain.config.inference import Chat, Check, Evaluation, Label, Sample, ServePolicy
 from posttrain.config.known_trackers import check_trackers
@@ -49,6 +51,7 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
     if not config.tasks and not mixed:
         raise _without_tasks(config)
     if isinstance(config, Training):
+        _validate_algorithm(config)
         _validate_record(config)
         _validate_evaluations(config)
         _validate_optimizer(config)
@@ -90,6 +93,18 @@ def _validate_texts(config: Any) -> None:
                 raise UserError(f"--{name.replace('_', '-')} {text!r:.60} is not valid text: write it in UTF-8")
     if not all(getattr(config, "stop", ())):
         raise UserError("--stop has an empty string, at which every reply would end: leave it out")
+
+
+def _validate_algorithm(config: Training) -> None:
+    """Refuse an unknown algorithm, and settings of a known one, before torch is loaded.
+
+    The settings of rl depend on its components, and the user's own algorithm may load libraries: these come later.
+    """
+    if isinstance(config, RL) and ":" not in config.algorithm:
+        find(config.algorithm)
+    elif isinstance(config, Prefer | RewardModelling) and ":" not in config.algorithm:
+        known = find_preference if isinstance(config, Prefer) else find_reward_model
+        check_ranges(change(known(config.algorithm), config.settings))
 
 
 def _without_tasks(config: Training | Evaluation | Check | Sample) -> UserError:

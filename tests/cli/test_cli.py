@@ -441,3 +441,26 @@ def test_a_terminal_says_that_libraries_are_loaded_before_they_are(watched: bool
     assert process.returncode == 130 and out == b"", "what is piped is not disturbed"
     shown = "loading libraries ...\r\x1b[K" if watched and not quiet else ""
     assert said.replace("\r\n", "\n") == f"{shown}posttrain: stopped\n"
+
+
+def test_mistakes_that_need_no_model_are_refused_before_torch_is_loaded(tmp_path: Path) -> None:
+    (run := tmp_path / "run").mkdir()
+    (run / "run.json").write_text("{}")
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    rows = ["--tasks", "rows.jsonl", "--out", str(tmp_path / "new")]
+    wrong = {
+        "unknown algorithm 'dpoo'": ["prefer", *rows, "--model", "m", "--algorithm", "dpoo"],
+        "unknown algorithm 'gprpo'": ["rl", *rows, "--model", "m", "--env", "my.py:reward", "--algorithm", "gprpo"],
+        "--beta must be above 0": ["reward-model", *rows, "--model", "m", "--beta", "-1"],
+        "already holds a run": ["sft", "--tasks", "rows.jsonl", "--out", str(run)],
+        "holds no run to resume": ["sft", "--resume", "--out", str(tmp_path / "new")],
+        "is a file": ["sft", "--tasks", "rows.jsonl", "--out", str(run / "run.json")],
+    }
+    code = "import json, sys; from posttrain.cli.main import main; codes = [*map(main, json.loads(sys.argv[1]))]; "
+    code += "print(json.dumps([codes, 'torch' in sys.modules]))"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, json.dumps([*wrong.values()])], capture_output=True, text=True, check=True
+    )
+    assert json.loads(ended.stdout) == [[2] * len(wrong), False]
+    told = ended.stderr.splitlines()
+    assert len(told) == len(wrong) and all(word in line for word, line in zip(wrong, told, strict=True)), told

@@ -191,5 +191,6 @@ def hint(word: str, verb: str, own: list[str] | None = None) -> str:
     elif (command := command_of([verb])) and word.lstrip("-").replace("-", "_") in option_names("rl"):
         found = f": write posttrain {command.name} {command.example}"  # such as --tasks of a command for rows
     else:
-        found = near(word, [*(own or ()), *ANYWHERE]).replace("'", "")
+        names = [name.lstrip("-") for name in (*(own or ()), *ANYWHERE)]  # dashes would make all names similar
+        found = near(word.lstrip("-"), names).replace("mean '", "mean --").replace("'", "")
     return found or f": see posttrain {verb} --help-all"

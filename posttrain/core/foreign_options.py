@@ -454,6 +454,10 @@ ANSWERS = {
         "nothing is dropped or disturbed while a model learns here",
     ),
     **_alike(
+        "ref_model ref_model_name_or_path reference_model",
+        "the reference is the starting model, {model}; {reference_every} moves it",
+    ),
+    **_alike(
         "precompute_ref_log_probs precompute_ref_batch_size",
         "the reference's log-probabilities of all rows are always computed once and kept",
     ),

@@ -224,6 +224,10 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ["data", "--tasks", "rows.jsonl"], ("--tasks: write posttrain data rows.jsonl",)
     ),
     "mistyped option of a command": (["data", "rows.jsonl", "--modl", "start"], ("--modl; did you mean --model?",)),
+    "option like no other of a command": (
+        ["rollouts", "run", "--where", "x"], ("--where: see posttrain rollouts --help-all",)
+    ),
+    "reference of another trainer": (words("rl", ref_model="m"), ("the reference is the starting model, --model;",)),
     "word for an option": (["version"], ("no command 'version'; did you mean '--version'?",)),
     "algorithm as a verb": (["dpo", "--beta", "0.1"], ("dpo is an algorithm: posttrain prefer --algorithm dpo",)),
     "options of another trainer": (

@@ -252,7 +252,7 @@ BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
 
 
 def measured(logged: Container[str]) -> list[str]:
-    """Return the held-out figures that tell whether a run learns, of those that it may have logged."""
+    """Return the held-out figures by which a run is judged, of those that it may have logged."""
     return [m.name for m in METRICS if m.group == LEARNING and m.name.startswith(HELD_OUT) and not m.hidden(logged)]
 
 

@@ -155,7 +155,9 @@ def check_divisions(config: Training) -> None:
             "--shard divides rows of whole matrices, and --tensor-parallel has divided them already: leave out one of them"
         )
     if config.shard_size is not None and not config.shard:
-        raise UserError("--shard-size is the number of processes that share weights with --shard: add it, or leave it out")
+        raise UserError(
+            "--shard-size is the number of processes that share weights with --shard: add it, or leave it out"
+        )
     if config.expert_parallel > 1 and len(config.divisions) > 1:
         raise UserError(
             f"--expert-parallel leaves all but the experts whole, and {config.divisions[0]} divides them too: leave out one "

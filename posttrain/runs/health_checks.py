@@ -213,6 +213,26 @@ def drop(history: History) -> str | None:
     )
 
 
+def part(history: History) -> str | None:
+    """Detect a part of the reward that is given up while the reward does not fall: the policy takes another part."""
+    reward, limits, parts = history.of("reward"), history.limits, history.parts_of_reward()
+    if reward is None or not parts or reward.start <= 0 or reward.now < reward.start - reward.error:
+        return None
+    lost = [
+        f"{name} fell from {own.start:.2g} to {own.now:.2g}"
+        for name, own in parts.items()
+        if own.start > 0 and own.now < limits.part * own.start and own.start - own.now > limits.part_noise * own.error
+    ]
+    if not lost:
+        return None
+    return (
+        f"a part of the reward is given up: {', '.join(lost)}, and the whole went from {reward.start:.3g} to "
+        f"{reward.now:.3g}\n"
+        "usual causes: another part that is easier to earn, a learning rate that is too high; read some replies "
+        "(posttrain rollouts RUN), give this part a larger weight, or pay the others only together with it"
+    )
+
+
 def held_out(history: History) -> str | None:
     """Detect memorised training tasks."""
     trained, unseen, limits = history.of("accuracy"), history.of("eval/accuracy", 3), history.limits
@@ -312,8 +332,8 @@ def routing(history: History) -> str | None:
 
 
 _ALL = (
-    stalled, skipped, drop, jump, entropy, length, kl, invalid, signal, solved, held_out, forgetting, critic, likelihood,
-    routing,
+    stalled, skipped, drop, part, jump, entropy, length, kl, invalid, signal, solved, held_out, forgetting, critic,
+    likelihood, routing,
 )  # fmt: skip
 CHECKS: dict[str, Check] = {check.__name__: check for check in _ALL}
 """Name of a finding -> its check: returns the message, or None without a fault."""

@@ -13,7 +13,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from posttrain.runs.metrics_table import METRICS, SUITE, metric_named
+from posttrain.runs.metrics_table import METRICS, REWARDS, SUITE, metric_named
 
 READ = frozenset(metric.name for metric in METRICS if metric.checked)
 """The metrics that the checks read, families by their name with a placeholder."""
@@ -81,6 +81,10 @@ class HealthLimits:
     """Share of updates whose gradient was not finite."""
     stalled: int = 5
     """Steps in a row without any update, because all gradients were not finite."""
+    part: float = 0.33
+    """A part of the reward is lost below this share of its start, if the reward as a whole has not fallen."""
+    part_noise: float = 3.0
+    """And by so many standard errors: both together are no chance."""
     invalid: float = 0.05
     """By how much the share of invalid rewards may rise."""
     likelihood: float = 0.3
@@ -175,6 +179,16 @@ class History:
         series = self._series.get(name)
         enough = self.limits.first + self.limits.window if least is None else least
         return series if series and len(series) >= enough else None
+
+    def parts_of_reward(self) -> dict[str, Series]:
+        """Return the parts of the reward by their names, if it is their sum and there are several; else {}."""
+        reward, prefix = self.of("reward"), REWARDS.partition("{")[0]
+        parts = {name.removeprefix(prefix): own for name, own in self._series.items() if name.startswith(prefix)}
+        if reward is None or len(parts) < 2 or {len(own) for own in parts.values()} != {len(reward)}:
+            return {}
+        sums = sum(own.start for own in parts.values()), sum(own.now for own in parts.values())
+        is_sum = all(math.isclose(a, b, abs_tol=1e-6) for a, b in zip(sums, (reward.start, reward.now), strict=True))
+        return parts if is_sum else {}
 
     def parts_of_suite(self, least: int) -> dict[str, Series]:
         """Return the accuracy of each part of the suite that has at least `least` values."""

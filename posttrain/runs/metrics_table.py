@@ -88,7 +88,7 @@ _TRAINING = (
     Metric("reward", "Reward", "", "Mean reward of the rollouts of a step, invalid ones left out.", LEARNING, plotted=True, terminal="reward", checked=True),
     Metric("reward_greedy", "Reward of greedy replies", "", "Mean reward of the greedy replies that are baselines of their groups.", LEARNING),
     Metric("reward/shaping", "Shaping of the reward", "", "Mean of what shaping, such as the overlong penalty, adds to the reward."),
-    Metric(REWARDS, "Reward: {part}", "", "Mean of one part of the reward, by the name that the environment gives it, or the reward of one side of a game.", HONEST, "Parts of the reward", plotted=True),
+    Metric(REWARDS, "Reward: {part}", "", "Mean of one part of the reward, by the name that the environment gives it, or the reward of one side of a game.", HONEST, "Parts of the reward", plotted=True, checked=True),
     Metric("divergence", "KL from the teacher", "nats per token", "Distance of the policy from its teacher that distillation minimises.", LEARNING, colour="red", plotted=True, terminal="divergence", form=".4f", checked=True),
     Metric("eval/accuracy", "Held-out accuracy", "share", "Accuracy on the held-out tasks or comparisons.", LEARNING, colour="green", plotted=True, checked=True),
     Metric("suite/mean", "Mean over the suite", "", "Mean over the parts of `--eval-suite`: of their accuracy, or of their reward where nothing defines a right reply.", LEARNING, SUITE, "mean", "green", plotted=True),

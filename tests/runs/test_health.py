@@ -150,6 +150,35 @@ def test_a_reward_that_pays_for_length_is_named_as_length() -> None:
     assert "from 3.0 to 11.8 tokens" in find(rows(LONGER))[0].message
 
 
+EASY_PART: dict[str, Any] = {
+    "reward/kept": ".219 .125 .141 .047 .031 0 0 .031 .016 .094 .047 .016 .031 0 .031 .016",
+    "reward/about": ".703 .844 .859 .969 .984 .984 1 1 .938 .984 .984 1 1 1 .984 1",
+}
+"""16 steps of an instruct model with adapters, paid for keeping a constraint and for naming its topic."""
+
+
+def test_a_part_of_the_reward_that_is_given_up_for_an_easier_one_is_named() -> None:
+    parts = {name: [float(x) for x in column.split()] for name, column in EASY_PART.items()}
+    both = [a + b for a, b in zip(*parts.values(), strict=True)]
+    assert named(rows({"accuracy": [], "reward": both, **parts})) == {"part": 15}
+    [finding] = find(rows({"accuracy": [], "reward": both, **parts}))
+    assert "kept fell from 0.11 to 0.0" in finding.message and "about fell" not in finding.message
+
+
+def test_a_part_is_named_only_if_it_counts_in_the_reward_and_the_reward_does_not_fall() -> None:
+    parts = {name: [float(x) for x in column.split()] for name, column in EASY_PART.items()}
+    of_kept = parts["reward/kept"]
+    logged = {"reward": parts["reward/about"], **parts}  # beside the reward, as the number of invalid actions is
+    assert "part" not in named(rows({"accuracy": [], **logged}))
+    falling = [1.0 - n / 32 for n in range(16)]
+    told = {"reward/kept": of_kept, "reward/about": [a - b for a, b in zip(falling, of_kept, strict=True)]}
+    assert "part" not in named(rows({"accuracy": [], "reward": falling, **told}))
+    steady = {"reward/kept": [0.1, 0.12] * 8, "reward/about": [0.9, 0.88] * 8}
+    assert "part" not in named(rows({"accuracy": [], "reward": [1.0] * 16, **steady}))
+    noise = {"reward/kept": [0.25, 0.0, 0.25, 0.0] * 4, "reward/about": [0.75, 1.0, 0.75, 1.0] * 4}
+    assert "part" not in named(rows({"accuracy": [], "reward": [1.0] * 16, **noise}))
+
+
 def test_a_healthy_run_is_solved_and_nothing_else() -> None:
     assert set(named(rows(LEARNED))) == {"solved"}
     assert set(named(rows({**LEARNED, "entropy": [1.0] * 94}))) == {"solved"}, "certainty is not asked for"
@@ -476,6 +505,9 @@ def test_messages_are_of_two_lines_and_name_options_that_exist() -> None:
     found += find(rows({"accuracy": [], "reward": noisy([0.1] * 20, 0.1), "groups/no_signal": [0.99] * 20}))
     found += find(rows(BOTH_FALL))
     found += find(rows({"routing/entropy": [0.9**n for n in range(20)], "routing/busiest": [0.9] * 20}))
+    part = {name: [float(x) for x in column.split()] for name, column in EASY_PART.items()}
+    both = [a + b for a, b in zip(*part.values(), strict=True)]
+    found += find(rows({"accuracy": [], "reward": both, **part}))
     found += find(evaluations(**{"forget/loss": [1.0, 2.0, 2.0]}))
     assert {finding.name for finding in found} == CHECKS.keys() - {"held_out"}
     options = (
@@ -512,6 +544,7 @@ def test_a_real_run_reports_what_the_checks_read_and_its_constant_reward_is_name
         "routing/busiest",
         "groups/played",
         "forget/loss",
+        "reward/{part}",
         "suite/{part}/accuracy",
         "suite/{part}/tasks",
     }

@@ -183,6 +183,7 @@ def test_two_runs_are_compared_by_options_and_figures(capsys: pytest.CaptureFixt
     found, text = data(capsys, "rl", "made"), shown(capsys, "rl", "made")
     options = {one["name"]: (one["a"], one["b"]) for one in found["options"]}
     assert options["group"] == (4, 2) and "algorithm" not in options
+    assert "\n--group " in text and "_" not in text.partition("figure")[0] and "[" not in text.partition("figure")[0]
     assert "their training tasks differ" in text or "hold out" in text or "max_tokens" in text
     same = data(capsys, "rl", "rl")
     assert same["options"] == [] and same["difference"]["reward"]["mean"] == 0

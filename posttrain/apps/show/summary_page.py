@@ -144,7 +144,7 @@ def side_by_side(a: RunSummary, b: RunSummary) -> tuple[Table, Table, list[str]]
     """Return the options that differ, the figures of both, and lines about the difference."""
     chosen = {*changed(a.about), *changed(b.about)}  # other verbs have other options, whose defaults say nothing
     differ = [one for one in differing(a.about, b.about) if one["name"].partition(".")[0] in chosen]
-    options = [[one["name"], _value(one["a"]), _value(one["b"])] for one in differ]
+    options = [[_option(one["name"]), _value(one["a"]), _value(one["b"])] for one in differ]
     figures: list[list[Any]] = [["state", a.state, b.state], ["steps", a.done, b.done]]
     if a.verb != b.verb:
         figures.insert(0, ["verb", a.verb, b.verb])
@@ -173,5 +173,13 @@ def _ends(before: float | None, after: float) -> str:
     return f"{_number(before)} -> {_number(after)}"
 
 
+def _option(name: str) -> str:
+    """Return the name of an option as it is typed."""
+    path = name.removeprefix("settings.")
+    return f"--set {path}" if path != name and "." in path else f"--{path.replace('_', '-')}"
+
+
 def _value(value: Any) -> str:
+    if isinstance(value, list):
+        value = " ".join(map(str, value))
     return "none" if value in (None, "", [], {}) else fitted(" ".join(str(value).split()), 28)

@@ -12,6 +12,7 @@ from sums import QUICK, SMALL, SUMS
 import posttrain
 from posttrain.cli.main import main
 from posttrain.config.training import RL
+from posttrain.runs.record.rollout_reading import read_rollouts
 from posttrain.runs.trained_options import evaluation_options
 from posttrain.training.setup import split_tasks
 
@@ -69,6 +70,15 @@ def test_a_checkpoint_in_a_run_is_evaluated_as_the_run(place: Path) -> None:
     [checkpoint] = (place / "file" / "checkpoints").iterdir()
     found = posttrain.evaluate(model=checkpoint, samples=1, **QUICKLY)
     assert set(found.rewards) == {row["id"] for row in SUMS[:4]}
+
+
+def test_an_evaluation_samples_what_the_run_sampled_in_its_own_with_the_same_seed(place: Path) -> None:
+    steps = [int(path.name.removeprefix("step-")) for path in (place / "file" / "checkpoints").iterdir()]
+    own = {row["task"]: row["text"] for row in read_rollouts(place / "file", max(steps), held_out=True)}
+    found = posttrain.evaluate(model="file", samples=1, seed=0, **QUICKLY)
+    assert len(own) == 4 and {str(r.task["id"]): r.text for r in found.rollouts} == own
+    other = posttrain.evaluate(model="file", samples=1, seed=1, **QUICKLY)
+    assert {str(r.task["id"]): r.text for r in other.rollouts} != own
 
 
 def test_options_that_are_given_replace_those_of_the_run(place: Path) -> None:

@@ -5,8 +5,9 @@
 The starts are those of `recipes/algorithms.py --task worked-sums`, the process reward models those of
 `recipes/process_rewards.py`; a reward model that is missing is trained. To verify itself, a policy must know what a verdict
 is: that of the rows "taught" imitates, beside the demonstrations of the start, verdicts on whether workings end with the
-right answer. Every search finds a reply to each of 200 held-out tasks, with the same budget of sampled tokens. Finished
-searches are not repeated. With --page the recipe writes its part of that page.
+right answer. The rows "ppo" are of a policy that PPO trained, with its critic as the value of steps. Every search finds a
+reply to each of 200 held-out tasks, with the same budget of sampled tokens. Finished searches are not repeated. With
+--page the recipe writes its part of that page.
 """
 
 from __future__ import annotations
@@ -42,8 +43,16 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "taught, one reply": {"search": ("best-of-n",), "search_width": 1, "search_proposals": 1, "choose": "majority"},
     "taught, majority": {**WIDE, "choose": "majority"},
     "taught, verified": {**WIDE, "choose": "verified", "verify_question": "ok?"},
+    "ppo, one reply": {"search": ("best-of-n",), "search_width": 1, "search_proposals": 1, "choose": "majority"},
+    "ppo, majority": {**WIDE, "choose": "majority"},
+    "ppo, best-of-n": {**WIDE, "search_value": "critic"},
+    "ppo, beam": {"search": ("beam",), "search_value": "critic"},
+    "ppo, best-first": {"search": ("best-first",), "search_value": "critic"},
+    "ppo, mcts": {"search": ("mcts",), "search_value": "critic"},
+    "ppo, mcts, majority": {"search": ("mcts",), "search_value": "critic", "choose": "majority"},
 }
 TAUGHT = "taught"  # first word of the searches by the policy that has imitated verdicts
+PPO = "ppo"  # first word of the searches by a policy that PPO trained
 SHAPES = {150: {"search_width": 2, "search_proposals": 2}, 500: {"search_width": 4, "search_proposals": 4}}
 """Budget -> width and proposals of the searches that have them: a beam of this shape ends within the budget."""
 NARROW = {150: {"search_width": 1, "search_proposals": 2}, 500: {"search_width": 2, "search_proposals": 3}}
@@ -81,22 +90,36 @@ def main() -> None:
 
 
 def _policy(options: argparse.Namespace, name: str, seed: int) -> Path:
-    """Return the policy of a search. The taught one is trained if it is missing."""
+    """Return the policy of a search. Those that have learned more than the start are trained if they are missing."""
     start: Path = options.starts / f"seed-{seed}" / "sft"
-    if not name.startswith(TAUGHT):
-        if not start.exists():
-            raise SystemExit(
-                f"{start} is missing: python recipes/algorithms.py start --task worked-sums --seeds {seed}"
-            )
+    learned = {TAUGHT: taught, PPO: practised}.get(name.split(",")[0])
+    if not start.exists() and learned is not taught:
+        raise SystemExit(f"{start} is missing: python recipes/algorithms.py start --task worked-sums --seeds {seed}")
+    if learned is None:
         return start
-    folder: Path = options.out / f"taught-{seed}"
+    folder: Path = options.out / f"{name.split(',')[0]}-{seed}"
     if not (whole := folder.with_suffix(".json")).exists():
-        tasks = WORKED_SUMS.practice(seed)
-        rows = [*WORKED_SUMS.demonstrations(tasks, seed), *verdicts(seed)]
-        run = posttrain.sft(rows, out=str(folder), seed=seed, overwrite=True, **WORKED_SUMS.imitation)
-        assert not run.interrupted, "half a policy is none"
-        whole.write_text(json.dumps(dict(WORKED_SUMS.imitation)))
+        whole.write_text(json.dumps(learned(start, folder, seed)))
     return folder
+
+
+def taught(start: Path, folder: Path, seed: int) -> dict[str, Any]:
+    """Train a policy that knows verdicts, as a start is trained. Return its settings."""
+    rows = [*WORKED_SUMS.demonstrations(WORKED_SUMS.practice(seed), seed), *verdicts(seed)]
+    run = posttrain.sft(rows, out=str(folder), seed=seed, overwrite=True, **WORKED_SUMS.imitation)
+    assert not run.interrupted, "half a policy is none"
+    return dict(WORKED_SUMS.imitation)
+
+
+def practised(start: Path, folder: Path, seed: int) -> dict[str, Any]:
+    """Train the start with PPO and a critic, with the settings of `recipes/algorithms.py`. Return them."""
+    settings = WORKED_SUMS.settings(PPO)
+    run = posttrain.rl(
+        WORKED_SUMS.practice(seed), model=str(start), algorithm=PPO, out=str(folder), seed=seed, overwrite=True,
+        **{**settings, "eval_every": 0},
+    )  # fmt: skip
+    assert not run.interrupted, "half a policy is none"
+    return settings
 
 
 def verdicts(seed: int) -> list[Task]:
@@ -119,8 +142,8 @@ def settings(name: str, budget: int) -> dict[str, Any]:
     """Return the options of `posttrain sample` for a search."""
     own = SEARCHES[name]
     shape = {} if "search_width" in own else (NARROW if name == "lookahead" else SHAPES)[budget]
-    if own.get("choose") in ("majority", "verified"):
-        scored: dict[str, Any] = {"step_aggregate": "last"}  # the default: nothing scores a step
+    if own.get("search_value") == "critic" or own.get("choose") in ("majority", "verified"):
+        scored: dict[str, Any] = {"step_aggregate": "last"}  # the default: no reward model scores a step
     else:
         scored = {"reward_model": ("{reward model}",)}
     return {**COMMON, **shape, **own, **scored, "search_tokens": budget}

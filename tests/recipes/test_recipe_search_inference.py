@@ -1,4 +1,5 @@
-"""recipes/search_inference.py: searches have options that exist, and a policy that was taught verdicts verifies itself."""
+"""recipes/search_inference.py: searches have options that exist, a policy that was taught verdicts verifies itself, and one
+of PPO searches with its critic."""
 
 from __future__ import annotations
 
@@ -49,3 +50,20 @@ def test_a_taught_policy_verifies_its_own_replies(tmp_path: Path, monkeypatch: p
     assert search._policy(options, "taught, majority", 0) == policy
     with pytest.raises(SystemExit, match="recipes/algorithms.py start"):
         search._policy(options, "majority", 0)
+
+
+def test_a_policy_of_ppo_searches_with_its_own_critic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    common: dict[str, Any] = vars(search.WORKED_SUMS)
+    few = SimpleNamespace(**{**common, "practice": lambda seed: worked_sums.tasks(16, seed, numbers=5)})
+    quick = {**search.WORKED_SUMS.settings("ppo"), "steps": 1, "prompts": 2, "group": 2, "minibatches": 1}
+    few.settings = {"ppo": quick}.__getitem__
+    rows = few.demonstrations(few.practice(0), 0)
+    start = {**few.imitation, "hidden": 16, "layers": 1, "epochs": 1, "warmup": 0}
+    search.posttrain.sft(rows, out=str(tmp_path / "start/seed-0/sft"), seed=0, **start)
+    monkeypatch.setattr(search, "ASKED", 2)
+    monkeypatch.setattr(search, "WORKED_SUMS", few)
+    options = argparse.Namespace(out=tmp_path, starts=tmp_path / "start")
+    policy = search._policy(options, "ppo, mcts", 0)
+    found = search.one(tmp_path, policy, tmp_path / "none", "ppo, mcts", 150, 0)
+    assert 0 < found["tokens"] <= 150
+    assert search._policy(options, "ppo, majority", 0) == policy != search._policy(options, "mcts", 0)

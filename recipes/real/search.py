@@ -11,9 +11,12 @@ a fifth of PopQA's questions are held out. For every seed:
     GRPO, information trained
                   the same, but the loss also falls on the text of the environment after the prompt, so on <information>,
                   with the advantage of its episode: the paper's arm without a mask (section 5.4)
+    GRPO, F1      the reward is F1 of the answer's words (arXiv 2505.04588), on questions whose first passage contains an
+                  answer, so that fewer groups are wrong throughout
     without ...   SFT and GRPO without a search engine
 
 `--arms SFT GRPO "GRPO, information trained"` runs these arms only; arms that are finished are not repeated.
+`--demonstrations 80` imitates fewer episodes.
 
 Where are the questions lost that GRPO does not answer? Its policy also answers with a search that is scripted, for the
 words of the question, and with the gold passage. Policies are measured on the same held-out questions, greedy.
@@ -24,6 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 from unittest import mock
 
@@ -44,15 +48,17 @@ Row = dict[str, Any]
 SHOWN = 800  # characters of a passage
 SIZE = search_qa.Size(topk=1, shown=SHOWN)
 LONGEST = 48  # tokens of a reply
-SFT_LR, GRPO_LR = 5e-5, 1e-5
+SFT_LR, GRPO_LR, F1_LR = 5e-5, 1e-5, 2e-5
 WITHOUT, SCRIPTED, GOLD = "without search, ", "GRPO, scripted search", "GRPO, gold passage"
 LONGER = "GRPO, longer"
 UNMASKED = "GRPO, information trained"
-ARMS = ("start", "SFT", "GRPO", LONGER, UNMASKED, SCRIPTED, GOLD, f"{WITHOUT}SFT", f"{WITHOUT}GRPO")
+F1 = "GRPO, F1"
+ARMS = ("start", "SFT", "GRPO", LONGER, UNMASKED, F1, SCRIPTED, GOLD, f"{WITHOUT}SFT", f"{WITHOUT}GRPO")
 COMPARED = (
     ("with search minus without", "GRPO", f"{WITHOUT}GRPO"),
     ("GRPO minus its SFT", "GRPO", "SFT"),
     ("GRPO, longer, minus its SFT", LONGER, "SFT"),
+    ("GRPO, F1, minus its SFT", F1, "SFT"),
     ("masked minus unmasked (GRPO minus GRPO, information trained)", "GRPO", UNMASKED),
 )
 FIGURES = ("exact", "answered", "form", "searches", "found", "own information")
@@ -77,7 +83,7 @@ class Searching:
         if arm.startswith(WITHOUT):
             return {"env": search_qa.named({"searches": 0, "chat": "true"})}
         shown = {"topk": 1, "shown": SHOWN, "searches": 1, "chat": "true"}
-        return {"env": search_qa.named(shown), "retriever": (self.place,)}
+        return {"env": search_qa.named({**shown, "f1": 1} if arm == F1 else shown), "retriever": (self.place,)}
 
     def sft(self, arm: str) -> str:
         first = self.learned[: 4 * self.demonstrations]  # the search does not answer all of them
@@ -98,8 +104,19 @@ class Searching:
             **self.env(arm),
         }
         size = {"steps": self.steps * (4 if arm == LONGER else 1), "prompts": self.prompts}
+        if arm == F1:
+            tasks = list(islice(filter(self.can_be_found, tasks), 600))
+            options |= {"lr": F1_LR, "schedule": "linear"}
+            size["steps"] = self.steps * 3 // 2
         with information_trained() if arm == UNMASKED else nullcontext():
             return finished(posttrain.rl(tasks, model=start, **options, **size, **self.study.common(arm, self.seed)))
+
+    def can_be_found(self, row: Row) -> bool:
+        """Whether the first passage that a search for the question finds contains an answer."""
+        task = row_to_task(row)
+        assert task is not None
+        shown = as_shown(search_qa.found(self.index, task["question"], 1)[0]["contents"])
+        return contains_answer(shown, task["answers"], words=True) == 1.0
 
     def measured(self, arm: str, model: str) -> Figures:
         rollouts = self.study.evaluate(self.unseen, model=model, max_tokens=LONGEST, **self.env(arm)).rollouts
@@ -144,15 +161,16 @@ def main() -> None:
     parser.add_argument(
         "--arms", nargs="+", choices=ARMS, default=ARMS, metavar="ARM", help="arms to run (default: all)"
     )
+    parser.add_argument("--demonstrations", type=int, default=320, metavar="N", help="episodes that SFT imitates")
     given = parser.parse_args()
-    demonstrations, steps, prompts, asked = (8, 2, 2, 8) if given.small else (320, 16, 8, 150)
+    demonstrations, steps, prompts, asked = (8, 2, 2, 8) if given.small else (given.demonstrations, 16, 8, 150)
     settings = {
         "demonstrations": demonstrations,
         "steps": steps,
         "prompts": prompts,
         "questions": asked,
         "shown": SHOWN,
-        "rates": [SFT_LR, GRPO_LR],
+        "rates": [SFT_LR, GRPO_LR, F1_LR],
     }
     study = Study(given, settings)
     place = study.out / "index"
@@ -173,15 +191,20 @@ def scripted(row: Row, index: PassageIndex, is_gold: bool, words: Tokenizer) -> 
     assert task is not None
     gold = next(passage for passage in index.passages if passage.id in row["gold_ids"]) if is_gold else None
     contents = gold.contents if gold else search_qa.found(index, task["question"], 1)[0]["contents"]
-    title, _, text = contents.partition("\n")
     prompt = words.render([{"role": "user", "content": SEARCH.format(question=task["question"])}])
     prompt += f"<think> I have to look this up. </think>\n<search> {task['question']} </search>"
-    shown = f"Doc 1(Title: {title}) {text[:SHOWN]}"
+    shown = as_shown(contents)
     is_found = contains_answer(shown, task["answers"], words=True) == 1.0
     return {
         "id": row["id"], "prompt": f"{prompt}\n\n<information>{shown}</information>\n\n", "answer": task["answers"],
         "found": is_found,
     }  # fmt: skip
+
+
+def as_shown(contents: str) -> str:
+    """A passage as the environment shows it."""
+    title, _, text = contents.partition("\n")
+    return f"Doc 1(Title: {title}) {text[:SHOWN]}"
 
 
 def queries(rollouts: Sequence[Rollout]) -> list[list[str]]:
@@ -223,7 +246,7 @@ def page(study: Study, count: int, shown: int, trained: int) -> list[str]:
             if study.has(arm) and study.has(over)
         ],
     ]
-    for arm in ("GRPO", LONGER, UNMASKED):
+    for arm in ("GRPO", LONGER, UNMASKED, F1):
         lines += examples(arm, study.figures(arm)[0]) if study.has(arm) else []
     return lines
 

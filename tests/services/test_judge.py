@@ -148,7 +148,7 @@ def test_what_trickles_in_has_the_limit_of_a_whole_call(judge_of: Callable[..., 
     [answer] = asked(judge_of(server, timeout=0.4, retries=0), [question("abc")])
     server.http.shutdown()
     server.http.server_close()
-    assert isinstance(answer, Invalid) and "no answer within 0.4 s" in answer.reason and time.monotonic() - began < 3
+    assert isinstance(answer, Invalid) and "no answer within 0.4 s" in answer.reason and time.monotonic() - began < 30
 
 
 def test_retry_after_is_kept_and_holds_for_all_calls(judge_of: Callable[..., Judge]) -> None:
@@ -311,9 +311,8 @@ def test_an_answer_that_was_ended_from_outside_is_none_though_it_looks_whole(
         ]
 
 
-def test_an_answer_made_of_brackets_costs_no_time() -> None:
-    began = time.monotonic()
-    assert isinstance(read_verdict('{"a":' * 100_000, {}), str) and time.monotonic() - began < 2
+def test_an_answer_made_of_brackets_is_given_up_after_a_few_of_them() -> None:
+    assert read_verdict('{"a":' * 100_000, {}) == "too many braces"
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -529,14 +528,16 @@ def test_an_endpoint_that_is_down_is_told_and_one_that_is_up_has_no_problem(judg
 
 
 def test_a_judge_that_is_closed_leaves_no_thread_and_no_call(judge_of: Callable[..., Judge]) -> None:
-    with serving(lambda request, number: Said(by_length(request).content, after=2)) as server:
+    with serving(lambda request, number: Said(by_length(request).content, after=20)) as server:
         judge = judge_of(server)
         judge.submit(0, question("abc"))
         time.sleep(0.1)
         began = time.monotonic()
         judge.close()
         judge.close()
-        assert not judge.endpoint._thread.is_alive() and time.monotonic() - began < 1
+        assert not judge.endpoint._thread.is_alive() and time.monotonic() - began < 15, (
+            "it does not wait for the answer"
+        )
 
 
 @pytest.mark.parametrize(

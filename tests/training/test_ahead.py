@@ -564,8 +564,8 @@ def test_what_is_played_in_vain_is_given_up(start: Path, tokenizer: Tokenizer) -
         later = thread.call(lambda: 1)
         assert begun.wait(20)
         began = time.monotonic()
-        thread.close(10)
-        assert time.monotonic() - began < 8
+        thread.close(60)
+        assert time.monotonic() - began < 50
         assert isinstance(playing.exception(1), Unwanted)
         assert later.cancelled()
 

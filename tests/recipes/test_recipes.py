@@ -14,6 +14,7 @@ from places import ROOT
 
 from posttrain.algorithms.all_algorithms import find
 from posttrain.config.resolve import filled, validate
+from posttrain.config.suite_file import read_suite
 from posttrain.config.training import RL
 from posttrain.config.verbs import VERBS
 from posttrain.core.types import UserError
@@ -44,6 +45,13 @@ def test_options_of_every_recipe_are_valid(path: Path, monkeypatch: pytest.Monke
             load_env(config.env)
         if "k" in config.given:  # how often one of several replies is right needs to know which are
             assert success_of(config.env, config.success) is not None
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes/suites").glob("*.toml")), ids=lambda p: p.stem)
+def test_options_of_every_suite_are_valid(path: Path) -> None:
+    for part in read_suite(str(path), {"model": "x"}):
+        load_env(part.config.env)
+        assert success_of(part.config.env, part.config.success) is not None
 
 
 def test_renumbered_problems_keep_their_expression_true() -> None:

@@ -4,8 +4,9 @@
 
 The task is to find a number below 20 to 64 in five guesses. A binary search finds one of 31. The demonstrations are of a
 player who guesses any possible number, and every third time any number at all. From there a decoder of 0.1 M parameters is
-trained on the environment `guess`, with only its reward: by GRPO, which credits all guesses of a game alike, and by GiGPO,
-which also compares guesses behind the same guesses and hints. The result is the share of numbers found in games that are in
+trained on the environment `guess`, with only its reward: by GRPO, which credits all guesses of a game alike, by GiGPO,
+which also compares guesses behind the same guesses and hints, and by HGPO, which compares guesses behind the same last one,
+two and three hints. The result is the share of numbers found in games that are in
 no training row, at temperature 1. Figures go to OUT/results.json, whole episodes too.
 """
 
@@ -34,8 +35,10 @@ ARMS: dict[str, dict[str, Any]] = {
     "GiGPO": {
         "algorithm": "gigpo",
         "settings": {"turn_state": "history", "aggregate": "sequence-mean"},
-    },  # GRPO's weights
+    },
+    "HGPO": {"algorithm": "hgpo", "settings": {"aggregate": "sequence-mean"}},
 }
+"""Way to train -> options of `posttrain.rl`, with GRPO's weights of tokens."""
 DEMONSTRATIONS = 12  # games of the careless player for each game to train on
 SMALL: dict[str, Any] = {"threads": 1, "quiet": True, "overwrite": True}
 

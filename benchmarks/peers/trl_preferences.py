@@ -73,7 +73,8 @@ def of_labels(model: str, case: Case) -> Answer:
 
 def without_reference(method: Any, mean: bool, sign: float, settings: dict[str, Any], case: Case) -> Answer:
     """A trainer's loss of log-probabilities [pairs], its mean."""
-    made = SimpleNamespace(alpha=0.0, label_smoothing=0.0, accelerator=SimpleNamespace(device="cpu"), **settings)
+    fixed = {"alpha": 0.0, "label_smoothing": 0.0, "accelerator": SimpleNamespace(device="cpu")}
+    made = SimpleNamespace(**{**fixed, **settings})
     logp = case.slopes(case.logp)
     said = logp.sum(1) / (case.length if mean else 1)
     return case.graded(sign * method(made, said[::2], said[1::2])[0].mean(), logp)
@@ -110,9 +111,16 @@ def ask(side: Side, model: str) -> None:
     side.add("prefer: kto", partial(of_labels, model), "KTOTrainer._compute_loss()")
     plain = {"loss_type": "sigmoid", "beta": 0.1}
     simpo = {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 1.0}
+    alphapo = {
+        "loss_type": "simpo",
+        "beta": 2.5,
+        "simpo_gamma": 0.1,
+        "alpha": 0.25,
+    }  # what its loss_type alphapo becomes
     answers = {
         "cpo, comparisons alone": (CPOTrainer.cpo_loss, False, 1.0, plain),
         "simpo": (CPOTrainer.cpo_loss, True, 1.0, simpo),
+        "alphapo": (CPOTrainer.cpo_loss, True, 1.0, alphapo),
         "orpo, comparisons alone": (ORPOTrainer.odds_ratio_loss, True, -1.0, {"beta": 0.1}),
     }
     for name, asked in answers.items():

@@ -385,9 +385,9 @@ class SFTOptions(EnvLimitOptions, RetrieverOptions, PassesOptions, total=False):
     verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
     verl:score.py:compute_score. harbor:FOLDER is a set of tasks in containers, which makes its rows too. Built in are
     adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions, gsm8k, guess, gymnasium,
-    judge, math, nim, openenv, python, reasoning-gym, refusal, reward-model, search-qa, shapes, textarena, unscored,
-    verdict, word-problems and worked-sums. In sft, the replies of rows run through it; for rows without replies, its
-    row_to_task, if any, writes the demonstrations."""
+    judge, math, nemo-gym, nim, openenv, python, reasoning-gym, refusal, reward-model, search-qa, shapes, textarena,
+    unscored, verdict, word-problems and worked-sums. In sft, the replies of rows run through it; for rows without
+    replies, its row_to_task, if any, writes the demonstrations."""
     model: str | None
     """Model to start from: a Hugging Face folder, a GGUF file, the folder of a run, or org/name. In sft, leave it out
     to train from scratch. org/name, or org/name@revision, is a model of the Hugging Face hub."""
@@ -782,9 +782,9 @@ class PreferOptions(AlgorithmOptions, PassesOptions, total=False):
     verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
     verl:score.py:compute_score. harbor:FOLDER is a set of tasks in containers, which makes its rows too. Built in are
     adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions, gsm8k, guess, gymnasium,
-    judge, math, nim, openenv, python, reasoning-gym, refusal, reward-model, search-qa, shapes, textarena, unscored,
-    verdict, word-problems and worked-sums. In sft, the replies of rows run through it; for rows without replies, its
-    row_to_task, if any, writes the demonstrations."""
+    judge, math, nemo-gym, nim, openenv, python, reasoning-gym, refusal, reward-model, search-qa, shapes, textarena,
+    unscored, verdict, word-problems and worked-sums. In sft, the replies of rows run through it; for rows without
+    replies, its row_to_task, if any, writes the demonstrations."""
     link: Literal[
         "sigmoid",
         "robust",
@@ -853,9 +853,9 @@ class RewardModellingOptions(AlgorithmOptions, PassesOptions, total=False):
     verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
     verl:score.py:compute_score. harbor:FOLDER is a set of tasks in containers, which makes its rows too. Built in are
     adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions, gsm8k, guess, gymnasium,
-    judge, math, nim, openenv, python, reasoning-gym, refusal, reward-model, search-qa, shapes, textarena, unscored,
-    verdict, word-problems and worked-sums. In sft, the replies of rows run through it; for rows without replies, its
-    row_to_task, if any, writes the demonstrations."""
+    judge, math, nemo-gym, nim, openenv, python, reasoning-gym, refusal, reward-model, search-qa, shapes, textarena,
+    unscored, verdict, word-problems and worked-sums. In sft, the replies of rows run through it; for rows without
+    replies, its row_to_task, if any, writes the demonstrations."""
     link: Literal["sigmoid", "plackett-luce", "cross-entropy", "squared-error"]
     """Loss on the scores of responses."""
     beta: float

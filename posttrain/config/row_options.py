@@ -92,9 +92,9 @@ class Data(ChatTemplateGroup, FromRows, group="data"):
     verify:tags*0.1". Functions written for other trainers: trl:rewards.py:accuracy,format and
     verl:score.py:compute_score. harbor:FOLDER is a set of tasks in containers, which makes its rows too. Built in are
     adventure, arithmetic, calculator, code, code-all, code-choice, countdown, functions, gsm8k, guess, gymnasium,
-    judge, math, nim, openenv, python, reasoning-gym, refusal, reward-model, search-qa, shapes, textarena, unscored,
-    verdict, word-problems and worked-sums. In sft, the replies of rows run through it; for rows without replies, its
-    row_to_task, if any, writes the demonstrations."""
+    judge, math, nemo-gym, nim, openenv, python, reasoning-gym, refusal, reward-model, search-qa, shapes, textarena,
+    unscored, verdict, word-problems and worked-sums. In sft, the replies of rows run through it; for rows without
+    replies, its row_to_task, if any, writes the demonstrations."""
     chat: bool | None = option(None, group="model")
     """Wrap plain prompts in the model's chat template, as the message of a user; --no-chat sends them as bare text.
     Responses of sft, prefer and reward-model are then the assistant's. Default: as in the run that trained the model;

@@ -68,6 +68,7 @@ HOMES = {
         "system/http_server.py",
         "apps/view/web_server.py",
         "runs/tracking/prometheus.py",
+        "envs/bridges/nemo_gym.py",
     ),
     "verifiers": ("envs/bridges/verifiers_side.py",),
     "bm25s": ("services/retrieval/bm25.py",),

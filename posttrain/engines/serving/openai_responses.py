@@ -65,12 +65,12 @@ def read_response(body: Mapping[str, Any], stored: StoredConversations) -> Polic
     _check_hints(fields)
     previous, instructions = fields.text("previous_response_id"), fields.text("instructions")
     earlier = stored.find(previous) if previous is not None else ()
-    messages = [*earlier, *_read_input(fields)]
-    prompt = _with_instructions(instructions, messages)
+    messages = [*earlier, *read_input(fields)]
+    prompt = with_instructions(instructions, messages)
     if prompt[-1]["role"] == "assistant":
         raise fields.wrong("input", "one that ends with a message to the policy, or the result of a call")
     most, include = fields.whole("max_output_tokens", 1), _read_include(fields)
-    tools, shown = _read_tools(fields)
+    tools, shown = read_tools(fields)
     asked = read_sampling(fields, (prompt,), most, logprobs=LOGPROBS in include, tools=tools if shown else ())
     keeps = fields.body.get("store") is None or fields.flag("store")
     parallel = fields.body.get("parallel_tool_calls") is None or fields.flag("parallel_tool_calls")
@@ -108,7 +108,7 @@ def _read_include(fields: RequestFields) -> tuple[str, ...]:
     return tuple(given)
 
 
-def _with_instructions(instructions: str | None, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_instructions(instructions: str | None, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the prompt, with instructions and the system messages at its beginning merged."""
     texts, rest = [instructions] if instructions else [], list(messages)
     while rest and rest[0]["role"] == "system":
@@ -128,7 +128,7 @@ class _Reply:
         return assistant_message("".join(self.thoughts), "".join(self.texts), self.calls)
 
 
-def _read_input(fields: RequestFields) -> list[dict[str, Any]]:
+def read_input(fields: RequestFields) -> list[dict[str, Any]]:
     """Read the input as messages."""
     given = fields.body.get("input")
     if isinstance(given, str):
@@ -204,7 +204,7 @@ def _read_thoughts(item: RequestFields) -> str:
         raise item.wrong("encrypted_content", "one that this server has written") from None
 
 
-def _read_tools(fields: RequestFields) -> tuple[tuple[dict[str, Any], ...], bool]:
+def read_tools(fields: RequestFields) -> tuple[tuple[dict[str, Any], ...], bool]:
     """Return the tools, and whether the policy sees them (tool_choice is not "none")."""
     tools, shown = [], fields.shows_tools()
     for tool in fields.objects("tools"):

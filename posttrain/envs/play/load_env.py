@@ -51,6 +51,7 @@ BUILTIN = {
     "gymnasium": "posttrain.envs.bridges.gym:play",
     "textarena": "posttrain.envs.bridges.arena:play",
     "openenv": "posttrain.envs.bridges.openenv:play",
+    "nemo-gym": "posttrain.envs.bridges.nemo_gym:play",
     "python": "posttrain.envs.builtin.interpreter:python",
     "code": "posttrain.envs.builtin.code:reward",
     "code-all": "posttrain.envs.builtin.code:all_or_nothing",

@@ -41,6 +41,7 @@ LATER = {
     "Rollout": "posttrain.core.rollouts",
     "Tracker": "posttrain.runs.tracking.tracker",
     "Tools": "posttrain.envs.play.tools",
+    "group_reward": "posttrain.envs.play.group_rewards",
     "note": "posttrain.envs.play.call_recording",
     "recorded": "posttrain.envs.play.call_recording",
     "trl_reward": "posttrain.envs.play.trl_rewards",

@@ -14,11 +14,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from posttrain.core.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, UserError, bare
-from posttrain.envs.play.env_outputs import Done, Event
+from posttrain.envs.play.env_outputs import AwaitsGroup, Done
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.episode import content_text, last_asked
 from posttrain.envs.play.load_env import success_of, task_set
@@ -61,7 +60,7 @@ def check(
         for number, task in enumerate(() if proven else tasks[:TASKS]):
             samples = _sample_replies(task, replies)
             if trial.pool.by_group:
-                trial.play_group(number, task, [(kind, script[0]) for kind, script in samples])
+                trial.play_group(number, task, samples)
                 continue
             for kind, script in samples:
                 trial.play(number, task, kind, script)
@@ -70,7 +69,7 @@ def check(
         if replies is None and proven is None and not found.known and (found.constant or found.unreached):
             for number, task in enumerate(tasks[:TASKS]):
                 if trial.pool.by_group:
-                    trial.play_group(number, task, _in_forms(task))
+                    trial.play_group(number, task, [(kind, [reply]) for kind, reply in _in_forms(task)])
                     continue
                 for kind, reply in _in_forms(task):
                     trial.play(number, task, kind, [reply])
@@ -117,36 +116,24 @@ class _Trial:
             ends = None if result is None else _first(shown, result)
             self.unanswered = Case(name, kind, reply, *_shown_text(shown), ends, (), slowest, True)
 
-    def play_group(self, number: int, task: Task, samples: Sequence[tuple[str, str]]) -> None:
+    def play_group(self, number: int, task: Task, samples: Sequence[tuple[str, Sequence[str]]]) -> None:
         """Run all cases of a task twice, as one group, for a reward that scores whole groups."""
-        first = self._group_played(task, [reply for _, reply in samples])
-        again = self._group_played(task, [reply for _, reply in samples])
-        name = str(task.get("id", number))
-        for (kind, reply), (turn, seen, done, seconds), (_, _, second, slowest) in zip(
-            samples, first, again, strict=True
-        ):
-            self.first = self.first or turn
-            told = _shown_text([turn])
-            self.cases.append(Case(name, kind, reply, *told, done, (), max(seconds, slowest), done == second, seen))
+        scripts = [script for _, script in samples]
+        (seen, first, slowest), (_, again, slower) = (self._group_played(task, scripts) for _ in range(2))
+        for place, (kind, script) in enumerate(samples):
+            shown, result = first[place]
+            self.first = self.first or next(iter(shown), None)
+            reply = ", ".join(script[:-1]) if kind == SCRIPT else script[0]
+            steps = tuple(turn.reward for turn in shown if turn.reward)
+            told, repeats = _shown_text(shown), first[place] == again[place]
+            name, took = str(task.get("id", number)), max(slowest, slower)
+            self.cases.append(Case(name, kind, reply, *told, result, steps, took, repeats, seen[place]))
 
-    def _group_played(self, task: Task, replies: Sequence[str]) -> list[tuple[Turn, Seen | None, Done, float]]:
-        """Return for each reply the turn before it, its preview, its end, and the seconds of the call."""
-        self.pool.ready()
-        for place in range(len(replies)):
-            self.pool.start(place, task, "group")
-        turns: dict[int, Turn] = {}
-        while len(turns) < len(replies):
-            turns |= {place: event for place, event in self.pool.poll(None) if isinstance(event, Turn)}
-        seen = [self.viewer.watch(task) if self.viewer is not None else None for _ in replies]
-        said = [_said(reply, turns[place], 0, seen[place]) for place, reply in enumerate(replies)]
-        began = time.perf_counter()
-        for place, reply in enumerate(said):
-            self.pool.send(place, reply)
-        ends: dict[int, Done] = {}
-        while len(ends) < len(replies):
-            ends |= {place: event for place, event in self.pool.poll(None) if isinstance(event, Done)}
-        seconds = time.perf_counter() - began
-        return [(turns[place], seen[place], ends[place], seconds) for place in range(len(replies))]
+    def _group_played(
+        self, task: Task, scripts: Sequence[Sequence[str]]
+    ) -> tuple[list[Seen | None], list[Played], float]:
+        seen = [self.viewer.watch(task) if self.viewer is not None else None for _ in scripts]
+        return seen, *_play_group(self.pool, task, scripts, self.answers, seen)
 
 
 def _first(shown: Sequence[Turn], result: Done) -> Done:
@@ -202,33 +189,56 @@ def _in_forms(task: Task) -> list[tuple[str, str]]:
     return [(kind, form % answer) for kind, form in FORMS.items()] if isinstance(answer, str | int | float) else []
 
 
+Played = tuple[list[Turn], Done | None]
+"""The turns of an episode, and its end; None if it did not come within `TURNS`."""
+
+
 def _play(
     pool: EnvPool, task: Task, script: Sequence[str], answer: _Answers | None, seen: Seen | None = None
 ) -> tuple[list[Turn], Done | None, float]:
-    """Run one episode; return its turns, its end if it came within `TURNS`, and the seconds of its slowest call.
+    """Run one episode; return its turns, its end, and the seconds of its slowest call."""
+    [(shown, end)], slowest = _play_group(pool, task, [script], answer, [seen])
+    return shown, end, slowest
 
-    `script`: the replies, of which the last is repeated. Without `answer`, requests to services get none. `seen`: the
-    model's view, by which replies are parsed; without it tool calls are parsed in Hermes' form.
+
+def _play_group(
+    pool: EnvPool,
+    task: Task,
+    scripts: Sequence[Sequence[str]],
+    answer: _Answers | None,
+    seen: Sequence[Seen | None],
+) -> tuple[list[Played], float]:
+    """Run the episodes of a group; return them, and the seconds of the slowest call.
+
+    `scripts`: the replies of each, of which the last is repeated. Without `answer`, requests to services get none.
+    `seen`: the model's views, by which replies are parsed; without them tool calls are parsed in Hermes' form.
     """
     pool.ready()  # the start of a worker does not count as the environment's time
-    shown: list[Turn] = []
-    event, slowest = _timed(pool, lambda: pool.start(0, task))
-    asked = 0
-    while not isinstance(event, Done):
-        if isinstance(event, Turn):
-            shown.append(event)
-        asked += isinstance(event, Ask)
-        if len(shown) > TURNS + len(script) - 1 or asked > MOST_ASKS:
-            pool.drop(0)
-            return shown, None, slowest
-        if isinstance(event, Turn):
-            text = script[min(len(shown), len(script)) - 1]
-            said: Any = _said(text, event, len(shown) - 1, seen)
-        else:
-            said = WITHOUT if answer is None else answer(event)
-        event, seconds = _timed(pool, partial(pool.send, 0, said))
-        slowest = max(slowest, seconds)
-    return shown, event, slowest
+    shown: list[list[Turn]] = [[] for _ in scripts]
+    asked, ends, slowest = [0] * len(scripts), dict[int, Done | None](), 0.0
+    for place in range(len(scripts)):
+        pool.start(place, task, "group")
+    while len(ends) < len(scripts):
+        began = time.perf_counter()
+        events = pool.poll(None)
+        slowest = max(slowest, time.perf_counter() - began)
+        for place, event in events:
+            if isinstance(event, AwaitsGroup):
+                continue
+            if isinstance(event, Done):
+                ends[place] = event
+                continue
+            shown[place] += [event] if isinstance(event, Turn) else []
+            asked[place] += isinstance(event, Ask)
+            script, number = scripts[place], len(shown[place])
+            if number > TURNS + len(script) - 1 or asked[place] > MOST_ASKS:
+                pool.drop(place)
+                ends[place] = None
+            elif isinstance(event, Turn):
+                pool.send(place, _said(script[min(number, len(script)) - 1], event, number - 1, seen[place]))
+            else:
+                pool.send(place, WITHOUT if answer is None else answer(event))
+    return [(own, ends[place]) for place, own in enumerate(shown)], slowest
 
 
 def _said(text: str, turn: Turn, number: int, seen: Seen | None) -> Reply:
@@ -238,13 +248,6 @@ def _said(text: str, turn: Turn, number: int, seen: Seen | None) -> Reply:
     if reply is not None:
         return reply
     return Reply(text, tool_calls=HERMES.read(text, [*(turn.tools or ())]), number=number)
-
-
-def _timed(pool: EnvPool, ask: Callable[[], None]) -> tuple[Event, float]:
-    began = time.perf_counter()
-    ask()
-    [(_, event)] = pool.poll(None)
-    return event, time.perf_counter() - began
 
 
 def _shown_text(shown: Sequence[Turn]) -> tuple[tuple[str, ...], str]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from posttrain.core.types import Ask, Invalid, InvalidKind, Reply, Task, Turn, bare
-from posttrain.envs.play.env_outputs import Done
+from posttrain.envs.play.env_outputs import AwaitsGroup, Done
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.service_client import Services
 
@@ -35,7 +35,7 @@ def score(pool: EnvPool, services: Services, replies: Sequence[tuple[Task, Reply
             elif isinstance(event, Ask) and asks[place] < MOST_ASKS:
                 asks[place] += 1
                 services.ask(place, event)
-            else:
+            elif not isinstance(event, AwaitsGroup):
                 found[place] = Done(Invalid(_refused(event), InvalidKind.UNREADABLE))
                 pool.drop(place)
     return [found[place] for place in range(len(replies))]

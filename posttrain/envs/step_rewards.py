@@ -16,7 +16,7 @@ from typing import Any
 from posttrain.core.reply_steps import LINE, REPLY, SPANS, Aggregate, expression_of
 from posttrain.core.types import OUTCOME, Ask, Graded, Invalid, Reply, SpanReward, Task, Turn, UserError, succeeds
 from posttrain.envs.play.env_outputs import MOST_SPANS, Done, read_verdict
-from posttrain.envs.play.group_rewards import is_group_reward
+from posttrain.envs.play.group_rewards import scores_groups
 from posttrain.envs.play.load_env import is_async, is_generator_env, lift, lift_async, load_env, pack_env, unpack_env
 from posttrain.envs.play.service_client import Services
 
@@ -99,7 +99,7 @@ def _pattern(delimiter: str) -> str:
 def with_step_rewards(env: str | Callable[..., Any], how: StepScoring) -> Callable[..., Any]:
     """Return the environment with rewards for the steps of its replies. Raises UserError for a reward of whole groups."""
     function = load_env(env)
-    if is_group_reward(function):
+    if scores_groups(function):
         raise UserError(
             "--step-delimiter does not go with an --env that scores whole groups: give a reward of one reply, def "
             "reward(task, reply)"

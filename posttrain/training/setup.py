@@ -21,7 +21,7 @@ from posttrain.data.mixed_tasks import AnyTasks, MixedTasks
 from posttrain.data.rows import load_rows
 from posttrain.data.tasks import Stream, Tasks, hold_out, to_tasks
 from posttrain.data.tasks_from_rows import Conversion, Convert
-from posttrain.envs.play.env_outputs import Done
+from posttrain.envs.play.env_outputs import AwaitsGroup, Done
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.load_env import is_generator_env, load_converter, load_env, task_set
 from posttrain.envs.play.mixed_pool import MixedPool
@@ -311,6 +311,8 @@ def _rehearsed(
     first: Turn | None = None
     for turns in range(TRIAL_TURNS + 1):
         [(_, event)] = pool.poll(None)
+        while isinstance(event, AwaitsGroup):
+            [(_, event)] = pool.poll(None)
         if isinstance(event, Done):
             return turns > 0, event, first
         first = first or (event if isinstance(event, Turn) else None)

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from typing import Any
 
 from posttrain.core.types import Invalid, Reply, StopReason, Task, Turn
-from posttrain.envs.play.env_outputs import Done, Event
+from posttrain.envs.play.env_outputs import AwaitsGroup, Done, Event
 from posttrain.envs.play.env_runner import AsyncEnvRunner, EnvRunner
 from posttrain.envs.play.load_env import is_async
 from posttrain.models.tokenizer.tool_parser import HERMES
@@ -62,6 +62,8 @@ def scripted(
     event = stage.start(0, task)
     while _goes_on(found, event, reply := next(said, None)):
         event = stage.send(0, _calling(found, reply))
+    if isinstance(event, AwaitsGroup):  # a group of one
+        found.done = _alone(stage.score(1, [0]))
     return found
 
 
@@ -74,7 +76,15 @@ async def scripted_async(
     event = await stage.start(0, task)
     while _goes_on(found, event, reply := next(said, None)):
         event = await stage.send(0, _calling(found, reply))
+    if isinstance(event, AwaitsGroup):
+        found.done = _alone(await stage.score(1, [0]))
     return found
+
+
+def _alone(event: Event) -> Done:
+    assert isinstance(event, Done)
+    [done] = event.group
+    return done
 
 
 def _replies(replies: Iterable[str], then: str | None, most: int) -> Iterable[Any]:
@@ -94,6 +104,7 @@ def _calling(found: Scripted, reply: Reply | None) -> Any:
 def _goes_on(found: Scripted, event: Event, reply: Reply | None) -> bool:
     if isinstance(event, Done):
         found.done = event
+    if isinstance(event, Done | AwaitsGroup):
         return False
     assert isinstance(event, Turn)
     found.shown.append(event)

@@ -74,8 +74,13 @@ class Done:
         return self.sides.get(side) or Done(unreadable(missing))
 
 
-Event = Turn | Ask | Done
-"""An event of an environment: a turn to show to the policy, a request to a service, or the end."""
+@value_type
+class AwaitsGroup:
+    """An episode has ended, and its reward comes when all of its group have: see `group_rewards.group_reward`."""
+
+
+Event = Turn | Ask | AwaitsGroup | Done
+"""An event of an environment: a turn to show to the policy, a request to a service, its last turn's end, or the end."""
 
 
 def read_verdict(value: Any) -> Done:

@@ -13,6 +13,8 @@
   that blocks the thread. Then, and when such a worker dies, the episode whose code ran last is blamed.
 - A reward of whole groups (`group_rewards.py`) is called once all episodes of a group that were begun have their replies, or
   were given up. To the workers such a group is one episode, so a lost worker affects it like any other.
+- Episodes of several turns that are scored so share a worker, which keeps their results. Each ends with `AwaitsGroup`. When
+  the caller polls again, and so begins no further one of the group, the worker scores them; a fresh one replays them first.
 - The first worker starts at once, the others when it has imported the environment, while models are loaded: an import that
   fails does so once.
 - Nothing blocks on a worker's socket: writes send as much as it takes, and reads take what is there.
@@ -26,15 +28,15 @@ import selectors
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 from posttrain.core.types import Invalid, InvalidKind, Reply, Task, UserError
-from posttrain.envs.play.env_outputs import Done, Event
+from posttrain.envs.play.env_outputs import AwaitsGroup, Done, Event
 from posttrain.envs.play.env_runner import EnvRunner, OneByOne, diverged, parted, stage_of
-from posttrain.envs.play.group_rewards import is_group_reward
+from posttrain.envs.play.group_rewards import scores_groups
 from posttrain.envs.play.load_env import is_generator_env, load_env, opening, pack_env, step_limit
 from posttrain.envs.play.worker_handle import PoolEpisode, QueuedCommand, WorkerHandle
 from posttrain.envs.play.worker_protocol import (
@@ -127,6 +129,7 @@ class EnvPool:
         self._tries = 0  # consecutive failed imports since then
         self._closed = False
         self._groups: dict[Hashable, list[PoolEpisode]] = {}  # group -> its episodes not scored yet
+        self._changed: dict[Hashable, None] = {}  # groups that may have become complete since the last poll
         self._by_group = False  # whether the reward scores whole groups, once known
         self._stage: EnvRunner | OneByOne | None = stage_of(load_env(env), self._keep) if workers == 0 else None
         self._single_turn: bool | None = None  # not known before a worker has imported the environment
@@ -135,7 +138,7 @@ class EnvPool:
             return
         if not isinstance(env, str):
             self._single_turn = not is_generator_env(load_env(env))
-            self._by_group = self._single_turn and is_group_reward(env)
+            self._by_group = scores_groups(env)
         self._setup = WorkerSetup(pack_env(env), self._name, memory, seconds)
         self._add_worker()
 
@@ -145,8 +148,9 @@ class EnvPool:
         """Begin an episode; its first event comes from `poll`. `id` is free again after its `Done`.
 
         `group`: a reward of whole groups scores the episodes of a group together, in the order of their ids; None: a
-        group of one. All episodes of a group must begin before the last of them gets its reply. Raises UserError if a
-        plain reward's task has neither prompt nor messages; so may `poll`, during the import.
+        group of one. All episodes of a group must begin before the last of them gets its reply, or before the `poll`
+        after the one by which the last of them awaits its group. Raises UserError if a plain reward's task has neither
+        prompt nor messages; so may `poll`, during the import.
         """
         assert id not in self._episodes, f"episode {id} is in progress"
         self._begun += 1
@@ -167,7 +171,8 @@ class EnvPool:
         self._begun += 1
         # a message may hold both episodes: changes that one of them makes to its answers must not reach the other
         sent, recorded = deepcopy((known.sent, known.recorded))
-        self._episodes[to] = PoolEpisode(to, self._begun, known.task, sent, recorded)
+        self._episodes[to] = PoolEpisode(to, self._begun, known.task, sent, recorded, group=known.group)
+        self._groups.setdefault(known.group, []).append(self._episodes[to])
         self._ask(self._episodes[to])
 
     def send(self, id: int, said: Any) -> None:
@@ -181,12 +186,12 @@ class EnvPool:
         self._ask(episode)
 
     def drop(self, id: int) -> None:
-        """Abandon an episode that waits for a reply or an answer. It has no further event."""
+        """Abandon an episode that waits for a reply, an answer or its group. It has no further event."""
         episode = self._episodes.pop(id)
         assert not episode.waiting, f"episode {id} has not shown its next turn"
         self._leave_group(episode)
-        if self._by_group:
-            self._score_group(episode.group)
+        if self._by_group and self._single_turn:
+            self._score_replies(episode.group)
         elif self._stage is not None:
             self._stage.drop(id)
         elif episode.placed and episode.worker is not None:
@@ -194,13 +199,15 @@ class EnvPool:
 
     def clear(self) -> None:
         """Abandon all episodes; those with a step in progress, after that step."""
-        for episode in [e for own in self._groups.values() for e in own if self._by_group and e.sent]:
+        replied = [e for own in self._groups.values() for e in own if self._by_group and self._single_turn and e.sent]
+        for episode in replied:
             episode.waiting = False  # it waits for others of its group, which get no more replies
             self._waiting -= 1
             self._leave_group(episode)
             del self._episodes[episode.id]
-        while self.pending and not self._closed:
-            self.poll(None)
+        while self._waiting and not self._closed:
+            self._exchange(None)
+        self._events.clear()
         for id in [] if self._closed else list(self._episodes):
             self.drop(id)
 
@@ -211,12 +218,18 @@ class EnvPool:
         Returns [] at once if nothing is pending. Commands are sent to the workers here, so poll often.
         Raises UserError if the environment cannot be imported.
         """
+        for group in [group for group in self._changed if self._complete(group)]:
+            self._score_results(group)
+        self._changed.clear()
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             self._exchange(time.monotonic() if self._events else end)
             if self._events or not self.pending or (end is not None and time.monotonic() >= end):
                 break
         events, self._events = self._events, []
+        for episode in [self._episodes[id] for id, event in events if isinstance(event, AwaitsGroup)]:
+            episode.awaits = True
+            self._changed[episode.group] = None
         return events
 
     def ready(self) -> None:
@@ -229,8 +242,8 @@ class EnvPool:
 
     @property
     def pending(self) -> int:
-        """Number of starts and sends whose event `poll` has not returned yet."""
-        return len(self._events) + self._waiting
+        """Number of starts and sends whose event `poll` has not returned yet, and of groups that it will score."""
+        return len(self._events) + self._waiting + sum(map(self._complete, self._changed))
 
     @property
     def single_turn(self) -> bool:
@@ -238,14 +251,18 @@ class EnvPool:
 
         May wait for the import.
         """
-        while self._single_turn is None:
-            self._exchange(time.monotonic() + IMPORT_SECONDS)
-        return self._single_turn
+        return self._kind()[0]
 
     @property
     def by_group(self) -> bool:
         """Whether the reward scores whole groups. May wait for the import."""
-        return self.single_turn and self._by_group
+        return self._kind()[1]
+
+    def _kind(self) -> tuple[bool, bool]:
+        """Return whether it is a plain reward, and whether it scores whole groups."""
+        while self._single_turn is None:
+            self._exchange(time.monotonic() + IMPORT_SECONDS)
+        return self._single_turn, self._by_group
 
     def close(self) -> None:
         """End the workers; episodes in progress are lost. May be called twice."""
@@ -276,8 +293,8 @@ class EnvPool:
         first = opening(episode.task) if self._single_turn and not episode.sent else None
         if self._by_group and first is not None:
             self._answer(episode, first)
-        elif self._by_group:
-            self._score_group(episode.group)
+        elif self._by_group and self._single_turn:
+            self._score_replies(episode.group)
         elif self._stage is not None:
             began = time.perf_counter()
             sent, id = episode.sent, episode.id
@@ -290,19 +307,33 @@ class EnvPool:
         else:
             self._place(QueuedCommand(episode))
 
-    def _score_group(self, group: Hashable) -> None:
-        """Score a group if all of its replies have arrived."""
+    def _score_replies(self, group: Hashable) -> None:
+        """Score a group of single replies if all of them have arrived."""
         members = self._groups.get(group, [])
-        if not members or not all(episode.sent for episode in members):
-            return
+        if members and all(episode.sent for episode in members):
+            members = sorted(self._groups.pop(group), key=lambda episode: episode.id)
+            self._score(members, {"tasks": [e.task for e in members], "replies": [e.sent[0] for e in members]})
+
+    def _complete(self, group: Hashable) -> bool:
+        """Return whether all episodes of a group await it."""
+        members = self._groups.get(group)
+        return bool(members) and all(episode.awaits for episode in members or ())
+
+    def _score_results(self, group: Hashable) -> None:
+        """Score a group whose results its worker has."""
         members = sorted(self._groups.pop(group), key=lambda episode: episode.id)
+        for episode in members:
+            episode.waiting = True
+        self._waiting += len(members)
+        self._score(members, {})
+
+    def _score(self, members: Sequence[PoolEpisode], asked: Task) -> None:
         self._begun += 1
-        asked = {"tasks": [e.task for e in members], "replies": [e.sent[0] for e in members]}
-        whole = PoolEpisode(-self._begun, self._begun, asked, members=tuple(members))
+        whole = PoolEpisode(-self._begun, self._begun, asked, worker=members[0].worker, members=tuple(members))
         if self._stage is None:
             return self._place(QueuedCommand(whole))
         began = time.perf_counter()
-        event = self._stage.start(whole.id, whole.task)
+        event = self._stage.start(whole.id, asked) if asked else self._stage.score(whole.id, [e.id for e in members])
         self.waited += time.perf_counter() - began
         self._answer(whole, event)
 
@@ -311,6 +342,8 @@ class EnvPool:
         own = self._groups.get(episode.group, [])
         if episode in own:
             own.remove(episode)
+            if self._by_group:
+                self._changed[episode.group] = None
         if not own:
             self._groups.pop(episode.group, None)
 
@@ -338,7 +371,8 @@ class EnvPool:
             for other in self._episodes.values():
                 if other.worker is not None:
                     held[other.worker] += 1
-            episode.worker = min(held, key=lambda worker: held[worker])
+            beside = [e.worker for e in self._groups[episode.group] if e.worker is not None] if self._by_group else []
+            episode.worker = beside[0] if beside else min(held, key=lambda worker: held[worker])
         (self._queue if episode.worker is None else episode.worker.queue).append(order)
 
     def _answer(self, episode: PoolEpisode, event: Event) -> None:
@@ -404,22 +438,25 @@ class EnvPool:
         pickled: dict[int, bytes] = {}  # by the identity of a task, which a group shares
         now = time.monotonic()
         for order in worker.queue:
-            episode = order.episode
-            sent, recorded = episode.sent[-1:], dict[int, Any]()
-            task: bytes | None = None
-            if not (episode.placed or order.drop):
-                key = id(episode.task)
-                task = pickled[key] = pickled.get(key) or self._pickled(episode.task)
-                sent, recorded = episode.sent, episode.recorded
-            commands.append(
-                WorkerCommand(episode.number, task, () if order.drop else tuple(sent), order.drop, recorded)
-            )
-            episode.placed = not order.drop
+            commands.append(self._command(order.episode, order.drop, pickled))
             order.since = now
-            worker.sent[episode.number] = order
+            worker.sent[order.episode.number] = order
         worker.queue.clear()
         worker.line.unsent += write_commands(commands)
         worker.since = time.monotonic()
+
+    def _command(self, episode: PoolEpisode, drop: bool, pickled: dict[int, bytes]) -> WorkerCommand:
+        """Return the command for the next step of an episode, from its beginning if its worker does not know it."""
+        sent, recorded = episode.sent[-1:], dict[int, Any]()
+        task: bytes | None = None
+        if not (episode.placed or drop):
+            key = id(episode.task)
+            task = pickled[key] = pickled.get(key) or self._pickled(episode.task)
+            sent, recorded = episode.sent, episode.recorded
+        results = () if self._single_turn else episode.members
+        members = tuple(self._command(member, False, pickled) for member in results)
+        episode.placed = not drop
+        return WorkerCommand(episode.number, task, () if drop else tuple(sent), drop, recorded, members)
 
     def _share(self, worker: WorkerHandle) -> int:
         """Return the number of orders from the common queue that this worker takes."""
@@ -479,7 +516,9 @@ class EnvPool:
             return  # a step that was replayed
         if order.drop != (answer.event is None):
             raise Garbled("an answer out of turn")
-        if not _fits_group(order.episode, answer.event):
+        if not _fits_group(order.episode, answer.event) or (
+            isinstance(answer.event, AwaitsGroup) and (self._single_turn or not self._by_group)
+        ):
             raise Garbled("an answer of another group")
         del worker.sent[answer.number]
         if answer.event is not None:

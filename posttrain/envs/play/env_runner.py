@@ -10,16 +10,23 @@ from __future__ import annotations
 import asyncio
 import copy
 import types
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from posttrain.core.types import Ask, AsyncEnv, Env, Invalid, InvalidKind, Reply, Task, Turn, UserError
 from posttrain.envs.play.call_recording import CURRENT, NOTING, CallJournal
-from posttrain.envs.play.env_outputs import Done, Event, cleaned, read_verdict, read_yielded, unreadable
-from posttrain.envs.play.group_rewards import GroupVerdicts, is_group_reward, lift_async_group, lift_group, read_group
+from posttrain.envs.play.env_outputs import AwaitsGroup, Done, Event, cleaned, read_verdict, read_yielded, unreadable
+from posttrain.envs.play.group_rewards import (
+    GroupVerdicts,
+    group_reward_of,
+    is_group_reward,
+    lift_async_group,
+    lift_group,
+    read_group,
+)
 from posttrain.envs.play.load_env import is_async, is_generator_env, lift, lift_async
 from posttrain.system.user_code import describe_error, source_file
 
@@ -30,6 +37,14 @@ DIVERGED = (
 
 Records = Callable[[int, int, Any], None]
 """Stores a recorded result: the episode's number, the number of the result, and the result."""
+
+
+class _Result(NamedTuple):
+    """What an episode returned, to be scored with its group."""
+
+    task: Task
+    value: Any
+    journal: CallJournal
 
 
 class _Reports:
@@ -43,7 +58,9 @@ class _Reports:
     def __init__(self, function: Callable[..., Any], alone: bool, memory: float, records: Records | None) -> None:
         self._records = records
         self.single_turn = not is_generator_env(function)
-        self.by_group = self.single_turn and is_group_reward(function)
+        self._group_reward = None if self.single_turn else group_reward_of(function)
+        self.by_group = self._group_reward is not None or (self.single_turn and is_group_reward(function))
+        self._results: dict[int, _Result] = {}  # of the episodes that await their group
         self._file = source_file(function)
         self._memory = memory
         self._alone = alone
@@ -70,6 +87,26 @@ class _Reports:
         except BaseException as error:  # raised by types of the user's
             self._let_through(error)
             return self.raised(error)
+
+    def _ended(self, id: int, value: Any, task: Task, journal: CallJournal) -> Event:
+        """Return the end of an episode, or keep what it returned until its group is scored."""
+        if self._group_reward is None or isinstance(value, GroupVerdicts | Invalid):
+            return self._verdict(value)
+        self._results[id] = _Result(task, value, journal)
+        return AwaitsGroup()
+
+    def _group_of(self, members: Sequence[int]) -> tuple[Task, list[CallJournal]]:
+        """Return the task of the environment that scores these episodes, and their journals."""
+        results = [self._results.pop(member) for member in members]
+        tasks = [self._own(result.task) for result in results]
+        return {"tasks": tasks, "replies": [r.value for r in results]}, [r.journal for r in results]
+
+    def _with_notes(self, event: Event, journals: Sequence[CallJournal]) -> Event:
+        """Return the verdicts of a group with the notes that its episodes made themselves."""
+        assert isinstance(event, Done), "a reward of groups asks nothing"
+        members = event.group or [Done(event.reward)] * len(journals)
+        found = [replace(d, notes={**j.notes, **d.notes}) for d, j in zip(members, journals, strict=True)]
+        return replace(event, group=tuple(found))
 
     def _journal(self, id: int, known: Mapping[int, Any]) -> CallJournal:
         records = self._records
@@ -98,18 +135,26 @@ class EnvRunner(_Reports):
         super().__init__(function, alone, memory, records)
         lifted = lift_group if self.by_group else lift
         self._env: Env = lifted(function) if self.single_turn else function
-        self._episodes: dict[int, tuple[Generator[Any, Any, Any], CallJournal]] = {}
+        self._episodes: dict[int, tuple[Generator[Any, Any, Any], CallJournal, Task]] = {}
 
     def start(self, id: int, task: Task, known: Mapping[int, Any] | None = None) -> Event:
         """Begin an episode and return its first event. `known`: results recorded before its replay."""
-        self._episodes[id] = self._begin(task), self._journal(id, known or {})
+        self._episodes[id] = self._begin(task), self._journal(id, known or {}), task
         return self._resume(id, None)
+
+    def score(self, id: int, members: Sequence[int], known: Mapping[int, Any] | None = None) -> Event:
+        """Score the episodes `members`, which await their group, as the episode `id`."""
+        assert self._group_reward is not None, "each episode has a reward of its own"
+        group, journals = self._group_of(members)
+        self._episodes[id] = lift_group(self._group_reward)(group), self._journal(id, known or {}), group
+        return self._with_notes(self._resume(id, None), journals)
 
     def send(self, id: int, said: Any) -> Event:
         """Continue an episode. `said`: the reply to its turn, or the answer to its request."""
         return self._resume(id, said)
 
     def drop(self, id: int) -> None:
+        self._results.pop(id, None)
         episode = self._episodes.pop(id, None)
         try:
             if episode is not None:
@@ -119,7 +164,7 @@ class EnvRunner(_Reports):
 
     def close(self) -> None:
         """Abandon all episodes in progress."""
-        for id in list(self._episodes):
+        for id in [*self._episodes, *self._results]:
             self.drop(id)
 
     def _begin(self, task: Task) -> Generator[Any, Any, Any]:
@@ -133,12 +178,12 @@ class EnvRunner(_Reports):
         return self._end(self._step(id, said), journal)
 
     def _step(self, id: int, said: Any) -> Event:
-        playing, journal = episode = self._episodes.pop(id)
+        playing, journal, task = episode = self._episodes.pop(id)
         token, noting = CURRENT.set(journal), NOTING.set(journal)
         try:
             event = read_yielded(playing.send(said))
         except StopIteration as end:
-            return self._verdict(end.value)
+            return self._ended(id, end.value, task, journal)
         except BaseException as error:
             self._let_through(error)
             self._episodes[id] = episode  # if only reading its yielded value failed, it has not ended
@@ -155,6 +200,9 @@ class EnvRunner(_Reports):
 
 
 # -- code that waits ---------------------------------------------------------------------------------------------------
+
+
+_Begin = Callable[[], AsyncGenerator[Any, Any]]
 
 
 class _Waiting:
@@ -192,10 +240,22 @@ class AsyncEnvRunner(_Reports):
 
     async def start(self, id: int, task: Task, known: Mapping[int, Any] | None = None) -> Event:
         """Begin an episode and return its first event. `known`: results recorded before its replay."""
+        return await self._run(id, lambda: self._env(self._own(task)), task, self._journal(id, known or {}))
+
+    async def score(self, id: int, members: Sequence[int], known: Mapping[int, Any] | None = None) -> Event:
+        """Score the episodes `members`, which await their group, as the episode `id`."""
+        assert self._group_reward is not None, "each episode has a reward of its own"
+        group, journals = self._group_of(members)
+        scoring = lift_async_group(self._group_reward)
+        event = await self._run(id, lambda: scoring(group), group, self._journal(id, known or {}))
+        return self._with_notes(event, journals)
+
+    async def _run(self, id: int, begin: _Begin, task: Task, journal: CallJournal) -> Event:
+        """Begin an episode in a task of its own, and return its first event."""
         episode = self._episodes[id] = _Waiting()
         context = copy_context()
         context.run(_ENTERS.set, lambda: self._enters(id))
-        run = self._play(episode, task, self._journal(id, known or {}))
+        run = self._play(id, begin, task, journal)
         episode.task = asyncio.get_running_loop().create_task(run, context=context)
         return await self._event(id, episode)
 
@@ -206,6 +266,7 @@ class AsyncEnvRunner(_Reports):
         return await self._event(id, episode)
 
     def drop(self, id: int) -> None:
+        self._results.pop(id, None)
         episode = self._episodes.pop(id, None)
         if episode is not None and episode.task is not None:
             episode.task.cancel()
@@ -216,19 +277,20 @@ class AsyncEnvRunner(_Reports):
         except TimeoutError:
             self.drop(id)
             return Done(Invalid(f"{self._name}did not return within {self._seconds:g} s", InvalidKind.TIMEOUT))
-        if isinstance(event, Done):
+        if isinstance(event, Done | AwaitsGroup):
             self._episodes.pop(id, None)
         return event
 
-    async def _play(self, episode: _Waiting, task: Task, journal: CallJournal) -> None:
+    async def _play(self, id: int, begin: _Begin, task: Task, journal: CallJournal) -> None:
         """Run an episode from beginning to end in one task, so that it can close what it opened with `async with`."""
         CURRENT.set(journal)  # of this task
         NOTING.set(journal)
+        episode = self._episodes[id]
         playing: AsyncGenerator[Any, Any] | None = None
         try:
-            playing = self._env(self._own(task))
+            playing = begin()
             said = None
-            while not isinstance(event := self._read(await playing.asend(said)), Done):
+            while isinstance(event := self._read(id, await playing.asend(said), task, journal), Turn | Ask):
                 episode.events.put_nowait(event)
                 said = await episode.said.get()
         except StopAsyncIteration:
@@ -242,10 +304,10 @@ class AsyncEnvRunner(_Reports):
                 async with asyncio.timeout(self._seconds):  # not wait_for, which would close it in another task
                     await playing.aclose()
 
-    def _read(self, value: Any) -> Event:
+    def _read(self, id: int, value: Any, task: Task, journal: CallJournal) -> Event:
         """Read a yielded value: a turn, a request to a service, or else the reward."""
         if not isinstance(value, Turn | str | Ask):
-            return self._verdict(value)
+            return self._ended(id, value, task, journal)
         event = read_yielded(value)
         return Done(event) if isinstance(event, Invalid) else event
 
@@ -263,6 +325,9 @@ class OneByOne:
 
     def send(self, id: int, said: Any) -> Event:
         return self._finished(self._stage.send(id, said))
+
+    def score(self, id: int, members: Sequence[int], known: Mapping[int, Any] | None = None) -> Event:
+        return self._finished(self._stage.score(id, members, known))
 
     def drop(self, id: int) -> None:
         self._stage.drop(id)
@@ -291,7 +356,7 @@ def stage_of(function: Callable[..., Any], records: Records | None = None) -> En
 
 def parted(event: Event, said: Any) -> bool:
     """Return whether a value sent before the replay cannot answer this event."""
-    return isinstance(event, Done) or isinstance(event, Ask) == isinstance(said, Reply)
+    return isinstance(event, Done | AwaitsGroup) or isinstance(event, Ask) == isinstance(said, Reply)
 
 
 def diverged(stage: EnvRunner | AsyncEnvRunner | OneByOne, id: int, event: Event) -> Event:

@@ -14,12 +14,12 @@ import os
 import pickle
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from posttrain.core.types import UserError
-from posttrain.envs.play.env_outputs import Event
-from posttrain.envs.play.env_runner import AsyncEnvRunner, EnvRunner, diverged, noting, parted
+from posttrain.core.types import Invalid, InvalidKind, UserError
+from posttrain.envs.play.env_outputs import AwaitsGroup, Done, Event
+from posttrain.envs.play.env_runner import DIVERGED, AsyncEnvRunner, EnvRunner, diverged, noting, parted
 from posttrain.envs.play.load_env import is_async, unpack_env
 from posttrain.envs.play.worker_protocol import (
     NOTE_BYTES,
@@ -160,21 +160,45 @@ def _answer(connection: _Connection, stage: EnvRunner, command: WorkerCommand) -
         stage.drop(number)
         connection.send(write_answer(number, None))
         return
-    if command.task is None:
-        connection.send(write_answer(number, stage.send(number, command.sent[0])))
-        return
+    if command.members:
+        again = [_begun(connection, stage, member, number) for member in command.members if member.task is not None]
+        event = _apart(stage, command, again) or stage.score(number, _numbers(command), command.recorded)
+    elif command.task is None:
+        event = stage.send(number, command.sent[0])
+    else:
+        event = _begun(connection, stage, command, number)
+    connection.send(write_answer(number, event))
+
+
+def _begun(connection: _Connection, stage: EnvRunner, command: WorkerCommand, told: int) -> Event:
+    """Begin an episode with all that was sent to it, and return its last event; the others only set back the limit of
+    the command `told`.
+    """
+    assert command.task is not None
     try:
-        event = stage.start(number, pickle.loads(command.task), command.recorded)
+        event = stage.start(command.number, pickle.loads(command.task), command.recorded)
     except BaseException as error:  # the task may hold the user's classes
         event = stage.raised(error)
     for said in command.sent:
         if parted(event, said):
-            event = diverged(stage, number, event)
-            break
+            return diverged(stage, command.number, event)
         if not stage.single_turn:  # the start of a plain reward takes no time and needs no message
-            connection.send(write_answer(number, None))
-        event = stage.send(number, said)
-    connection.send(write_answer(number, event))
+            connection.send(write_answer(told, None))
+        event = stage.send(command.number, said)
+    return event
+
+
+def _numbers(command: WorkerCommand) -> list[int]:
+    return [member.number for member in command.members]
+
+
+def _apart(stage: EnvRunner | AsyncEnvRunner, command: WorkerCommand, again: Sequence[Event]) -> Done | None:
+    """Return the end of a group of which a replayed episode does not end as it did; None: they all do."""
+    if all(isinstance(event, AwaitsGroup) for event in again):
+        return None
+    for number in _numbers(command):
+        stage.drop(number)
+    return Done(Invalid(DIVERGED, InvalidKind.DIVERGED))
 
 
 # -- code that waits ---------------------------------------------------------------------------------------------------
@@ -198,21 +222,31 @@ async def _answer_beside(connection: _Connection, stage: AsyncEnvRunner, command
     event: Event | None = None
     if command.drop:
         stage.drop(number)
+    elif command.members:
+        again = [await _begun_beside(connection, stage, m, number) for m in command.members if m.task is not None]
+        apart = _apart(stage, command, again)
+        event = apart or await stage.score(number, _numbers(command), command.recorded)
     elif command.task is None:
         event = await stage.send(number, command.sent[0])
     else:
-        try:
-            event = await stage.start(number, pickle.loads(command.task), command.recorded)
-        except Exception as error:
-            event = stage.raised(error)
-        for said in command.sent:
-            if parted(event, said):
-                event = diverged(stage, number, event)
-                break
-            if not stage.single_turn:
-                await connection.send_beside(write_answer(number, None))
-            event = await stage.send(number, said)
+        event = await _begun_beside(connection, stage, command, number)
     await connection.send_beside(write_answer(number, event))
+
+
+async def _begun_beside(connection: _Connection, stage: AsyncEnvRunner, command: WorkerCommand, told: int) -> Event:
+    """Begin an episode as `_begun` does."""
+    assert command.task is not None
+    try:
+        event = await stage.start(command.number, pickle.loads(command.task), command.recorded)
+    except Exception as error:
+        event = stage.raised(error)
+    for said in command.sent:
+        if parted(event, said):
+            return diverged(stage, command.number, event)
+        if not stage.single_turn:
+            await connection.send_beside(write_answer(told, None))
+        event = await stage.send(command.number, said)
+    return event
 
 
 def _limit_memory(gib: float) -> None:

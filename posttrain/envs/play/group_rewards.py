@@ -4,6 +4,9 @@ Such a reward is recognised by the names of its first two parameters, tasks and 
 group, when the group's last reply has ended, with the replies in the order of the group's members. So the result
 depends on the replies alone, not on the order in which they were sampled. An exception, a timeout or a list of another
 length makes the rewards of the whole group invalid.
+
+Episodes of several turns are scored in the same way by the `group_reward` of their environment, which reads what each
+of them returned.
 """
 
 from __future__ import annotations
@@ -12,12 +15,13 @@ import asyncio
 import functools
 import inspect
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 from posttrain.core.messages import short
-from posttrain.core.types import AsyncEnv, Env, Invalid, Reply, Sides, Task, value_type
+from posttrain.core.types import AsyncEnv, Env, Invalid, Reply, Sides, Task, UserError, value_type
 from posttrain.envs.play.env_outputs import MOST_REWARD, Done, read_number, read_verdict, unreadable
+from posttrain.system.user_code import is_of_kind, unwrapped
 
 PARAMETERS = ("tasks", "replies")
 NOT_SCORED = "no reward function scored it: each of them returned None"
@@ -45,6 +49,51 @@ def is_group_reward(function: Callable[..., Any]) -> bool:
     return named[:2] == PARAMETERS
 
 
+_Environment = TypeVar("_Environment", bound=Callable[..., Any])
+
+
+def group_reward(reward: Callable[[Sequence[Task], Sequence[Any]], Any]) -> Callable[[_Environment], _Environment]:
+    """Return a decorator of environments, whose episodes this function then scores together, once for each group:
+
+        def fewest(tasks, results):
+            return [float(moves == min(results)) for moves in results]
+
+        @posttrain.group_reward(fewest)
+        def game(task):
+            ...
+            return moves
+
+    What an episode returns is its result: any value, kept in the worker. The function gets those of all episodes of the
+    group, in the order of its members, when the last one has ended, and returns a list of their rewards. An episode that
+    raises or returns `Invalid` is not among them. An async environment yields its result last, which cannot be a text,
+    and the function may be a coroutine function.
+    """
+
+    def mark(environment: _Environment) -> _Environment:
+        name = getattr(environment, "__qualname__", repr(environment))
+        if not is_of_kind(environment, lambda f: inspect.isgeneratorfunction(f) or inspect.isasyncgenfunction(f)):
+            raise UserError(f"{name} yields no turns: write its group reward as def reward(tasks, replies)")
+        waits = is_of_kind(environment, inspect.isasyncgenfunction)
+        if not callable(reward) or (is_of_kind(reward, inspect.iscoroutinefunction) and not waits):
+            what = "async def, and the environment is not: write both so" if callable(reward) else "no function"
+            raise UserError(f"the group_reward of {name} is {what}; it is called with (tasks, results)")
+        environment.group_reward = reward  # type: ignore[attr-defined]
+        return environment
+
+    return mark
+
+
+def group_reward_of(environment: Callable[..., Any]) -> GroupReward | None:
+    """Return the function that scores an environment's episodes group by group; None: each returns its own reward."""
+    found = getattr(environment, "group_reward", None)
+    return getattr(unwrapped(environment), "group_reward", None) if found is None else found
+
+
+def scores_groups(function: Callable[..., Any]) -> bool:
+    """Return whether a reward, or an environment's, scores all episodes of a group in one call."""
+    return is_group_reward(function) or group_reward_of(function) is not None
+
+
 def lift_group(reward: GroupReward) -> Env:
     """Return the environment of a group: it shows nothing, and its task is {"tasks": ..., "replies": ...}."""
 
@@ -56,12 +105,13 @@ def lift_group(reward: GroupReward) -> Env:
     return env
 
 
-def lift_async_group(reward: Callable[..., Awaitable[Any]]) -> AsyncEnv:
-    """Return the environment of a group for an async reward."""
+def lift_async_group(reward: Callable[..., Any]) -> AsyncEnv:
+    """Return the environment of a group for a reward that may be async."""
 
     async def env(group: Task) -> AsyncGenerator[Any, Any]:
         count = len(group["replies"])
-        yield GroupVerdicts(await reward(group["tasks"], group["replies"]), count)
+        verdicts = reward(group["tasks"], group["replies"])
+        yield GroupVerdicts(await verdicts if inspect.isawaitable(verdicts) else verdicts, count)
 
     return env
 

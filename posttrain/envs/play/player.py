@@ -8,6 +8,8 @@ order, are always passed on at once.
 
 An episode that branches is begun a second time with its replies and answers so far: its environment cannot be copied,
 but takes the same course again. The turn that it ends with shows whether it did; if not, the branch is Invalid.
+
+An episode whose reward comes with its group's leaves the engine when its last turn is over.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from posttrain.core.seeds import seed_of
 from posttrain.core.types import Ask, Completion, Invalid, InvalidKind, Sampling, StopReason, Turn, UserError, bare
 from posttrain.data.mixed_tasks import part_of
 from posttrain.envs.play.branch_plan import BranchPlan, Shares
-from posttrain.envs.play.env_outputs import Done, Event
+from posttrain.envs.play.env_outputs import AwaitsGroup, Done, Event
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.env_runner import DIVERGED
 from posttrain.envs.play.episode import MAX_TURNS, Episode, EpisodeLimits, RunningEpisode, is_tool
@@ -155,6 +157,7 @@ class _Play:
         self.playing = [RunningEpisode(e, by.tokenizer, n) for e, n in zip(episodes, self.shares.member, strict=True)]
         self.begun: set[int] = set()  # branches whose environments are still being replayed
         self.finished: dict[int, list[Rollout] | list[Episode]] = {}
+        self.awaiting: dict[int, float] = {}  # episodes that await their group -> seconds of their last step
         self.sampled = 0  # requests in the engine
         self.asked = [0.0] * len(episodes)  # time of the last request to the engine or the environment
         self.heard: list[tuple[int, Turn, float]] = []  # (episode, turn to show, seconds that it took)
@@ -224,6 +227,9 @@ class _Play:
                 self._finish(index, event)
             elif isinstance(event, Turn):
                 self.heard.append((index, event, now - self.asked[index]))
+            elif isinstance(event, AwaitsGroup):
+                self.awaiting[index] = now - self.asked[index]
+                self._leave(index)
             elif len(self.playing[index].answers) == MOST_ASKS:
                 self._end(index, f"asked services {MOST_ASKS} times, the maximum of an episode")
             else:
@@ -430,9 +436,15 @@ class _Play:
 
     def _finish(self, index: int, done: Done) -> None:
         self.finished[index] = self.playing[index].rollouts(done, self.plan is not None)
+        awaited = self.awaiting.pop(index, None)
         for rollout in self.finished[index]:
             assert isinstance(rollout, Rollout), "it has ended"
-            rollout.seconds = time.perf_counter() - self.asked[index]
+            rollout.seconds = time.perf_counter() - self.asked[index] if awaited is None else awaited
+        if awaited is None:
+            self._leave(index)
+
+    def _leave(self, index: int) -> None:
+        """Free what the engine keeps of an episode, and begin those that it has not begun."""
         for place in range(0 if self.pool.single_turn else len(self.playing[index].contexts)):
             self.engine.forget(self._request(index, place))
         for other in self.shares.end(index):

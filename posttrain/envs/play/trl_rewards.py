@@ -6,7 +6,7 @@ that compares completions of a prompt sees the same ones (TRL 1.16, `GRPOTrainer
 arguments: prompts and completions as messages if the row's prompt is messages, else as text; the sampled token ids with
 the end-of-sequence token; each further column of the rows; `log_extra` and `log_metric`, which become notes of the
 rollouts. `trainer_state` does not exist here: a function that requires it is refused before the run. With tools or an
-environment, an episode has several replies, and a call scores one episode: see `trl_tools`.
+environment, a group's completions are episodes of several replies: see `trl_tools`.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _arguments(
     """
     tasks = copy.deepcopy(list(tasks))
     given = _of_episodes(replies) if isinstance(replies[0], LastReply) else _of_replies(tasks, replies)
-    given["log_metric"] = _log_metric
+    given |= {"log_extra": _log_extra, "log_metric": _log_metric}
     sampled = given.pop("completion_ids")
     if None not in sampled:
         given["completion_ids"] = sampled
@@ -162,17 +162,15 @@ def _of_replies(tasks: Sequence[Task], replies: Sequence[Reply]) -> dict[str, An
             for reply, own in zip(replies, chat, strict=True)
         ],
         "completion_ids": [None if reply.sampled is None else list(reply.sampled.tokens) for reply in replies],
-        "log_extra": _log_extra,
     }
 
 
 def _of_episodes(replies: Sequence[Any]) -> dict[str, Any]:
-    """Return the arguments of whole episodes. Notes are of the episode that is scored, which is alone."""
+    """Return the arguments of whole episodes."""
     found: dict[str, Any] = {
         "prompts": copy.deepcopy([last.prompt for last in replies]),
         "completions": copy.deepcopy([last.completion for last in replies]),
         "completion_ids": [last.sampled_ids for last in replies],
-        "log_extra": lambda column, values: _log_metric(column, next(iter(values), None)),
     }
     environments = [last.environment for last in replies]
     return found if None in environments else {**found, "environments": environments}

@@ -2,8 +2,8 @@
 public methods it calls.
 
 An episode is what `GRPOTrainer._tool_call_loop` plays for one completion (TRL 1.16): results and errors have its texts,
-calls that cannot be read end the episode, and answers that no longer fit are taken back. It ends with the rewards of
-functions written for TRL, which read the whole episode from its last reply, a `LastReply`.
+calls that cannot be read end the episode, and answers that no longer fit are taken back. Functions written for TRL then
+score the episodes of a group in one call. They read each from its last reply, a `LastReply`.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ class _Played:
         refusing: Sequence[Callable[[Task], str | None]],
     ) -> None:
         """`named`: whether the column "environment" names the environment of a row; `most`: rounds of calls."""
-        self._reward, self._tools, self._factories, self._named, self._most = reward, tools, factories, named, most
+        self._tools, self._factories, self._named, self._most = tools, factories, named, most
+        self.group_reward = self._releasing(reward)
         self._refusing = refusing
         self._free: dict[Any, list[Any]] = {}  # environments by name: each is made once and reset often
 
@@ -128,9 +129,24 @@ class _Played:
             return f"environment is {task.get('environment')!r:.60}{near_or_all('', sorted(self._factories))}"
         return next(filter(None, (refuses(task) for refuses in self._refusing)), None)
 
-    def play(self, task: Task) -> Generator[Any, Any, Any]:
-        """Yield turns and awaitables, and return the verdict."""
-        name, environment = self._name(task), self._taken(task)
+    def _releasing(self, reward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the reward, which leaves the environments of its episodes to later ones."""
+
+        def release(tasks: Sequence[Task], replies: Sequence[LastReply], verdicts: Any) -> Any:
+            for task, reply in zip(tasks, replies, strict=True):
+                self._free.setdefault(self._name(task), []).append(reply.environment)
+            return verdicts
+
+        async def waiting(tasks: Sequence[Task], results: Sequence[tuple[LastReply]]) -> Any:
+            replies = [reply for [reply] in results]
+            verdicts = reward(tasks, replies)
+            return release(tasks, replies, await verdicts if inspect.isawaitable(verdicts) else verdicts)
+
+        return waiting if self.waits else lambda tasks, replies: release(tasks, replies, reward(tasks, replies))
+
+    def play(self, task: Task) -> Generator[Any, Any, LastReply]:
+        """Yield turns and awaitables, and return what the rewards read."""
+        environment = self._taken(task)
         prompt = self._opened(task, environment)
         methods = [getattr(environment, method) for method in _methods(type(environment))] if self._factories else []
         tools = TrlTools(*self._tools, *methods, once=environment is None)  # methods change their environment
@@ -146,10 +162,7 @@ class _Played:
                 break
             completion += [_answer(called.call.name, called) for called in tools.calls[-len(calls) :]]
             replies, completion = [*replies, reply], [*completion, _message(reply)]
-        verdicts = self._reward([task], [_last(replies, prompt, completion, environment)])
-        [verdict] = (yield verdicts) if inspect.isawaitable(verdicts) else verdicts
-        self._free.setdefault(name, []).append(environment)
-        return verdict
+        return _last(replies, prompt, completion, environment)
 
     def _name(self, task: Task) -> Any:
         return task.get("environment") if self._named else None
@@ -201,7 +214,7 @@ class WaitingTrlEpisodes(_Played):
             try:
                 event = playing.send(said)
             except StopIteration as end:
-                yield end.value
+                yield (end.value,)  # a text would be a turn
                 return
             said = (await event) if inspect.isawaitable(event) else (yield event)
 

@@ -29,6 +29,7 @@ class PoolEpisode:
     waiting: bool = True  # whether a command is unanswered
     killed: int = 0  # how often its process was killed from outside while running it
     group: Hashable = None  # a group reward scores episodes of one group together
+    awaits: bool = False  # whether it has ended, and the caller knows that it awaits its group
     members: tuple[PoolEpisode, ...] = ()  # if it is a group that is scored as one episode: its episodes
 
 

@@ -9,7 +9,8 @@ executed, and an unreadable message is `Garbled`.
                      or {"failed": message}, then for each command, in order unless it is async,
                      {"number": n, "turn": {...}}, {"number": n, "ask": {...}}, {"number": n, "done": {...}},
                      {"number": n, "sides": {side: {...}}} or {"number": n, "group": [[{...}, notes], ...]}, the last
-                     three perhaps with "notes": {...}, or {"number": n} as a mere acknowledgement: of a dropped episode,
+                     three perhaps with "notes": {...}, {"number": n, "awaits": "group"} for an episode whose group scores
+                     it, or {"number": n} as a mere acknowledgement: of a dropped episode,
                      and of a replayed step, whose event the pool already has; and at any time
                      {"number": n, "record": [which, result]}
 """
@@ -32,6 +33,7 @@ from posttrain.envs.play.env_outputs import (
     LONGEST_TEXT,
     MOST_REWARD,
     MOST_SIDES,
+    AwaitsGroup,
     Done,
     Event,
     cleaned,
@@ -71,6 +73,7 @@ class WorkerCommand(NamedTuple):
     sent: tuple[Any, ...]  # replies and answers of services to send to it, in order
     drop: bool  # forget the episode
     recorded: Mapping[int, Any]  # recorded results, if it is replayed: see `call_recording`
+    members: tuple[WorkerCommand, ...] = ()  # score these episodes together, after replaying those with a task
 
 
 @value_type
@@ -93,7 +96,7 @@ class Greeting(NamedTuple):
 
     single_turn: bool  # a plain reward
     waits: bool  # written with `async def`
-    by_group: bool  # a reward that scores whole groups
+    by_group: bool  # its reward scores whole groups
 
 
 NOTE_BYTES = 8  # size of the shared memory that holds the episode whose code runs
@@ -193,6 +196,8 @@ def write_answer(number: int, event: Event | None) -> bytes:
             problem = f"yielded a Turn with pictures of more than {LONGEST_PICTURES:,} bytes in base 64"
             return write_answer(number, Done(Invalid(problem, InvalidKind.UNREADABLE)))
         return _written({"number": number, "turn": turn, **({"pictures": pictures} if pictures else {})})
+    if isinstance(event, AwaitsGroup):
+        return _written({"number": number, "awaits": "group"})
     if isinstance(event, Ask):
         return _written({"number": number, "ask": {"service": event.service, "content": event.content}})
     noted = {"notes": event.notes} if event.notes else {}
@@ -254,6 +259,8 @@ def read_answer(content: bytes) -> WorkerReply | CallRecord:
         return WorkerReply(number, _read_sides(_object(message["sides"]), _read_notes(notes)))
     if kind == "group":
         return WorkerReply(number, _read_group(message["group"], _read_notes(notes)))
+    if message == {"awaits": "group"}:
+        return WorkerReply(number, AwaitsGroup())
     if kind == "ask":
         asked = _object(message["ask"])
         if asked.keys() != {"service", "content"}:

@@ -31,7 +31,7 @@ from posttrain.data.tasks import Stream, Tasks
 from posttrain.engines.open_engine import open_engine
 from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.envs.builtin import unscored
-from posttrain.envs.play.group_rewards import is_group_reward
+from posttrain.envs.play.group_rewards import scores_groups
 from posttrain.envs.play.load_env import is_generator_env, load_env, success_of
 from posttrain.envs.play.player import Player
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Teaching
@@ -202,7 +202,7 @@ def _algorithm(config: RL, env: Callable[..., Any] | None) -> Algorithm:
             max_episode_tokens=None if None in tokens else max(filter(None, tokens)),
         )
     single_turn = not any(map(is_generator_env, functions))
-    return adjust(find(config.algorithm), config, single_turn, any(map(is_group_reward, functions)))
+    return adjust(find(config.algorithm), config, single_turn, any(map(scores_groups, functions)))
 
 
 def _success(config: RL, algorithm: Algorithm, env: Callable[..., Any] | None) -> float | None:

@@ -38,7 +38,7 @@ from posttrain.engines.open_engine import open_engine
 from posttrain.engines.pool.replicas import Many
 from posttrain.engines.search.search_engine import SearchEngine
 from posttrain.envs.play.episode import Episode, content_text
-from posttrain.envs.play.group_rewards import is_group_reward
+from posttrain.envs.play.group_rewards import scores_groups
 from posttrain.envs.play.load_env import is_generator_env, load_converter, load_env
 from posttrain.envs.play.player import Player
 from posttrain.models.checkpoint_folder import load_model
@@ -110,7 +110,7 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
     grids = _Grids(config)
     spec = env or config.env or None
     makes_prompts = spec is not None and is_generator_env(load_env(spec))
-    if config.adaptive is not None and spec is not None and is_group_reward(load_env(spec)):
+    if config.adaptive is not None and spec is not None and scores_groups(load_env(spec)):
         raise UserError(
             "--adaptive does not go with a reward that scores whole groups, as it samples part of a group later: use "
             f"--samples {config.adaptive} instead"

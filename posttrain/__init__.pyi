@@ -23,6 +23,7 @@ from posttrain.core.types import UserError as UserError
 from posttrain.core.rollouts import Rollout as Rollout
 from posttrain.runs.tracking.tracker import Tracker as Tracker
 from posttrain.envs.play.tools import Tools as Tools
+from posttrain.envs.play.group_rewards import group_reward as group_reward
 from posttrain.envs.play.call_recording import note as note
 from posttrain.envs.play.call_recording import recorded as recorded
 from posttrain.envs.play.trl_rewards import trl_reward as trl_reward
@@ -49,6 +50,7 @@ __all__ = [
     "Rollout",
     "Tracker",
     "Tools",
+    "group_reward",
     "note",
     "recorded",
     "trl_reward",

@@ -55,7 +55,7 @@ RUNS = {
     "README": 1,
     "start": 52,
     "coming-from": 18,
-    "environments": 19,
+    "environments": 20,
     "chat-rows": 5,
     "process-rewards": 8,
     "stages": 9,

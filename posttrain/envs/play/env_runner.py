@@ -40,7 +40,7 @@ Records = Callable[[int, int, Any], None]
 
 
 class _Result(NamedTuple):
-    """What an episode returned, to be scored with its group."""
+    """The value that an episode returned, to be scored with its group."""
 
     task: Task
     value: Any

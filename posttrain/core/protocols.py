@@ -217,7 +217,9 @@ class Paced(Protocol):
 class Watchable(Protocol):
     """An engine whose replies can be read while they are sampled."""
 
-    def so_far(self, ids: Collection[int]) -> dict[int, list[int]]: ...  # request in a slot -> tokens of its reply
+    def so_far(self, ids: Collection[int]) -> dict[int, tuple[list[int], list[float]]]:
+        """Return request in a slot -> tokens of its reply, and their log-probabilities."""
+        ...
 
 
 @runtime_checkable

@@ -50,11 +50,11 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 class Growing(Scripted):
-    """Samples its script token by token, and the second half only if it may."""
+    """Samples its scripts one after the other, token by token, and the second half of each only if it may."""
 
     def __init__(self, tokenizer: Tokenizer, replies: list[str], waits: bool = False, fails: bool = False) -> None:
         super().__init__(tokenizer, replies)
-        self.may, self.fails, self.count, self.told = threading.Event(), fails, 0, -1
+        self.may, self.waits, self.fails, self.count, self.told = threading.Event(), waits, fails, 0, -1
         self.cancelled: list[int] = []
         if not waits:
             self.may.set()
@@ -73,11 +73,13 @@ class Growing(Scripted):
         if self.count < len(self.done[0].tokens):
             return []
         self.count, self.told = 0, -1
+        if self.waits:
+            self.may.clear()
         return [self.done.pop(0)]
 
-    def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
-        self.told = self.count
-        return {done.id: list(done.tokens[: self.count]) for done in self.done[:1] if done.id in ids}
+    def so_far(self, ids: Collection[int]) -> dict[int, tuple[list[int], list[float]]]:
+        self.told, count = self.count, self.count
+        return {d.id: (list(d.tokens[:count]), list(d.logp[:count])) for d in self.done[:1] if d.id in ids}
 
     def cancel(self, id: int) -> None:
         self.cancelled.append(id)
@@ -184,6 +186,97 @@ def test_text_that_was_shown_does_not_become_thoughts(path: str, reply: str, wor
         assert [item["content"][0]["text"] for item in items] == SHOWN[reply]
 
 
+def joined(content: bytes) -> dict[int, dict[str, Any]]:
+    """The choices of a stream, whose pieces are joined as clients of OpenAI's API do."""
+    found: dict[int, dict[str, Any]] = {}
+    for _, data in events_of(content):
+        for piece in [] if data == "[DONE]" else data["choices"]:
+            own = found.setdefault(piece["index"], {"text": "", "tokens": [], "logp": [], "pieces": 0})
+            assert "finish_reason" not in own, "nothing follows the end of a choice"
+            delta, logprobs = piece.get("delta", piece), piece["logprobs"] or {}
+            text = delta.get("content", delta.get("text"))
+            own["text"] += text or ""
+            own["pieces"] += 1
+            own["tokens"] += [one["token"] for one in logprobs.get("content", [])] + logprobs.get("tokens", [])
+            own["logp"] += [one["logprob"] for one in logprobs.get("content", [])] + logprobs.get("token_logprobs", [])
+            own |= {name: delta[name] for name in ("role", "tool_calls") if delta.get(name)}
+            own |= {"offsets": own.get("offsets", []) + logprobs["text_offset"]} if "text_offset" in logprobs else {}
+            own |= {"finish_reason": piece["finish_reason"]} if piece["finish_reason"] else {}
+            own.setdefault("early", []).append(bool(text) and not own["text"].startswith("".join(own["tokens"])))
+    return found
+
+
+def answered(answer: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """The same of an answer in one piece."""
+    found = {}
+    for choice in answer["choices"]:
+        message, logprobs = choice.get("message", choice), choice["logprobs"] or {}
+        content = logprobs.get("content", [])
+        calls = [{"index": place, **call} for place, call in enumerate(message.get("tool_calls", []))]
+        found[choice["index"]] = {
+            "text": message.get("content", message.get("text")) or "", "finish_reason": choice["finish_reason"],
+            "tokens": [one["token"] for one in content] + logprobs.get("tokens", []),
+            "logp": [one["logprob"] for one in content] + logprobs.get("token_logprobs", []),
+            **({"role": "assistant"} if "message" in choice else {}), **({"tool_calls": calls} if calls else {}),
+            **({"offsets": logprobs["text_offset"]} if "text_offset" in logprobs else {}),
+        }  # fmt: skip
+    return found
+
+
+MANY: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"logprobs": True, "n": 3},
+    "/v1/completions": {"logprobs": 1, "n": 2, "prompt": ["fox", "quick"]},
+}
+
+
+@pytest.mark.parametrize("path", MANY)
+@pytest.mark.parametrize("name", [None, *REPLIES])
+def test_choices_grow_side_by_side_with_their_log_probabilities(path: str, name: str | None, words: Tokenizer) -> None:
+    asked = {**ASKED[path], **MANY[path], "max_tokens": 500 if name else 60, "seed": 3}
+    replies = [f"{REPLIES[name]}<|im_end|>"] * 9 if name else []
+    whole: Any = Scripted(words, replies) if name else LocalEngine(tiny(words, context=300), words, slots=3)
+    growing: Any = Growing(words, replies) if name else LocalEngine(tiny(words, context=300), words, slots=3)
+    with served(whole, words, 900 if name else 300) as server:
+        _, answer = server.ask(path, asked)
+    with served(growing, words, 900 if name else 300) as server:
+        _, content = server.raw(path, {**asked, "stream": True, "stream_options": {"include_usage": True}})
+    found = joined(content)
+    early, pieces = ([own.pop(key) for own in found.values()] for key in ("early", "pieces"))
+    assert found == answered(answer) and len(found) > 2
+    assert [data["usage"] for _, data in events_of(content) if data != "[DONE]" and data["usage"]] == [answer["usage"]]
+    if name not in (None, "text"):  # these have tokens that are parts of a character; the last text has the end's token
+        assert not any(any(own[:-2]) for own in early), "a token comes with its text, not before"
+    assert name not in ("text", "thoughts") or min(pieces) > 8
+
+
+def test_a_choice_ends_before_the_others_are_sampled(words: Tokenizer) -> None:
+    engine = Growing(words, [f"{REPLIES['text']}<|im_end|>"] * 9, waits=True)
+    with (
+        served(engine, words, 900) as server,
+        OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=20) as client,
+    ):
+        stream: Any = client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True, n=2, logprobs=True)  # type: ignore[call-overload]
+        ended: list[int] = []
+        for chunk in stream:
+            [choice] = chunk.choices
+            ended += [choice.index] if choice.finish_reason else []
+            if choice.delta.content:
+                assert choice.logprobs.content and (choice.index == 0 or ended == [0])
+                engine.may.set()
+    assert ended == [0, 1]
+
+
+def test_log_probabilities_of_a_response_come_with_its_text(words: Tokenizer) -> None:
+    asked = {**ASKED["/v1/responses"], "stream": True, "include": ["message.output_text.logprobs"]}
+    with served(Growing(words, [f"{REPLIES['thoughts']}<|im_end|>"] * 9), words, 900) as server:
+        _, content = server.raw("/v1/responses", asked)
+    steps = [data for _, data in events_of(content)]
+    deltas = [data for data in steps if data["type"] == "response.output_text.delta"]
+    [done] = [data for data in steps if data["type"] == "response.output_text.done"]
+    assert [one for data in deltas for one in data["logprobs"]] == done["logprobs"]
+    assert "".join(data["delta"] for data in deltas) == done["text"] and len(deltas) > 3
+
+
 def test_an_event_loop_that_is_behind_gets_no_further_report(words: Tokenizer) -> None:
     engine = Growing(words, ["one two three four five<|im_end|>"] * 2)
     asked: list[set[int]] = []
@@ -191,7 +284,7 @@ def test_an_event_loop_that_is_behind_gets_no_further_report(words: Tokenizer) -
     engine.so_far = lambda ids: asked.append({*ids}) or so_far(ids)  # type: ignore[method-assign, func-returns-value]
     seen: list[int] = []
 
-    def watch(sampled: list[int]) -> None:
+    def watch(sampled: list[int], logp: list[float]) -> None:
         before = len(asked)
         time.sleep(0.003)
         seen.append(len(asked) - before)
@@ -285,13 +378,14 @@ def test_tokens_so_far_are_those_with_which_the_reply_begins(kind: Any, words: T
     assert isinstance(engine, Watchable)
     for id in range(3):
         engine.submit(id, words.encode("fox"), Sampling(max_tokens=40, seed=id))
-    seen: list[tuple[int, list[int]]] = []
+    seen: list[tuple[int, tuple[list[int], list[float]]]] = []
     done: dict[int, Completion] = {}
     while len(done) < 3:
         done |= {completion.id: completion for completion in engine.poll()}
         seen += engine.so_far({0, 2}).items()
-    assert {id for id, _ in seen} == {0, 2} and len({len(tokens) for _, tokens in seen}) > 3
-    assert all(tokens == list(done[id].tokens[: len(tokens)]) for id, tokens in seen)
+    assert {id for id, _ in seen} == {0, 2} and len({len(tokens) for _, (tokens, _) in seen}) > 3
+    assert all(tokens == list(done[id].tokens[: len(tokens)]) for id, (tokens, _) in seen)
+    assert all(logp == list(done[id].logp[: len(tokens)]) for id, (tokens, logp) in seen)
 
 
 def sentencepiece() -> Tokenizer:

@@ -175,11 +175,15 @@ class LocalEngine:
                     return done
         return []
 
-    def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
+    def so_far(self, ids: Collection[int]) -> dict[int, tuple[list[int], list[float]]]:
         slots = [slot for slot, request in enumerate(self.running) if request.id in ids]
         counts = self._rows.count[slots].tolist() if slots else []
-        tokens = self._rows.tokens[slots, : max(counts, default=0)].tolist() if slots else []
-        return {self.running[slot].id: own[:count] for slot, own, count in zip(slots, tokens, counts, strict=True)}
+        longest = max(counts, default=0)
+        tokens, logps = (
+            ([c[slots, :longest].tolist() for c in (self._rows.tokens, self._rows.logp)]) if slots else ([], [])
+        )
+        each = zip(slots, tokens, logps, counts, strict=True)
+        return {self.running[slot].id: (own[:count], logp[:count]) for slot, own, logp, count in each}
 
     def pace(self) -> dict[str, float]:
         return self._pace.counts()

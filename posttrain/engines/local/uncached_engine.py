@@ -112,8 +112,8 @@ class UncachedEngine:
         self._running = [r for r, end in zip(self._running, ended, strict=True) if not end]
         return done
 
-    def so_far(self, ids: Collection[int]) -> dict[int, list[int]]:
-        return {r.request.id: list(r.tokens) for r in self._running if r.request.id in ids}
+    def so_far(self, ids: Collection[int]) -> dict[int, tuple[list[int], list[float]]]:
+        return {r.request.id: (list(r.tokens), list(r.logp)) for r in self._running if r.request.id in ids}
 
     def close(self) -> None:
         self._waiting.clear()

@@ -25,7 +25,7 @@ from posttrain.engines.serving.request_fields import (
     tool_call,
 )
 from posttrain.engines.serving.requests import PolicyRequest, RequestRefused
-from posttrain.engines.serving.wire_format import Step, WireFormat, alone
+from posttrain.engines.serving.wire_format import GrowingField, Step, WireFormat, alone
 
 PATH = "/v1/messages"
 COUNT_PATH = "/v1/messages/count_tokens"
@@ -276,9 +276,9 @@ def _event(kind: str, **content: Any) -> Step:
     return kind, {"type": kind, **content}
 
 
-def _text_of(content: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
+def _text_of(content: dict[str, Any]) -> GrowingField | None:
     delta = content.get("delta", {})
-    return next(((delta, key) for key in ("text", "thinking") if key in delta), None)
+    return next((GrowingField(delta, key, {}) for key in ("text", "thinking") if key in delta), None)
 
 
 def write_error(refused: RequestRefused) -> dict[str, Any]:

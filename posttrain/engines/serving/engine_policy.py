@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import secrets
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from posttrain.core.seeds import seed_of
 from posttrain.core.thoughts import CLOSES, OPENS
 from posttrain.core.types import Completion, Sampling, StopReason, ToolCall
-from posttrain.engines.serving.engine_thread import EngineThread, Watch
+from posttrain.engines.serving.engine_thread import EngineThread
 from posttrain.engines.serving.growing_text import GrowingText
 from posttrain.engines.serving.policy_responses import PolicyResponse
 from posttrain.engines.serving.requests import SEEDS, PolicyRequest, Prompt, RequestRefused
@@ -44,6 +45,7 @@ class EnginePolicy:
         self.eos_ids, self.max_tokens = frozenset(eos_ids), max_tokens or context
         self.conversations = StoredConversations()
         self._added = tokenizer.added
+        self._text = functools.cache(lambda id: tokenizer.decode([id]))  # of a token
         self._most_characters = SLACK * context * max(map(len, tokenizer.vocabulary), default=1)
         self._texts = ThreadPoolExecutor(1, "texts")  # tokenizing long prompts must not delay other requests
 
@@ -74,17 +76,21 @@ class EnginePolicy:
             (*asked.stop, *ends.values()),
             seed,
         )
-        each = [replace(sampling, seed=seed_of(seed, number)) for number in range(1, asked.count)]
 
-        def watched() -> Watch | None:
-            """Return what hears the tokens of one reply."""
+        async def reply(number: int) -> PolicyResponse:
+            how = replace(sampling, seed=seed_of(seed, number)) if number else sampling
             show, growing = asked.watch, GrowingText(self.tokenizer.decode)
             if show is None:
-                return None
-            return lambda sampled: show(self._in_progress(sampled, growing.of(sampled), tokens, asked, ends))
+                return self._said(await self.desk.complete(tokens, how), tokens, asked, ends)
 
-        completions = await together(self.desk.complete(tokens, how, watched()) for how in (sampling, *each))
-        return [self._said(completion, tokens, asked, ends) for completion in completions]
+            def watch(sampled: list[int], logp: list[float]) -> None:
+                show(number, self._in_progress(sampled, logp, growing.of(sampled), tokens, asked, ends))
+
+            said = self._said(await self.desk.complete(tokens, how, watch), tokens, asked, ends)
+            show(number, said)
+            return said
+
+        return await together(reply(number) for number in range(asked.count))
 
     async def count(self, prompt: Prompt, asked: PolicyRequest) -> int:
         tokens, _ = await self._read(prompt, asked)
@@ -103,16 +109,22 @@ class EnginePolicy:
     ) -> PolicyResponse:
         stopped_by, ending = ended_by(completion, asked.stop, ends)
         calls, before = self._calls(completion, asked) if asked.tools else ((), None)
-        return PolicyResponse(completion, len(tokens), tokens, stopped_by, ending, self.tokenizer.decode, calls, before)
+        return PolicyResponse(completion, len(tokens), tokens, stopped_by, ending, self._text, calls, before)
 
     def _in_progress(
-        self, sampled: list[int], text: str, tokens: Sequence[int], asked: PolicyRequest, ends: dict[int, str]
+        self,
+        sampled: list[int],
+        logp: list[float],
+        whole: str,
+        tokens: Sequence[int],
+        asked: PolicyRequest,
+        ends: dict[int, str],
     ) -> PolicyResponse:
         """Return the part of a reply that stays as it is, whatever follows: without a call, or the beginning of a mark.
 
-        `sampled`, `text`: the reply so far; `tokens`: those of its prompt.
+        `sampled`, `logp`, `whole`: the reply so far; `tokens`: those of its prompt.
         """
-        form = self.tokenizer.tool_format if asked.tools else None
+        form, text = self.tokenizer.tool_format if asked.tools else None, whole
         marks = [OPENS, CLOSES, *asked.stop, *ends.values()]
         if form is not None:
             marks.append(form.opening)
@@ -120,8 +132,23 @@ class EnginePolicy:
                 text[: form.start(text)] if form.opening and form.opening in text else "" if not form.opening else text
             )
         thinks = self.tokenizer.decode(tokens[-THOUGHT_TOKENS:]).rstrip().endswith(OPENS)
-        completion = Completion(0, sampled, [0.0] * len(sampled), settled(text, marks), StopReason.EOS, 0)
-        return PolicyResponse(completion, len(tokens), tokens, begins_thinking=thinks)
+        text = settled(text, marks)
+        if asked.logprobs:
+            count = self._tokens_before(sampled, len(whole) - len(text))
+            sampled, logp = sampled[:count], logp[:count]
+        completion = Completion(0, sampled, logp, text, StopReason.EOS, 0)
+        return PolicyResponse(completion, len(tokens), tokens, decode=self._text, begins_thinking=thinks)
+
+    def _tokens_before(self, sampled: Sequence[int], characters: int) -> int:
+        """Return the number of tokens before those with the last `characters` characters."""
+        low, high = 0, len(sampled)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if len(self.tokenizer.decode(sampled[middle:])) >= characters:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
     def _calls(self, completion: Completion, asked: PolicyRequest) -> tuple[Sequence[ToolCall], int | None]:
         """Return the valid tool calls in a reply, and the position in the text of the first call or None.

@@ -22,9 +22,11 @@ from posttrain.models.gpu_placement import on_this_gpu
 
 JOIN_SECONDS = 30.0  # timeout for a decoding step to end
 
-Watch = Callable[[list[int]], None]
-"""Gets the tokens of a reply that is being sampled."""
-Outcome = Completion | UserError | list[int]
+SoFar = tuple[list[int], list[float]]
+"""The tokens of a reply that is being sampled, and their log-probabilities."""
+Watch = Callable[[list[int], list[float]], None]
+"""Gets them."""
+Outcome = Completion | UserError | SoFar
 """Events of a request: what was sampled, the error, or the tokens so far."""
 WATCH_SECONDS = 0.02  # between two reports of the tokens so far
 
@@ -100,14 +102,14 @@ class EngineThread:
             answer = self._waiting.get(id)
             if answer is None or answer.done():  # the client is gone
                 continue
-            if isinstance(outcome, list):
-                self._watches[id](outcome)
+            if isinstance(outcome, tuple):
+                self._watches[id](*outcome)
             elif isinstance(outcome, Completion):
                 answer.set_result(outcome)
             else:
                 answer.set_exception(outcome)
 
-    def _report(self, sampled: dict[int, list[int]]) -> None:
+    def _report(self, sampled: dict[int, SoFar]) -> None:
         try:
             self._settle(list(sampled.items()))
         finally:

@@ -12,7 +12,7 @@ from posttrain.core.types import ROLES
 from posttrain.engines.serving.policy_responses import PolicyResponse
 from posttrain.engines.serving.request_fields import Neutral, RequestFields, read_sampling, tool_call
 from posttrain.engines.serving.requests import PolicyRequest, Prompt, RequestRefused
-from posttrain.engines.serving.wire_format import Step, WireFormat, alone
+from posttrain.engines.serving.wire_format import GrowingField, Step, WireFormat, alone
 
 COMPLETION_TOKENS = 16  # default of max_tokens of a completion, as in OpenAI's API
 NEUTRAL: Neutral = {
@@ -220,12 +220,12 @@ def _read_prompt(fields: RequestFields, prompt: Any) -> Prompt:
 
 def write_chat(name: str, asked: PolicyRequest, replies: Sequence[PolicyResponse]) -> dict[str, Any]:
     choices = []
-    for index, one in enumerate(replies):
+    for one in replies:
         logprobs = {"content": [one.logprob(*pair) for pair in one.pairs], "refusal": None}
         message = _message(one, asked)
         choices.append(
             {
-                "index": index,
+                "index": one.index,
                 "message": message,
                 "logprobs": logprobs if asked.logprobs else None,
                 **_ending(asked, one),
@@ -236,9 +236,9 @@ def write_chat(name: str, asked: PolicyRequest, replies: Sequence[PolicyResponse
 
 def write_completions(name: str, asked: PolicyRequest, replies: Sequence[PolicyResponse]) -> dict[str, Any]:
     choices = []
-    for index, one in enumerate(replies):
+    for one in replies:
         logprobs = _completion_logprobs(one) if asked.logprobs else None
-        choices.append({"index": index, "text": one.text(asked), "logprobs": logprobs, **_ending(asked, one)})
+        choices.append({"index": one.index, "text": one.text(asked), "logprobs": logprobs, **_ending(asked, one)})
     return _answer("text_completion", "cmpl-", name, asked, replies, choices)
 
 
@@ -247,12 +247,12 @@ def write_generate(name: str, asked: PolicyRequest, replies: Sequence[PolicyResp
     read different ones.
     """
     choices = []
-    for index, one in enumerate(replies):
+    for one in replies:
         content = [
             {"token_id": id, "token": f"token_id:{id}", "logprob": logp, "top_logprobs": []} for id, logp in one.pairs
         ]
         logprobs = {"content": content} if asked.logprobs else None
-        choices.append({"index": index, "logprobs": logprobs, **_ending(asked, one), "token_ids": one.token_ids})
+        choices.append({"index": one.index, "logprobs": logprobs, **_ending(asked, one), "token_ids": one.token_ids})
     answer = _answer("", "", name, asked, replies, choices)
     answer.pop("object")
     return {"request_id": answer.pop("id"), "output_mode": "tokens", **answer}
@@ -339,18 +339,23 @@ def _generate_events(name: str, asked: PolicyRequest, replies: Sequence[PolicyRe
 def _events(whole: dict[str, Any], asked: PolicyRequest) -> Iterator[Step]:
     usage = whole.pop("usage")
     choices = whole.pop("choices")
+    seen: set[int] = set()
     for choice in choices:
-        yield None, {**whole, "choices": [choice], "usage": None}
+        beside = {k: v for k, v in whole.items() if choice["index"] not in seen or k != "prompt_token_ids"}
+        seen.add(choice["index"])
+        yield None, {**beside, "choices": [choice], "usage": None}
     if asked.stream_usage:
+        whole.pop("prompt_token_ids", None)
         yield None, {**whole, "choices": [], "usage": usage}
 
 
-def _chat_text(content: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
-    return next(((choice["delta"], "content") for choice in content["choices"] if choice["delta"].get("content")), None)
+def _chat_text(content: dict[str, Any]) -> GrowingField | None:
+    texts = (choice for choice in content["choices"] if choice["delta"].get("content"))
+    return next((GrowingField(choice["delta"], "content", choice["logprobs"] or {}) for choice in texts), None)
 
 
-def _completion_text(content: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
-    return next(((choice, "text") for choice in content["choices"]), None)
+def _completion_text(content: dict[str, Any]) -> GrowingField | None:
+    return next((GrowingField(choice, "text", choice["logprobs"] or {}) for choice in content["choices"]), None)
 
 
 def write_error(refused: RequestRefused) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from posttrain.engines.serving.request_fields import (
 )
 from posttrain.engines.serving.requests import PolicyRequest
 from posttrain.engines.serving.stored_conversations import StoredConversations
-from posttrain.engines.serving.wire_format import Step, WireFormat
+from posttrain.engines.serving.wire_format import GrowingField, Step, WireFormat
 
 PATH = "/v1/responses"
 KNOWN = ("model", "input", "instructions", "tools", "tool_choice", "max_output_tokens", "previous_response_id", "store",
@@ -301,8 +301,8 @@ def response_events(name: str, asked: PolicyRequest, replies: Sequence[PolicyRes
         yield kind, {"type": kind, "sequence_number": number, **content}
 
 
-def _text_of(content: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
-    return (content, "delta") if "delta" in content else None
+def _text_of(content: dict[str, Any]) -> GrowingField | None:
+    return GrowingField(content, "delta", content) if "delta" in content else None
 
 
 _LATE = ("weight_versions", "token_ids", "prompt_token_ids")

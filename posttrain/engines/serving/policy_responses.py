@@ -20,10 +20,11 @@ class PolicyResponse:
     prompt: Sequence[int] | None = None  # token ids of the prompt; None if unknown
     stopped_by: str | int | None = None  # the stop string, or the id of the token, that ended it
     ending: str = ""  # `stopped_by` as text
-    decode: Callable[[Sequence[int]], str] | None = None  # converts ids to text; None without a tokenizer
+    decode: Callable[[int], str] | None = None  # returns the text of an id; None without a tokenizer
     calls: Sequence[ToolCall] = ()  # valid tool calls
     before_calls: int | None = None  # number of characters before the first call
     begins_thinking: bool | None = None  # of a reply that is shown in progress: whether it begins within thoughts
+    index: int = 0  # its number among the replies to a request
 
     def text(self, asked: PolicyRequest) -> str:
         """Return the text for clients: without the stop string, unless the request asks for it."""
@@ -76,4 +77,4 @@ class PolicyResponse:
         return None if self.prompt is None else list(self.prompt)
 
     def token(self, id: int) -> str:
-        return f"token_id:{id}" if self.decode is None else self.decode([id])
+        return f"token_id:{id}" if self.decode is None else self.decode(id)

@@ -19,9 +19,10 @@ import asyncio
 import json
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Protocol
 
 from aiohttp import web
@@ -138,22 +139,22 @@ class PolicyHandlers:
     async def _streamed(
         self, request: web.Request, policy: Policy, form: WireFormat, asked: PolicyRequest
     ) -> web.StreamResponse:
-        """Send a reply as it is sampled, if the policy shows it and the request allows that, or else at its end.
+        """Send each reply as it is sampled, if the policy shows it, or else at its end.
 
         An error before the first words is answered as one; after them it is an event.
         """
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         stream = EventStream(form, str(asked.model or policy.describe()["id"]), asked)
-        heard: asyncio.Queue[PolicyResponse | None] = asyncio.Queue(1)
+        newest: dict[int, PolicyResponse] = {}  # by choice: a slow client gets no older ones
+        news = asyncio.Event()
+        several = asked.count * len(asked.prompts) > 1  # else what ends the only one is sent once it is stored
 
-        def show(reply: PolicyResponse | None) -> None:
-            if heard.full():  # a slow client gets the newest
-                heard.get_nowait()
-            heard.put_nowait(reply)
+        def show(number: int, reply: PolicyResponse) -> None:
+            newest[number] = replace(reply, index=number)
+            news.set()
 
-        watched = replace(asked, watch=show) if asked.grows else asked
-        sampling = asyncio.ensure_future(self._sampled(policy, watched))
-        sampling.add_done_callback(lambda _: show(None))
+        sampling = asyncio.ensure_future(self._sampled(policy, replace(asked, watch=show)))
+        sampling.add_done_callback(lambda _: news.set())
 
         async def send(content: bytes) -> None:
             if not response.prepared:
@@ -162,9 +163,16 @@ class PolicyHandlers:
 
         try:
             with suppress(ConnectionResetError):  # the client has disconnected
-                while (reply := await heard.get()) is not None:
-                    if content := stream.grown(reply):
-                        await send(content)
+                while not sampling.done():
+                    await news.wait()
+                    news.clear()
+                    shown = sorted(newest.items())
+                    newest.clear()
+                    for _, reply in shown:
+                        whole = reply.begins_thinking is None
+                        content = stream.whole(reply) if whole and several else b"" if whole else stream.grown(reply)
+                        if content:
+                            await send(content)
                 try:
                     replies = await sampling
                 except Exception as error:
@@ -189,11 +197,20 @@ class PolicyHandlers:
                 f"{self.under_way} replies are in progress: try again later", 429, "rate_limit_exceeded"
             )
         self.under_way += count
+
+        def replies(place: int, prompt: Prompt) -> Coroutine[Any, Any, Sequence[PolicyResponse]]:
+            """Sample the replies to one of the prompts. Theirs are numbered behind those to the prompts before."""
+            if (show := asked.watch) is None:
+                return policy.replies(prompt, asked)
+            return policy.replies(
+                prompt, replace(asked, watch=lambda number, reply: show(place * asked.count + number, reply))
+            )
+
         try:
-            each = await together(policy.replies(prompt, asked) for prompt in asked.prompts)
+            each = await together(replies(place, prompt) for place, prompt in enumerate(asked.prompts))
         finally:
             self.under_way -= count
-        return [reply for replies in each for reply in replies]
+        return [replace(reply, index=index) for index, reply in enumerate(chain(*each))]
 
     @web.middleware
     async def _answer_errors(

@@ -55,16 +55,10 @@ class PolicyRequest:
     include: tuple[str, ...] = ()  # optional parts of the response, as OpenAI's Responses names them
     stored: tuple[dict[str, Any], ...] | None = None  # messages to store with the reply; None: store nothing
     # not what is asked, so neither compared nor shown: equal requests get equal replies
-    watch: Callable[[Any], None] | None = _own(
-        default=None
-    )  # called with replies in progress, if the policy shows them
+    watch: Callable[[int, Any], None] | None = _own(default=None)
+    """Called with the number of a reply to the prompt and the reply: in progress, if the policy shows that, or ended."""
     key: str = _own(default_factory=lambda: secrets.token_hex(16))  # for ids that the server gives
     arrived: int = _own(default_factory=lambda: int(time.time()))
-
-    @property
-    def grows(self) -> bool:
-        """Return whether the reply can be streamed while it is sampled: a single one, as text alone."""
-        return self.stream and self.count == len(self.prompts) == 1 and not (self.logprobs or self.token_ids)
 
 
 def read_body(content: bytes) -> dict[str, Any]:

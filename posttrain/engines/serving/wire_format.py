@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from posttrain.core.thoughts import CLOSES
 from posttrain.engines.serving.policy_responses import PolicyResponse
@@ -15,7 +14,17 @@ from posttrain.engines.serving.stored_conversations import StoredConversations
 
 Step = tuple[str | None, dict[str, Any]]
 """An event: its name, if the format names events, and its content."""
-TextOf = Callable[[dict[str, Any]], tuple[dict[str, Any], str] | None]
+
+
+class GrowingField(NamedTuple):
+    """The text in an event that grows while the reply is sampled."""
+
+    holder: dict[str, Any]
+    key: str
+    of_tokens: dict[str, Any]  # its lists have an entry for each token of the reply
+
+
+TextOf = Callable[[dict[str, Any]], GrowingField | None]
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,7 @@ class WireFormat:
     """Yields the same as events: each text of a reply is one event, which `EventStream` divides."""
     write_error: Callable[[RequestRefused], dict[str, Any]]
     text_of: TextOf = lambda content: None
-    """Finds the text in an event that grows while the reply is sampled: what holds it, and the key."""
+    """Finds the text in an event that grows while the reply is sampled."""
     splits_thoughts: bool = False
     ending: bytes = b""  # what follows all events
 
@@ -49,52 +58,77 @@ def event(content: dict[str, Any], name: str | None = None) -> bytes:
     return kind + b"data: " + json.dumps(content, separators=(",", ":")).encode() + b"\n\n"
 
 
+@dataclass
+class _Sent:
+    """The events of a choice that were sent."""
+
+    place: int = 0  # number of whole ones
+    characters: int = 0  # of the text of the next one
+    tokens: int = 0  # entries of its lists
+    begins_thinking: bool | None = None  # None: nothing was sent
+
+
 class EventStream:
-    """The server-sent events of a response, from its first words on."""
+    """The server-sent events of a response, from its first words on. Each choice has its own."""
 
     def __init__(self, form: WireFormat, name: str, asked: PolicyRequest) -> None:
         self._form, self._name, self._asked = form, name, asked
-        self._begins_thinking: bool | None = None  # of what was sent; None: nothing was
-        self._place = self._characters = self._number = 0  # whole events that were sent, characters of the next one
+        self._sent: dict[int, _Sent] = {}  # by the index of the choice
+        self._number = 0  # of events
 
     def grown(self, reply: PolicyResponse) -> bytes:
         """Return what is new in a reply in progress: the events up to its last text, as far as that goes."""
         if self._form.splits_thoughts and reply.begins_thinking and CLOSES not in reply.completion.text:
             return b""  # the thoughts are known as such at their end
+        sent = self._sent.setdefault(reply.index, _Sent())
         steps = list(self._form.events(self._name, self._asked, [reply]))
         last = max((place for place, step in enumerate(steps) if self._text(step)), default=-1)
-        if last < self._place or len(self._text(steps[last])) <= self._characters * (last == self._place):
+        if last < sent.place or len(self._text(steps[last])) <= sent.characters * (last == sent.place):
             return b""
-        self._begins_thinking = reply.begins_thinking
-        return self._up_to(steps[:last]) + self._piece(steps[last])
+        sent.begins_thinking = reply.begins_thinking
+        return self._up_to(steps[:last], sent) + self._piece(steps[last], sent)
+
+    def whole(self, reply: PolicyResponse) -> bytes:
+        """Return all further events of one of several choices."""
+        sent = self._sent.setdefault(reply.index, _Sent())
+        asked = replace(self._asked, stream_usage=False)  # of all of them
+        reply = replace(reply, begins_thinking=sent.begins_thinking)
+        return self._up_to(list(self._form.events(self._name, asked, [reply])), sent)
 
     def ended(self, replies: Sequence[PolicyResponse]) -> bytes:
         """Return all further events."""
-        if self._begins_thinking is not None:
-            replies = [replace(reply, begins_thinking=self._begins_thinking) for reply in replies]
-        return self._up_to(list(self._form.events(self._name, self._asked, replies))) + self._form.ending
+        sent = [self._sent.setdefault(reply.index, _Sent()) for reply in replies]
+        known = [replace(one, begins_thinking=own.begins_thinking) for one, own in zip(replies, sent, strict=True)]
+        steps: dict[int, list[Step]] = {reply.index: [] for reply in replies}
+        for step in self._form.events(self._name, self._asked, known):
+            choices = step[1].get("choices")
+            steps[choices[0]["index"] if choices else replies[-1].index].append(step)
+        out = b"".join(self._up_to(own, self._sent[index]) for index, own in steps.items())
+        return out + self._form.ending
 
     def _text(self, step: Step) -> str:
         found = self._form.text_of(step[1])
-        return "" if found is None else str(found[0][found[1]])
+        return "" if found is None else str(found.holder[found.key])
 
-    def _up_to(self, steps: Sequence[Step]) -> bytes:
+    def _up_to(self, steps: Sequence[Step], sent: _Sent) -> bytes:
         out = b""
-        for step in steps[self._place :]:
-            out += self._piece(step)
-            self._place, self._characters = self._place + 1, 0
+        for step in steps[sent.place :]:
+            out += self._piece(step, sent)
+            sent.place, sent.characters, sent.tokens = sent.place + 1, 0, 0
         return out
 
-    def _piece(self, step: Step) -> bytes:
-        """Return an event, without the text of it that was sent."""
+    def _piece(self, step: Step, sent: _Sent) -> bytes:
+        """Return an event, without the text of it that was sent, and the tokens of that."""
         name, content = step
-        if text := self._text(step):
-            content = copy.deepcopy(content)
-            holder, key = self._form.text_of(content) or ({}, "")
-            holder[key] = text[self._characters :]
-            if not holder[key]:
+        found = self._form.text_of(content)
+        if found is not None and (text := self._text(step)):
+            lists = {key: each for key, each in found.of_tokens.items() if isinstance(each, list)}
+            found.holder[found.key] = text[sent.characters :]
+            found.of_tokens.update({key: each[sent.tokens :] for key, each in lists.items()})
+            tokens = max(map(len, lists.values()), default=0)
+            if not found.holder[found.key] and tokens <= sent.tokens:
                 return b""
-            self._characters = len(text)
+            sent.characters, sent.tokens = len(text), max(tokens, sent.tokens)
         if "sequence_number" in content:
             content = {**content, "sequence_number": self._number}
         self._number += 1

@@ -63,7 +63,7 @@ def group_reward(reward: Callable[[Sequence[Task], Sequence[Any]], Any]) -> Call
             ...
             return moves
 
-    The value that an episode returns is its result, which stays in the worker. The function gets those of all episodes of the
+    The value that an episode returns is its result, which stays in the worker. The function gets those of all episodes of a
     group, in the order of its members, when the last one has ended, and returns a list of their rewards. An episode that
     raises or returns `Invalid` is not among them. An async environment yields its result last, which cannot be a text,
     and the function may be a coroutine function.

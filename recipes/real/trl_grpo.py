@@ -1,6 +1,6 @@
 """TRL's side of `beside_trl`: GRPO on prompts in a given order, checkpoints on the way. Runs in TRL's environment.
 
-python recipes/real/trl_grpo.py SETTINGS     (started by learning.py; SETTINGS is a JSON file)
+python recipes/real/trl_grpo.py SETTINGS     (started by beside_trl.py; SETTINGS is a JSON file)
 """
 
 from __future__ import annotations

@@ -164,10 +164,10 @@ class OptimizerOptions(TypedDict, total=False):
     """Tokens in one forward and backward pass, besides a prompt: bounds the memory of an update. Default: 1024 on a CPU
     (768 for models of 50 million parameters and more, 384 for those that transformers computes); on a GPU as many as
     keep their activations within a fifth of its memory. Results do not depend on it."""
-    recompute: Literal["none", "layers"]
+    recompute: Literal["auto", "none", "layers"]
     """Activations to recompute in the backward pass (gradient checkpointing). layers: each layer keeps only its input,
-    which costs a second forward pass. Results do not depend on it. Models of transformers also recompute their layers
-    without this option where activations would not fit."""
+    which costs a second forward pass. auto: layers, if the update may not fit into the GPU's memory otherwise. Results
+    do not depend on it. Models of transformers always recompute their layers where activations would not fit."""
     offload: Sequence[Literal["optimizer", "activations", "reference"]]
     """Data to keep in the host's memory while the GPU does not need it. optimizer: its state, between updates.
     activations: those kept for the backward pass. reference: the reference model and teachers, while they are not used.

@@ -99,7 +99,7 @@ def _contradictions(algorithm: Algorithm, run: RL) -> Iterator[str]:
         yield f"an update needs a group: --minibatches {algorithm.minibatches} is above --prompts {run.prompts}"
     if soft != isinstance(algorithm.surrogate, ExpectedQ) or soft != isinstance(algorithm.advantage, Earned):
         yield "action values, their expectation and rewards per token need each other: see posttrain algorithms sac"
-    if run.recompute != "none" and algorithm.trust_region is not None:
+    if run.recompute == "layers" and algorithm.trust_region is not None:
         yield (
             "its second derivatives need the activations of all layers at once: leave out --recompute, and lower "
             "--tokens-per-microbatch"

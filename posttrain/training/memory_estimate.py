@@ -95,7 +95,7 @@ class UpdateSize:
         cls, config: Training, tokens: int, room: float, wants: frozenset[str] = frozenset(), shares: int = 1
     ) -> UpdateSize:
         """Return the size of a run's updates, whose loss reads `wants`."""
-        how = config.recompute != "none", sampling_size(config)
+        how = config.recompute == "layers", sampling_size(config)
         divided = shares, config.tensor_parallel, config.context_parallel
         # the step that is sampled, and those that wait; an engine elsewhere has its own, and receives one meanwhile
         copies = config.async_steps if isinstance(config, RL) else 0
@@ -324,6 +324,22 @@ def _engine_bytes(model: Any, shape: DecoderConfig, size: SamplingSize, narrow: 
         copied = 2 * (shape.parameters - held)
     numbers = 2 * shape.layers * shape.kv_heads * shape.head_size
     return float(copied + number * numbers * row_bucket(size.requests) * token_bucket(size.tokens))
+
+
+def with_recomputation(config: Training, learner: LocalLearner, size: UpdateSize) -> UpdateSize:
+    """Return the size with the recomputation that `--recompute auto` chooses: if the update may not fit otherwise."""
+    if config.recompute != "auto" or _too_large(learner, size):
+        return size
+    kept = estimate_memory(learner, size)
+    return replace(size, recompute=True) if kept is not None and kept.total > TIGHT * size.room else size
+
+
+def recomputation_lines(config: Training, size: UpdateSize) -> list[str]:
+    """Return a line if `--recompute auto` recomputes layers; else []."""
+    chosen = config.recompute == "auto" and size.recompute
+    return [
+        "layers are recomputed in the backward pass, since their activations may not fit (--recompute auto)"
+    ] * chosen
 
 
 def memory_lines(learner: LocalLearner, size: UpdateSize) -> list[str]:

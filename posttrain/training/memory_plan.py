@@ -6,7 +6,7 @@ before its first step. So it needs no GPU, and of the model's folder only config
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -41,9 +41,10 @@ from posttrain.training.memory_estimate import (
     advice,
     estimate_memory,
     estimate_roles,
-    memory_lines,
+    recomputation_lines,
     refuse_too_large,
     roles_too_large,
+    with_recomputation,
 )
 from posttrain.training.open_learner import refuse_idle, refuse_packed_shards, refuse_without_lora
 from posttrain.training.preference_choice import chosen_preference
@@ -61,7 +62,8 @@ class MemoryPlan:
     found: MemoryEstimate
     room: float  # bytes of the GPU
     tokens: int  # of a micro-batch
-    advice: tuple[str, ...]  # options that would take less, where it may not fit
+    notes: Sequence[str]  # what --recompute auto chooses
+    advice: Sequence[str]  # options that would take less, where it may not fit
     roles: tuple[MemoryEstimate, ...] = ()  # of the GPUs that --role-devices names
 
     @property
@@ -71,6 +73,7 @@ class MemoryPlan:
             if size:
                 yield f"{name:<19} {size / 2**30:7.1f} GiB"
         yield f"{'at the peak':<19} {self.found.total / 2**30:7.1f} GiB, in micro-batches of {self.tokens:,} tokens"
+        yield from self.notes
         if self.advice:
             yield from self.advice
         else:
@@ -95,7 +98,9 @@ def plan_memory(config: Training, room: float) -> MemoryPlan:
     found = estimate_memory(learner, size)
     assert found is not None, "the shape is known"
     told = (*advice(found, learner, size), *roles_too_large(learner, size))
-    return MemoryPlan(found, room, size.tokens, told, tuple(estimate_roles(learner, size).values()))
+    return MemoryPlan(
+        found, room, size.tokens, recomputation_lines(config, size), told, tuple(estimate_roles(learner, size).values())
+    )
 
 
 def refuse_impossible(config: Training, start: Path | None, processes: int, device: torch.device) -> None:
@@ -104,22 +109,16 @@ def refuse_impossible(config: Training, start: Path | None, processes: int, devi
 
     Options that the estimate does not know pass, and so do mistakes, which the run itself reports.
     """
-    if (found := _planned(config, start, processes, device)) is not None:
+    if (found := planned(config, start, processes, device)) is not None:
         refuse_too_large(*found)
 
 
-def planned_lines(config: Training, start: Path | None, processes: int, device: torch.device) -> list[str]:
-    """Return lines with the estimate for one GPU of a run whose weights or micro-batches are divided; [] if there is
-    none.
-    """
-    found = _planned(config, start, processes, device)
-    return [] if found is None else memory_lines(*found)
-
-
-def _planned(
+def planned(
     config: Training, start: Path | None, processes: int, device: torch.device
 ) -> tuple[LocalLearner, UpdateSize] | None:
-    """Return `_sized` of a run on this GPU; None for options that the estimate does not know."""
+    """Return the learner of a run on this GPU, of shapes without numbers, and the size of its updates; None for options
+    that the estimate does not know.
+    """
     if device.type != "cuda" or type(config) not in ESTIMATED or start is None:
         return None
     if config.lora is None and is_adapter(start):  # adapters that continue
@@ -140,7 +139,8 @@ def _sized(config: Training, model: str, processes: int, room: float) -> tuple[L
     refuse_packed_shards(config, resolve(model))
     learner = shapes_of(config, shape)
     tokens = config.tokens_per_microbatch or tokens_of_activations(shape, room * ACTIVATION_SHARE)
-    return learner, UpdateSize.of(config, tokens, room, _wants(config), config.shards(processes))
+    size = UpdateSize.of(config, tokens, room, _wants(config), config.shards(processes))
+    return learner, with_recomputation(config, learner, size)
 
 
 def _refuse(config: Training, processes: int) -> None:
@@ -148,8 +148,8 @@ def _refuse(config: Training, processes: int) -> None:
     if not config.model:
         raise UserError(
             "--model is missing, a folder with the model's config.json: posttrain memory --gpu-memory 80 -- rl --model "
-            "FOLDER; --lora, --tokens-per-microbatch, --recompute, --offload, --role-devices, --shard, --tensor-parallel "
-            "and --context-parallel change the estimate"
+            "FOLDER; --lora, --tokens-per-microbatch, --recompute, --offload, --role-devices, --shard, --shard-size, "
+            "--tensor-parallel and --context-parallel change the estimate"
         )
     for name, value in (
         ("--float8", config.float8),

@@ -282,7 +282,7 @@ def new_learner(
     refuse_useless(config, model, options.get("others", {}))
     refuse_idle(config, model, options.get("others", {}), options.get("critic"))
     if config.recompute == "layers":
-        _recompute_layers(model, options.get("critic"))
+        recompute_layers(model, options.get("critic"))
     if config.float8:
         options["product"] = _in_float8([model, *options.get("others", {}).values(), options.get("critic")])
     options |= {"precision": config.precision, "router_losses": losses, "offload": config.offload}
@@ -368,7 +368,7 @@ def _in_float8(models: Sequence[Any]) -> Product:
     return float8_product(decoders[0].head.device)
 
 
-def _recompute_layers(model: Model, critic: Any) -> None:
+def recompute_layers(model: Model, critic: Any) -> None:
     """Make the trained decoders recompute their layers. Raises UserError if there is no decoder."""
     if not (decoders := decoders_in(cast(nn.Module, model))):
         raise UserError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic
 
 import torch
@@ -25,8 +25,15 @@ from posttrain.runs.run_folder import RunFolder
 from posttrain.training.distributed_setup import open_world
 from posttrain.training.gpu_assignment import gpu_assignment
 from posttrain.training.hooks import Hooks
-from posttrain.training.memory_estimate import UpdateSize, memory_lines, refuse_too_large
-from posttrain.training.memory_plan import planned_lines, refuse_impossible
+from posttrain.training.memory_estimate import (
+    UpdateSize,
+    memory_lines,
+    recomputation_lines,
+    refuse_too_large,
+    with_recomputation,
+)
+from posttrain.training.memory_plan import planned, refuse_impossible
+from posttrain.training.open_learner import recompute_layers
 from posttrain.training.setup import microbatch_tokens, prepare
 from posttrain.training.sources.length_filter import TooLong
 from posttrain.training.suite_check import suite_check
@@ -113,14 +120,32 @@ def _memory(run: RunFolder[Any], parts: RunParts, device: torch.device) -> list[
     """Describe the GPU memory that a process of the run takes; [] on a CPU, and for what the estimate does not know, such
     as --float8 and --expert-parallel.
 
-    Raises UserError if it cannot fit.
+    Makes layers recompute where `--recompute auto` chooses it. Raises UserError if it cannot fit.
+    """
+    config, learner = run.config, parts.learner
+    found = _sized(run, parts, device)
+    if found is None:
+        return []
+    shaped, size = found
+    # all processes alike, because layers of several processes exchange their weights when they are recomputed
+    if config.recompute == "auto" and any(run.world.gather(size.recompute)):
+        size = replace(size, recompute=True)
+        assert isinstance(learner, LocalLearner), "the estimate is of one"
+        recompute_layers(learner.model, learner.critic)
+    lines = recomputation_lines(config, size)
+    return lines if config.float8 else [*lines, *memory_lines(shaped, size)]
+
+
+def _sized(run: RunFolder[Any], parts: RunParts, device: torch.device) -> tuple[LocalLearner, UpdateSize] | None:
+    """Return a learner of the run's shapes, and the size of its updates; None where there is no estimate. Raises UserError
+    if it cannot fit.
     """
     config, learner = run.config, parts.learner
     if config.divisions:  # the learner has a part of each weight, and the estimate starts from whole ones
-        return planned_lines(config, run.start, run.world.size, device)
+        return planned(config, run.start, run.world.size, device)
     if device.type != "cuda" or not isinstance(learner, LocalLearner):
-        return []
+        return None
     tokens = microbatch_tokens(config, learner.model)
     size = UpdateSize.of(config, tokens, float(gpu_memory(device)), parts.objective.wants)
     refuse_too_large(learner, size)
-    return [] if config.float8 else memory_lines(learner, size)
+    return learner, with_recomputation(config, learner, size)

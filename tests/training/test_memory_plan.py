@@ -168,7 +168,7 @@ def test_the_command_prints_parts_advice_and_whether_it_fits(models: Path, capsy
         "weights                56.7 GiB" in out and "this run needs 141.9 GiB (weights 56.7 + gradients 28.4 " in out
     )
     assert "--lora 16 with --frozen-weights bfloat16" in out
-    assert main(["memory", "--gpu-memory", "90", *words, "--offload", "optimizer"]) == 1
+    assert main(["memory", "--gpu-memory", "90", *words, "--offload", "optimizer", "--recompute", "none"]) == 1
     assert "this may not fit into the GPU's 90.0 GiB: --recompute layers (" in capsys.readouterr().out
     small = "--lora 16 --frozen-weights bfloat16 --recompute layers".split()
     assert main(["memory", "--gpu-memory", "40", *words, *small]) == 0
@@ -204,13 +204,47 @@ def test_a_run_says_the_memory_of_each_of_its_gpus(
     parts: Any = SimpleNamespace(
         learner=memory_plan.shapes_of(ours, memory_plan.shape_of("1b")), objective=SimpleNamespace(wants=frozenset())
     )
-    run: Any = SimpleNamespace(config=ours, start=models / "1b", world=SimpleNamespace(size=4))
+    world = SimpleNamespace(size=4, gather=lambda given: [given] * 4)
+    run: Any = SimpleNamespace(config=ours, start=models / "1b", world=world)
     [said, *_] = training_run._memory(run, parts, cuda)
     assert said == str(plan_memory(ours, 80 * GIB).found)
     assert training_run._memory(run, parts, torch.device("cpu")) == []
     unknown: Any = SimpleNamespace(config=config(SFT, model="1b", expert_parallel=4, processes=4), start=run.start)
     unknown.world = run.world
     assert training_run._memory(unknown, parts, cuda) == []
+
+
+def test_layers_are_recomputed_where_they_may_not_fit_and_in_all_processes_alike(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (memory_plan, training_run):
+        monkeypatch.setattr(module, "gpu_memory", lambda device: room)
+    monkeypatch.setattr(training_run, "microbatch_tokens", lambda *given: 16_384)
+
+    def told(room_there: bool, **how: Any) -> tuple[bool, list[str]]:
+        """Whether this process recomputes, and what it says."""
+        ours = config(SFT, model="1b", tokens_per_microbatch=16_384, **how)
+        learner = memory_plan.shapes_of(ours, memory_plan.shape_of("1b"))
+        parts: Any = SimpleNamespace(learner=learner, objective=SimpleNamespace(wants=frozenset()))
+        world = SimpleNamespace(size=ours.processes, gather=lambda given: [given, not room_there])
+        run: Any = SimpleNamespace(config=ours, start=models / "1b", world=world)
+        lines = training_run._memory(run, parts, torch.device("cuda"))
+        return learner.model.recomputes, lines  # type: ignore[attr-defined]
+
+    kept, less = (plan_memory(config(SFT, model="1b", tokens_per_microbatch=16_384, recompute=how), 900 * GIB).found.total
+                  for how in ("none", "layers"))  # fmt: skip
+    room = 1.1 * kept
+    assert told(True)[0] is False and plan_memory(config(SFT, model="1b", tokens_per_microbatch=16_384), room).fits
+    room = (kept + less) / 2
+    for how in ({}, {"shard": True, "processes": 2}, {"tensor_parallel": 2, "processes": 2}):
+        divided = 0.3 if how else 1.0  # of the room: weights take less
+        room = divided * (kept + less) / 2
+        recomputes, lines = told(True, **how)
+        assert recomputes and "--recompute auto" in lines[0] and not told(True, recompute="none", **how)[0], how
+    room = 900 * GIB
+    assert told(True, shard=True, processes=2)[0] is False and told(False, shard=True, processes=2)[0] is True
+    found = plan_memory(config(SFT, model="1b", tokens_per_microbatch=16_384), (kept + less) / 2)
+    assert found.found.total == less and found.fits and not found.advice and "--recompute auto" in found.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -306,6 +340,7 @@ def test_the_gpus_of_roles_have_an_estimate_of_their_own(models: Path, capsys: p
 @pytest.mark.parametrize("how", [{"tensor_parallel": 2}, {"context_parallel": 2}, {"shard": True}])
 def test_advice_names_no_option_that_is_refused_beside_others(models: Path, how: dict[str, Any]) -> None:
     room = 24 if "context_parallel" in how else 12  # in which the weights fit, and activations do not
-    (whole,) = plan_memory(config(SFT, model="1b"), 24 * GIB).advice
-    (divided,) = plan_memory(config(SFT, model="1b", processes=2, **how), room * GIB).advice
+    kept: dict[str, Any] = {"model": "1b", "recompute": "none"}
+    (whole,) = plan_memory(config(SFT, **kept), 24 * GIB).advice
+    (divided,) = plan_memory(config(SFT, processes=2, **kept, **how), room * GIB).advice
     assert "--offload" in whole and "--recompute layers" in divided and "--offload" not in divided

@@ -330,7 +330,8 @@ class PassesOptions(MixtureOptions, TrainingOptions, total=False):
     epochs: float
     """Passes over the rows."""
     steps: int | None
-    """Optimizer updates, instead of --epochs. Required for rows without end."""
+    """Optimizer updates, instead of --epochs. Required for rows without end. On the command line, either replaces the
+    other of a recipe."""
     rows: int
     """Batch size: prompts per optimizer update, each with all its responses."""
     max_length: int | None

@@ -285,6 +285,10 @@ def _take_defaults(file: Path, verb: str, words: list[str]) -> None:
     if verb not in content and len(trained) != 1:
         raise UserError(f"{file} has no table [{verb}]; it has {', '.join(f'[{t:.60}]' for t in content) or 'none'}")
     options = dict(content[verb]) if verb in content else _as_trained(file, trained[0], content[trained[0]], words)
+    if hasattr(VERBS[verb].options, "epochs"):  # it trains in passes, whose number either option gives
+        for given, other in (("steps", "epochs"), ("epochs", "steps")):
+            if given in _given(words):
+                options.pop(other, None)
     if settings := options.pop("settings", None):
         options["set"] = [f"{place}={value}" for place, value in settings.items()]
     for name in ("kinds", "mixture"):
@@ -302,12 +306,7 @@ def _as_trained(file: Path, verb: str, table: dict[str, Any], words: list[str]) 
     from posttrain.runs.trained_options import evaluation_options
 
     options = {name.replace("-", "_"): value for name, value in table.items()}
-    given = {
-        word[2:].partition("=")[0].partition(".")[0].removeprefix("no-").replace("-", "_"): word.partition("=")[2]
-        or after
-        for word, after in zip(words, [*words[1:], ""], strict=True)
-        if word.startswith("--")
-    }
+    given = _given(words)
     where = f"[{verb}] of {file}"
     out = str(options.get("out", VERBS[verb].options.out))
     if "model" not in given and run_of(Path(out)) is not None:
@@ -317,6 +316,16 @@ def _as_trained(file: Path, verb: str, table: dict[str, Any], words: list[str]) 
     model = {} if "model" in given else {"model": options.get("model", "")}
     tell(f"taken from {where}: {', '.join([*model, *found])}")
     return {**model, **found}
+
+
+def _given(words: list[str]) -> dict[str, str]:
+    """Return the options among these words, by field, each with the word after it."""
+    return {
+        word[2:].partition("=")[0].partition(".")[0].removeprefix("no-").replace("-", "_"): word.partition("=")[2]
+        or after
+        for word, after in zip(words, [*words[1:], ""], strict=True)
+        if word.startswith("--")
+    }
 
 
 def _as_words(own: Any) -> Any:

@@ -48,6 +48,10 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
     mixed = isinstance(config, RL | Passes) and bool(config.mixture)
     if isinstance(config, RL | Passes):
         check_mixture(config)
+    if isinstance(config, Passes) and config.steps is not None and "epochs" in config.given and not config.resume:
+        raise UserError(
+            f"--steps {config.steps} and --epochs {config.epochs:g} both set the length of the run: leave out one of them"
+        )
     if not config.tasks and not mixed:
         raise _without_tasks(config)
     if isinstance(config, Training):

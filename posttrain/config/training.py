@@ -230,7 +230,8 @@ class Passes(MixtureGroup, Training, group="optimisation"):
     epochs: float = option(1.0, above=0, first_hour=True)
     """Passes over the rows."""
     steps: int | None = option(None, above=0, first_hour=True, on_resume="free")
-    """Optimizer updates, instead of --epochs. Required for rows without end."""
+    """Optimizer updates, instead of --epochs. Required for rows without end. On the command line, either replaces the
+    other of a recipe."""
     rows: int = option(32, above=0, first_hour=True)
     """Batch size: prompts per optimizer update, each with all its responses."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"

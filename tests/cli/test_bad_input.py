@@ -161,6 +161,10 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "evaluations of nothing": (
         words("rl", eval_every=5), ("--eval-every 5 has nothing", "--held-out 0.1", "--eval-tasks FILE")
     ),
+    "two lengths of a run": (
+        [*words("sft"), "--steps", "3", "--epochs", "2"],
+        ("--steps 3 and --epochs 2 both set the length of the run: leave out one of them",),
+    ),
     "malformed row": (words("rl", tasks="broken.jsonl"), ("broken.jsonl:2: not valid JSON",)),
     "empty dataset": (words("sft", tasks="empty.jsonl"), ("empty.jsonl has no rows",)),
     "unknown column": (

@@ -113,6 +113,14 @@ def test_command_line_wins_over_the_recipe_and_the_recipe_over_the_default(tmp_p
     assert (sft.rows, sft.betas, sft.mask, sft.hidden) == (3, (0.8, 0.9), "all", 128)
 
 
+def test_the_length_of_a_run_on_the_command_line_replaces_that_of_the_recipe(tmp_path: Path, taken: list[Any]) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[sft]\ntasks = "x"\nepochs = 3\n[prefer]\ntasks = "x"\nmodel = "m"\nsteps = 7\n')
+    main(["sft", "--config", str(recipe), "--steps", "9"])
+    main(["prefer", "--config", str(recipe), "--epochs=2"])
+    assert [(config.steps, config.epochs) for config in taken] == [(9, 1.0), (None, 2.0)]
+
+
 def test_options_are_named_never_guessed_from_their_place(taken: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rl", "rows.jsonl"]) == 2 and not taken
     assert "rows.jsonl" in capsys.readouterr().err

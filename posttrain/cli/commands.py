@@ -12,6 +12,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Annotated, Literal
 
+from posttrain.cli.named_files import check_files, check_models
 from posttrain.cli.training_commands import Options, read
 from posttrain.config.inference import (
     Chat,
@@ -36,7 +37,8 @@ from posttrain.runs.trained_options import as_trained
 def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  # noqa: B008
     """Mean reward, accuracy and pass@k on a set of tasks, with intervals; --against compares checkpoints."""
     if config.suite is None and (config.harness is None or config.tasks):
-        validate(as_trained(config, rows_given=False)[0])  # first, as libraries take seconds to load
+        validate(trained := as_trained(config, rows_given=False)[0])  # first, as libraries take seconds to load
+        check_files(trained)
     from posttrain.cli.evaluation_tables import evaluate_harness, evaluate_suite, show_figures
     from posttrain.runs.terminal.printing import examples, say
     from posttrain.training.verbs import evaluate
@@ -68,6 +70,7 @@ def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  
 def sample(*, config: Annotated[Sample, Options] = Sample()) -> int:  # noqa: B008
     """Sample replies to every prompt over a grid of settings: examples to label or to learn from."""
     validate(config)
+    check_files(config)
     from posttrain.runs.terminal.printing import say
     from posttrain.training.verbs import sample
 
@@ -88,6 +91,7 @@ def label(*, config: Annotated[Label, Options] = Label()) -> int:  # noqa: B008
         from posttrain.cli.rank_command import rank
 
         return rank(config)
+    check_files(config)
     from posttrain.runs.terminal.printing import say
     from posttrain.training.verbs import label
 
@@ -109,9 +113,10 @@ def chat(model: str, *, config: Annotated[Chat, Options] = Chat()) -> int:  # no
     model
         Model to talk to: the folder of a checkpoint or of a run.
     """
+    validate(config)
+    check_models(model)
     from posttrain.cli.chat_command import converse
 
-    validate(config)
     converse(model, config)
     return 0
 
@@ -157,9 +162,10 @@ def merge(adapter: str, *, out: str, dtype: Literal["float32", "bfloat16", "floa
 
 def serve_policy(*, config: Annotated[ServePolicy, Options] = ServePolicy()) -> int:  # noqa: B008
     """Serve a model over HTTP: token ids in and out, and the APIs of OpenAI and Anthropic."""
+    validate(config)
+    check_models(config.model)
     from posttrain.cli.serve_command import serve_policy as serve
 
-    validate(config)
     serve(config)
     return 0
 
@@ -168,6 +174,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     """Run a reward or an environment on sample replies, before any training."""
     if not config.verifiers:
         validate(config)
+        check_files(config)
     from posttrain.cli.help_pages import beside
     from posttrain.envs.check import check as run_check
     from posttrain.envs.play.load_env import about, success_of

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from cyclopts import Parameter
 
+from posttrain.cli.named_files import check_files
 from posttrain.config.resolve import AnyConfig, AnyTraining, check_bounds, validate
 from posttrain.config.verbs import VERBS, Verb
 from posttrain.core.extras import install, lacking
@@ -108,6 +109,8 @@ def trained(config: AnyTraining) -> int:
     if "RANK" not in os.environ:
         if not (config.resume and holds_run(Path(config.out))):
             RunFolder(config).close()  # refuses a folder before torch is loaded
+        if not config.resume:
+            check_files(config)
         if config.processes > 1:
             from posttrain.cli.launch_processes import launch
 

@@ -258,7 +258,15 @@ def _in_folder(folder: Path, split: str | None, limit: int | None) -> Rows:
     return _of_files(splits[_choose(splits, split, str(folder))], limit)
 
 
-def _on_hub(source: str | Path, path: Path, split: str | None, limit: int | None) -> Rows:
+def find_rows(source: str) -> None:
+    """Raise UserError for a source that is neither on this machine nor the name of a dataset of the hub."""
+    path = _place(source)
+    if not os.path.lexists(path):
+        _hub_dataset(source, path)
+
+
+def _hub_dataset(source: str | Path, path: Path) -> tuple[HubName, str | None, str]:
+    """Return (dataset, configuration, the message that there is no such file). Raises UserError for other names."""
     local = isinstance(source, Path) or kind_of(path)[1] in READ or not _HUB.fullmatch(source)
     if of_hub := name_in_address(str(source)):
         raise UserError(f"{source}: write a dataset of the hub as its name alone, {of_hub}")
@@ -274,7 +282,11 @@ def _on_hub(source: str | Path, path: Path, split: str | None, limit: int | None
     found = _HUB.fullmatch(str(source))
     if local or found is None:
         raise UserError(missing)
-    named, configuration = HubName(found[1], found[2]), found[3]
+    return HubName(found[1], found[2]), found[3], missing
+
+
+def _on_hub(source: str | Path, path: Path, split: str | None, limit: int | None) -> Rows:
+    named, configuration, missing = _hub_dataset(source, path)
     datasets = _library("datasets")
     with as_far_as_reached(datasets.config) as unreached:
         try:

@@ -19,6 +19,20 @@ def checkpoint_folder(name: str | Path) -> Path:
 
     Raises UserError if it is neither.
     """
+    found = find_checkpoint(name)
+    if isinstance(found, HubName):
+        return _downloaded(found, Path(name).expanduser())
+    if found.suffix == SUFFIX and not found.is_dir():
+        require_package(found)
+        read_gguf(found)  # checks the header, and caches it
+    return found
+
+
+def find_checkpoint(name: str | Path) -> Path | HubName:
+    """Return the folder or GGUF file of a checkpoint, or its name on the hub. Nothing is read or downloaded.
+
+    Raises UserError for what is none of these.
+    """
     try:
         folder = Path(name).expanduser()
         if folder.is_dir():
@@ -30,8 +44,6 @@ def checkpoint_folder(name: str | Path) -> Path:
     if folder.suffix == SUFFIX:
         if not there:
             raise UserError(f"{name}: no such GGUF file: correct the path")
-        require_package(folder)
-        read_gguf(folder)  # checks the header, and caches it
         return folder
     if there:
         raise UserError(f"{name} is a file: give the checkpoint folder that holds it")
@@ -47,7 +59,7 @@ def checkpoint_folder(name: str | Path) -> Path:
             f"{name}: no such folder: give a folder with config.json, model.safetensors and tokenizer.json, a .gguf file, "
             "or a model of the Hugging Face hub (org/name, org/name@revision)"
         )
-    return _downloaded(named, folder)
+    return named
 
 
 def _downloaded(named: HubName, folder: Path) -> Path:
@@ -65,7 +77,8 @@ def _not_here(folder: Path) -> str:
     if not folder.parent.is_dir():
         return ""
     beside = [str(other) for other in folder.parent.iterdir() if other.is_dir()]
-    return f"there is no folder {folder}{near(str(folder), beside)}; and on the hub: "
+    known = near(str(folder), beside) or " (a model is a folder, a .gguf file, or org/name of the hub)"
+    return f"there is no folder {folder}{known}; and on the hub: "
 
 
 def pinned(path: Path) -> Path:

@@ -141,8 +141,8 @@ def _import_module(target: str) -> ModuleType:
         raise UserError(f"{target} does not import: {describe_error(error, None)}") from error
 
 
-def _import_file(path: Path) -> ModuleType:
-    """Return the module of a file, imported once per version (its name is a hash of path and modification time)."""
+def require_file(path: Path) -> None:
+    """Raise UserError if there is no such file of code."""
     if not os.path.isfile(path):  # also for a name that is too long for the system
         if (found := _PREFIXED.match(str(path))) is not None:
             raise UserError(
@@ -151,6 +151,11 @@ def _import_file(path: Path) -> ModuleType:
             )
         near = sorted(p.name for p in path.parent.glob("*.py")) if os.path.isdir(path.parent) else []
         raise UserError(f"there is no file {path}{near_or_all(path.name, near)}")
+
+
+def _import_file(path: Path) -> ModuleType:
+    """Return the module of a file, imported once per version (its name is a hash of path and modification time)."""
+    require_file(path)
     given, path = path, path.resolve()
     stamp = hashlib.sha256(os.fsencode(path) + str(path.stat().st_mtime_ns).encode()).hexdigest()[:12]
     name = f"{PRIVATE}{path.stem}_{stamp}"

@@ -464,11 +464,57 @@ def test_mistakes_that_need_no_model_are_refused_before_torch_is_loaded(tmp_path
         "holds no run to resume": ["sft", "--resume", "--out", str(tmp_path / "new")],
         "is a file": ["sft", "--tasks", "rows.jsonl", "--out", str(run / "run.json")],
     }
+    refused_without_torch([*wrong.items()])
+
+
+def test_files_that_are_not_there_are_refused_before_torch_is_loaded(tmp_path: Path) -> None:
+    for name in ("rows.jsonl", "env.py"):
+        (tmp_path / name).touch()
+    rows, env, out = f"--tasks {tmp_path}/rows.jsonl", f"--env {tmp_path}/env.py:reward", f"--out {tmp_path}/new"
+    no_rows, no_env = f"--tasks {tmp_path}/lost.jsonl", f"--env {tmp_path}/lost.py:reward"
+    model, no_model = f"--model {tmp_path}", f"--model {tmp_path}/lost"
+    scored = f"{env} {out}"
+    wrong = {
+        "there is no file": [
+            f"sft {no_rows} {out}",
+            f"sft --mixture.a.tasks {tmp_path}/lost.jsonl --mixture.b.tasks {tmp_path}/rows.jsonl {out}",
+            f"prefer {no_rows} {model} {out}",
+            f"reward-model {no_rows} {model} {out}",
+            f"rl {no_rows} {model} {scored}",
+            f"rl {rows} {model} {no_env},digits=2 {out}",
+            f"distill {no_rows} {model} --teacher {tmp_path} {out}",
+            f"eval {no_rows} {model} {scored}",
+            f"sample {no_rows} {model} {out}",
+            f"label --items {tmp_path}/lost.jsonl --with {tmp_path}/env.py:reward",
+            f"check {no_rows} {env}",
+            f"check {rows} {no_env}",
+        ],
+        "no such folder": [
+            f"sft {rows} {no_model} {out}",
+            f"prefer {rows} {no_model} {out}",
+            f"reward-model {rows} {no_model} {out}",
+            f"rl {rows} {no_model} {scored}",
+            f"distill {rows} {model} --teacher {tmp_path}/lost {out}",
+            f"eval {rows} {no_model} {scored}",
+            f"eval {rows} {model} --against {tmp_path}/lost {scored}",
+            f"sample {rows} {no_model} {out}",
+            f"chat {tmp_path}/lost",
+            f"serve-policy {no_model}",
+        ],
+    }
+    refused_without_torch([(said, words.split()) for said, all_words in wrong.items() for words in all_words])
+
+
+def refused_without_torch(wrong: list[tuple[str, list[str]]]) -> None:
+    """Assert that each of these commands is refused in one line with this text, and that none loads torch."""
     code = "import json, sys; from posttrain.cli.main import main; codes = [*map(main, json.loads(sys.argv[1]))]; "
     code += "print(json.dumps([codes, 'torch' in sys.modules]))"
     ended = subprocess.run(
-        [sys.executable, "-c", code, json.dumps([*wrong.values()])], capture_output=True, text=True, check=True
+        [sys.executable, "-c", code, json.dumps([words for _, words in wrong])],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert json.loads(ended.stdout) == [[2] * len(wrong), False]
     told = ended.stderr.splitlines()
-    assert len(told) == len(wrong) and all(word in line for word, line in zip(wrong, told, strict=True)), told
+    assert len(told) == len(wrong) and all(word in line for (word, _), line in zip(wrong, told, strict=True)), told

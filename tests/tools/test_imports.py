@@ -98,7 +98,7 @@ LIGHT = ("core/", "system/", "data/", "verify/", "sandbox/", "envs/", "algorithm
          "training/figures.py", "training/sources/diversity.py", "training/sources/packing.py",          
          "cli/main.py", "cli/argument_errors.py",
          "cli/commands.py", "cli/training_commands.py", "cli/inspect_commands.py", "cli/write_types.py",
-         "cli/command_table.py", "cli/help_pages.py", "cli/init_command.py",
+         "cli/command_table.py", "cli/help_pages.py", "cli/init_command.py", "cli/named_files.py",
          "cli/import_command.py", "cli/doctor_command.py", "cli/show_command.py", "apps/show/")  # fmt: skip
 """What imports no torch when it is imported itself, so that --help and check start at once."""
 

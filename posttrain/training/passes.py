@@ -19,6 +19,7 @@ from posttrain.training.mixtures import rows_of, share_lines
 from posttrain.training.row_warnings import warn_repeated_prompts
 from posttrain.training.setup import (
     amount,
+    held_out_number,
     microbatch_tokens,
     size_of,
 )
@@ -77,7 +78,7 @@ def sizes(
     between = f", {build.backend(compiles())} between matrix products" if device.type == "cpu" else ""
     return [
         f"model {size_of(model)}, context {model.config.context}, vocabulary {model.config.vocab}",
-        f"{amount(tasks[0])}, {len(tasks[1] or ())} held out",
+        f"{amount(tasks[0])}, {held_out_number(config, len(tasks[1] or ()))}",
         *share_lines(tasks[0], noun),
         f"{several(steps, 'step')} of {several(config.rows, noun.removesuffix('s'))}, "
         f"micro-batches of {microbatch_tokens(config, model)} tokens{between}",

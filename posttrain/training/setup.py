@@ -231,6 +231,12 @@ def amount(tasks: AnyTasks) -> str:
     return f"{len(tasks)} tasks ({', '.join(filter(None, said))})"
 
 
+def held_out_number(config: Training, count: int) -> str:
+    """Describe the number of held-out tasks: of few tasks it may be far from the share."""
+    drawn = f" (each prompt with probability {config.held_out:g})" if count and config.held_out else ""
+    return f"{count} held out{drawn}"
+
+
 def rehearse(
     pool: EnvPool | MixedPool,
     tasks: AnyTasks,

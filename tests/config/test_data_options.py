@@ -342,3 +342,12 @@ def test_length_is_of_the_reply_wherever_it_is_told_and_total_of_all_tokens(plac
     run = OpenRun(place / "rl", "rl")
     run.store.follow()
     assert run.store.rows.number("length").tolist() == [row["length"] for row in played], "and so in a histogram"
+
+
+def test_a_run_says_that_the_held_out_share_is_a_probability(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_jsonl(place / "rows.jsonl", LONG)
+    options = [word for word in SMALL if word != "--quiet"]
+    assert main(["sft", *options, "--tasks", "rows.jsonl", "--steps", "1", "--held-out", "0.3", "--out", "run"]) == 0
+    _, held_out = split_tasks(SFT(tasks="rows.jsonl", held_out=0.3), None, None, ("prompt", "response"))
+    assert held_out is not None
+    assert f"{len(held_out)} held out (each prompt with probability 0.3)" in " ".join(capsys.readouterr().out.split())

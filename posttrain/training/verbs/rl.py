@@ -54,6 +54,7 @@ from posttrain.training.setup import (
     amount,
     end_tokens,
     fitting,
+    held_out_number,
     microbatch_tokens,
     optimization,
     parameters,
@@ -134,7 +135,8 @@ def rl(context: RunContext[RL]) -> RunParts:
         watch=watch,
     )
     opened.push(partial(_leave, source, run.world))
-    sizes = _sizes(config, algorithm, model, f"{amount(train_tasks)}, {len(evaluated)} held out", engine)
+    tasks = f"{amount(train_tasks)}, {held_out_number(config, len(evaluated))}"
+    sizes = _sizes(config, algorithm, model, tasks, engine)
     sizes += [*order_lines(config, order), *known.lines, *ground.lines]
     sizes += recording.describe(algorithm.wants, Need.REFERENCE in algorithm.needs)
     sizes += opened_teachers.lines if opened_teachers else []

@@ -257,8 +257,14 @@ def measured(logged: Container[str]) -> list[str]:
 
 
 def on_terminal(name: str) -> str:
-    """Return the label of a figure on the terminal: of training data and of held-out data, of a step and of a run."""
-    return (BY_NAME[name].terminal if name in BY_NAME else "") or name
+    """Return the label of a figure on the terminal, in words: of training data and of held-out data, of a step and of a
+    run. `name`: without "eval/".
+    """
+    metric = BY_NAME.get(name) or BY_NAME.get(HELD_OUT + name)
+    if metric is None:
+        return name
+    words = metric.title.replace(",", "")
+    return metric.terminal or words[0].lower() + words[1:]
 
 
 @cache

@@ -117,7 +117,7 @@ def test_a_run_on_labelled_responses_shows_their_held_out_implicit_rewards(
     rows = read_metrics(tmp_path / "kto")
     ended, last, text = outcome(rows), rows[-1], shown(capsys, str(tmp_path / "kto"))
     for side in ("chosen", "rejected"):
-        figure = f"implicit_reward/{side} 0.000 -> {last[f'eval/implicit_reward/{side}']:.3f}"
+        figure = f"implicit reward {side} 0.000 -> {last[f'eval/implicit_reward/{side}']:.3f}"
         assert figure in text and f"held-out {figure}" in ended
 
 

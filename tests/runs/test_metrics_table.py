@@ -14,6 +14,7 @@ from documents import ROOT
 from posttrain.cli.main import main
 from posttrain.runs.metrics_table import HELD_OUT, METRICS, metric_named
 from posttrain.runs.run_reading import read_metrics, read_timing
+from posttrain.runs.terminal.panel import figures
 
 ROOMS = ("core", "system", "engines", "learners", "envs", "algorithms", "training", "services")  # those that log
 RUNS = ("sft", "dapo", "distill", "dpo", "reward-model")  # of every verb that trains
@@ -88,3 +89,10 @@ def test_rows_are_told_apart() -> None:
     assert all(metric.meaning.endswith(".") and metric.title for metric in METRICS)
     found = metric_named("reward/valid searches")
     assert found is not None and found.title == "Reward: valid searches" and metric_named("own/figure") is None
+
+
+def test_held_out_figures_are_words_on_the_terminal() -> None:
+    values = {metric.name: 0.5 for metric in METRICS if metric.name.startswith(HELD_OUT) and "{" not in metric.name}
+    labels = [label for one in values for label, _ in figures({one: 0.5})]
+    assert len(labels) == len(values) == len(set(labels)) and not [label for label in labels if re.search("[_/,]", label)]
+    assert "held-out implicit reward chosen" in labels and "held-out bag of words" in labels

@@ -19,7 +19,7 @@ from posttrain.config.mixture_options import check_mixture, parts_of
 from posttrain.config.option_groups import on_resume
 from posttrain.config.row_options import FromRows
 from posttrain.config.search_options import check_search
-from posttrain.config.service_options import SERVICES, ScorerOption, named_services
+from posttrain.config.service_options import SERVICES, ScorerOption, implying, named_services
 from posttrain.config.training import RL, ROLES, Distill, Passes, Prefer, RewardModelling, Training
 from posttrain.core import user_files
 from posttrain.core.coerce import convert, fits
@@ -410,6 +410,8 @@ def as_dict(config: Any) -> dict[str, Any]:
 def chosen_options(config: Any) -> list[str]:
     """The options that differ from their defaults, each with its value as text."""
     default, chosen = as_dict(type(config)()), as_dict(config)
+    if implying(chosen):
+        del chosen["env"]
     named: list[str] = []
     for name, value in chosen.items():
         if isinstance(value, dict):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -84,6 +84,16 @@ def play_the_only_service(config: Any) -> None:
         [(name, _)] = named_services([value], kind)
         if name == kind:
             object.__setattr__(config, "env", kind)
+
+
+def implying(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of which the environment of these follows; {} if it is given by itself."""
+    env = options.get("env")
+    given = {kind: options[kind] for kind in SCORERS if options.get(kind)}
+    if env == "unscored" and options.get("step_delimiter"):
+        return given | {"step_delimiter": options["step_delimiter"]}
+    alone = sum(map(len, given.values())) == 1 and env in [kind.replace("_", "-") for kind in given]
+    return given if alone else {}
 
 
 def check_step_rewards(config: Any) -> None:

@@ -14,14 +14,18 @@ UNCOMPARED = {"out", "resume", "overwrite", "quiet", "accept_changes"}
 
 
 def changed(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a run that differ from their defaults, by name, and its algorithm."""
+    """Return the options of a run that differ from their defaults, by name, and its algorithm. An environment that follows
+    from others is none of them.
+    """
     from posttrain.config.resolve import as_dict  # which loads every algorithm: a table of runs needs no options
+    from posttrain.config.service_options import implying
 
+    follows = ("env",) if implying(about["config"]) else ()
     default = as_dict(VERBS[about["verb"]].options()) if about["verb"] in VERBS else {}
     return {
         name: value
         for name, value in about["config"].items()
-        if name not in LEFT and (name not in default or value != default[name] or name == "algorithm")
+        if name not in (*LEFT, *follows) and (name not in default or value != default[name] or name == "algorithm")
     }
 
 

@@ -94,5 +94,7 @@ def test_rows_are_told_apart() -> None:
 def test_held_out_figures_are_words_on_the_terminal() -> None:
     values = {metric.name: 0.5 for metric in METRICS if metric.name.startswith(HELD_OUT) and "{" not in metric.name}
     labels = [label for one in values for label, _ in figures({one: 0.5})]
-    assert len(labels) == len(values) == len(set(labels)) and not [label for label in labels if re.search("[_/,]", label)]
+    assert len(labels) == len(values) == len(set(labels)) and not [
+        label for label in labels if re.search("[_/,]", label)
+    ]
     assert "held-out implicit reward chosen" in labels and "held-out bag of words" in labels

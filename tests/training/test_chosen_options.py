@@ -1,7 +1,10 @@
 """The line of a run's options has those that were chosen, in the words of the command line."""
 
-from posttrain.config.resolve import chosen_options
+from typing import Any
+
+from posttrain.config.resolve import as_dict, chosen_options
 from posttrain.config.training import RL
+from posttrain.runs.run_options import changed
 
 
 def test_chosen_options_are_named_as_the_command_line_names_them() -> None:
@@ -13,3 +16,17 @@ def test_chosen_options_are_named_as_the_command_line_names_them() -> None:
         "tasks a.jsonl", "fields.prompt question", "eval_tasks x=b.jsonl y=c.jsonl", "resume", "deterministic False",
         "advantage.eps 0.0001",
     }  # fmt: skip
+
+
+def test_an_environment_that_follows_from_a_service_is_no_option_that_was_chosen() -> None:
+    common: dict[str, Any] = {"tasks": "a.jsonl", "model": "m"}
+    for config in (
+        RL(**common, reward_model=("r",)),
+        RL(**common, judge=("j.toml",)),
+        RL(**common, reward_model=("r",), step_delimiter="line"),
+    ):
+        assert config.env and not [option for option in chosen_options(config) if option.startswith("env ")]
+        about = {"verb": "rl", "config": as_dict(config)}
+        assert "env" not in changed(about) and RL(**changed(about)).env == config.env
+    both = RL(**common, env="my.py:both", reward_model=("r",))
+    assert "env my.py:both" in chosen_options(both) and changed({"verb": "rl", "config": as_dict(both)})["env"]

@@ -11,6 +11,7 @@ from typing import Any
 
 from posttrain.apps.show.run_summary import RunSummary, compared, names_of_figures, written
 from posttrain.apps.view.comparison_warnings import warnings_of
+from posttrain.config.service_options import implying
 from posttrain.core.intervals import Interval
 from posttrain.core.messages import readable, several
 from posttrain.runs.metrics_table import on_terminal
@@ -38,9 +39,10 @@ def page(run: RunSummary) -> list[str]:
     rows = next((line for line in sizes if line.endswith(" held out") or " held out" in line), "")
     rows = re.sub(r" \(.*?\)", "", rows)  # without the columns
     lines.append(_line("data", ": ".join(filter(None, [str(config.get("tasks") or "rows in memory"), rows]))))
+    scoring = implying(config)
     if config.get("env"):
-        lines.append(_line("reward", str(config["env"])))
-    options = {name: value for name, value in changed(run.about).items() if name not in ELSEWHERE}
+        lines.append(_line("reward", " ".join(typed(run.about, scoring)) or str(config["env"])))
+    options = {name: value for name, value in changed(run.about).items() if name not in {*ELSEWHERE, *scoring}}
     if options:
         lines += _flowed("options", typed(run.about, options), OPTIONS)
     figures = run.held_out()

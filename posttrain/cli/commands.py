@@ -214,7 +214,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     ):
         option = f"--{given.replace('_', '-')}"
         raise UserError(f"{option} has no effect without --model: add the folder whose tokenizer it needs")
-    warn_near_names(config)
+    warn_near_names(config.fields)
     tasks = chat.of(load_tasks(config, None))
     told = about(config.env) if config.env else []
     if config.env and success_of(config.env, None) is None:

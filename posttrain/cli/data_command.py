@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 TRAINED, PLAIN = "\x1b[32m", "\x1b[0m"  # green
 OPEN, CLOSE = "[[", "]]"
 LONGEST = 1200  # most characters of an example
+PAGE = 100  # columns of the report where no terminal has fewer or more
 NAMED = 3  # most rows listed as invalid or too long; further ones are counted
 
 
@@ -75,9 +76,11 @@ def data(
     from posttrain.runs.chat_choice import Chatting, chatting
     from posttrain.runs.checkpoint import resolve
     from posttrain.runs.terminal.output import Output, columns, fancy, wrapped
+    from posttrain.training.row_warnings import warn_near_names
 
     if number < 0:
         raise UserError(f"--number {number} must be at least 0, the number of rows shown")
+    warn_near_names(fields or {})
     loaded = load_rows(rows, split, limit)
     known, way = None, Chatting()
     if model is not None:
@@ -91,7 +94,7 @@ def data(
         )
     found = report(loaded, {"fields": fields or {}, "prompt_template": prompt_template}, known, way, number, mask)
     out = Output(sys.stdout)
-    width = columns(out)
+    width = columns(out) or PAGE
     template = [_template(way.on, way.because)] if way.template else []
     for line in [*lines(found), *template]:
         print(wrapped(line, width, 12))

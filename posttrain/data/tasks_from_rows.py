@@ -446,8 +446,23 @@ def _pairs(task: Task) -> UserError:
     )
 
 
+def _of_messages(task: Task) -> UserError:
+    """Return the error for a response that is a list of messages, where the prompt is none."""
+    turns = task["response"]
+    column = next((name for name, value in task.items() if value is turns and name != "response"), "response")
+    if any(turn.get("role") == "user" for turn in turns):
+        return UserError(
+            f"the response is a whole conversation: --fields.messages {column} imitates it; rows whose response is text go "
+            "into a file of their own"
+        )
+    return UserError("the response holds messages and the prompt is text: make both text, or both messages")
+
+
 def _met(task: Task, need: Sequence[str]) -> Task:
     """Return the task with one prompt: "prompt" or "messages", whichever meets the need."""
+    turns = task.get("response") if "response" in need else None
+    if isinstance(turns, list) and turns and all(isinstance(turn, dict) and "role" in turn for turn in turns):
+        raise _of_messages(task)
     if "response" in need and _blank(task.get("response")) and _is_played(task):
         return task
     missing = [key for key in need if _blank(task.get(key))]

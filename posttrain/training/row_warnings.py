@@ -4,12 +4,11 @@ prompts that responses repeat.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
 from typing import Any
 
-from posttrain.config.row_options import Data
 from posttrain.core.conversation import TextEncoder
 from posttrain.core.messages import clip
 from posttrain.core.transcripts import Mask
@@ -30,9 +29,9 @@ MOST_READ = 1000  # most tasks to read for lost reasoning, and for repeated prom
 LEAST_REPEATED = 8  # characters of a prompt; a response may begin with a shorter prompt by chance
 
 
-def warn_near_names(config: Data, warn: Callable[[str], None] = warn) -> None:
+def warn_near_names(fields: Mapping[str, str], warn: Callable[[str], None] = warn) -> None:
     """Warn about names of `--fields` that look like misspelt columns; they are valid, as a reward may read any name."""
-    for name, column in config.fields.items():
+    for name, column in fields.items():
         if name not in (*COLUMNS, *LISTS) and (close := get_close_matches(name, COLUMNS, 1, NEAR)):
             warn(f"--fields.{name} {column}: only your own code reads {name!r}; did you mean --fields.{close[0]}?")
 

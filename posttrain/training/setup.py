@@ -205,7 +205,7 @@ def split_tasks(
 ) -> tuple[Tasks | Stream, Tasks | None]:
     """Return the tasks to train on, and the held-out tasks."""
     seed = split_seed(config)
-    warn_near_names(config)
+    warn_near_names(config.fields)
     if not config.held_out:  # separate rows to evaluate on are compared with these by their draws
         draws = seed if config.eval_tasks else None
         return load_tasks(config, rows, env, need, draws, convert, left_out), None

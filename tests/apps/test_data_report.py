@@ -179,3 +179,14 @@ def test_a_column_that_is_mapped_counts_under_its_new_name_alone() -> None:
     assert (imitated.shape, imitated.verb, imitated.used) == ("prompt and completion", "sft, rl", 1)
     played = report(rows, {**NONE, "fields": {"prompt": "question"}}, None, Chatting())
     assert (played.shape, played.verb, played.used) == ("prompts", "rl", 1)
+
+
+def test_lines_of_the_report_fit_a_page_and_a_near_name_is_answered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = {f"a_column_of_a_support_system_{i}": "text" for i in range(9)}
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"question": "why?", **columns}) + "\n")
+    assert main(["data", str(tmp_path / "rows.jsonl"), "--fields.promt", "question"]) == 2
+    said = capsys.readouterr()
+    assert max(map(len, said.out.splitlines())) <= 100 and "a_column_of_a_support_system_8: text" in said.out
+    assert "did you mean --fields.prompt?" in said.err

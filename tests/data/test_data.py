@@ -215,6 +215,13 @@ def test_what_was_taken_for_what_is_told() -> None:
     assert to_tasks([row], convert=lambda row: {"prompt": "x"}).taken() == "<lambda> makes the tasks"
 
 
+def test_a_conversation_named_as_the_response_is_answered_with_its_column() -> None:
+    rows = [{"prompt": "hi", "chosen": [USER, ASSISTANT]}]
+    refused(lambda: to_tasks(rows, fields={"response": "chosen"}, need=SFT), "--fields.messages chosen imitates it")
+    [task] = to_tasks(rows, fields={"messages": "chosen"}, need=SFT)
+    assert task["messages"] == [USER, ASSISTANT]
+
+
 def test_environments_that_write_their_own_prompt_need_none() -> None:
     [task] = to_tasks([{"question": "who?", "answers": ["me"]}], need=("question",))
     assert {"prompt", "messages"}.isdisjoint(task)
@@ -230,6 +237,8 @@ def test_environments_that_write_their_own_prompt_need_none() -> None:
         ({"prompt": "half \ud83d"}, RL, ("surrogate",)),
         ({"prompt": "hi", "response": ""}, SFT, ("no response", "prompt")),
         ({"prompt": "hi", "response": 3}, SFT, ("response must be text, and is 3 (int)",)),
+        ({"prompt": "hi", "response": [ASSISTANT]}, SFT, ("response holds messages", "make both text")),
+        ({"response": [USER, ASSISTANT]}, SFT, ("whole conversation: --fields.messages response imitates it",)),
         ({"prompt": "hi", "answer": None}, ("prompt", "answer"), ("no answer",)),
         ({"messages": [USER], "answer": ""}, ("prompt", "answer"), ("no answer",)),
         ({"messages": [USER]}, SFT, ("end with the assistant turn",)),

@@ -114,6 +114,17 @@ def test_a_line_has_four_held_out_figures_at_most_and_the_evaluation_before_trai
     assert before.count("held-out") == line.count("held-out") == 4
 
 
+def test_a_line_has_one_speed_and_no_held_out_figure_that_a_more_exact_one_replaces() -> None:
+    out = io.StringIO()
+    display = Display(stream=out, clock=Clock())
+    display.start("run", 1, [])
+    held_out = {"eval/accuracy": 0.5, "eval/margin": 0.1, "eval/implicit_reward/chosen": 0.2}
+    display.step(1, {"loss": 0.7, **held_out}, {f"tokens_per_second/{kind}": 9.0 for kind in ("read", "learned")})
+    line = out.getvalue().splitlines()[-1]
+    assert "9 tok/s learned" in line and "tok/s read" not in line
+    assert "held-out accuracy 0.500  held-out margin 0.100" in line and "implicit" not in line
+
+
 def test_a_line_says_how_many_groups_were_equal_but_not_of_groups_of_one() -> None:
     def labels(**values: float) -> dict[str, str]:
         return dict(figures({name.replace("__", "/"): value for name, value in values.items()}))

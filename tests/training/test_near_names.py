@@ -2,7 +2,6 @@
 
 import pytest
 
-from posttrain.config.training import RL
 from posttrain.training.row_warnings import warn_near_names
 
 
@@ -15,7 +14,7 @@ from posttrain.training.row_warnings import warn_near_names
 )  # fmt: skip
 def test_a_mistyped_column_is_answered_with_the_column(name: str, meant: str) -> None:
     told: list[str] = []
-    warn_near_names(RL(fields={name: "x"}), told.append)
+    warn_near_names({name: "x"}, told.append)
     assert told == (
         [f"--fields.{name} x: only your own code reads {name!r}; did you mean --fields.{meant}?"] if meant else []
     )

@@ -19,6 +19,7 @@ from posttrain.runs.terminal.output import Output, fancy, wrapped
 from posttrain.runs.terminal.panel import View, compose, figures
 
 SECONDS_BETWEEN_LINES = 2.0
+READ, LEARNED = "tokens_per_second/read", "tokens_per_second/learned"  # a line has the second, or the first alone
 
 
 class Display:
@@ -114,6 +115,7 @@ class Display:
 
     def _plain(self, values: Mapping[str, float]) -> str:
         place = f"step {self._number:>{len(str(self._steps))}}/{self._steps}"
+        values = {name: value for name, value in values.items() if name != READ or LEARNED not in values}
         shown = [
             f"{value} {label}" if label.startswith("tok/s") else f"{label} {value}" for label, value in figures(values)
         ]

@@ -81,6 +81,7 @@ def _of_one(values: Mapping[str, float]) -> bool:
 def _of_held_out(values: Mapping[str, float]) -> list[tuple[str, str]]:
     """Return (label without "held-out", value) pairs, in the order of the table."""
     own = [name for name in (*BY_NAME, *values) if name.startswith(EVALUATED) and name in values]
+    own = [name for name in own if name not in BY_NAME or not BY_NAME[name].hidden(values)]
     labels = {name: _PART.sub(r"\1 \2", on_terminal(name.removeprefix(EVALUATED))) for name in own}
     return [
         (label, _figure(values[name], ".3f"))

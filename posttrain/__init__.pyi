@@ -308,7 +308,7 @@ class TrainingOptions(
     easy=a.jsonl hard=b.jsonl. In rl each has figures of its own too."""
     eval_suite: str | None
     """TOML file of several evaluations, as for posttrain eval --suite, to sample at every evaluation. The metrics are
-    suite/PART/accuracy, suite/PART/reward ... and suite/mean."""
+    suite/PART/accuracy, suite/PART/reward ... and suite/mean, if every part has valid rewards."""
     forget: str | None
     """Texts, or prompts with responses, whose loss is measured at every evaluation (forget/loss), to detect forgetting.
     Verbs that sample measure it at the sampling temperature."""

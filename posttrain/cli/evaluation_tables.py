@@ -17,7 +17,7 @@ from posttrain.training.text_loss import TEXT_LOSS
 from posttrain.training.verbs import suite
 from posttrain.training.verbs.evaluate import Evaluated, write_figures
 
-HEAD = ["part", "tasks", "accuracy or reward", "tokens", "cut off", "invalid", "distribution"]
+HEAD = ["part", "tasks", "accuracy or reward", "length", "cut off", "invalid", "distribution"]
 WIDTH, SPACE, DIGITS = 80, 3, 6
 """Columns of a terminal, those between two columns of a table, and the most that a mean takes."""
 BESIDE, PART = ("tool_calls", "valid_calls", "successful_calls", "cost"), "part/"  # of `rates`
@@ -59,10 +59,10 @@ def show_figures(config: Evaluation, found: Evaluated) -> None:
 
 
 def _rates(found: Mapping[str, float]) -> str:
-    """Return rates as text: "12.5 tokens a rollout, 1.0% cut off, 0.0% invalid, 1.5 tool calls (90.0% well-formed)", and the
+    """Return rates as text: "length 12.5 tokens, 1.0% cut off, 0.0% invalid, 1.5 tool calls (90.0% well-formed)", and the
     means of the named parts of the reward.
     """
-    text = f"{found['tokens']:.4g} tokens a rollout, {found['truncated']:.1%} cut off, {found['invalid']:.1%} invalid"
+    text = f"length {found['length']:.4g} tokens, {found['truncated']:.1%} cut off, {found['invalid']:.1%} invalid"
     if "tool_calls" in found:
         text += f", {found['tool_calls']:.4g} tool calls ({found['valid_calls']:.1%} well-formed"
         text += (
@@ -228,7 +228,7 @@ def _line(name: str, side: dict[str, Any], part: dict[str, Any]) -> list[Any]:
         name,
         figures["tasks"],
         _cell(headline(figures)),
-        own["tokens"],
+        own["length"],
         own["truncated"],
         own["invalid"],
         place,

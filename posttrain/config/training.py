@@ -217,7 +217,7 @@ class Training(RunGroup, SeedGroup, ProcessesGroup, HardwareGroup, HeldOutGroup,
     --eval-tasks easy=a.jsonl hard=b.jsonl. In rl each has figures of its own too."""
     eval_suite: str | None = option(None, group="evaluation", value="FILE")
     """TOML file of several evaluations, as for posttrain eval --suite, to sample at every evaluation. The metrics are
-    suite/PART/accuracy, suite/PART/reward ... and suite/mean."""
+    suite/PART/accuracy, suite/PART/reward ... and suite/mean, if every part has valid rewards."""
     forget: str | None = option(None, group="evaluation", value="ROWS")
     """Texts, or prompts with responses, whose loss is measured at every evaluation (forget/loss), to detect forgetting.
     Verbs that sample measure it at the sampling temperature."""

@@ -86,8 +86,8 @@ def headline(figures: Mapping[str, Any]) -> dict[str, Any]:
 def rates(rollouts: Sequence[Rollout], price: float | None = None) -> dict[str, float]:
     """Return rates of these rollouts, and means per rollout.
 
-    "invalid", "truncated": shares of all rollouts. "tokens": mean number sampled. "part/NAME": mean of a named part of
-    the reward, over the rollouts that have it. "total_tokens": sum of sampled tokens. If there are tool calls,
+    "invalid", "truncated": shares of all rollouts. "length": mean number of sampled tokens. "part/NAME": mean of a
+    named part of the reward, over the rollouts that have it. "total_tokens": sum of sampled tokens. If there are tool calls,
     "tool_calls": mean number, and "valid_calls": share of the calls that are well-formed, so that they can be executed;
     where `Tools` answer them, "successful_calls": share of the answers that are results and no error. With a `price` of a
     million tokens, "cost": of all sampled tokens.
@@ -96,7 +96,7 @@ def rates(rollouts: Sequence[Rollout], price: float | None = None) -> dict[str, 
     found = {
         "invalid": float(np.mean([isinstance(rollout.reward, Invalid) for rollout in rollouts])),
         "truncated": float(np.mean([rollout.stop.truncated for rollout in rollouts])),
-        "tokens": float(np.mean(sampled)),
+        "length": float(np.mean(sampled)),
         "total_tokens": float(sum(sampled)),
     }
     calls = [call.problem is None for rollout in rollouts for turn in rollout.turns for call in turn.calls]

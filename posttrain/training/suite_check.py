@@ -38,8 +38,6 @@ from posttrain.training.weight_types import frozen_type
 OPTION = "--eval-suite"
 OF_THE_RUN = ("search", "replicas", "chat_template", "chat_template_kwargs", "forget", "price")
 """Options of a part that the run itself decides, or that need more than its weights."""
-RATES = {"tokens": "length", "total_tokens": ""}
-"""Names of metrics for rates with other names; "": it is no metric."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +95,10 @@ def suite_check(
             for place, rollouts in zip(scored, begun, strict=True):
                 open_parts[place].first.extend(rollouts)
         for part, rollouts in zip(open_parts, every, strict=True):
-            means += _add(stats, part, rollouts)
-        if means:
+            means += (found := _add(stats, part, rollouts))
+            if not found and not run.world.rank:
+                warn(f"{OPTION} [{part.name}] no reward was valid: this evaluation has no suite/mean")
+        if len(means) == len(open_parts):  # a mean over fewer parts could not be compared with earlier ones
             stats.add("suite/mean", sum(means) / len(means))
 
     return sampled
@@ -162,7 +162,8 @@ def _add(stats: Stats, part: _OpenPart, rollouts: Sequence[Rollout]) -> list[flo
     """Add the metrics of a part; return its accuracy, or its reward if nothing defines a right reply; [] without any."""
     name = part.name
     for key, value in rates(rollouts).items():
-        if metric := f"reward/{key.removeprefix('part/')}" if key.startswith("part/") else RATES.get(key, key):
+        if key != "total_tokens":
+            metric = f"reward/{key.removeprefix('part/')}" if key.startswith("part/") else key
             stats.add(f"suite/{name}/{metric}", value)
     if not any(rewards_by_task(rollouts).values()):
         return []

@@ -83,7 +83,7 @@ def test_a_suite_is_shown_with_every_part_model_difference_and_mean() -> None:
         of = "accuracy" if part == "near" else "reward"
         assert (row["of"], row["inside"], row["own"]) == (of, part == "near", model == "model")
         assert same(row["figure"], side["figures"][of])
-        assert (row["tokens"], row["invalid"]) == (side["rates"]["tokens"], side["rates"]["invalid"])
+        assert (row["length"], row["invalid"]) == (side["rates"]["length"], side["rates"]["invalid"])
         if model != "model":
             assert same(row["difference"], side["differences"][of])
             assert {name: side["wins"][name] for name in row["wins"]} == row["wins"]

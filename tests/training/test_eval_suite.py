@@ -99,7 +99,7 @@ def alone(model: str) -> dict[str, float]:
     for name, part in content["parts"].items():
         found |= {f"suite/{name}/{of}": own["mean"] for of, own in part["figures"].items() if isinstance(own, dict)}
         found[f"suite/{name}/tasks"] = part["figures"]["tasks"]
-        found[f"suite/{name}/length"] = part["rates"]["tokens"]
+        found[f"suite/{name}/length"] = part["rates"]["length"]
         found |= {f"suite/{name}/{rate}": part["rates"][rate] for rate in ("truncated", "invalid")}
     found["suite/near/win_rate"] = content["parts"]["near"]["against"][0]["win_rate"]["mean"]
     assert {"pass@2", "maj@2", "best@2", "score", "win_rate"} <= {name.split("/")[-1] for name in found}
@@ -168,11 +168,14 @@ def test_parts_are_curves_of_the_overview() -> None:
     assert panel["steps"] == [0, 2, 4]
 
 
-def test_a_part_without_valid_rewards_does_not_end_the_run() -> None:
+def test_a_part_without_valid_rewards_does_not_end_the_run_and_there_is_no_mean_over_the_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     Path("suite.toml").write_text(SUITE.replace("rewards.py:graded", "rewards.py:broken"))
     last = trained("sft", "with").metrics[-1]
     assert last["suite/far/invalid"] == 1 and "suite/far/reward" not in last
-    assert last["suite/mean"] == last["suite/near/accuracy"]
+    assert "suite/mean" not in last and "suite/near/accuracy" in last
+    assert "--eval-suite [far] no reward was valid: this evaluation has no suite/mean" in capsys.readouterr().err
 
 
 def test_a_scorer_that_fails_does_not_end_the_run() -> None:

@@ -21,7 +21,7 @@ from posttrain.training.sources.rollout_state import _played, _turn
 
 def side(names: list[str], draw: random.Random, **own: float) -> dict[str, Any]:
     figures: dict[str, Any] = {name: {"mean": draw.random()} for name in ("reward", "accuracy", *names)}
-    return {"figures": {"tasks": 8, "samples": 64, **figures}, "rates": {"tokens": 5.0, "invalid": 0.0, **own}}
+    return {"figures": {"tasks": 8, "samples": 64, **figures}, "rates": {"length": 5.0, "invalid": 0.0, **own}}
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 8, 20])

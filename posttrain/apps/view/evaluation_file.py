@@ -68,7 +68,7 @@ def _side(side: Mapping[str, Any]) -> dict[str, Any]:
     parts = {name.removeprefix("part/"): {"mean": mean} for name, mean in rates.items() if name.startswith("part/")}
     calls = {name.replace("_", " "): {"mean": rates[name]} for name in BESIDE if name in rates}
     found = {"model": side["model"], "tasks": figures["tasks"], "of": of, "figure": _figure(figures[of])}
-    found |= {name: rates.get(name) for name in ("tokens", "truncated", "invalid")}
+    found |= {name: rates.get(name) for name in ("length", "truncated", "invalid")}
     found |= {"means": means | calls | parts}
     if "differences" in side:
         wins = {name: side["wins"].get(name) for name in ("won", "lost", "tied", "p", "p_holm", "verdict")}

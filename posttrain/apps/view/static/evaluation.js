@@ -34,10 +34,10 @@ function Parts({ data, own }) {
   const ends = data.rows.flatMap(({ figure }) => [figure.low ?? figure.mean, figure.high ?? figure.mean]);
   const [low, high] = [Math.min(0, ...ends), Math.max(1, ...ends)];
   const heads = compared ? [`${visible(own)} minus it`, "won", "lost", "tied", corrected ? "p corrected" : "p", "verdict"] : [];
-  return html`<div class="card list"><table><thead><tr><th>part</th><th>model</th><th class="n">tasks</th><th>accuracy or reward</th><th>95% interval, ${f(low)} to ${f(high)}</th>${heads.map((name) => html`<th>${name}</th>`)}<th class="n">tokens</th><th class="n">cut off</th><th class="n">invalid</th>${data.means.map((name) => html`<th class="n">${visible(name)}</th>`)}</tr></thead>
+  return html`<div class="card list"><table><thead><tr><th>part</th><th>model</th><th class="n">tasks</th><th>accuracy or reward</th><th>95% interval, ${f(low)} to ${f(high)}</th>${heads.map((name) => html`<th>${name}</th>`)}<th class="n">length</th><th class="n">cut off</th><th class="n">invalid</th>${data.means.map((name) => html`<th class="n">${visible(name)}</th>`)}</tr></thead>
     <tbody>${data.rows.map((row, i) => html`<tr key=${i} class=${row.own ? "sel" : ""}><td>${row.own ? visible(row.part) : ""}${row.own && row.inside === false ? html` <span class="pill">out of distribution</span>` : ""}</td><td>${visible(row.model)}</td><td class="n">${whole(row.tasks)}</td>
       <td title=${row.figure.why || ""}>${row.of === "reward" ? "reward " : ""}${between(row.figure)}</td><td><${Range} figure=${row.figure} low=${low} high=${high} own=${row.own} /></td>
-      ${compared ? html`<${Compared} row=${row} corrected=${corrected} />` : ""}<td class="n">${f(row.tokens)}</td><td class="n">${share(row.truncated)}</td><td class="n">${share(row.invalid)}</td>
+      ${compared ? html`<${Compared} row=${row} corrected=${corrected} />` : ""}<td class="n">${f(row.length)}</td><td class="n">${share(row.truncated)}</td><td class="n">${share(row.invalid)}</td>
       ${data.means.map((name) => html`<td class="n" title=${row.means[name] ? between(row.means[name]) : ""}>${row.means[name] ? f(row.means[name].mean) : ""}</td>`)}</tr>`)}</tbody></table></div>`;
 }
 

@@ -83,6 +83,7 @@ class InvalidKind(StrEnum):
     TIMEOUT = "timeout"  # a step of the environment exceeded its time limit
     DIED = "died"  # the environment's process ended
     UNANSWERED = "unanswered"  # a service has no answer to the environment's question
+    TOO_LONG = "too_long"  # the question is longer than what the service's model reads
     DIVERGED = "diverged"  # a replay gave other turns
 
 

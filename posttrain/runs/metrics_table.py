@@ -113,6 +113,7 @@ _TRAINING = (
       for kind, why in {InvalidKind.REPORTED: "the environment reported it", InvalidKind.RAISED: "its code raised",
                         InvalidKind.UNREADABLE: "what it returned is no reward", InvalidKind.TIMEOUT: "it took too long",
                         InvalidKind.DIED: "its process ended", InvalidKind.UNANSWERED: "a service had no answer",
+                        InvalidKind.TOO_LONG: "it was too long for the model that scores it",
                         InvalidKind.DIVERGED: "a second play went another way"}.items()),
     Metric("diversity/similarity", "Similarity of replies within a group", "share", "Mean similarity of two replies of a group: 1 for the same reply every time, 0 for no token in common.", EXPLORING, colour="pink", plotted=True),
     Metric("diversity/distinct_1", "Distinct tokens of a group", "share", "Distinct tokens of a group's replies over all of them (distinct-1)."),

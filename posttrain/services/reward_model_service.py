@@ -198,7 +198,8 @@ class RewardModelService:
         tokens = transcript.tokens[: at[-1] + 1] if at else []
         most = self.model.config.context
         if not 0 < len(tokens) <= most:
-            return _invalid(f"{len(tokens)} tokens; the reward model {self.folder} reads 1 to {most}")
+            kind = InvalidKind.TOO_LONG if tokens else InvalidKind.UNANSWERED
+            return Invalid(f"{len(tokens)} tokens; the reward model {self.folder} reads 1 to {most}", kind)
         if max(tokens) >= self.model.config.vocab:
             return _invalid(f"the tokenizer of the reward model {self.folder} has more tokens than its vocabulary")
         return _Text(tokens, at if in_steps or self.model.shape.pooling == "mean" else at[-1:], in_steps)

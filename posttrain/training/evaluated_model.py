@@ -29,6 +29,8 @@ from posttrain.training.sources.length_filter import TooLong
 from posttrain.training.sources.sft_source import Transcripts
 from posttrain.training.text_loss import TextLosses, losses_of_texts
 
+UNVALUED = "unvalued partial replies"  # figure of those that were too long for the scorer of a search
+
 
 @dataclass
 class EvaluatedModel:
@@ -95,18 +97,24 @@ def sampled(
 
 
 def _search_figures(search: SearchEngine, episodes: Sequence[Episode]) -> dict[str, Any]:
-    """Return the mean number of tokens that a search sampled for a reply, and of whole replies that were too long to
-    verify, if it verifies. Each task counts once.
+    """Return the mean number of tokens that a search sampled for a reply, of partial replies that were too long to
+    value, if there are any, and of whole ones too long to verify, if it verifies. Each task counts once.
     """
     found: dict[str, dict[str, list[int]]] = {}  # figure -> task -> of each search
     for episode in episodes:
         record = search.record(episode.seed)
         if record is not None:
-            own = {"search tokens": record.spent, "unverified replies": record.unverified}
+            own = {
+                "search tokens": record.spent,
+                UNVALUED: record.unvalued,
+                "unverified replies": record.unverified,
+            }
             for name, value in own.items():
                 if value is not None:
                     found.setdefault(name, {}).setdefault(str(episode.task["id"]), []).append(value)
     means = {name: [sum(own) / len(own) for own in tasks.values()] for name, tasks in found.items()}
+    if not any(means.get(UNVALUED, ())):
+        means.pop(UNVALUED, None)
     return {name: stated(sum(own) / len(own), mean_interval(own), tasks=len(own)) for name, own in means.items()}
 
 

@@ -431,7 +431,7 @@ class Down(Lengths):
     """No answer to anything."""
 
     def poll(self) -> list[tuple[int, Any]]:
-        return [(id, Invalid("down", InvalidKind.UNANSWERED)) for id, _ in super().poll()]
+        return [(id, Invalid("down", InvalidKind.TOO_LONG)) for id, _ in super().poll()]
 
 
 def test_a_resumed_run_gets_the_answers_of_finished_steps_from_the_journal(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -32,6 +34,7 @@ from posttrain.models.native.decoder import Decoder, causal
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
 from posttrain.services.reward_model_service import RewardModelService
+from posttrain.training.evaluated_model import UNVALUED
 from posttrain.verify.answer import voted_answer
 
 SEARCH: dict[str, Any] = {"step_delimiter": "e", "search_width": 2, "search_proposals": 2}
@@ -440,6 +443,32 @@ def test_eval_scores_the_replies_that_a_search_finds_and_counts_their_tokens(pla
     assert 12 < figure["mean"] <= 40 and figure["tasks"] == 3 and "search tokens" not in plain.figures
     again = evaluate(search_tokens=40, slots=2)
     assert [r.text for r in again.rollouts] == [r.text for r in found.rollouts]
+
+
+def test_partial_replies_too_long_for_the_reward_model_lose_and_are_counted(
+    place: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree("reward", "short")
+    config = json.loads(Path("short/config.json").read_text())
+    room = 6 + max(len(tokenizer.encode(row["prompt"], start=True)) for row in ROWS[:3])
+    Path("short/config.json").write_text(json.dumps(config | {"max_position_embeddings": room}))
+    heard: list[float | Invalid] = []
+    hear = SearchEngine._hear
+    monkeypatch.setattr(SearchEngine, "_hear", lambda self, *told: heard.append(told[-1]) or hear(self, *told))
+    found = evaluate(reward_model=("short",))
+    long = sum(isinstance(value, Invalid) for value in heard)
+    assert 0 < long < len(heard) and found.figures[UNVALUED]["mean"] * len(found.rollouts) == pytest.approx(long)
+    assert UNVALUED not in evaluate().figures
+    rows = sample("a.jsonl", **SEARCH, search=("best-of-n",), reward_model=("short",), max_tokens=36)
+    courses = [course for row in rows for course in row["samples"]]
+    assert any(course.get("unvalued") for course in courses) and all(course["value"] >= 0 for course in courses)
+
+
+def test_a_search_whose_reward_model_scores_no_steps_ends_in_one_line(place: Path) -> None:
+    shutil.copytree("reward", "pooled")
+    config = json.loads(Path("pooled/config.json").read_text())
+    Path("pooled/config.json").write_text(json.dumps(config | {"posttrain_pooling": "mean"}))
+    refused(lambda: evaluate(reward_model=("pooled",)), "--search: a partial reply has no value", "cannot score steps")
 
 
 def test_the_best_of_more_replies_has_a_higher_score_of_the_model_that_chose_it(place: Path) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.core.protocols import Engine, ReadingEngine
 from posttrain.core.seeds import seed_of
-from posttrain.core.types import Completion, Invalid, Sampling, StopReason, UserError
+from posttrain.core.types import Completion, Invalid, InvalidKind, Sampling, StopReason, UserError
 from posttrain.engines.request import Request, complete, reached_stop, stop_window, tokens_to_stop
 from posttrain.engines.search.tree_search import (
     SEARCHES,
@@ -63,6 +63,7 @@ class SearchRecord:
     spent: int  # sampled tokens
     expansions: int  # partial replies after which steps were proposed
     finished: int  # distinct whole replies among which it was chosen
+    unvalued: int = 0  # partial replies that were too long for the scorer, and so had the value 0
     unverified: int | None = None  # those of them that the verifier could not read; None: there is no verifier
 
     @property
@@ -73,6 +74,7 @@ class SearchRecord:
             "search_tokens": self.spent,
             "expansions": self.expansions,
             "finished": self.finished,
+            **({"unvalued": self.unvalued} if self.unvalued else {}),
             **unverified,
         }
 
@@ -92,6 +94,7 @@ class _Search:
     missing: int = 0  # answers that have not come
     proposals: int = 0
     kept: list[int] = field(default_factory=list)  # requests whose state is kept
+    unvalued: int = 0
     version: int = 0
     cancelled: bool = False
 
@@ -113,7 +116,7 @@ class SearchEngine:
     """Engine that searches; implements `posttrain.core.protocols.Engine` and `ReadingEngine`. Replies have no later turns.
 
     `context`: tokens of prompt and reply together that the model reads. `scorer` or `critic`: gives partial replies
-    their values; both None: they have none.
+    their values; both None: they have none. A partial reply that is too long for the scorer has the value 0, the lowest.
     `verifier`: gives whole replies their value at the end, among which the plan chooses. A reply that it cannot read has
     the value 0, the lowest.
     """
@@ -174,9 +177,10 @@ class SearchEngine:
             if search.cancelled:
                 continue
             if isinstance(value, Invalid):
-                raise UserError(
-                    f"--search: a partial reply has no value ({value.reason}); if it is too long, lower --max-tokens"
-                )
+                if value.kind is not InvalidKind.TOO_LONG:
+                    raise UserError(f"--search: a partial reply has no value ({value.reason})")
+                search.unvalued += 1
+                value = 0.0
             self._answer(search, place, value)
         for completion in sorted(self.engine.poll(), key=lambda c: c.id) if self._parts else ():
             self._take(completion)
@@ -340,7 +344,7 @@ class SearchEngine:
         node = tree.chosen(self.plan.choice, answer)
         self._done.append(self._completion(search, node))
         self._records[search.sampling.seed] = SearchRecord(
-            node.value, tree.spent, tree.expansions, len(tree.finished), unverified
+            node.value, tree.spent, tree.expansions, len(tree.finished), search.unvalued, unverified
         )
         for request in search.kept:
             self.engine.forget(request)

@@ -4,7 +4,7 @@ byte.
 When a run is resumed, valid answers hold. An Invalid holds for its step if that step was finished; if an outage ended
 the step, the service is asked again. A line of `answers.jsonl` is one of
 
-    {"step": 3, "question": digest, "service": name, "answer": ...} or with "invalid": reason in place of the answer
+    {"step": 3, "question": digest, "service": name, "answer": ...} or "invalid": reason and "kind" in its place
     {"begun": 4}                                                    all steps before it are finished
 
 An answer may have `said`, its reasons. They may be long, so they are not held in memory but read again when needed.
@@ -59,7 +59,7 @@ class AnswerJournal:
     def note(self, step: int, question: str, service: str, answer: Any) -> None:
         """Store an answer. It survives a kill of the run after this call."""
         found, reasoned = bare(answer), isinstance(answer, Reasoned)
-        told = {"invalid": found.reason} if isinstance(found, Invalid) else {"answer": found}
+        told = {"invalid": found.reason, "kind": found.kind} if isinstance(found, Invalid) else {"answer": found}
         said = {"said": list(answer.said)} if reasoned else {}
         start = self._write({"step": step, "question": question, "service": service, **told, **said})
         if not isinstance(found, Invalid):
@@ -129,7 +129,7 @@ class AnswerJournal:
 
 def _answer(row: dict[str, Any]) -> Any:
     """Return the answer of a line."""
-    found = Invalid(str(row["invalid"]), InvalidKind.UNANSWERED) if "invalid" in row else row["answer"]
+    found = Invalid(str(row["invalid"]), InvalidKind(row["kind"])) if "invalid" in row else row["answer"]
     return Reasoned(found, tuple(map(str, row["said"]))) if "said" in row else found
 
 

@@ -293,6 +293,8 @@ def _take_defaults(file: Path, verb: str, words: list[str]) -> None:
         options["set"] = [f"{place}={value}" for place, value in settings.items()]
     for name in ("kinds", "mixture"):
         if isinstance(tables := options.get(name), dict):
+            if dotted := next((part for part in tables if "." in part), None):
+                raise UserError(f"{file}: [{verb}.{name}] has the name {dotted!r:.60}: write it without a dot")
             options[name] = {kind: _as_words(own) for kind, own in tables.items()}
     app.config = (Dict({verb: options}, source=str(file)),)
 

@@ -228,7 +228,9 @@ def _parse(text: str, name: str, line: int) -> Any:
         elif text.strip() in ("{", "["):
             hint = "; a .jsonl file has each row on a line of its own: name a file of one list, or of one row, .json"
         where = f"{name}:{line + error.lineno - 1}"
-        raise UserError(f"{where}: not valid JSON: {error.msg} at column {error.colno}{hint}") from error
+        raise UserError(
+            f"{where}: not valid JSON: {error.msg.removesuffix(' at')} at column {error.colno}{hint}"
+        ) from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, or nesting as deep
         raise UserError(f"{name}:{line}: not valid JSON: {one_line(error)}") from error
 

@@ -18,6 +18,21 @@ from posttrain.envs.play.service_client import Services
 from posttrain.envs.step_rewards import StepScorer
 from posttrain.models.critic import stored_critic
 from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.runs.terminal.notices import warn
+
+LARGE = 2**16  # sampled tokens per reply from which a search is warned of: 16 times those of the default options
+
+
+def warn_large_search(config: Any) -> None:
+    """Warn about a search that may sample very many tokens for each reply."""
+    per_reply = config.search_width * config.search_proposals * config.max_tokens
+    tokens = per_reply if config.search_tokens is None else config.search_tokens
+    if config.search and tokens >= LARGE:
+        asked = "" if config.search_tokens is not None else " (--search-width x --search-proposals x --max-tokens)"
+        warn(
+            f"--search {' '.join(config.search)} may sample {tokens:,} tokens for each reply{asked}: --search-tokens "
+            "sets the budget"
+        )
 
 
 def searching(

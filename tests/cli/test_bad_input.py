@@ -61,6 +61,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Ite
     write_rows(folder / "long.jsonl", [*rows, {"prompt": "1+" * 40, "response": "1", "answer": "1"}])
     write_rows(folder / "pairs.jsonl", [{"prompt": f"{i}+1=", "chosen": "1", "rejected": "2"} for i in range(3)])
     write_rows(folder / "all-long.jsonl", [{"prompt": "1+" * 40, "answer": "1"}])
+    (folder / "unfinished.jsonl").write_text('{"prompt": "1+1=\n')
     (folder / "empty.jsonl").touch()
     (folder / "broken.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": \n')
     (folder / "env.py").write_text(GOOD)
@@ -76,6 +77,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Ite
         "other.toml": "[sft]\nrows = 3\n",
         "type.toml": '[rl]\nsteps = "many"\n',
         "malformed.toml": "[rl\nsteps = 3\n",
+        "dotted.toml": '[sft.mixture."a.b"]\ntasks = "rows.jsonl"\n[sft.mixture.c]\ntasks = "rows.jsonl"\n',
         "unquoted.toml": "[rl]\ntasks = rows.jsonl\n",
         "data/comma.jsonl": "prompt,answer\n1+1=,2\n",
         "data/none.csv": "prompt,answer\n",
@@ -166,6 +168,10 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ("--steps 3 and --epochs 2 both set the length of the run: leave out one of them",),
     ),
     "malformed row": (words("rl", tasks="broken.jsonl"), ("broken.jsonl:2: not valid JSON",)),
+    "unfinished text in a row": (
+        words("rl", tasks="unfinished.jsonl"), ("not valid JSON: Unterminated string starting at column 12",)
+    ),
+    "part with a dot": (["sft", "--config", "dotted.toml"], ("[sft.mixture] has the name 'a.b': write it without a dot",)),
     "empty dataset": (words("sft", tasks="empty.jsonl"), ("empty.jsonl has no rows",)),
     "unknown column": (
         [*words("sft"), "--fields.prompt", "promt"],

@@ -464,6 +464,26 @@ def test_partial_replies_too_long_for_the_reward_model_lose_and_are_counted(
     assert any(course.get("unvalued") for course in courses) and all(course["value"] >= 0 for course in courses)
 
 
+def test_a_search_of_very_many_tokens_is_warned_of_before_it_begins(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def begun(*how: Any, **more: Any) -> Any:
+        raise posttrain.UserError("it would begin here")
+
+    for verb in ("evaluate", "sample"):
+        monkeypatch.setattr(f"posttrain.training.verbs.{verb}.open_playground", begun)
+    large: dict[str, Any] = {"search": ("mcts",), "search_width": 1024, "search_proposals": 1024}
+    began = "it would begin here"
+    refused(lambda: evaluate(**large), began)
+    assert "--search mcts may sample 12,582,912 tokens for each reply (--search-width x" in capsys.readouterr().err
+    refused(lambda: evaluate(**large, search_tokens=10**5), began)
+    assert "--search mcts may sample 100,000 tokens for each reply: --search-tokens" in capsys.readouterr().err
+    refused(lambda: sample("a.jsonl", **SEARCH | large), began)
+    assert "--search mcts may sample 12,582,912 tokens" in capsys.readouterr().err
+    refused(lambda: evaluate(), began)
+    assert "--search" not in capsys.readouterr().err
+
+
 def test_a_search_whose_reward_model_scores_no_steps_ends_in_one_line(place: Path) -> None:
     shutil.copytree("reward", "pooled")
     config = json.loads(Path("pooled/config.json").read_text())

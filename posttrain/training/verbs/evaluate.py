@@ -35,6 +35,7 @@ from posttrain.training.model_comparison import ModelComparison, Played, compare
 from posttrain.training.playground import count_lines, open_playground, service_counts
 from posttrain.training.reply_scorer import RolloutScorer, ScorerResults
 from posttrain.training.rollout_figures import outcomes_by_task, rewards_by_task, task_of_each
+from posttrain.training.search_setup import warn_large_search
 from posttrain.training.setup import (
     load_tasks,
     prepare,
@@ -102,6 +103,7 @@ def evaluate_as_given(
             f"at --temperature 0 the {config.samples} samples of a task are the same reply, unless the environment draws "
             "what it shows: give --samples 1, or a higher --temperature for pass@k"
         )
+    warn_large_search(config)
     if config.held_out:
         data = _held_out(config, data, rows is None, said.append)
     if isinstance(data, Stream):

@@ -48,7 +48,7 @@ from posttrain.runs.checkpoint import resolve
 from posttrain.runs.jsonl_writer import Lines
 from posttrain.training.playground import count_lines, open_playground, service_counts
 from posttrain.training.row_warnings import warn_unread
-from posttrain.training.search_setup import searching
+from posttrain.training.search_setup import searching, warn_large_search
 from posttrain.training.setup import end_tokens, load_tasks, prepare, reply_length_note
 from posttrain.training.sources.length_filter import Prompts, TooLong
 from posttrain.verify.similarity import edit_similarity
@@ -120,6 +120,7 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
     if isinstance(tasks, Stream):
         raise UserError("these rows have no end: set the number to sample for with --limit")
     grids.check(tasks)
+    warn_large_search(config)
     paths = [resolve(model) for model in config.model]
     said: list[str] = []
     say: Callable[[str], None] = (lambda text: None) if config.quiet else print

@@ -12,7 +12,6 @@ from pathlib import Path
 from shlex import quote
 from typing import Annotated, Literal
 
-from posttrain.cli.named_files import check_files, check_models
 from posttrain.cli.training_commands import Options, read
 from posttrain.config.inference import (
     Chat,
@@ -38,6 +37,8 @@ def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  
     """Mean reward, accuracy and pass@k on a set of tasks, with intervals; --against compares checkpoints."""
     if config.suite is None and (config.harness is None or config.tasks):
         validate(trained := as_trained(config, rows_given=False)[0])  # first, as libraries take seconds to load
+        from posttrain.cli.named_files import check_files
+
         check_files(trained)
     from posttrain.cli.evaluation_tables import evaluate_harness, evaluate_suite, show_figures
     from posttrain.runs.terminal.printing import examples, say
@@ -70,6 +71,8 @@ def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  
 def sample(*, config: Annotated[Sample, Options] = Sample()) -> int:  # noqa: B008
     """Sample replies to every prompt over a grid of settings: examples to label or to learn from."""
     validate(config)
+    from posttrain.cli.named_files import check_files
+
     check_files(config)
     from posttrain.runs.terminal.printing import say
     from posttrain.training.verbs import sample
@@ -91,6 +94,8 @@ def label(*, config: Annotated[Label, Options] = Label()) -> int:  # noqa: B008
         from posttrain.cli.rank_command import rank
 
         return rank(config)
+    from posttrain.cli.named_files import check_files
+
     check_files(config)
     from posttrain.runs.terminal.printing import say
     from posttrain.training.verbs import label
@@ -114,6 +119,8 @@ def chat(model: str, *, config: Annotated[Chat, Options] = Chat()) -> int:  # no
         Model to talk to: the folder of a checkpoint or of a run.
     """
     validate(config)
+    from posttrain.cli.named_files import check_models
+
     check_models(model)
     from posttrain.cli.chat_command import converse
 
@@ -163,6 +170,8 @@ def merge(adapter: str, *, out: str, dtype: Literal["float32", "bfloat16", "floa
 def serve_policy(*, config: Annotated[ServePolicy, Options] = ServePolicy()) -> int:  # noqa: B008
     """Serve a model over HTTP: token ids in and out, and the APIs of OpenAI and Anthropic."""
     validate(config)
+    from posttrain.cli.named_files import check_models
+
     check_models(config.model)
     from posttrain.cli.serve_command import serve_policy as serve
 
@@ -174,6 +183,8 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     """Run a reward or an environment on sample replies, before any training."""
     if not config.verifiers:
         validate(config)
+        from posttrain.cli.named_files import check_files
+
         check_files(config)
     from posttrain.cli.help_pages import beside
     from posttrain.envs.check import check as run_check

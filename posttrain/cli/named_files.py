@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from posttrain.config.held_out_sets import held_out_sets
 from posttrain.config.mixture_options import parts_of
 from posttrain.config.training import RL, Passes
 from posttrain.data.rows import find_rows
@@ -26,9 +27,10 @@ def check_files(config: Any) -> None:
     """
     mixed = isinstance(config, RL | Passes) and config.mixture
     for part in parts_of(config).values() if mixed else (config,):
-        if part.tasks and not task_set(part.tasks):
-            _check_rows(part.tasks)
+        _check_rows(part.tasks)
         _check_code(getattr(part, "env", ""))
+    for rows in held_out_sets(getattr(config, "eval_tasks", ())).values():
+        _check_rows(rows)
     for name in MODELS:
         check_models(getattr(config, name, None))
 
@@ -41,6 +43,8 @@ def check_models(names: str | tuple[str, ...] | None) -> None:
 
 
 def _check_rows(source: str) -> None:
+    if not source or task_set(source):
+        return
     if re.fullmatch(r".+\.py:\w+", source):
         _check_code(source)
     else:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 from cyclopts import Parameter
 
-from posttrain.cli.named_files import check_files
 from posttrain.config.resolve import AnyConfig, AnyTraining, check_bounds, validate
 from posttrain.config.verbs import VERBS, Verb
 from posttrain.core.extras import install, lacking
@@ -103,6 +102,7 @@ def trained(config: AnyTraining) -> int:
         validate(config)
     if config.quiet:
         watch(None)
+    from posttrain.cli.named_files import check_files
     from posttrain.runs.run_files import holds_run
     from posttrain.runs.run_folder import RunFolder
 

@@ -478,6 +478,7 @@ def test_files_that_are_not_there_are_refused_before_torch_is_loaded(tmp_path: P
         "there is no file": [
             f"sft {no_rows} {out}",
             f"sft --mixture.a.tasks {tmp_path}/lost.jsonl --mixture.b.tasks {tmp_path}/rows.jsonl {out}",
+            f"sft {rows} --eval-tasks a={tmp_path}/rows.jsonl b={tmp_path}/lost.jsonl {out}",
             f"prefer {no_rows} {model} {out}",
             f"reward-model {no_rows} {model} {out}",
             f"rl {no_rows} {model} {scored}",

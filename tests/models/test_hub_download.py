@@ -144,6 +144,9 @@ def test_a_mistyped_folder_beside_others_is_answered_with_the_folder(hub: ModelH
     begin = "there is no folder runs/stf; did you mean 'runs/sft'?; and on the hub: "
     with pytest.raises(UserError, match="did you mean 'runs/sft'"):
         pinned(Path("runs/stf"))
+    assert "no folder runs/quite-another (a model is a folder, a .gguf file, or org/name of the hub)" in refused(
+        "runs/quite-another"
+    )
     assert begin in refused("runs/stf") and "there is no folder" not in refused("org/none")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from conftest import tiny
 
-from posttrain.cli import chat_command, write_types
+from posttrain.cli import chat_command, named_files, write_types
 from posttrain.cli.chat_command import converse, dialogue
 from posttrain.cli.main import _stop, main
 from posttrain.config.inference import Chat, Check, Evaluation
@@ -78,13 +78,14 @@ def test_the_whole_help_of_a_verb_names_every_option_and_loads_nothing_heavy(ver
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The configurations that the verbs were called with, instead of running them."""
+    """The configurations that the verbs were called with, instead of running them; the files in them need not be there."""
     configs: list[Any] = []
 
     def take(config: Any) -> None:
         configs.append(config)
         raise UserError("taken")
 
+    monkeypatch.setattr(named_files, "check_files", lambda config: None)
     monkeypatch.setattr(training_run, "run_training", take)
     monkeypatch.setattr(evaluate, "evaluate", take)
     return configs
@@ -171,6 +172,7 @@ def test_version_algorithms_and_exit_codes(capsys: pytest.CaptureFixture[str], m
     def interrupt(config: Any) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(named_files, "check_files", lambda config: None)
     monkeypatch.setattr(training_run, "run_training", interrupt)
     assert main(["rl", "--tasks", "x", "--env", "y", "--model", "z"]) == 130
     assert capsys.readouterr().err == "posttrain: stopped\n"

@@ -9,6 +9,7 @@ from typing import Any
 from posttrain.config.held_out_sets import held_out_sets
 from posttrain.config.mixture_options import parts_of
 from posttrain.config.training import RL, Passes
+from posttrain.core.types import UserError
 from posttrain.data.rows import find_rows
 from posttrain.envs.play.load_env import BUILTIN, task_set
 from posttrain.envs.reward_sums import PREFIXES, is_sum
@@ -26,9 +27,12 @@ def check_files(config: Any) -> None:
     environment's task set makes.
     """
     mixed = isinstance(config, RL | Passes) and config.mixture
-    for part in parts_of(config).values() if mixed else (config,):
-        _check_rows(part.tasks)
-        _check_code(getattr(part, "env", ""))
+    for name, part in parts_of(config).items() if mixed else [("", config)]:
+        try:
+            _check_rows(part.tasks)
+            _check_code(getattr(part, "env", ""))
+        except UserError as error:
+            raise UserError(f"part {name} of the mixture: {error}" if name else str(error)) from None
     for rows in held_out_sets(getattr(config, "eval_tasks", ())).values():
         _check_rows(rows)
     for name in MODELS:

@@ -435,6 +435,8 @@ entry()
 
 @pytest.mark.parametrize("watched, quiet", [(True, False), (False, False), (True, True)])
 def test_a_terminal_says_that_libraries_are_loaded_before_they_are(watched: bool, quiet: bool, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").touch()
+    (tmp_path / "m").mkdir()
     ours, theirs = os.openpty()
     code = STOPPED_AT_TORCH.replace('"o"]', '"o", "--quiet"]') if quiet else STOPPED_AT_TORCH
     with subprocess.Popen(

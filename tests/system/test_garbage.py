@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.cli import training_commands
+from posttrain.cli import named_files, training_commands
 from posttrain.config.training import SFT
 from posttrain.core.types import UserError
 from posttrain.system import garbage
@@ -58,6 +58,7 @@ def test_a_command_leaves_libraries_out_before_it_loads_the_users_code_and_a_pro
         left.append(gc.get_freeze_count() > 0)
         raise UserError("ended")
 
+    monkeypatch.setattr(named_files, "check_files", lambda config: None)
     monkeypatch.setattr(garbage, "_own", own)
     monkeypatch.setattr(training_run, "run_training", run)
     with pytest.raises(UserError, match="ended"):

@@ -16,8 +16,8 @@ from posttrain.envs.reward_sums import PREFIXES, is_sum
 from posttrain.models.checkpoint_location import find_checkpoint
 from posttrain.system.user_code import require_file
 
-MODELS = ("model", "against", "teacher")
-"""Options that name models."""
+MODELS = ("model", "against")
+"""Options that name models alone."""
 
 
 def check_files(config: Any) -> None:
@@ -37,6 +37,9 @@ def check_files(config: Any) -> None:
         _check_rows(rows)
     for name in MODELS:
         check_models(getattr(config, name, None))
+    teacher = getattr(config, "teacher", None) or ""
+    if not teacher.startswith(("http://", "https://")):  # else it is an endpoint
+        check_models(teacher)
 
 
 def check_models(names: str | tuple[str, ...] | None) -> None:

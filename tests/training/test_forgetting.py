@@ -147,6 +147,6 @@ def test_losses_of_other_tokens_are_not_compared() -> None:
 def test_texts_that_cannot_be_read_are_refused_before_anything_is_sampled(capsys: pytest.CaptureFixture[str]) -> None:
     Path("rows.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
     Path("odd.jsonl").write_text('{"word": "one"}\n')
-    how = ["--model", "nowhere", "--tasks", "rows.jsonl", "--env", "verify:exact_match", "--forget", "odd.jsonl"]
+    how = ["--model", ".", "--tasks", "rows.jsonl", "--env", "verify:exact_match", "--forget", "odd.jsonl"]
     assert main(["eval", *how]) == 2
     assert "--forget odd.jsonl needs rows with text" in capsys.readouterr().err

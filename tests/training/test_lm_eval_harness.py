@@ -246,14 +246,14 @@ def test_the_folder_of_the_figures_is_created(tmp_path: Path, monkeypatch: pytes
     ],
 )
 def test_a_mistake_is_one_line(
-    harness_option: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    harness_option: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(harness_figures, "installed", lambda library: False)
     assert main(["eval", "--harness", harness_option, "--model", "nowhere"]) == 2
     assert told in " ".join(capsys.readouterr().err.split())
     assert main(["eval", "--harness", harness_option, "--model", "nowhere", "--suite", "suite.toml"]) == 2
     assert "does not go with --suite" in " ".join(capsys.readouterr().err.split())
-    assert (
-        main(["eval", "--harness", harness_option, "--model", "nowhere", "--tasks", "no.jsonl", "--env", "gsm8k"]) == 2
-    )
+    Path("rows.jsonl").touch()
+    assert main(["eval", "--harness", harness_option, "--model", ".", "--tasks", "rows.jsonl", "--env", "gsm8k"]) == 2
     assert told in " ".join(capsys.readouterr().err.split()), "before rows are read and replies sampled"

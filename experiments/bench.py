@@ -37,12 +37,13 @@ from posttrain.runs import fingerprint
 from posttrain.training.adjust import adjust
 from posttrain.training.loop import FinishedStep, train
 from posttrain.training.setup import end_tokens
-from posttrain.training.sources.collector import Size
+from posttrain.training.sources.collector import Collector, Size
 from posttrain.training.sources.length_filter import TooLong
 from posttrain.training.sources.packing import pack
 from posttrain.training.sources.preferences import Comparisons, PreferenceExamples
 from posttrain.training.sources.reference_cache import MovingReferenceLogps, reference_logps
 from posttrain.training.sources.rl_source import RLSource
+from posttrain.training.sources.task_order import Uniform
 
 TOKENS = 8192  # fed at once
 BETAS = (0.9, 0.95)
@@ -75,15 +76,18 @@ def bench(
     sampling = Sampling(max_tokens=settings["max_tokens"])
     optimized = optimization or Optimization(lr=settings.get("lr", 1e-5), betas=BETAS)
     with EnvPool(arena.env, 0) as pool:
-        yield RLSource(
-            tasks=to_tasks(arena.tasks),
-            player=player(pool, embedded(model, tokenizer), tokenizer, sampling, model.config.context),
-            learner=LocalLearner(model, optimized, others=others, critic=value),
-            algorithm=row,
-            size=Size(settings["prompts"], settings["group"], TOKENS),
-            seed=seed,
-            success=1.0,
+        tasks = to_tasks(arena.tasks)
+        collector = Collector(
+            tasks,
+            player(pool, embedded(model, tokenizer), tokenizer, sampling, model.config.context),
+            Size(settings["prompts"], settings["group"], TOKENS),
+            seed,
+            1.0,
+            needs=row.needs,
+            plan=row.branching.plan(model.config.vocab) if row.branching else None,
+            order=Uniform(len(tasks), seed),
         )
+        yield RLSource(collector, LocalLearner(model, optimized, others=others, critic=value), row)
 
 
 def frozen(folder: Path | str) -> Model:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny
-from update_cases import WORDS, new_learner, new_player
+from update_cases import WORDS, collector_of, new_learner, new_player
 
 from posttrain.algorithms.advantages import ADVANTAGES
 from posttrain.algorithms.aggregate import AGGREGATES, ConstantLength, PromptMean, SequenceMean, SequenceSum, TokenMean
@@ -460,11 +460,8 @@ def test_row_with_the_option_takes_a_step(name: str, how: dict[str, Any], where:
     learner = new_learner(row, torch.float32)
     texts = [[demonstrate({"id": t["id"], "prompt": t["prompt"], "response": "1"}, WORDS, [0])] for t in TASKS]
     length = 20 if row.filters else 6  # some replies must end by themselves to be learned from
-    source = RLSource(
-        tasks=TASKS, player=new_player(digits, learner.model, length),
-        learner=learner, algorithm=row, size=Size(2, 3, 60), seed=0, success=0.25, texts=texts,
-        teachers=teachers_of(row, learner),
-    )  # fmt: skip
+    collector = collector_of(TASKS, new_player(digits, learner.model, length), row, Size(2, 3, 60), success=0.25)
+    source = RLSource(collector, learner, row, texts=texts, teachers=teachers_of(row, learner))
     figures: list[dict[str, float]] = []
     steps = 2 if row.replay or row.moving else 1
     train(learner, source, PolicyObjective(row), [lambda t: figures.append(t.stats.means())], first=1, steps=steps)

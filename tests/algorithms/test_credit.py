@@ -16,7 +16,7 @@ from conftest import make_rollouts
 from heads import KINDS, new_head, plain_logits
 from rl_sources import digits
 from torch import Tensor, nn
-from update_cases import WORDS, chosen_row, new_case, new_learner, new_player
+from update_cases import WORDS, chosen_row, collector_of, new_case, new_learner, new_player
 
 from posttrain.algorithms.aggregate import ConstantLength, PromptMean
 from posttrain.algorithms.all_algorithms import find
@@ -612,10 +612,8 @@ TASKS = [{"id": str(i), "prompt": f"{i}+1="} for i in range(8)]
 def new_source(name: str, env: Any = digits, tokens: int = 200, prompts: int = 3, **settings: Any) -> RLSource:
     row = chosen_row(find(name), **{"max_tokens": 8, "prompts": prompts, **settings})
     learner = new_learner(row, torch.float32)
-    return RLSource(
-        tasks=TASKS, player=new_player(env, learner.model, 8),
-        learner=learner, algorithm=row, size=Size(prompts, 4, tokens), seed=0, success=1.0,
-    )  # fmt: skip
+    player = new_player(env, learner.model, 8)
+    return RLSource(collector_of(TASKS, player, row, Size(prompts, 4, tokens), success=1.0), learner, row)
 
 
 def run(source: RLSource, first: int, last: int) -> list[dict[str, float]]:

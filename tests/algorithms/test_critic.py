@@ -19,6 +19,7 @@ from update_cases import (
     Case,
     board,
     chosen_row,
+    collector_of,
     credit,
     feed,
     gradient,
@@ -71,11 +72,8 @@ def new_source(name: str, critic: Any = None, env: Any = digits, **settings: Any
     if critic is not None:
         learner = LocalLearner(learner.model, Optimization(lr=1e-2), critic=critic, others=learner.others)
     texts = [[demonstrate({"id": t["id"], "prompt": t["prompt"], "response": t["id"]}, WORDS, [0])] for t in TASKS]
-    return RLSource(
-        tasks=TASKS, player=new_player(env, learner.model, 8),
-        learner=learner, algorithm=row, size=Size(3, 4, 200), seed=0, texts=texts,
-        success=SUCCESS,
-    )  # fmt: skip
+    collector = collector_of(TASKS, new_player(env, learner.model, 8), row, Size(3, 4, 200), success=SUCCESS)
+    return RLSource(collector, learner, row, texts=texts)
 
 
 def run(source: RLSource, steps: int) -> list[dict[str, float]]:

@@ -11,7 +11,7 @@ from statistics import mean, stdev
 import pytest
 import torch
 from torch import Tensor
-from update_cases import new_learner, new_player
+from update_cases import collector_of, new_learner, new_player
 
 from posttrain.algorithms.credit import Baselined, Decoupled
 from posttrain.algorithms.earned_rewards import equal_rewards
@@ -225,10 +225,8 @@ def test_any_split_into_micro_batches_moves_the_weights_alike(reward: object) ->
     for tokens in (16, 60, 4000):
         learner = new_learner(row, torch.float64)
         before = [p.detach().clone() for p in learner.model.parameters()]
-        source = RLSource(
-            tasks=tasks, player=new_player(reward, learner.model, 6), learner=learner, algorithm=row,
-            size=Size(4, 4, tokens), seed=0,
-        )  # fmt: skip
+        player = new_player(reward, learner.model, 6)
+        source = RLSource(collector_of(tasks, player, row, Size(4, 4, tokens)), learner, row)
         silent: list[float] = []
         watch = [lambda t: silent.append(t.stats.means()["groups/no_signal"])]
         train(learner, source, PolicyObjective(row), watch, first=1, steps=1)

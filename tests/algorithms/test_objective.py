@@ -26,6 +26,7 @@ from update_cases import (
     board,
     chosen_row,
     clear,
+    collector_of,
     credit,
     feed,
     gathered,
@@ -472,10 +473,12 @@ def test_first_update_of_a_real_step_is_the_transcription_of_its_rollouts(name: 
     player = new_player(shares_of_digits, learner.model, 20)
     success = 0.5 if isinstance(row.advantage, PassAtK) else 0.2  # which not every two of a group hold
     experience = RLSource(
-        tasks=tasks, player=player, learner=learner, algorithm=row, size=Size(3, 4, 100), seed=5, success=success,
+        collector_of(tasks, player, row, Size(3, 4, 100), seed=5, success=success),
+        learner,
+        row,
         texts=[[text] for text in texts],
         teachers=Teachers(WORDS, {TEACHER: 64, OTHER: 64}, choose=True) if row.teacher else None,
-    )  # fmt: skip
+    )
     step = experience.produce(1)
     loss, grad = gradient(Case(row, learner, [], [], {}, {}, {}), step.updates[0]())
 

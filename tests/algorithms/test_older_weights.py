@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from update_cases import WORDS, new_learner, new_player
+from update_cases import WORDS, collector_of, new_learner, new_player
 
 from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.penalty import KL
@@ -201,8 +201,8 @@ def steps(row: Algorithm, count: int, ahead: int = 0) -> list[Stats]:
     player = new_player(digits, learner.model, 6)
     if ahead:
         player = replace(player, engine=LocalEngine(own_copy(learner.model), WORDS, own=True))
-    how = {"async_steps": ahead, "last": count}
-    source = RLSource(tasks=tasks, player=player, learner=learner, algorithm=row, size=Size(2, 3, 60), seed=0, **how)
+    collector = collector_of(tasks, player, row, Size(2, 3, 60))
+    source = RLSource(collector, learner, row, async_steps=ahead, last=count)
     found: list[Stats] = []
     try:
         train(learner, source, PolicyObjective(row), [lambda t: found.append(t.stats)], first=1, steps=count)

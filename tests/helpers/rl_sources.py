@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny
-from update_cases import critic_on
+from update_cases import collector_of, critic_on
 
 from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.policy import Algorithm, PolicyObjective
@@ -56,23 +56,23 @@ def source(
     texts = [
         [demonstrate({"id": t["id"], "prompt": t["prompt"], "response": t["answer"]}, tokenizer, [0])] for t in TASKS
     ]
+    player = Player(EnvPool(env, 0), LocalEngine(model, tokenizer, slots=7), tokenizer, Sampling(max_tokens=8), 64)
+    learner = LocalLearner(
+        model,
+        Optimization(**{"lr": 1e-3, **optimization}),
+        others=others,
+        teaching=Teaching(1.0, row.teacher.beta) if row.teacher else Teaching(),
+        critic=critic,
+        critic_lr=1e-2,
+        trust_region=row.trust_region,
+        follow=0.1,
+    )
     return RLSource(
-        tasks=TASKS,
-        player=Player(EnvPool(env, 0), LocalEngine(model, tokenizer, slots=7), tokenizer, Sampling(max_tokens=8), 64),
-        learner=LocalLearner(
-            model,
-            Optimization(**{"lr": 1e-3, **optimization}),
-            others=others,
-            teaching=Teaching(1.0, row.teacher.beta) if row.teacher else Teaching(),
-            critic=critic,
-            critic_lr=1e-2,
-            trust_region=row.trust_region,
-            follow=0.1,
+        collector_of(
+            TASKS, player, row, Size(*size, tokens_per_microbatch=budget), seed, 1.0, vocab=model.config.vocab
         ),
-        algorithm=row,
-        size=Size(*size, tokens_per_microbatch=budget),
-        seed=seed,
-        success=1.0,
+        learner,
+        row,
         texts=texts,
         teachers=Teachers(tokenizer, {TEACHER: 64}) if row.teacher else None,
     )

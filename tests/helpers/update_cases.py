@@ -34,8 +34,11 @@ from posttrain.models.critic import ActionValueModel, Critic, SoftStateValueMode
 from posttrain.models.native.decoder import Decoder
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.adjust import adjust
+from posttrain.training.sources.collector import Collector, Size
+from posttrain.training.sources.length_filter import Placed
 from posttrain.training.sources.packing import Taught, collate, pack
 from posttrain.training.sources.scoreboard import scoreboard
+from posttrain.training.sources.task_order import Uniform
 from posttrain.training.sources.teacher_targets import NAMED, TEACHER
 
 WORDS = Tokenizer.train(["0123456789+-*/= .abcdefghijklmnopqrstuvwxyz<>"], 64, "characters")
@@ -109,6 +112,22 @@ def new_player(env: Env, model: Decoder, max_tokens: int) -> Player:
     """One that plays `env` in this process."""
     how = Sampling(max_tokens=max_tokens)
     return Player(EnvPool(env, 0), LocalEngine(model, WORDS), WORDS, how, model.config.context)
+
+
+def collector_of(
+    tasks: Placed,
+    player: Player,
+    row: Algorithm,
+    size: Size,
+    seed: int = 0,
+    success: float | None = None,
+    rewarded: bool = True,
+    vocab: int = WORDS.vocab_size,
+) -> Collector:
+    """One that samples for the needs of the row, each task once per epoch."""
+    plan = row.branching.plan(vocab) if row.branching else None
+    order = Uniform(len(tasks), seed)
+    return Collector(tasks, player, size, seed, success, needs=row.needs, rewarded=rewarded, plan=plan, order=order)
 
 
 def new_others(row: Algorithm, dtype: torch.dtype) -> dict[str, Model]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import make_rollouts, tiny
 from torch import Tensor
-from update_cases import OTHER, WORDS, chosen_row, new_learner, new_player
+from update_cases import OTHER, WORDS, chosen_row, collector_of, new_learner, new_player
 
 import posttrain
 from posttrain.algorithms.all_algorithms import find
@@ -25,7 +25,7 @@ from posttrain.cli.main import main
 from posttrain.core.batch import Stats
 from posttrain.core.rollouts import Rollout
 from posttrain.core.transcripts import SpanKind, Transcript
-from posttrain.core.types import UserError
+from posttrain.core.types import Task, UserError
 from posttrain.learners.local_learner import LocalLearner, Optimization, Teaching
 from posttrain.models.native.decoder import Decoder, causal, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
@@ -224,12 +224,10 @@ def test_every_row_halves_the_divergence_from_its_teacher(name: str) -> None:
             parameter.mul_(3 if parameter.ndim == 2 else 1)
     model = tiny(WORDS)
     learner = LocalLearner(model, Optimization(lr=1e-2), others={TEACHER: teacher}, teaching=Teaching(1.0, 0.5))
-    source = RLSource(
-        tasks=[{"id": str(i), "prompt": f"{i}+1="} for i in range(4)],
-        player=new_player(lambda task, reply: 0.0, model, 12),
-        learner=learner, algorithm=row, size=Size(4, 8, 200), seed=0, teachers=Teachers(WORDS, {TEACHER: 96}),
-        rewarded=False,
-    )  # fmt: skip
+    tasks: list[Task] = [{"id": str(i), "prompt": f"{i}+1="} for i in range(4)]
+    player = new_player(lambda task, reply: 0.0, model, 12)
+    collector = collector_of(tasks, player, row, Size(4, 8, 200), rewarded=False)
+    source = RLSource(collector, learner, row, teachers=Teachers(WORDS, {TEACHER: 96}))
     seen: list[dict[str, float]] = []
     health = Health()
     found = []

@@ -23,18 +23,15 @@ from posttrain.core.component import Need
 from posttrain.core.protocols import Learner, Source
 from posttrain.core.rollouts import Fate, Rollout
 from posttrain.core.transcripts import Transcript
-from posttrain.envs.play.player import Player
 from posttrain.learners.local_learner import REFERENCE
 from posttrain.training.sources.async_rollouts import StepQueue
-from posttrain.training.sources.collector import Collector, Size
+from posttrain.training.sources.collector import Collector
 from posttrain.training.sources.credit_assignment import Credited, credit
 from posttrain.training.sources.delimiter_watch import DelimiterWatch
 from posttrain.training.sources.ledger import Ledger
-from posttrain.training.sources.length_filter import Placed, TooLong
 from posttrain.training.sources.minibatches import Minibatches
 from posttrain.training.sources.model_outputs import evaluate_rollouts
 from posttrain.training.sources.replay_buffer import ReplayBuffer
-from posttrain.training.sources.task_order import TaskOrder, Uniform
 from posttrain.training.sources.teacher_targets import TEACHER, UNREADABLE, Teachers
 from posttrain.training.sources.token_recording import SAMPLE, TokenRecording
 
@@ -48,52 +45,30 @@ class RLSource:
 
     def __init__(
         self,
-        *,
-        tasks: Placed,
-        player: Player,
+        collector: Collector,
         learner: Learner,
         algorithm: Algorithm,
-        size: Size,
-        seed: int,
-        success: float | None = None,
+        *,
         texts: Sequence[Sequence[Transcript] | None] = (),
-        too_long: TooLong | None = None,
         teachers: Teachers | None = None,
-        rewarded: bool = True,
         async_steps: int = 0,
         last: int = 0,
-        tokens_per_step: int = 0,
         recording: TokenRecording = SAMPLE,
-        order: TaskOrder | None = None,
         watch: DelimiterWatch | None = None,
     ) -> None:
-        """`success`: the reward from which on a reply succeeds; `texts`: imitated by an algorithm with a pretraining
-        term.
+        """`collector`: samples rollouts for the needs of this algorithm. `texts`: imitated by an algorithm with a
+        pretraining term; `teachers`: those of an algorithm with a teacher.
 
-        `teachers`: those of an algorithm with a teacher; `rewarded`: whether anything scores the replies.
         `async_steps`: number of steps between sampling and update, during which the engine has weights of its own;
-        `last`: the number of the last step. `tokens_per_step`: most tokens of a reply that a step samples (0: no
-        limit). `recording`: decides whose token values are recorded. `order`: decides which task is next; by default
-        each once per epoch. `watch`: looks at the replies of each step.
+        `last`: the number of the last step. `recording`: decides whose token values are recorded. `watch`: looks at the
+        replies of each step.
         """
-        assert (teachers is not None) == (algorithm.teacher is not None), "an algorithm with a teacher has one to ask"
-        assert success is not None or Need.SUCCESS not in algorithm.needs, "what is a success?"
+        assert collector.needs == algorithm.needs, "the collector prepares the rollouts for another algorithm"
+        assert (teachers is None) == (algorithm.teacher is None), "exactly an algorithm with a teacher has teachers"
+        size, seed, success = collector.size, collector.seed, collector.success
+        assert success is not None or Need.SUCCESS not in algorithm.needs, "the algorithm needs a success threshold"
         self.learner, self.algorithm, self.size, self.success = learner, algorithm, size, success
         self.recording, self.watch = recording, watch
-        plan = algorithm.branching.plan(learner.weights().config.vocab) if algorithm.branching else None
-        collector = Collector(
-            tasks,
-            player,
-            size,
-            seed,
-            success,
-            too_long,
-            needs=algorithm.needs,
-            rewarded=rewarded,
-            plan=plan,
-            tokens=tokens_per_step,
-            order=order or Uniform(len(tasks), seed),
-        )
         self.queue = StepQueue(collector, algorithm.sampling, async_steps, last)
         self.buffer = ReplayBuffer(algorithm.replay.capacity) if algorithm.replay else None
         self.teachers = teachers

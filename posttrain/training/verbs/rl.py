@@ -64,7 +64,7 @@ from posttrain.training.setup import (
     split_tasks,
     watch_lengths,
 )
-from posttrain.training.sources.collector import Size
+from posttrain.training.sources.collector import Collector, Size
 from posttrain.training.sources.delimiter_watch import DelimiterWatch
 from posttrain.training.sources.length_filter import Prompts, TooLong
 from posttrain.training.sources.mixture import part_metrics
@@ -83,9 +83,8 @@ EXAMPLES = 100  # tasks that are checked before teachers are loaded
 def rl(context: RunContext[RL]) -> RunParts:
     """Train by reinforcement learning from rewards, or by on-policy distillation."""
     config, run, device, opened = context.config, context.run, context.device, context.resources
-    env = context.env
-    rewarded = bool(env or config.env or config.mixture)
-    env = env if rewarded else unscored.reward
+    rewarded = bool(context.env or config.env or config.mixture)
+    env = context.env if rewarded else unscored.reward
     algorithm = _algorithm(config, env)
     success = _success(config, algorithm, env)
     train_tasks, held_out = _tasks(config, context.rows, env)
@@ -106,41 +105,29 @@ def rl(context: RunContext[RL]) -> RunParts:
     if ground.pool.single_turn:
         Prompts(train_tasks, tokenizer, too_long).check()
     evaluated = fitting(held_out, ground.pool, tokenizer, too_long)
-    opened_teachers = None
-    if isinstance(config, Distill):
-        some = train_tasks.examples(EXAMPLES)
-        opened_teachers = load_teachers(config, algorithm, tokenizer, some, opened, run.world, model, start)
+    opened_teachers = _teachers(context, algorithm, tokenizer, train_tasks, model)
     learner = _learner(config, algorithm, model, start, opened_teachers, run.world)
     engine = opened.enter_context(closing(_engine(run, model, tokenizer)))
-    player = ground.player(engine, tokenizer, model.config.context)
-    recording = TokenRecording(config.record, config.record_after, config.seed)
-    watch = DelimiterWatch(config.step_delimiter, too_long.say) if config.step_delimiter else None
-    source = RLSource(
-        tasks=train_tasks,
-        player=player,
-        learner=learner,
-        algorithm=algorithm,
-        size=Size(config.prompts, config.group, microbatch_tokens(config, model)),
-        seed=config.seed,
-        success=success,
-        texts=_texts_to_imitate(run, algorithm.pretraining, tokenizer, model, too_long),
-        too_long=too_long,
-        teachers=opened_teachers.teachers if opened_teachers else None,
+    collector = Collector(
+        train_tasks,
+        ground.player(engine, tokenizer, model.config.context),
+        Size(config.prompts, config.group, microbatch_tokens(config, model)),
+        config.seed,
+        success,
+        too_long,
+        needs=algorithm.needs,
         rewarded=rewarded,
-        async_steps=config.async_steps,
-        last=config.steps,
-        tokens_per_step=config.tokens_per_step,
-        recording=recording,
+        plan=algorithm.branching.plan(model.config.vocab) if algorithm.branching else None,
+        tokens=config.tokens_per_step,
         order=order,
-        watch=watch,
     )
+    source = _source(run, collector, learner, algorithm, tokenizer, opened_teachers)
     opened.push(partial(_leave, source, run.world))
     tasks = f"{amount(train_tasks)}, {held_out_number(config, len(evaluated))}"
     sizes = _sizes(config, algorithm, model, tasks, engine)
     sizes += [*order_lines(config, order), *known.lines, *ground.lines]
-    sizes += recording.describe(algorithm.wants, Need.REFERENCE in algorithm.needs)
+    sizes += source.recording.describe(algorithm.wants, Need.REFERENCE in algorithm.needs)
     sizes += opened_teachers.lines if opened_teachers else []
-    in_parts = isinstance(held_out, MixedTasks)
     return RunParts(
         source,
         PolicyObjective(algorithm),
@@ -149,12 +136,38 @@ def rl(context: RunContext[RL]) -> RunParts:
         config.steps,
         sizes,
         describe(algorithm),
-        _measure(config, source, engine, evaluated, in_parts, opened_teachers) if evaluated else None,
-        notifiers=(too_long, *filter(None, [watch]), *([engine] if isinstance(engine, EnginePool) else [])),
+        _measure(config, source, engine, evaluated, isinstance(held_out, MixedTasks), opened_teachers)
+        if evaluated
+        else None,
+        notifiers=(too_long, *filter(None, [source.watch]), *([engine] if isinstance(engine, EnginePool) else [])),
     )
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------
+
+
+def _source(
+    run: RunFolder[RL],
+    collector: Collector,
+    learner: LocalLearner,
+    algorithm: Algorithm,
+    tokenizer: Tokenizer,
+    opened_teachers: OpenTeachers | None,
+) -> RLSource:
+    """Return the source of the run's steps."""
+    config, too_long = run.config, collector.too_long
+    assert too_long is not None
+    return RLSource(
+        collector,
+        learner,
+        algorithm,
+        texts=_texts_to_imitate(run, algorithm.pretraining, tokenizer, learner.model, too_long),
+        teachers=opened_teachers.teachers if opened_teachers else None,
+        async_steps=config.async_steps,
+        last=config.steps,
+        recording=TokenRecording(config.record, config.record_after, config.seed),
+        watch=DelimiterWatch(config.step_delimiter, too_long.say) if config.step_delimiter else None,
+    )
 
 
 def _leave(source: RLSource, world: World, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -234,6 +247,22 @@ def _tasks(
     if separate := separate_tasks(config, train_tasks, env):
         return train_tasks, separate
     return train_tasks, held_out.first(config.eval_limit) if held_out else None
+
+
+def _teachers(
+    context: RunContext[RL],
+    algorithm: Algorithm,
+    tokenizer: Tokenizer,
+    train_tasks: Tasks | Stream | MixedTasks,
+    model: Model,
+) -> OpenTeachers | None:
+    """Open the teachers of a distillation; `rl` has none."""
+    config, run = context.config, context.run
+    if not isinstance(config, Distill):
+        return None
+    assert run.start
+    examples = train_tasks.examples(EXAMPLES)
+    return load_teachers(config, algorithm, tokenizer, examples, context.resources, run.world, model, run.start)
 
 
 def _learner(

@@ -174,7 +174,7 @@ class Quick(Collector):
         if number in self.broken:
             raise UserError("broken")
         played = [Rollout(e.task, e.group, [Transcript()], 1.0) for e in episodes]
-        return Collected(played, played, {}, {group: self._places[group] for group in (r.group for r in played)})
+        return Collected(played, played, [], {group: self._places[group] for group in (r.group for r in played)})
 
 
 @contextmanager

@@ -79,11 +79,11 @@ def rollout(group: str, reward: float | Invalid, greedy: bool = False, side: str
 def test_a_group_whose_greedy_reply_has_no_reward_is_left_out_with_the_reason() -> None:
     failed = Invalid("it raised", InvalidKind.RAISED)
     rollouts = [rollout("a", 1.0), rollout("a", failed, True), rollout("b", 0.5), rollout("b", 0.25, True)]
-    kept, left = baselined(rollouts)
+    kept, dropped = baselined(rollouts)
     assert kept == [rollouts[2]] and kept[0].baseline == 0.25
-    assert left[id(rollouts[0])] == (Fate.SMALL, "the greedy reply of its group has no reward: it raised")
-    assert left.keys() == {id(rollouts[0]), id(rollouts[1]), id(rollouts[3])}
-    assert left[id(rollouts[1])] == (Fate.INVALID, "it raised") and left[id(rollouts[3])][0] is Fate.BASELINE
+    assert [each.rollout for each in dropped] == [rollouts[0], rollouts[1], rollouts[3]]
+    assert [each.fate for each in dropped] == [Fate.SMALL, Fate.INVALID, Fate.BASELINE]
+    assert [each.why for each in dropped[:2]] == ["the greedy reply of its group has no reward: it raised", "it raised"]
 
 
 def test_rollouts_whose_greedy_reply_failed_are_counted_as_dropped(tokenizer: Tokenizer) -> None:

@@ -50,7 +50,7 @@ def half_digits(task: Task, reply: str) -> float:
 
 def ledger_of(credited: Credited, algorithm: Algorithm = TABLE["grpo"]) -> Ledger:
     """As a source has it when the updates of a step are made."""
-    ledger = Ledger(algorithm, 1, credited.rollouts, {}, SAMPLE)
+    ledger = Ledger(algorithm, 1, credited.rollouts, [], SAMPLE)
     ledger.credit(credited)
     return ledger
 

@@ -135,7 +135,8 @@ def test_rollouts_longer_than_a_teacher_s_context_are_counted_and_left_out() -> 
     rollouts = rollouts_of()
     rollouts[3].task["teacher_prompt"] = "1" * 60
     stats = Stats()
-    kept = Teachers(WORDS, {TEACHER: 64}).readable(rollouts, stats)
+    kept, others = Teachers(WORDS, {TEACHER: 64}).readable(rollouts, stats)
+    assert len(others) == 1 and others[0] is rollouts[3]
     assert kept == [r for i, r in enumerate(rollouts) if i != 3] and stats["teacher/too_long"] == (1.0, 6.0)
 
 
@@ -143,7 +144,7 @@ def test_a_rollout_fits_where_all_tokens_before_its_last_scored_one_do() -> None
     rollouts = rollouts_of()
     last = [r.transcripts[0].scored[-1].item() for r in rollouts]
     for context in (max(last), max(last) - 1):
-        kept = Teachers(WORDS, {TEACHER: context}).readable(rollouts, Stats())
+        kept, _ = Teachers(WORDS, {TEACHER: context}).readable(rollouts, Stats())
         assert kept == [r for r, place in zip(rollouts, last, strict=True) if place <= context]
 
 
@@ -616,7 +617,7 @@ def test_loss_of_likeliest_tokens_is_the_mean_of_a_loop_over_their_cells(
     learner, rollouts = LocalLearner(tiny(WORDS, dtype=torch.float64), Optimization(), temperature=0.8), rollouts_of()
     teachers, stats = Teachers(WORDS, {}, {TEACHER: remote}), Stats()
     credited = credit(row, rollouts, learner, budget, {}, None, stats, teachers)
-    ledger = Ledger(row, 1, rollouts, {}, TokenRecording())
+    ledger = Ledger(row, 1, rollouts, [], TokenRecording())
     ledger.credit(credited)
     size = Size(3, 2, budget)
     batches = Minibatches(row, learner, size, 0, None, (), None, teachers).updates(1, credited, {}, ledger)[0]()

@@ -27,6 +27,7 @@ from posttrain.models.native.linear import compute_apart
 from posttrain.system.worker_thread import WorkerThread
 from posttrain.training.sources.collector import Collected, Collector, CollectorPosition
 from posttrain.training.sources.rollout_state import restored, stored
+from posttrain.training.sources.scoreboard import Dropped
 
 T = TypeVar("T")
 END_SECONDS = 10.0  # for the thread to notice that its rollouts are no longer needed
@@ -146,8 +147,8 @@ class StepQueue:
         tasks = {group: self.collector.task_of(group, place) for group, place in places.items()}
         rollouts = [restored(rollout, tasks[rollout["group"]]) for rollout in row["rollouts"]]
         stats = Stats({name: (float(total), float(count)) for name, (total, count) in row["stats"].items()})
-        left = {id(rollouts[place]): (Fate(fate), str(why)) for place, fate, why in row["left"]}
-        collected = Collected(rollouts, [rollouts[place] for place in row["kept"]], left, places)
+        dropped = [Dropped(rollouts[place], Fate(fate), str(why)) for place, fate, why in row["left"]]
+        collected = Collected(rollouts, [rollouts[place] for place in row["kept"]], dropped, places)
         return PlayedStep(int(row["number"]), self.collector.restore(row["after"]), collected, stats, {}, {}, {})
 
 
@@ -173,7 +174,7 @@ class _Step:
             "places": played.collected.places,
             "rollouts": [stored(rollout) for rollout in played.collected.played],
             "kept": [places[id(rollout)] for rollout in played.collected.kept],
-            "left": [[places[key], str(fate), why] for key, (fate, why) in played.collected.left.items()],
+            "left": [[places[id(each.rollout)], str(each.fate), each.why] for each in played.collected.dropped],
             "stats": played.stats,
         }
 

@@ -20,7 +20,7 @@ from posttrain.envs.play.player import Player
 from posttrain.training.sources.length_filter import Placed, Prompts, TooLong
 from posttrain.training.sources.mixture import part_metrics
 from posttrain.training.sources.rollout_state import restored, stored
-from posttrain.training.sources.scoreboard import Left, describe, refuse_broken, refuse_greedy, scoreboard, usable
+from posttrain.training.sources.scoreboard import Dropped, describe, refuse_broken, refuse_greedy, scoreboard, usable
 from posttrain.training.sources.task_order import Solved, TaskOrder
 
 
@@ -39,7 +39,7 @@ class Collected:
 
     played: list[Rollout]
     kept: list[Rollout]  # rollouts to learn from
-    left: Left  # fates of the other rollouts
+    dropped: list[Dropped]
     places: dict[str, int]  # group -> place of its task
 
 
@@ -110,7 +110,7 @@ class Collector:
             self.too_long.take()  # drops counts from elsewhere
         played: list[Rollout] = []
         kept: list[Rollout] = []
-        left: Left = {}
+        dropped: list[Dropped] = []
         while (missing := min(self.size.prompts - len({r.group for r in kept}), budget)) > 0:
             episodes = self.episodes(number, missing)
             budget -= missing
@@ -118,17 +118,17 @@ class Collector:
             played += rollouts
             if Need.GREEDY in self.needs:
                 rollouts, lost = baselined(rollouts)
-                left |= lost
-                without = sum(fate is Fate.SMALL for fate, _ in lost.values())
+                dropped += lost
+                without = sum(each.fate is Fate.SMALL for each in lost)
                 stats.add("dropped", without, without)
             fit, lost = usable(rollouts, stats)
-            left |= lost
+            dropped += lost
             if fit and self.rewarded:
                 scores = scoreboard(fit, success=self.success, needs=self.needs)
                 stats.add("groups/no_signal", equal_rewards(scores).sum().item(), len(fit))
                 if groups is not None:
                     fit, lost = _informative(fit, scores, groups, spent=not budget)
-                    left |= lost
+                    dropped += lost
             kept += fit
             if groups is None:
                 break
@@ -153,7 +153,7 @@ class Collector:
         self.order.measure(stats)
         places = {group: self._places[group] for group in dict.fromkeys(r.group for r in played)}
         self._places = {group: found.place for group, found in self._open.items()}
-        return Collected(played, kept, left, places)
+        return Collected(played, kept, dropped, places)
 
     def _solved(self, played: Sequence[Rollout]) -> list[Solved]:
         """Return how often each task was solved; [] without a success threshold."""
@@ -251,35 +251,37 @@ class Collector:
         return episodes
 
 
-def baselined(rollouts: Sequence[Rollout]) -> tuple[list[Rollout], Left]:
-    """Set each rollout's baseline to the reward of its group's greedy one; return the other rollouts, and the fates.
+def baselined(rollouts: Sequence[Rollout]) -> tuple[list[Rollout], list[Dropped]]:
+    """Set each rollout's baseline to the reward of its group's greedy one; return those with one, and the others.
 
     A group whose greedy rollout has no valid reward has no baseline, and is left out.
     """
     found = {r.group_and_side: r.reward for r in rollouts if r.greedy}
-    kept, left = [], dict[int, tuple[Fate, str]]()
+    kept, dropped = [], list[Dropped]()
     for rollout in rollouts:
         baseline = found.get(rollout.group_and_side, Invalid("there is none"))
-        if rollout.greedy:
-            fate = Fate.BASELINE, "a greedy reply: its reward is the baseline of its group"
-        elif isinstance(baseline, Invalid):
-            fate = Fate.SMALL, f"the greedy reply of its group has no reward: {baseline.reason}"
-        else:
+        if not (rollout.greedy or isinstance(baseline, Invalid)):
             rollout.baseline = baseline
             kept.append(rollout)
-            continue
-        left[id(rollout)] = (Fate.INVALID, rollout.reward.reason) if isinstance(rollout.reward, Invalid) else fate
-    return kept, left
+        elif isinstance(rollout.reward, Invalid):
+            dropped.append(Dropped(rollout, Fate.INVALID, rollout.reward.reason))
+        elif isinstance(baseline, Invalid) and not rollout.greedy:
+            why = f"the greedy reply of its group has no reward: {baseline.reason}"
+            dropped.append(Dropped(rollout, Fate.SMALL, why))
+        else:
+            why = "a greedy reply: its reward is the baseline of its group"
+            dropped.append(Dropped(rollout, Fate.BASELINE, why))
+    return kept, dropped
 
 
 def _informative(
     rollouts: list[Rollout], scores: Scores, groups: DynamicSampling, spent: bool
-) -> tuple[list[Rollout], Left]:
-    """Return the rollouts of groups that dynamic sampling keeps, and the fates of the others.
+) -> tuple[list[Rollout], list[Dropped]]:
+    """Return the rollouts of groups that dynamic sampling keeps, and the others.
 
     `spent`: no budget is left.
     """
-    kept, left = [], dict[int, tuple[Fate, str]]()
+    kept, dropped = [], list[Dropped]()
     columns = groups(scores).tolist(), equal_rewards(scores).tolist(), scores.reward.tolist()
     for rollout, keep, equal, reward in zip(rollouts, *columns, strict=True):
         if keep:
@@ -287,5 +289,5 @@ def _informative(
             continue
         why = f"all rewards of its group are {reward:g}" if equal else groups.exclusion_reason
         why += "; the budget is used up, so no other group was sampled" if spent else "; another group replaced it"
-        left[id(rollout)] = Fate.REPLACED, why
-    return kept, left
+        dropped.append(Dropped(rollout, Fate.REPLACED, why))
+    return kept, dropped

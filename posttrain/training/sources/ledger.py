@@ -26,7 +26,7 @@ from posttrain.core.rollouts import Fate, Outcome, Rollout
 from posttrain.core.token_probe import TokenSink
 from posttrain.training.sources.credit_assignment import Credited
 from posttrain.training.sources.model_outputs import evaluate_rollouts
-from posttrain.training.sources.scoreboard import Left
+from posttrain.training.sources.scoreboard import Dropped
 from posttrain.training.sources.token_recording import TokenRecording, on_cpu
 
 if TYPE_CHECKING:
@@ -93,20 +93,26 @@ class Ledger:
     """Ledger of the rollouts of one step."""
 
     def __init__(
-        self, algorithm: Algorithm, number: int, played: Sequence[Rollout], left: Left, recording: TokenRecording
+        self,
+        algorithm: Algorithm,
+        number: int,
+        played: Sequence[Rollout],
+        dropped: Iterable[Dropped],
+        recording: TokenRecording,
     ) -> None:
-        """`left`: the fates of rollouts that were dropped before credit assignment."""
+        """`dropped`: rollouts that were dropped before credit assignment."""
         self.algorithm, self.number, self.recording = algorithm, number, recording
-        self._accounts = {id(rollout): _Account(rollout) for rollout in played}  # in their order
-        for key, (fate, why) in left.items():
-            self._accounts[key].fate, self._accounts[key].why = fate, why
+        # by id(), since two rollouts may be equal; in the order of the rollouts
+        self._accounts = {id(rollout): _Account(rollout) for rollout in played}
+        for rollout, fate, why in dropped:
+            self.leave([rollout], fate, why)
         self._chosen: frozenset[str] = frozenset()
         self._updates: list[_Fed] = []
         self._credited: Credited | None = None
 
     def leave(self, rollouts: Iterable[Rollout], fate: Fate, why: str) -> None:
         for rollout in rollouts:
-            account = self._accounts[id(rollout)]
+            account = self._account(rollout)
             account.fate, account.why = fate, why
 
     def leave_filtered(self, rollouts: Iterable[Rollout], by: OverlongFilter) -> None:
@@ -126,7 +132,7 @@ class Ledger:
         added = None if credited.shaping is None else credited.shaping.tolist()
         means, moved = credited.advantages()
         for i, rollout in enumerate(credited.rollouts):
-            account = self._accounts[id(rollout)]
+            account = self._account(rollout)
             account.advantage, account.moved = means[i], moved[i]
             account.shaping = 0.0 if added is None else added[i]
             account.penalty = scores.penalty[i].double().sum().item() if scores.penalty else 0.0
@@ -142,7 +148,7 @@ class Ledger:
     def choose(self, parts: Sequence[Credited]) -> None:
         """Draw the groups whose token values are recorded, once the rollouts of each update are known."""
         again = [self._enter(part) for part in parts]
-        drawn = [self._accounts[id(rollout)] for part in parts for rollout in part.rollouts]
+        drawn = [self._account(rollout) for part in parts for rollout in part.rollouts]
         # only groups that move, if not all are recorded: the others show little
         full = self.recording.level == "full"
         groups = {a.rollout.group for a in drawn if full or a.moved or self.algorithm.moves_every_token}

@@ -101,11 +101,10 @@ class RLSource:
             self.watch.look(collected.played)
         if self.lags:
             self._measure_staleness(collected.played, stats)
-        ledger = self._ledger = Ledger(algorithm, number, collected.played, collected.left, self.recording)
+        ledger = self._ledger = Ledger(algorithm, number, collected.played, collected.dropped, self.recording)
         if self.teachers is not None:
-            whole, kept = kept, self.teachers.readable(kept, stats)
-            read = set(map(id, kept))
-            ledger.leave((r for r in whole if id(r) not in read), Fate.FILTERED, UNREADABLE)
+            kept, unreadable = self.teachers.readable(kept, stats)
+            ledger.leave(unreadable, Fate.FILTERED, UNREADABLE)
         credited = credit(algorithm, kept, self.learner, tokens, self.coefficients, self.success, stats, self.teachers)
         self._watched = credited if kept else None
         ledger.credit(credited)

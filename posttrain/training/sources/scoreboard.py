@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,13 +118,16 @@ def refuse_greedy(rollouts: Sequence[Rollout]) -> None:
         )
 
 
-Left = dict[int, tuple[Fate, str]]
-"""Rollouts that a step does not learn from: id() of the rollout -> (fate, reason)."""
+class Dropped(NamedTuple):
+    """A rollout that a step does not learn from."""
+
+    rollout: Rollout
+    fate: Fate
+    why: str
 
 
-def usable(rollouts: Sequence[Rollout], stats: Stats) -> tuple[list[Rollout], Left]:
-    """Return the usable rollouts (valid, with a scored token, in a group with enough of them), and the fates of the
-    others.
+def usable(rollouts: Sequence[Rollout], stats: Stats) -> tuple[list[Rollout], list[Dropped]]:
+    """Return the usable rollouts (valid, with a scored token, in a group with enough of them), and the others.
 
     A group keeps its valid members if these are at least half of it, and at least two; a group of one needs its one.
     Each side counts separately: a side that occurs in only one game of a group has nothing to be compared with.
@@ -135,23 +139,23 @@ def usable(rollouts: Sequence[Rollout], stats: Stats) -> tuple[list[Rollout], Le
     for (group, _), members in groups.items():
         games[group] = max(games.get(group, 0), len(members))
     kept: list[Rollout] = []
-    left: Left = {}
+    dropped: list[Dropped] = []
     for (group, _), members in groups.items():
         valid = []
         for rollout in members:
             if isinstance(rollout.reward, Invalid):
-                left[id(rollout)] = Fate.INVALID, rollout.reward.reason
+                dropped.append(Dropped(rollout, Fate.INVALID, rollout.reward.reason))
             elif not rollout.n_scored:
-                left[id(rollout)] = Fate.INVALID, "it has no trainable token"
+                dropped.append(Dropped(rollout, Fate.INVALID, "it has no trainable token"))
             else:
                 valid.append(rollout)
         if len(valid) >= max(min(2, games[group]), len(members) / 2):
             kept.extend(valid)
         else:
             why = f"{len(valid)} of the {len(members)} rollouts of its group are usable"
-            left |= {id(rollout): (Fate.SMALL, why) for rollout in valid}
+            dropped += [Dropped(rollout, Fate.SMALL, why) for rollout in valid]
     stats.add("dropped", len(rollouts) - len(kept), len(rollouts))
-    return kept, left
+    return kept, dropped
 
 
 def scoreboard(

@@ -98,16 +98,16 @@ class Teachers:
         read = first if prompt is None else first.with_prompt(prompt)
         return Taught(self.name(rollout.task), [read, *others])
 
-    def readable(self, rollouts: Sequence[Rollout], stats: Stats) -> list[Rollout]:
-        """Return the rollouts that fit their teachers' contexts; count the others."""
-        kept = []
+    def readable(self, rollouts: Sequence[Rollout], stats: Stats) -> tuple[list[Rollout], list[Rollout]]:
+        """Return the rollouts that fit their teachers' contexts, and the others, which are counted."""
+        kept, others = list[Rollout](), list[Rollout]()
         for rollout, taught in zip(rollouts, self.taught(rollouts), strict=True):
             context = self.contexts.get(taught.by)
             scored = (t for t in taught.transcripts if t.n_scored)
-            if context is None or all(needed_length(t) <= context for t in scored):
-                kept.append(rollout)
-        stats.add("teacher/too_long", len(rollouts) - len(kept), len(rollouts))
-        return kept
+            fits = context is None or all(needed_length(t) <= context for t in scored)
+            (kept if fits else others).append(rollout)
+        stats.add("teacher/too_long", len(others), len(rollouts))
+        return kept, others
 
     def logp(self, learner: Learner, rollouts: Sequence[Rollout], tokens_per_microbatch: int) -> list[Tensor]:
         """Return log-probabilities of the scored tokens under each rollout's teacher, [n_i] each."""
@@ -146,7 +146,7 @@ class Teachers:
 
         It is exact if the learner holds all teachers; with a remote one, it is log p - log q of the sampled tokens.
         """
-        some = [r for r in self.readable(rollouts, Stats()) if r.n_scored]
+        some = [r for r in self.readable(rollouts, Stats())[0] if r.n_scored]
         if not some:
             return
         if self.remote:

@@ -213,13 +213,12 @@ def _learner(source: LocalLearner, device: str, dtype: torch.dtype, precision: s
 
     return LocalLearner(
         moved(source.model),
-        Optimization(lr=source.optimization.lr, max_grad_norm=0.0),
+        Optimization(lr=source.optimization.lr, max_grad_norm=0.0, critic_follow=source.optimization.critic_follow),
         temperature=source.temperature,
         precision=precision,
         others={name: moved(model) for name, model in source.others.items()},
         teaching=source.teaching,
         critic=moved(source.critic) if source.critic is not None else None,
-        follow=source.follow,
     )
 
 

@@ -37,7 +37,7 @@ class ExpertParallelLearner(LockstepLearner):
         """Divide the experts of policy, reference and critic that are not divided yet. `mesh`: its `tensor` processes
         divide them, and the `same` ones have the same experts.
         """
-        assert mesh.tensor is not None and options.get("trust_region") is None
+        assert mesh.tensor is not None and optimization.trust_region is None
         self.experts, self._same = mesh.tensor, mesh.same
         held = self._decoders_of(model, critic, (others or {}).get(REFERENCE))
         for decoder in self._decoders_of(model) + [d for d in held if d.routers is not None]:

@@ -50,7 +50,7 @@ class FSDPLearner(LockstepLearner):
         **options: Any,
     ) -> None:
         """Shard the decoders of all models that are not sharded yet. `shard_size`: see `sharded_decoder.shard`."""
-        assert options.get("trust_region") is None, "a natural step needs whole gradients"
+        assert optimization.trust_region is None, "a natural step needs whole gradients"
         others = dict(others or {})
         teachers = [name for name in others if name != REFERENCE]
         kept = set(teachers if len(teachers) > 1 else [])  # not sharded: micro-batches use different ones

@@ -61,7 +61,7 @@ REFERENCE = "reference"
 
 @dataclass(frozen=True)
 class Optimization:
-    """The optimizer and its learning-rate schedule."""
+    """The optimizer, its learning-rate schedule, and what else decides how an update moves the weights."""
 
     lr: float = 1e-5
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -74,6 +74,9 @@ class Optimization:
     max_grad_norm: float = 1.0  # 0: no clipping
     optimizer: str = "adamw"
     options: Mapping[str, Any] = field(default_factory=dict)  # of the optimizer
+    trust_region: TrustRegion | None = None  # makes the policy's step natural instead of the optimizer's
+    critic_lr: float | None = None  # None: lr
+    critic_follow: float = 0.0  # share by which target copies of a critic move towards it in each update
 
     @property
     def choice(self) -> OptimizerChoice:
@@ -128,9 +131,6 @@ class LocalLearner:
         others: Mapping[str, Model] | None = None,
         teaching: Teaching = Teaching(),
         critic: Critic | None = None,
-        critic_lr: float | None = None,
-        trust_region: TrustRegion | None = None,
-        follow: float = 0.0,
         router_losses: RouterLosses | None = None,
         offload: Collection[str] = (),
         product: Callable[[Tensor, Tensor], Tensor] | None = None,
@@ -139,9 +139,8 @@ class LocalLearner:
         """Create the learner. `others`: models that are evaluated and not trained, by name; all but the reference are
         teachers. They, and the critic, may be on other devices than the policy.
 
-        `critic_lr`: learning rate of the critic; None: the policy's. `follow`: share by which target copies of a critic
-        move towards it in each update. `offload`: what is in the host's memory while the policy's device does not need
-        it: "optimizer", "activations", "reference" (`others`). `product`: see `posttrain.models.native.float8`.
+        `offload`: what is in the host's memory while the policy's device does not need it: "optimizer", "activations",
+        "reference" (`others`). `product`: see `posttrain.models.native.float8`.
 
         In a `world` of several processes each has the same weights and its own micro-batches; gradients are summed.
         """
@@ -149,7 +148,7 @@ class LocalLearner:
         self.model, self.others, self.critic = model, dict(others or {}), critic
         self.teaching = teaching
         self.optimization, self.temperature, self.precision = optimization, temperature, precision
-        self.trust_region, self.follow = trust_region, follow
+        self.trust_region = optimization.trust_region
         self.router_losses = router_losses or RouterLosses()
         self.offload, self.product = frozenset(offload), product
         self.version = 0
@@ -157,7 +156,7 @@ class LocalLearner:
         held = without_shared_weights(model, self.others) if "reference" in self.offload else {}
         self._host = {name: HostModel(other, self.device) for name, other in held.items()}
         self.moved: set[str] = set()  # names of frozen models that have changed since they were opened
-        share = 1.0 if critic_lr is None else critic_lr / optimization.lr
+        share = 1.0 if optimization.critic_lr is None else optimization.critic_lr / optimization.lr
         self.parts = [TrainedModule("policy", self._trained(model))]
         self.parts += [TrainedModule("critic", self._trained(critic), share)] if critic else []
         choice, decay = optimization.choice, optimization.weight_decay
@@ -231,7 +230,7 @@ class LocalLearner:
             self.optimizer.step()
         self.optimizer.zero_grad()  # the next rollouts need the memory
         if self.critic is not None:
-            self.critic.follow(self.follow)
+            self.critic.follow(self.optimization.critic_follow)
         self.version += 1
         stats.add("skipped", 0)
         for name, norm in norms.items():

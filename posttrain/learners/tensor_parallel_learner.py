@@ -39,7 +39,7 @@ class TensorParallelLearner(DataParallelLearner):
         **options: Any,
     ) -> None:
         """Divide the decoders of all models that are not divided yet."""
-        assert mesh.tensor is not None and options.get("trust_region") is None
+        assert mesh.tensor is not None and optimization.trust_region is None
         self.tensor: Processes = mesh.tensor
         self._divided: set[nn.Module] = set()
         for held in (model, critic, *(others or {}).values()):

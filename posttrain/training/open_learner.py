@@ -272,7 +272,7 @@ def new_learner(
     config: Training, model: Model, optimization: Optimization, world: World, **options: Any
 ) -> DataParallelLearner:
     """Open the learner of a run. `options`: further arguments of the learner."""
-    if options.get("trust_region") is not None and trained_type(config) is not None:
+    if optimization.trust_region is not None and trained_type(config) is not None:
         raise UserError("--weights bfloat16 would round the step of a trust region: leave it out")
     losses = RouterLosses(config.router_balance, config.router_z)
     if losses and (model.decoder is None or model.decoder.routers is None):

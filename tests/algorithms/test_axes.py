@@ -471,8 +471,8 @@ def test_row_with_the_option_takes_a_step(name: str, how: dict[str, Any], where:
 def test_critic_has_a_learning_rate_of_its_own() -> None:
     row = chosen("ppo", {})
     model, critic = new_learner(row).model, new_learner(row).critic
-    plan = Optimization(lr=1e-3, schedule="linear", warmup=2, updates=4)
-    learner = LocalLearner(model, plan, critic=critic, critic_lr=5e-3)
+    plan = Optimization(lr=1e-3, schedule="linear", warmup=2, updates=4, critic_lr=5e-3)
+    learner = LocalLearner(model, plan, critic=critic)
     for group in learner.optimizer.param_groups:
         group["params"] = []
     learner.update([], PolicyObjective(row))

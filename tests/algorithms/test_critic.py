@@ -358,7 +358,7 @@ def test_policy_loss_of_soft_actor_critic_does_not_move_the_critic_nor_its_own_l
 def test_slow_copies_move_by_tau_after_every_update() -> None:
     case = new_case(chosen_row(find("sac")), groups=2, size=2)
     critic = case.learner.critic
-    assert isinstance(critic, ActionValueModel) and case.learner.follow == 0.1
+    assert isinstance(critic, ActionValueModel) and case.learner.optimization.critic_follow == 0.1
     slow = [flat(critic.slow_backbone), critic.slow_heads.clone()]
     batches = feed(case, case.rollouts, credit(case.row, board(case, case.rollouts)), [range(4)])
     case.learner.update(batches, PolicyObjective(case.row))
@@ -386,7 +386,7 @@ def test_formula_of_the_critic_s_loss_says_what_it_is_set_to() -> None:
 def test_value_network_of_soft_actor_critic_is_apart_from_its_action_values_and_its_slow_copy_alone_follows() -> None:
     case = new_case(chosen_row(find("sac-v")), groups=2, size=2)
     learner, critic = case.learner, case.learner.critic
-    assert isinstance(critic, SoftStateValueModel) and learner.follow == 0.1
+    assert isinstance(critic, SoftStateValueModel) and learner.optimization.critic_follow == 0.1
     shared = {id(p) for p in critic.backbone.parameters()} & {id(p) for p in critic.state.parameters()}
     assert not shared and all(not p.requires_grad for p in critic.slow_state.parameters())
     (batch,) = feed(case, case.rollouts, credit(case.row, board(case, case.rollouts)), [range(4)])

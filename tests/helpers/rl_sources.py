@@ -59,13 +59,12 @@ def source(
     player = Player(EnvPool(env, 0), LocalEngine(model, tokenizer, slots=7), tokenizer, Sampling(max_tokens=8), 64)
     learner = LocalLearner(
         model,
-        Optimization(**{"lr": 1e-3, **optimization}),
+        Optimization(
+            **{"lr": 1e-3, "trust_region": row.trust_region, "critic_lr": 1e-2, "critic_follow": 0.1, **optimization}
+        ),
         others=others,
         teaching=Teaching(1.0, row.teacher.beta) if row.teacher else Teaching(),
         critic=critic,
-        critic_lr=1e-2,
-        trust_region=row.trust_region,
-        follow=0.1,
     )
     return RLSource(
         collector_of(

@@ -153,12 +153,10 @@ class Numbered:
 def new_learner(row: Algorithm, dtype: torch.dtype = torch.float64, world: World | None = None) -> LocalLearner:
     return LocalLearner(
         tiny(WORDS, dtype=dtype),
-        Optimization(lr=1e-3, weight_decay=0.1),
+        Optimization(lr=1e-3, weight_decay=0.1, trust_region=row.trust_region, critic_follow=0.1),
         others=new_others(row, dtype),
         teaching=Teaching(TEACHER_TEMPERATURE, row.teacher.beta) if row.teacher else Teaching(),
         critic=new_critic_of(row, dtype),
-        trust_region=row.trust_region,
-        follow=0.1,
         world=world,
     )
 

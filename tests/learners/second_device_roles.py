@@ -65,7 +65,7 @@ def learner(kind: str, places: Mapping[str, torch.device]) -> LocalLearner:
     backbone: Any = new_decoder(SHAPE, 5).double()
     critic = ValueModel(SHAPE.hidden, backbone, 0) if kind == "values" else KINDS[kind](backbone, 0)  # type: ignore[call-arg, arg-type]
     critic = critic.double().to(places.get("critic", CPU))
-    return LocalLearner(model, Optimization(lr=1e-2), others=others, critic=critic, follow=0.1, temperature=0.9)
+    return LocalLearner(model, Optimization(lr=1e-2, critic_follow=0.1), others=others, critic=critic, temperature=0.9)
 
 
 def batches(device: torch.device) -> list[Batch]:

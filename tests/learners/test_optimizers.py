@@ -49,9 +49,11 @@ def decoder(seed: int = 0) -> Decoder:
 
 
 def learner(name: str, options: dict[str, Any] | None = None, lr: float = 1e-2, model: Any = None) -> LocalLearner:
-    plan = Optimization(lr=lr, weight_decay=0.1, max_grad_norm=0.5, optimizer=name, options=options or {})
+    plan = Optimization(
+        lr=lr, weight_decay=0.1, max_grad_norm=0.5, optimizer=name, options=options or {}, critic_lr=lr / 2
+    )
     critic = ValueModel(16, new_decoder(SHAPE, 5), 0)
-    return LocalLearner(model or decoder(), plan, critic=critic, critic_lr=lr / 2)
+    return LocalLearner(model or decoder(), plan, critic=critic)
 
 
 def weights(of: LocalLearner) -> Tensor:

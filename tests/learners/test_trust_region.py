@@ -66,7 +66,7 @@ def small_case() -> Case:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(6 if parameter.ndim == 2 else 1)
-    learner = LocalLearner(model, Optimization(), temperature=0.8, trust_region=TrustRegion())
+    learner = LocalLearner(model, Optimization(trust_region=TrustRegion()), temperature=0.8)
     rollouts = make_rollouts(torch.Generator().manual_seed(0), 1, 3, WORDS.vocab_size)
     old = {id(r): learner.evaluate([pack([r.transcripts], [0])])[0].logp for r in rollouts}
     return Case(chosen_row(find("trpo")), learner, rollouts, [], old, {}, {})

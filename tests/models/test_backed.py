@@ -281,12 +281,11 @@ def test_native_and_backed_learn_alike_with_every_row(
     case = new_case(row)
     own = case.learner
     assert isinstance(own.model, Decoder)
-    how = Optimization(lr=1e-3, eps=1e-3, weight_decay=0.1)
+    how = Optimization(lr=1e-3, eps=1e-3, weight_decay=0.1, trust_region=row.trust_region, critic_follow=0.1)
     others = {name: qwen(model) for name, model in own.others.items() if isinstance(model, Decoder)}
-    same = dict(teaching=own.teaching, trust_region=row.trust_region, follow=0.1)
-    native = LocalLearner(own.model, how, others=own.others, critic=own.critic, **same)  # type: ignore[arg-type]
+    native = LocalLearner(own.model, how, others=own.others, critic=own.critic, teaching=own.teaching)
     critic = None if own.critic is None else _copied(own.critic)
-    backed = LocalLearner(qwen(own.model), how, others=others, critic=critic, **same)  # type: ignore[arg-type]
+    backed = LocalLearner(qwen(own.model), how, others=others, critic=critic, teaching=own.teaching)
     found, objective = credit(row, board(case, case.rollouts), old_of(case, case.rollouts)), PolicyObjective(row)
     for step in range(5):
         cuts = [range(step, len(case.rollouts)), range(step)]

@@ -64,7 +64,7 @@ def test_sums_have_one_order_within_updates_alone_and_only_if_wanted(
         bits.repeat_bits(wanted)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", os.environ["CUBLAS_WORKSPACE_CONFIG"])
     seen: list[bool] = []
-    learner = LocalLearner(tiny(tokenizer), Optimization(), trust_region=TrustRegion())
+    learner = LocalLearner(tiny(tokenizer), Optimization(trust_region=TrustRegion()))
     for part in ("_accumulate", "_natural_step"):
         monkeypatch.setattr(learner, part, lambda *_: seen.append(torch.are_deterministic_algorithms_enabled()))
     learner.update([], SimpleNamespace(wants=frozenset()))  # type: ignore[arg-type]

@@ -273,18 +273,21 @@ def _learner(
     if Need.REFERENCE in algorithm.needs:
         others[REFERENCE] = reference(config, model, start, world, moves=algorithm.moving is not None)
     teacher = algorithm.teacher
+    how = replace(
+        optimization(config, config.steps * algorithm.epochs * algorithm.minibatches),
+        trust_region=algorithm.trust_region,
+        critic_lr=config.critic_lr,
+        critic_follow=algorithm.critic.follow if algorithm.critic else 0.0,
+    )
     return new_learner(
         config,
         model,
-        optimization(config, config.steps * algorithm.epochs * algorithm.minibatches),
+        how,
         world,
         temperature=config.temperature,
         others=others,
         teaching=Teaching(teacher.temperature, teacher.beta) if teacher else Teaching(),
         critic=_critic(config, algorithm, start, model),
-        critic_lr=config.critic_lr,
-        trust_region=algorithm.trust_region,
-        follow=algorithm.critic.follow if algorithm.critic else 0.0,
     )
 
 

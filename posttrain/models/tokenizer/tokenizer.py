@@ -9,12 +9,11 @@ decode(a) + decode(b) is the text of the tokens a + b.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import tokenizers
 
@@ -30,11 +29,11 @@ from posttrain.models.image_processor import PLACE, ImageProcessor
 from posttrain.models.json_files import read_json, read_text, write_json
 from posttrain.models.tokenizer.custom_template import read_template
 from posttrain.models.tokenizer.gguf_tokenizer import gguf_tokenizer
+from posttrain.models.tokenizer.rendered_continuation import MARK, WORD, Continuation, rendered_continuation
 from posttrain.models.tokenizer.text_start import opening_ids, without_leading_space
 from posttrain.models.tokenizer.tokenizer_files import (
     KWARGS_KEY,
     NAMED_TOKENS,
-    VOCAB_MOST,
     check_ids,
     failed,
     read_special,
@@ -42,22 +41,12 @@ from posttrain.models.tokenizer.tokenizer_files import (
     stored_template,
     token_text,
 )
-from posttrain.models.tokenizer.tokenizer_training import EOS, PAD, UNKNOWN, train_bpe, train_characters
+from posttrain.models.tokenizer.tokenizer_training import PAD, trained
 from posttrain.models.tokenizer.tool_format import format_of
 from posttrain.models.tokenizer.tool_parser import ToolFormat, check_shown, with_calls
 
 BLIND = "this model is text-only, and a message has a picture: use a vision-language model, or leave it out"
-_MARK = "\u2063reply\u2063"  # placeholder of a sampled reply, to render the text around it
 MOST_OF_ROWS = 1024  # tokenizers with the variables of rows that are kept
-_WORD = "Xyzzy"  # placeholder of a content, to test whether a template shows it
-
-
-def _mark(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return a placeholder for a reply that occurs in none of these messages, which may repeat text of the policy."""
-    shown, mark = json.dumps(messages, ensure_ascii=False, default=str), _MARK
-    while mark in shown:
-        mark = f"\u2063{mark}\u2063"
-    return mark
 
 
 def _in_text(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,13 +60,6 @@ def _in_text(message: Mapping[str, Any]) -> dict[str, Any]:
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(message)
-
-
-class Continuation(NamedTuple):
-    """Text that follows a reply, up to the next reply."""
-
-    text: str
-    reply: Mapping[str, Any]  # message with a placeholder for the reply, to be passed to later calls
 
 
 class Tokenizer:
@@ -199,23 +181,7 @@ class Tokenizer:
         only through PreTrainedTokenizerFast, as AutoTokenizer assumes Qwen's tokenizer there. Ids 0 and 1 are "<|pad|>"
         and "<|eos|>"; the given special tokens follow. Raises UserError if `vocab` is too small or absurdly large.
         """
-        if vocab > VOCAB_MOST:
-            raise UserError(f"vocab is {vocab}: give at most {VOCAB_MOST:,}")
-        if kind == "bpe":
-            backend = train_bpe(texts, vocab, [PAD, EOS, *special])
-        elif kind == "characters":
-            backend = train_characters(texts, vocab, [PAD, EOS, UNKNOWN, *special])
-        else:
-            raise UserError(f'kind must be "bpe" or "characters", not {kind!r}')
-        backend.add_special_tokens([PAD, EOS, *([UNKNOWN] if kind == "characters" else []), *special])
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "pad_token": PAD,
-            "eos_token": EOS,
-            "unk_token": UNKNOWN if kind == "characters" else None,  # without the entry, transformers may add its own
-            "clean_up_tokenization_spaces": False,
-        }
-        return cls(backend, config)
+        return cls(*trained(texts, vocab, kind, special))
 
     def encode(self, text: str, start: bool = False) -> list[int]:
         """Return token ids. Special tokens written in the text are recognised.
@@ -357,9 +323,9 @@ class Tokenizer:
         """
         if self.chat_template is None:
             return False
-        said = [{"role": "user", "content": _WORD}, {"role": "assistant", "content": _MARK}]
+        said = [{"role": "user", "content": WORD}, {"role": "assistant", "content": MARK}]
         try:
-            _, found, behind = self.render(said, generation=False).rpartition(_MARK)
+            _, found, behind = self.render(said, generation=False).rpartition(MARK)
             tokens = self.encode(behind) if found else []
         except UserError:  # the template requires other messages
             return False
@@ -378,68 +344,9 @@ class Tokenizer:
         differently than when the model read them (it may drop the thinking of earlier turns): only the text behind the
         reply is used. Raises UserError if the template does not show a reply unchanged, or does not show a new message.
         """
-        problem: UserError | None = None
-        mark = _mark([*before, *new])
-        for reply, closing in self._stand_ins(calls, new, mark):
-            try:
-                text = self.render([*before, reply, *new], True, tools)
-                end = text.find(mark) + len(mark) if text.count(mark) == 1 else -1
-                if end >= 0 and closing is not None:
-                    end = closing(text, mark)
-                if end < 0:
-                    continue
-                self._check_shown(text[end:], before, reply, new, tools)
-            except UserError as error:
-                problem = problem or error
-                continue
-            return Continuation(text[end:], json.loads(json.dumps(reply, ensure_ascii=False).replace(mark, _WORD)))
-        raise problem or UserError(
-            "this chat template does not keep replies in their place: use it with one turn, or yield text, not messages"
+        return rendered_continuation(
+            lambda shown: self.render(shown, True, tools), self.tool_format, before, new, calls
         )
-
-    def _stand_ins(
-        self, calls: Sequence[ToolCall], new: Sequence[Mapping[str, Any]], mark: str
-    ) -> Iterator[tuple[dict[str, Any], Callable[[str, str], int] | None]]:
-        """Yield messages with a placeholder for the reply, each with a function that finds the end of a call in a
-        rendered text, or None.
-
-        Some templates accept a tool's result only behind a call, and some end a reply with a call differently.
-        """
-        form = self.tool_format
-        answered = [m for m in new if m["role"] == "tool"]
-        if not calls and answered:
-            calls = [
-                ToolCall(str(m.get("name") or "tool"), {}, id=str(m.get("tool_call_id") or "call00000"))
-                for m in answered
-            ]
-            yield {"role": "assistant", "content": mark}, None
-        if calls and form is not None:
-            marked = [ToolCall(call.name or "unknown", {}, id=call.id) for call in calls]
-            marked[-1] = replace(marked[-1], arguments={"text": mark})
-            yield form.message(marked), form.end_of_call
-            yield form.message(marked[-1:]), form.end_of_call  # some templates accept one call per turn
-        yield {"role": "assistant", "content": mark}, None
-
-    def _check_shown(
-        self,
-        after: str,
-        before: Sequence[Mapping[str, Any]],
-        reply: Mapping[str, Any],
-        new: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-    ) -> None:
-        """Raise UserError if the rendered text does not show the content of each new message."""
-        for place, message in enumerate(new):
-            content = message.get("content")
-            if not isinstance(content, str) or content.strip() in after:
-                continue
-            # the content may be transformed, such as to JSON: test with a placeholder word instead
-            marked = [{**message, "content": _WORD} if i == place else message for i, message in enumerate(new)]
-            if _WORD not in self.render([*before, reply, *marked], True, tools):
-                raise UserError(
-                    f"this chat template drops messages with the role {message.get('role')!r}: use one that shows them "
-                    "(--chat-template chatml), or yield the message as text or in another role"
-                )
 
     def _rendered(
         self,
@@ -466,10 +373,10 @@ class Tokenizer:
         """
         assert self.chat_template is not None
         if self.chat_template not in self._parts:
-            asked, found = [{"role": "user", "content": _WORD}], {}
+            asked, found = [{"role": "user", "content": WORD}], {}
             for parts in (False, True):
                 try:
-                    found[parts] = _WORD in self._rendered(asked, True, parts)
+                    found[parts] = WORD in self._rendered(asked, True, parts)
                 except UserError:  # `render` reports the template's other requirements
                     found[parts] = False
             self._parts[self.chat_template] = found[True] and not found[False]
@@ -482,9 +389,9 @@ class Tokenizer:
         if self.chat_template not in self._reasoning:
             asked, found = [{"role": "user", "content": "a question"}], None
             for name in REASONING:
-                said = {"role": "assistant", "content": "an answer", name: _WORD}
+                said = {"role": "assistant", "content": "an answer", name: WORD}
                 with suppress(UserError):
-                    if _WORD in self._rendered([*asked, said], False, self._takes_parts):
+                    if WORD in self._rendered([*asked, said], False, self._takes_parts):
                         found = name
                         break
             self._reasoning[self.chat_template] = found

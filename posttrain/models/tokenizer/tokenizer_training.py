@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import tokenizers
 from tokenizers import Regex, decoders, pre_tokenizers
@@ -11,6 +12,7 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.trainers import BpeTrainer
 
 from posttrain.core.types import UserError
+from posttrain.models.tokenizer.tokenizer_files import VOCAB_MOST
 
 PAD, EOS, UNKNOWN = "<|pad|>", "<|eos|>", "<|unk|>"
 
@@ -19,6 +21,27 @@ PAD, EOS, UNKNOWN = "<|pad|>", "<|eos|>", "<|unk|>"
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+
+def trained(
+    texts: Iterable[str], vocab: int, kind: str, special: Sequence[str]
+) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """Return a new tokenizer and its tokenizer_config.json, see `Tokenizer.train`."""
+    if vocab > VOCAB_MOST:
+        raise UserError(f"vocab is {vocab}: give at most {VOCAB_MOST:,}")
+    if kind not in ("bpe", "characters"):
+        raise UserError(f'kind must be "bpe" or "characters", not {kind!r}')
+    unknown = [UNKNOWN] if kind == "characters" else []
+    named = [PAD, EOS, *unknown, *special]
+    backend = (train_characters if unknown else train_bpe)(texts, vocab, named)
+    backend.add_special_tokens(named)
+    return backend, {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": PAD,
+        "eos_token": EOS,
+        "unk_token": UNKNOWN if unknown else None,  # without the entry, transformers may add its own
+        "clean_up_tokenization_spaces": False,
+    }
 
 
 def train_bpe(texts: Iterable[str], vocab: int, special: list[str]) -> tokenizers.Tokenizer:

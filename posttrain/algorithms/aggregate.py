@@ -92,9 +92,8 @@ class ConstantLength(Aggregate):
     section 3.2 and listing 1, MAX_TOKENS).
     """
 
-    length: int | None = setting(
-        None, above=0
-    )  # in tokens; None: the episode's budget, filled in when the run is configured
+    # in tokens; None: the episode's budget, filled in when the run is configured
+    length: int | None = setting(None, above=0)
     source = "Dr. GRPO, arXiv 2503.20783, listing 1"
 
     @property

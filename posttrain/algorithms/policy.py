@@ -112,9 +112,8 @@ class Algorithm(AlgorithmBase):
         "old-policy",
         "Denominator of the ratio: log-probabilities under the weights at the start of the step, or under the sampler's.",
     )
-    correction: Correction | None = (
-        None  # for an engine whose log-probabilities differ from the learner's, or whose weights are older
-    )
+    # for an engine whose log-probabilities differ from the learner's, or whose weights are older
+    correction: Correction | None = None
     off_policy_mask: OffPolicyMask | None = None
     kl: KL | None = None
     entropy: Entropy | None = None

@@ -32,9 +32,8 @@ class SoftOverlong(Shaping):
     limit, -1 above (DAPO, arXiv 2503.14476, eq. 13).
     """
 
-    limit: int | None = setting(
-        None, above=0
-    )  # L_max; None: the episode's budget, filled in when the run is configured
+    # L_max; None: the episode's budget, filled in when the run is configured
+    limit: int | None = setting(None, above=0)
     cache: int | None = setting(  # L_cache; None: a fifth of the limit
         None,
         "overlong-cache",

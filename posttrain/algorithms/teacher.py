@@ -46,9 +46,10 @@ class Distillation(Component):
     coefficient: float = setting(
         1.0, "distillation", "Weight of the teacher, in the loss or in each token's reward.", above=0
     )
+    # TRL's and GKD's beta
     beta: float = setting(
         0.5, "jsd-beta", "Jensen-Shannon divergence: share of the teacher in the mixture.", above=0, below=1
-    )  # TRL's and GKD's beta
+    )
     temperature: float | None = setting(
         None,
         "teacher-temperature",

@@ -35,9 +35,8 @@ def launch(config: Training) -> int:
         if code != CRASHED or attempt > config.restarts:
             return code
         saved = any((Path(config.out) / CHECKPOINTS).glob("step-*"))
-        ours = (
-            _written(config) != found
-        )  # otherwise nothing in the folder is from this launch, to be continued or deleted
+        # otherwise nothing in the folder is from this launch, to be continued or deleted
+        ours = _written(config) != found
         words = _again(sys.argv[1:], saved) if ours and not config.resume else words
         place = "from the newest checkpoint" if config.resume or (ours and saved) else "from the beginning"
         print(f"posttrain: started again {place} ({attempt} of {config.restarts})", file=sys.stderr)

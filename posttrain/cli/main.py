@@ -150,9 +150,8 @@ def entry() -> None:
     lost = getattr(out.lost, "errno", None)
     if lost is not None and lost not in (errno.EPIPE, errno.EIO):  # not if the reader closed the stream
         print(f"posttrain: standard output could not be written: {os.strerror(lost)}", file=sys.stderr)
-        code = code or (
-            0 if sys.argv[1:2] and sys.argv[1] in training() else 2
-        )  # a run's folder has all of its output too
+        # a run's folder has all of its output too
+        code = code or (0 if sys.argv[1:2] and sys.argv[1] in training() else 2)
     sys.stderr.flush()
     sys.exit(code)
 

@@ -53,9 +53,8 @@ class Scores:
     steps: tuple[tuple[tuple[int, float], ...], ...] = ()  # per rollout: (scored tokens up to the step's end, reward)
     turns: tuple[tuple[TurnStart, ...], ...] = ()  # per rollout: turns with a scored token; () where credit needs none
     pieces: tuple[tuple[Piece, ...], ...] = ()  # per rollout: replies with its scored tokens; () unless rollouts branch
-    shares: tuple[
-        Tensor, ...
-    ] = ()  # per rollout, [n_i]: part of the final reward that each token earns; (): the last all
+    # per rollout, [n_i]: part of the final reward that each token earns; (): the last all
+    shares: tuple[Tensor, ...] = ()
     penalty: tuple[Tensor, ...] = ()  # per rollout, [n_i]: KL penalty that is deducted from each token's reward
     value: tuple[Tensor, ...] = ()  # per rollout, [n_i]: the critic's value of the state in which each token was chosen
     squared_gradient_norm: Tensor | None = None  # float64 [S], of the gradient of the rollout's log-probability
@@ -63,9 +62,8 @@ class Scores:
     truncated: Tensor | None = None  # bool [S], whether the episode was cut off
     greedy: Tensor | None = None  # float64 [S], the reward of a greedy rollout of the same group
     success: Tensor | None = None  # bool [S], whether the rollout's reward, before any shaping, reaches the threshold
-    parts: Mapping[str, Tensor] = field(
-        default_factory=dict
-    )  # float64 [S] each: named parts, where credit compares them
+    # float64 [S] each: named parts, where credit compares them
+    parts: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.reward.shape == self.group.shape == self.length.shape
@@ -155,12 +153,10 @@ class Packed:
     target: Tensor  # int64 [N], its token id
     rollout: Tensor  # int64 [N], index in [S]; rollouts are whole within a micro-batch and their tokens are neighbours
     transcript: Tensor  # int64 [N], index in [R]; tokens of a transcript are neighbours too
-    readings: tuple[Reading, ...] = field(
-        default=(), kw_only=True
-    )  # either each scored token is in one of them, or there are none
-    temperature: Tensor | None = field(
-        default=None, kw_only=True
-    )  # float64 [N], at which each scored token was sampled; nan, and None for all of them: the run's
+    # either each scored token is in one of them, or there are none
+    readings: tuple[Reading, ...] = field(default=(), kw_only=True)
+    # float64 [N], at which each scored token was sampled; nan, and None for all of them: the run's
+    temperature: Tensor | None = field(default=None, kw_only=True)
     repeats: Repeats | None = field(default=None, kw_only=True)  # None: none, or at temperatures of their own
 
     def without_repeats(self) -> Packed:
@@ -214,9 +210,8 @@ class Batch(Packed):
     old_logp: Tensor | None = None  # float32 [N], the learner's at the start of the update; None: current, detached
     ref_logp: Tensor | None = None  # float32 [N]
     teacher_logp: Tensor | None = None  # float32 [N]
-    teacher_ids: Tensor | None = (
-        None  # int64 [N, k + 1], the teacher's k likeliest tokens and the sampled one; -1: none
-    )
+    # int64 [N, k + 1], the teacher's k likeliest tokens and the sampled one; -1: none
+    teacher_ids: Tensor | None = None
     teacher_top: Tensor | None = None  # float32 [N, k + 1], the teacher's log-probabilities of `teacher_ids`
     held: Tensor | None = None  # float32 [N], the weight of |lp - old| in the loss
     value: Tensor | None = None  # float32 [N], the critic's at rollout time
@@ -244,9 +239,8 @@ class Outputs:
     target_q: Tensor | None = None  # float32 [N], the same of the slowly moving copies; no gradient
     target_value: Tensor | None = None  # float32 [N], soft value of the state by its slowly moving copy; no gradient
     score: Tensor | None = None  # float32 [N], a reward model's at each reading
-    teacher: Tensor | None = (
-        None  # float32 [N], log-probabilities under the teachers, where their distributions are made
-    )
+    # float32 [N], log-probabilities under the teachers, where their distributions are made
+    teacher: Tensor | None = None
     collision: Tensor | None = None  # float32 [N], log sum_v pi(v)^2 over the vocabulary; no gradient
 
     def at(self, index: Tensor) -> Outputs:

@@ -101,9 +101,8 @@ class Source(Protocol):
     """
 
     def produce(self, number: int) -> TrainingStep: ...
-    def learned(
-        self, step: TrainingStep, stats: Stats
-    ) -> None: ...  # called after the updates of each step: completes it
+    # called after the updates of each step: completes it
+    def learned(self, step: TrainingStep, stats: Stats) -> None: ...
     def state(self) -> dict[str, Any]: ...
     def restore(self, state: dict[str, Any]) -> None: ...
 
@@ -171,10 +170,9 @@ class Learner(Protocol):
 class Engine(Protocol):
     """Samples replies. Requests are answered in any order; a completion's content does not depend on the order."""
 
+    # whether the bits of a completion are independent of other requests and of time
     @property
-    def batch_invariant(
-        self,
-    ) -> bool: ...  # whether the bits of a completion are independent of other requests and of time
+    def batch_invariant(self) -> bool: ...
     @property
     def backend(self) -> str: ...  # the implementation, in words
 

@@ -50,9 +50,8 @@ class PreferenceExample:
 
     responses: Sequence[Transcript]
     comparisons: Sequence[Comparison] = ()
-    labels: Sequence[
-        tuple[float, ...]
-    ] = ()  # labels of each response: one per scored span (a reply has one, a solution one per step)
+    # labels of each response: one per scored span (a reply has one, a solution one per step)
+    labels: Sequence[tuple[float, ...]] = ()
 
     @property
     def n_scored(self) -> int:
@@ -91,16 +90,14 @@ class Rollout:
     turns: list[PlayedTurn] = field(default_factory=list)
     text: str = ""  # the sampled text, turns joined; for reading only
     prompt: str = ""  # the first input of the policy; for reading only
-    answers: list[tuple[str, Any]] = field(
-        default_factory=list
-    )  # services' answers: name, JSON, Invalid or Reasoned; for reading
+    # services' answers: name, JSON, Invalid or Reasoned; for reading
+    answers: list[tuple[str, Any]] = field(default_factory=list)
     side: str = ""  # the side, where the policy plays several: each has its own rollout, and is compared with its like
     pieces: list[Piece] = field(default_factory=list)  # replies of all scored tokens, in order; []: no branches
     branch: Branch | None = None  # where it branched off another rollout; None: it began with the prompt
     notes: dict[str, Any] = field(default_factory=dict)  # notes of its environment: JSON data; for reading only
-    asked: str = (
-        ""  # the last user message of a prompt of messages, which distinguishes it from other prompts; for reading only
-    )
+    # the last user message of a prompt of messages, which distinguishes it from other prompts; for reading only
+    asked: str = ""
     greedy: bool = False  # sampled at temperature 0 as the baseline of its group: not trained
     baseline: float | None = None  # the reward of the greedy rollout of its group, if it has one
     seconds: float = field(default=0.0, compare=False)  # from its last turn to its reward: depends on the clock

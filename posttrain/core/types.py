@@ -115,9 +115,8 @@ class Turn:
     whole: bool = False  # this is the policy's whole context: it continues a context of the episode, or begins one
     tools: Iterable[Any] | None = None  # with messages that begin a context: functions, or their JSON schemas
     side: str = ""  # the side to move, where the policy plays several: each has its own contexts and its own rollout
-    temperature: float | None = (
-        None  # of this reply; None: its task's, or the run's. Where the run has 0, all are greedy
-    )
+    # of this reply; None: its task's, or the run's. Where the run has 0, all are greedy
+    temperature: float | None = None
     failed: int | None = None  # of a tool's answers in these messages, those that are no result; None: unknown
 
 
@@ -264,9 +263,8 @@ class Sampling:
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
     seed: int = 0  # token i is drawn with the uniform number (seed, i), independently of other requests of the batch
-    begun: int = (
-        0  # tokens at the end of the prompt that begin the reply: they belong to the reply where it is read as text
-    )
+    # tokens at the end of the prompt that begin the reply: they belong to the reply where it is read as text
+    begun: int = 0
     epsilon: float = 0.0  # probability of a token drawn uniformly instead; 0 where the temperature is
 
 

@@ -140,9 +140,8 @@ class SharedMemory(Fetched):
 
     def __init__(self, weight_layout: WeightLayout) -> None:
         self.weight_layout = weight_layout
-        self.descriptor = os.memfd_create(
-            "posttrain weights"
-        )  # no file: nothing to clean up, and /dev/shm may be small
+        # no file: nothing to clean up, and /dev/shm may be small
+        self.descriptor = os.memfd_create("posttrain weights")
         os.truncate(self.descriptor, weight_layout.bytes)
         self.memory = shared_memory(self.descriptor)
 

@@ -98,9 +98,8 @@ class _Trial:
         seen = self.viewer.watch(task) if self.viewer is not None else None
         shown, result, slowest = _play(self.pool, task, script, self.answers, seen)
         repeats = True
-        if twice and not (
-            result and isinstance(_first(shown, result).reward, Invalid)
-        ):  # that may have used up its time
+        # that may have used up its time
+        if twice and not (result and isinstance(_first(shown, result).reward, Invalid)):
             again = self.viewer.watch(task) if self.viewer is not None else None
             shown_again, result_again, slowest_again = _play(self.pool, task, script, self.answers, again)
             repeats = (shown, result) == (shown_again, result_again)

@@ -57,9 +57,8 @@ class AdamW:
                 amsgrad=False,
                 maximize=False,
             )
-            torch.autograd.graph.increment_version(
-                moved
-            )  # the kernel does not increment the version, by which users of copies detect changes
+            # the kernel does not increment the version, by which users of copies detect changes
+            torch.autograd.graph.increment_version(moved)
 
     def restore(self, parameter: nn.Parameter, stored: Mapping[str, Tensor]) -> None:
         """Set the state of a parameter. Raises KeyError for names or shapes that it cannot have."""

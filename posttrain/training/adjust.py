@@ -67,9 +67,8 @@ def _with_required_components(algorithm: Algorithm, run: RL) -> Algorithm:
     """Add the components that the chosen ones require, and remove those that nothing uses any more."""
     if not algorithm.surrogate.uses_ratio and not run.chooses("ratio"):
         algorithm = replace(algorithm, ratio=())
-    if (
-        algorithm.reinforces and not algorithm.surrogate.uses_ratio and algorithm.replay is None
-    ):  # a paper's number of updates assumes its ratio
+    # a paper's number of updates assumes its ratio
+    if algorithm.reinforces and not algorithm.surrogate.uses_ratio and algorithm.replay is None:
         algorithm = replace(algorithm, epochs=1, minibatches=1)
     if isinstance(algorithm.advantage, GAE) and run.chooses("gae_lambda"):  # the same for every length
         algorithm = replace(algorithm, advantage=replace(algorithm.advantage, alpha=None))

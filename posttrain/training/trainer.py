@@ -108,10 +108,8 @@ class Trainer:
         self.health = Health() if self.config.health != "off" else None
         self.stop_reason: str | None = None  # why the health check or a hook stops the run
         self.done = 0  # the last complete step: trained and recorded
-        self.last_state: tuple[int, dict[str, Any]] = (
-            0,
-            {},
-        )  # the learner's version and the source's state after that step
+        # the learner's version and the source's state after that step
+        self.last_state: tuple[int, dict[str, Any]] = (0, {})
         self.recent_seconds: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)  # seconds: waiting, the whole step
         self.noted_waiting = False  # whether a note on waiting was shown
         self.invalid = 0  # rollouts whose reward was invalid

@@ -69,9 +69,8 @@ class RunParts:
     formula: list[str]  # the objective in plain mathematics: shown and recorded
     measure: Measure | None = None
     notifiers: tuple[Any, ...] = ()  # parts whose `say` shows a message to the user
-    finish: Callable[[Run], Sequence[str]] | None = (
-        None  # called after the last step, in every process; returns lines that the first one prints
-    )
+    # called after the last step, in every process; returns lines that the first one prints
+    finish: Callable[[Run], Sequence[str]] | None = None
 
 
 def run_training(

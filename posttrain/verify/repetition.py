@@ -61,9 +61,8 @@ def longest_repeat(text: str) -> int:
     if len(text) < 2:
         return 0
     letters = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
-    ranks = [
-        np.unique(letters, return_inverse=True)[1].astype(np.int64)
-    ]  # ranks[k][i]: of the 2^k characters from index i on
+    # ranks[k][i]: of the 2^k characters from index i on
+    ranks = [np.unique(letters, return_inverse=True)[1].astype(np.int64)]
     while (size := 2 ** (len(ranks) - 1)) * 2 <= len(text):
         joined = _paired(ranks[-1][:-size], ranks[-1][size:])
         ranks.append(joined)

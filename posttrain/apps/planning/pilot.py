@@ -76,9 +76,8 @@ def read_pilot(
     used = [row for row in rows if row["step"] in known]
     learning = sum(row["seconds/update"] + row["seconds/credit"] for row in used) / sum(g.tokens for g in groups)
     between = _mean(rows, "seconds/between")
-    factor = (
-        len(groups) / len(known) / config["prompts"]
-    )  # dynamic sampling samples more groups than a step learns from
+    # dynamic sampling samples more groups than a step learns from
+    factor = len(groups) / len(known) / config["prompts"]
     job = Job(
         max(1, round(size[0] * factor)),
         _draw(groups, size[1], config["group"], config.get("seed", 0)),

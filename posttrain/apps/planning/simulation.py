@@ -56,9 +56,8 @@ class SimulatedEngine:
     rewards: int = 0  # finished episodes whose rewards are being computed
     of: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # version -> `owed` of it
     waiting: defaultdict[int, deque[SimulatedEpisode]] = field(default_factory=lambda: defaultdict(deque))  # by version
-    running: list[tuple[float, int, float, SimulatedEpisode]] = field(
-        default_factory=list
-    )  # heap: (place of its end, order, begun, whose)
+    # heap: (place of its end, order, begun, whose)
+    running: list[tuple[float, int, float, SimulatedEpisode]] = field(default_factory=list)
     place: float = 0.0  # decoding steps so far
     now: float = 0.0  # time up to which `place` and `spent` are counted
     busy: float = 0.0  # time until which it does something else than decoding
@@ -145,9 +144,8 @@ class Simulation:
         self.groups: dict[int, tuple[Group, list[int]]] = {}  # number -> the group, [episodes that are not finished]
         self.whole: defaultdict[int, list[Group]] = defaultdict(list)  # step -> the groups that it learns from
         self.played = 0  # the last step that has no episode in progress
-        self.learned: list[
-            tuple[float, int, int, float]
-        ] = []  # of each step: its end, its groups, groups finished by then, seconds of learning
+        # of each step: its end, its groups, groups finished by then, seconds of learning
+        self.learned: list[tuple[float, int, int, float]] = []
         self.finished = 0  # groups that are whole
         self.learning = False
         self.dirty: dict[int, SimulatedEngine] = {}

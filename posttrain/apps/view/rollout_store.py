@@ -69,9 +69,8 @@ class Store:
         self.progress = 0.0  # share of the parts on disk that have been read
         self._texts: pa.Table = pa.Table.from_batches([], _NO_TEXTS)
         self._too_many: str | None = None  # reason for holding no texts
-        self._read_of: dict[
-            RolloutPart, tuple[File, str | None]
-        ] = {}  # part -> (file whose texts were read, the error if any)
+        # part -> (file whose texts were read, the error if any)
+        self._read_of: dict[RolloutPart, tuple[File, str | None]] = {}
         self._conditions: Conditions | None = None
         self._writing = threading.Lock()
 

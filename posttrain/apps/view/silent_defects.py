@@ -37,10 +37,8 @@ SOME = (0.05, 0.95)  # bounds on the share of tasks, beyond chance, within which
 _PICTURE = re.compile(r"\[sha256:[0-9a-f]{64}\]")
 _PASSES = re.compile(r"updates per step: (\d+)(?:, in (\d+) epochs of \d+)?")
 _CLIP = re.compile(r"\[ min\(r A, clip\(r, ([\d.]+), ([\d.]+)\) A\) \]")
-_ALIKE, _APART = (
-    0.008,
-    0.04,
-)  # relative tolerance of equal pushes, rounded to eleven bits; least distance of different ratios
+# relative tolerance of equal pushes, rounded to eleven bits; least distance of different ratios
+_ALIKE, _APART = 0.008, 0.04
 
 
 # -- where trained tokens come from ------------------------------------------------------------------------------------
@@ -114,9 +112,8 @@ def pushed(row: Mapping[str, Any], objective: Sequence[str]) -> NDArray[np.int64
     if count == 1:
         return np.flatnonzero(clipped & (np.abs(push) > 0))
     inside = (ratio > low * (1 + _ALIKE)) & (ratio < high * (1 - _ALIKE))
-    if (
-        count != 2 or (inside & (np.abs(ratio - 1) > _APART)).sum() < 2
-    ):  # first updates cannot be distinguished from others
+    # first updates cannot be distinguished from others
+    if count != 2 or (inside & (np.abs(ratio - 1) > _APART)).sum() < 2:
         return none
     each = push[inside] / (1 + ratio[inside])
     w = float(np.median(each))

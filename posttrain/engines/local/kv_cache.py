@@ -213,9 +213,8 @@ class ExtendAttention:
         own = torch.arange(place + tokens, device=cache.device)
         repeat = cache.config.heads // cache.config.kv_heads
         visible = own[None, :] <= torch.arange(place, place + tokens, device=cache.device)[:, None]
-        self.mask = _added(visible, cache.dtype)[:, 0, 0].repeat(repeat, 1)[
-            None, None
-        ]  # [1, 1, R * tokens, place + tokens]
+        # [1, 1, R * tokens, place + tokens]
+        self.mask = _added(visible, cache.dtype)[:, 0, 0].repeat(repeat, 1)[None, None]
         self.all = torch.zeros(1, 1, 1, self.length, dtype=cache.dtype, device=cache.device)
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

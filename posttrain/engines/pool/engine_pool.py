@@ -67,9 +67,8 @@ class EnginePool:
         self._tickets = count()
         self._queue: dict[int, Request] = {}  # by id, in the order of submission
         self._submitted: dict[int, tuple[PoolMember, int]] = {}  # by id: the engine that has it, and the ticket
-        self._prefix_owner: dict[
-            int, PoolMember
-        ] = {}  # by id: the engine that caches the prefix for the episode's next request
+        # by id: the engine that caches the prefix for the episode's next request
+        self._prefix_owner: dict[int, PoolMember] = {}
         # without keys and values; an engine that takes over an episode needs its first prompt to compute the same bits
         self._kept = PrefixCache(0)
         self._finished: list[Completion] = []
@@ -162,9 +161,8 @@ class EnginePool:
         """Sync weights to all live engines. Return when each has them or is lost, and at least one is ready."""
         assert not self._queue and not self._submitted, "weights change between batches of rollouts, not within one"
         self._weights_offered = self._resting = False
-        self._until(
-            lambda: not any(m.loading or m.probe for m in self.members)
-        )  # until no engine reads the previous weights
+        # until no engine reads the previous weights
+        self._until(lambda: not any(m.loading or m.probe for m in self.members))
         self.probe.look(weights)
         self._deviation, self._before, self.version = 0.0, self.version, version
         for member in self.members:

@@ -37,9 +37,8 @@ class Many:
     folder: Path | None = None  # folder for checkpoints on a disk that the servers read
     launch: Literal["local", "ray"] = "local"  # what starts the processes: local or ray
     cpus: float = 1.0  # processors of the cluster per engine
-    weight_sync: Literal["copied", "adapter", "nccl", "ipc"] = (
-        "copied"  # transport of the weight sync to processes of this machine
-    )
+    # transport of the weight sync to processes of this machine
+    weight_sync: Literal["copied", "adapter", "nccl", "ipc"] = "copied"
     rank: int = 0  # rank of the process to which the engines belong
     devices: tuple[int, ...] = ()  # GPUs of the processes
     urls: Sequence[str] = ()  # vLLM servers that run already

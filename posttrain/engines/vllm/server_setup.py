@@ -37,9 +37,8 @@ LOGPROBS = "processed_logprobs"  # of the sampled distribution, with the tempera
 BLOCK = 128  # tokens in a block of vLLM's cache on processors: the largest supported size
 PREFILL_TOKENS = 2048  # tokens of prompts that a processor computes at once, or one longer prompt
 GPU_SHARE = 0.05  # vLLM checks at its start that this share is free; it uses weights + cache_bytes
-ALONE_SHARE = (
-    0.85  # of a GPU that a server has to itself, for weights, cache and activations; new weights arrive beside them
-)
+# of a GPU that a server has to itself, for weights, cache and activations; new weights arrive beside them
+ALONE_SHARE = 0.85
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the calls that sync weights
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",

@@ -298,9 +298,8 @@ class _Play:
         except UserError as error:
             if not turn.whole and not isinstance(error, PictureError):
                 raise
-            return self._end(
-                index, f"yielded a turn that the model cannot read: {error}"
-            )  # written by an agent program
+            # written by an agent program
+            return self._end(index, f"yielded a turn that the model cannot read: {error}")
         empty = not len(p.context.transcript)
         whole = len(tokens)
         if not empty and turn.tokens is None and self.by.too_long == "truncate" and not p.context.conversation.seen:

@@ -134,10 +134,8 @@ class _Divergence(torch.autograd.Function):
         wide = torch.promote_types(hidden.dtype, torch.float32)
         at = torch.zeros(hidden.shape[0], dtype=wide, device=hidden.device)
         own, other = RunningSum(at), RunningSum(at)
-        level, theirs = (
-            RunningSum(at),
-            torch.zeros_like(at),
-        )  # the policy's mean logit; the teacher's logit at the target
+        # the policy's mean logit; the teacher's logit at the target
+        level, theirs = RunningSum(at), torch.zeros_like(at)
         for block, x, y in pairs:
             mine, place = inside(target, block)
             at = torch.where(mine, x.gather(-1, place[:, None]).squeeze(-1), at)

@@ -121,9 +121,8 @@ class _Likelihood(torch.autograd.Function):
         if shared is not None:
             at, total, mean, top = shared.over_all(at, total, mean, top)
         logp, entropy = at - total, total - mean
-        ctx.save_for_backward(
-            hidden, weight, place, total, entropy, *kept
-        )  # the weight is saved so that torch detects changes in place
+        # the weight is saved so that torch detects changes in place
+        ctx.save_for_backward(hidden, weight, place, total, entropy, *kept)
         ctx.head, ctx.temperature, ctx.with_entropy, ctx.narrow = head, temperature, entropies == "learned", narrow
         mass = top.sub_(total).exp_()
         ctx.mark_non_differentiable(mass, *([entropy] if entropies == "constant" else []))

@@ -107,9 +107,8 @@ class _Bucket:
         column = np.arange(int(length.max()))
         self.segments, self.size = segments, len(segments)
         self.inside = column[None, :] < length[:, None]  # bool [B, n], False at padding
-        self.index = start[:, None] + np.where(
-            self.inside, column[None, :], 0
-        )  # [B, n]; padding: the segment's first token
+        # [B, n]; padding: the segment's first token
+        self.index = start[:, None] + np.where(self.inside, column[None, :], 0)
         device = layout.tokens.device
         self.tokens = torch.from_numpy(self.index.reshape(-1)).to(device)  # int64 [B * n]
         self.padding = torch.from_numpy(np.flatnonzero(~self.inside)).to(device)

@@ -292,9 +292,8 @@ class _Ways:
     """Settings of products in this thread."""
 
     block: int | None = None  # rows per product; None: all
-    narrowed: dict[Tensor, Tensor] | None = (
-        None  # while gradients accumulate: weight -> its copy in the type of products; else None
-    )
+    # while gradients accumulate: weight -> its copy in the type of products; else None
+    narrowed: dict[Tensor, Tensor] | None = None
     keeps: bool = True  # whether such copies of narrowed weights are kept
     narrow_product: Callable[[Tensor, Tensor], Tensor] | None = None  # x, W -> x W^T in fewer bits; None: by torch
 

@@ -202,10 +202,8 @@ class Pricing(NodeTransformer):
     def visit_Output(self, node: nodes.Output) -> nodes.Node:
         self.generic_visit(node)
         for place, part in enumerate(node.nodes):
-            done = isinstance(part, nodes.Filter) and part.name in (
-                " added",
-                " joined",
-            )  # already paid by the operation
+            # already paid by the operation
+            done = isinstance(part, nodes.Filter) and part.name in (" added", " joined")
             if not done and not isinstance(part, nodes.TemplateData | nodes.Const):
                 node.nodes[place] = _paid(part, " weighed")
         return node

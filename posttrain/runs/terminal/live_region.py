@@ -59,9 +59,8 @@ class Passing:
         with self._lock:
             if self._shown:
                 self._shown = False
-                self._stream.write(
-                    "\r" + ERASE_LINE
-                )  # nothing is below it; and some terminals save a whole screen that is erased
+                # nothing is below it; and some terminals save a whole screen that is erased
+                self._stream.write("\r" + ERASE_LINE)
                 self._stream.flush()
 
 

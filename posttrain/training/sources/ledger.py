@@ -64,9 +64,8 @@ class _Account:
         fate, why = (Fate.TRAINED, self._learned(updates)) if self.updates else (self.fate, self.why)
         told = fate, why, tuple(self.flags), self.shaping, self.penalty, self.replayed
         numbers = dict(self.numbers)
-        if (
-            self.updates == [1] and "learner" in numbers
-        ):  # computed by the weights at the step's start, so the values are the same
+        # computed by the weights at the step's start, so the values are the same
+        if self.updates == [1] and "learner" in numbers:
             numbers.pop("before", None)
         return Outcome(self.rollout, self.advantage, *told, numbers=numbers)
 

@@ -38,9 +38,8 @@ class Minibatches:
     size: Size
     seed: int
     success: float | None
-    texts: Sequence[
-        Sequence[Transcript] | None
-    ]  # imitated besides the rollouts, by an algorithm with a pretraining term
+    # imitated besides the rollouts, by an algorithm with a pretraining term
+    texts: Sequence[Sequence[Transcript] | None]
     buffer: ReplayBuffer | None
     teachers: Teachers | None = None
 

@@ -37,9 +37,8 @@ class MixedRows:
         self.tasks, self.rows, self.seed = tasks, rows, seed
         self._step, self._drawn = 0, dict.fromkeys(tasks.parts, 0)  # last step made; rows of each part up to its end
         self._last: list[tuple[str, int]] = []  # rows of the last step, see `_advance`
-        self._orders: dict[
-            str, tuple[int, Sequence[int]]
-        ] = {}  # part -> the epoch that was asked for last, and its order
+        # part -> the epoch that was asked for last, and its order
+        self._orders: dict[str, tuple[int, Sequence[int]]] = {}
 
     def of_step(self, number: int) -> list[int]:
         """Return the places of the rows of a step: int [rows]."""

@@ -47,9 +47,8 @@ from posttrain.training.text_loss import TEXT_LOSS, forget_texts
 class Evaluated:
     """Result of an evaluation."""
 
-    figures: dict[
-        str, Any
-    ]  # from `figures.summary`: mean, low, high of reward and, with a success threshold, accuracy, pass@k
+    # from `figures.summary`: mean, low, high of reward and, with a success threshold, accuracy, pass@k
+    figures: dict[str, Any]
     rewards: dict[str, list[float]]  # task id (and side, if there are several) -> valid rewards of its samples
     rollouts: list[Rollout] = field(repr=False)
     invalid: int = 0  # number of invalid rewards of the first checkpoint

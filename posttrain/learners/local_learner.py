@@ -505,7 +505,7 @@ class LocalLearner:
             temperature = self._temperature(batch)
             logp, apart, entropy = top_divergence(policy, ids, top, batch.target, beta, temperature, measured)
             return (logp, apart, sampled, entropy) if measured else (logp, apart)
-        assert batch.readings, "nobody teaches these rollouts"
+        assert batch.readings, "a divergence is computed where teachers have read the rollouts"
         parts = []
         for reading in batch.readings:
             theirs = self._other(reading.model, reading.packed)

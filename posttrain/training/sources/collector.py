@@ -59,7 +59,7 @@ def _member(member: Rollout | Episode) -> dict[str, Any]:
     if isinstance(member, Rollout):
         return {"rollout": stored(member)}
     begun = member.begun
-    assert begun is not None, "it was played"
+    assert begun is not None, "an unfinished episode has a reply so far"
     runs = begun.runs or ((len(begun.tokens), begun.version),)
     return {"seed": member.seed, "tokens": list(begun.tokens), "logp": list(begun.logp), "runs": list(map(list, runs))}
 

@@ -110,14 +110,8 @@ def credit(
         fields["old_logp"] = views["old"]
     if "reference" in views:
         fields["ref_logp"] = views["reference"]
-    if Need.TEACHER in needs:
-        assert teachers is not None, "somebody must teach"
-        fields["teacher_logp"] = teachers.logp(learner, rollouts, tokens_per_microbatch)
-    if Need.TEACHER_TOP in needs:
-        assert teachers is not None and algorithm.teacher is not None, "somebody must teach"
-        top = teachers.top(rollouts, algorithm.teacher.top_k, learner.device)
-        fields["teacher_logp"] = [own.sampled for own in top]
-        fields["teacher_ids"], fields["teacher_top"] = [own.ids for own in top], [own.logp for own in top]
+    if teachers is not None:
+        fields |= _teacher_fields(algorithm, teachers, learner, rollouts, tokens_per_microbatch)
     if algorithm.critic is not None:
         fields |= _returns(algorithm, scores, stats)
     if algorithm.covariance is not None:
@@ -147,6 +141,23 @@ def _penalty(
     if entropy is not None and entropy.where == "reward":
         found.append([coefficients["entropy"] * logp.cpu() for logp in views["old"]])
     return [sum(of_rollout[1:], of_rollout[0]) for of_rollout in zip(*found, strict=True)]
+
+
+def _teacher_fields(
+    algorithm: Algorithm, teachers: Teachers, learner: Learner, rollouts: Sequence[Rollout], tokens_per_microbatch: int
+) -> dict[str, list[Tensor]]:
+    """Return the log-probabilities of the teachers that the algorithm needs before the updates."""
+    if Need.TEACHER_TOP in algorithm.needs:
+        assert algorithm.teacher is not None
+        top = teachers.top(rollouts, algorithm.teacher.top_k, learner.device)
+        return {
+            "teacher_logp": [own.sampled for own in top],
+            "teacher_ids": [own.ids for own in top],
+            "teacher_top": [own.logp for own in top],
+        }
+    if Need.TEACHER in algorithm.needs:
+        return {"teacher_logp": teachers.logp(learner, rollouts, tokens_per_microbatch)}
+    return {}
 
 
 def _returns(algorithm: Algorithm, scores: Scores, stats: Stats) -> dict[str, list[Tensor]]:

@@ -134,11 +134,7 @@ def evaluate_as_given(
     ]
     harness = harness_figures(config) if config.harness is not None else {}
     if config.inspect_log is not None:
-        log = Path(config.inspect_log)
-        for place, path in enumerate(file_of_each(log, log.suffix, len(sides))):
-            scores = scored.scores[place] if scored.scores else ()
-            logged = LoggedModel(sides[place].name, sides[place].rollouts, figures[place], scores)
-            write_inspect_log(path, config, logged, success, began)
+        _write_logs(Path(config.inspect_log), config, sides, figures, scored, success, began)
     first = sides[0]
     return Evaluated(
         figures[0],
@@ -166,6 +162,22 @@ def _figures(
         if side.losses is not None:
             own[TEXT_LOSS] = side.losses.figure
     return figures
+
+
+def _write_logs(
+    log: Path,
+    config: Evaluation,
+    sides: Sequence[EvaluatedModel],
+    figures: Sequence[dict[str, Any]],
+    scored: ScorerResults,
+    success: float | None,
+    began: datetime,
+) -> None:
+    """Write the log of each model for Inspect, into `log` or files named after it."""
+    for place, path in enumerate(file_of_each(log, log.suffix, len(sides))):
+        scores = scored.scores[place] if scored.scores else ()
+        logged = LoggedModel(sides[place].name, sides[place].rollouts, figures[place], scores)
+        write_inspect_log(path, config, logged, success, began)
 
 
 def _comparisons(

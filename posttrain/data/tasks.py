@@ -354,7 +354,7 @@ _remembered = lru_cache(maxsize=2)(_permutation)  # one step may need two epochs
 # Going through all rows
 
 
-class _Found(NamedTuple):
+class _SurveyedRows(NamedTuple):
     """Results of surveying rows, for each row that makes a task."""
 
     at: Integers  # indices of the rows
@@ -367,7 +367,7 @@ def _survey(rows: Rows, conversion: Conversion, split_seed: int | None) -> Array
     """Return the rows that make a task ("at", without repetitions), their number with repetitions ("made"), and
     "draws".
     """
-    found: list[_Found] = []
+    found: list[_SurveyedRows] = []
     first = 0
     for block in rows.blocks():
         found.append(_plain(conversion, block, first, split_seed) or _each(rows, conversion, block, first, split_seed))
@@ -377,17 +377,19 @@ def _survey(rows: Rows, conversion: Conversion, split_seed: int | None) -> Array
     return {"made": np.array(len(at)), "at": at[kept], "draws": draws[kept] if len(draws) else draws}
 
 
-def _plain(conversion: Conversion, block: Sequence[Row], first: int, split_seed: int | None) -> _Found | None:
+def _plain(conversion: Conversion, block: Sequence[Row], first: int, split_seed: int | None) -> _SurveyedRows | None:
     """Survey rows that are tasks without conversion, all at once; None if some may need one."""
     plain = conversion.plain(block)
     if plain is None or (split_seed is not None and plain.prompts is None):
         return None
     draws = np.empty(0) if split_seed is None else _draws(split_seed, map(quoted, plain.prompts or ()))
     count = len(block)
-    return _Found(first + np.arange(count), np.array(plain.keys, np.int64), np.full(count, plain.own), draws)
+    return _SurveyedRows(first + np.arange(count), np.array(plain.keys, np.int64), np.full(count, plain.own), draws)
 
 
-def _each(rows: Rows, conversion: Conversion, block: Sequence[Row], first: int, split_seed: int | None) -> _Found:
+def _each(
+    rows: Rows, conversion: Conversion, block: Sequence[Row], first: int, split_seed: int | None
+) -> _SurveyedRows:
     at, keys, own, asked = [], [], [], []
     for number, row in enumerate(block, first):
         try:
@@ -402,7 +404,7 @@ def _each(rows: Rows, conversion: Conversion, block: Sequence[Row], first: int, 
             raise UserError(f"{rows.where(number)}: {error}") from error
         at.append(number)
     draws = np.empty(0) if split_seed is None else _draws(split_seed, asked)
-    return _Found(np.array(at, np.int64), np.array(keys, np.int64), np.array(own, bool), draws)
+    return _SurveyedRows(np.array(at, np.int64), np.array(keys, np.int64), np.array(own, bool), draws)
 
 
 def _without_repetitions(tasks: Tasks, keys: Integers, own: NDArray[np.bool_]) -> NDArray[np.bool_]:

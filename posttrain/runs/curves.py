@@ -37,7 +37,7 @@ Points = tuple[np.ndarray, np.ndarray]  # steps, values
 
 
 @dataclass
-class _Line:
+class _LabelledRuns:
     """The runs under one label: for each metric the points of each run that has it, and the findings."""
 
     label: str
@@ -62,7 +62,7 @@ def curves(runs: Folder | Mapping[str, Folder | Sequence[Folder]], out: Folder |
     return path
 
 
-def _figure(lines: Sequence[_Line], names: Sequence[str]) -> Figure:
+def _figure(lines: Sequence[_LabelledRuns], names: Sequence[str]) -> Figure:
     from matplotlib.figure import Figure
 
     columns = 2 if len(names) == 4 else min(len(names), 3)
@@ -104,8 +104,8 @@ def _listed(given: Folder | Sequence[Folder]) -> list[Folder]:
     return list(given) if isinstance(given, list | tuple) else [given]  # type: ignore[list-item]
 
 
-def _read(label: str, folders: Sequence[Folder]) -> _Line:
-    line = _Line(label)
+def _read(label: str, folders: Sequence[Folder]) -> _LabelledRuns:
+    line = _LabelledRuns(label)
     for folder in folders:
         for name, points in _series(folder).items():
             line.series.setdefault(name, []).append(points)
@@ -124,7 +124,7 @@ def _series(folder: Folder) -> dict[str, Points]:
     return {name: (np.array(pairs)[:, 0], np.array(pairs)[:, 1]) for name, pairs in points.items()}
 
 
-def _panels(lines: Sequence[_Line]) -> list[str]:
+def _panels(lines: Sequence[_LabelledRuns]) -> list[str]:
     """Return the names to draw, in the order of the table."""
     there = {name for line in lines for name in line.series}
     drawn: list[str] = []
@@ -146,12 +146,12 @@ def _panels(lines: Sequence[_Line]) -> list[str]:
     return drawn
 
 
-def _names_of_parts(line: _Line) -> list[str]:
+def _names_of_parts(line: _LabelledRuns) -> list[str]:
     parts = BY_NAME[REWARDS].pattern
     return sorted(name for name in line.series if name not in BY_NAME and parts.fullmatch(name))[:MOST_PARTS]
 
 
-def _same(lines: Sequence[_Line], name: str, other: str) -> bool:
+def _same(lines: Sequence[_LabelledRuns], name: str, other: str) -> bool:
     """Return whether two metrics have the same curves."""
     pairs = [(line.series.get(name, []), line.series.get(other, [])) for line in lines]
     return all(len(one) == len(two) and all(_equal(a, b) for a, b in zip(one, two, strict=True)) for one, two in pairs)
@@ -161,11 +161,11 @@ def _equal(one: Points, other: Points) -> bool:
     return np.array_equal(one[0], other[0]) and np.allclose(one[1], other[1], rtol=1e-9, atol=1e-12)
 
 
-def _moved(line: _Line, name: str) -> bool:
+def _moved(line: _LabelledRuns, name: str) -> bool:
     return any(bool(np.any(values)) for _, values in line.series.get(name, []))
 
 
-def _findings(lines: Sequence[_Line]) -> dict[str, int]:
+def _findings(lines: Sequence[_LabelledRuns]) -> dict[str, int]:
     """Return finding -> the first step at which any run has it."""
     found: dict[str, int] = {}
     for line in lines:
@@ -206,7 +206,7 @@ def _mark(axes: Axes, found: Mapping[str, int]) -> None:
                   clip_on=False, transform=where, zorder=5)  # fmt: skip
 
 
-def _parts(axes: Axes, line: _Line) -> None:
+def _parts(axes: Axes, line: _LabelledRuns) -> None:
     """Draw all parts of the reward into one panel."""
     for number, name in enumerate(_names_of_parts(line)):
         _curve(axes, line.series[name], COLOURS[number % len(COLOURS)], name.partition("/")[2])

@@ -222,7 +222,7 @@ def shapes_of(config: Training, shape: DecoderConfig) -> LocalLearner:
     refuse_useless(config, model, others)
     refuse_idle(config, model, others, critic)
     if config.tensor_parallel > 1:
-        first = _First(config.tensor_parallel)
+        first = _FirstProcess(config.tensor_parallel)
         for held in (model, critic, *others.values()):
             for decoder in decoders_in(held) if held is not None else ():
                 divide(cast(Decoder, decoder), first)
@@ -230,7 +230,7 @@ def shapes_of(config: Training, shape: DecoderConfig) -> LocalLearner:
 
 
 @dataclass(frozen=True)
-class _First:
+class _FirstProcess:
     """The first of several processes, for parts of weights that have shapes and no numbers."""
 
     size: int

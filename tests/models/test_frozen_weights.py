@@ -120,7 +120,7 @@ def test_no_copy_of_a_frozen_matrix_is_kept(precision: str) -> None:
     frozen = {m.weight for m in model.modules() if isinstance(m, Linear)}
     with computing(precision, True), accumulating():
         loss_of(model, *laid()).backward()
-        known = linear._ways().narrowed
+        known = linear._settings().narrowed
         assert known is not None and not frozen & set(known)
         assert bool(known) == (precision == "bfloat16"), "the adapters"
 

@@ -37,7 +37,7 @@ TOLERANCE = 1e-3  # nats, allowed difference between padded and unpadded rows
 
 
 @dataclass
-class _Begun(RunningReply):
+class _RoutedReply(RunningReply):
     """A running request, with the experts that its tokens were routed to."""
 
     experts: list[NDArray[np.int16]] = field(default_factory=list)  # [prompt, M, k], then [1, M, k] of each token
@@ -48,7 +48,9 @@ class _Cohort:
     """Requests that began together and are decoded as one batch."""
 
     cache: Any
-    rows: list[_Begun | None]  # [B]; None: the reply has ended, and its row is computed but ignored until it is removed
+    rows: list[
+        _RoutedReply | None
+    ]  # [B]; None: the reply has ended, and its row is computed but ignored until it is removed
     padding: Tensor  # int64 [B], padding tokens on the left
     place: (
         Tensor  # int64 [B], position of the next token, which is below its index if tokens of pictures share positions
@@ -97,11 +99,11 @@ class BackedEngine(UncachedEngine):
         self._cohorts.clear()
 
     def _began(self, request: Request) -> RunningReply:
-        return _Begun(request)
+        return _RoutedReply(request)
 
     def _completion(self, running: RunningReply, stopped: bool) -> Completion:
         done = super()._completion(running, stopped)
-        if not isinstance(running, _Begun) or not running.experts:
+        if not isinstance(running, _RoutedReply) or not running.experts:
             return done
         prompt, *others = running.experts
         last = np.full((1, *prompt.shape[1:]), UNKNOWN, np.int16)  # nothing was sampled after it
@@ -123,7 +125,9 @@ class BackedEngine(UncachedEngine):
         with self.model.decoding():
             for cohort in self._cohorts:
                 self._note(found, place, cohort, self._decoded(cohort))
-            for some in self._beginning([r for r in self._running if isinstance(r, _Begun) and id(r) not in place]):
+            for some in self._beginning(
+                [r for r in self._running if isinstance(r, _RoutedReply) and id(r) not in place]
+            ):
                 cohort, states = self._prefilled(some)
                 self._cohorts.append(cohort)
                 self._note(found, place, cohort, states)
@@ -149,16 +153,16 @@ class BackedEngine(UncachedEngine):
         place.update({id(r): before + row for row, r in enumerate(cohort.rows) if r is not None})
         found.append(states)
 
-    def _beginning(self, new: Sequence[_Begun]) -> list[list[_Begun]]:
+    def _beginning(self, new: Sequence[_RoutedReply]) -> list[list[_RoutedReply]]:
         """Divide new requests into cohorts."""
         if self._pads or not new:
             return [list(new)] if new else []
-        by_length: dict[int, list[_Begun]] = {}
+        by_length: dict[int, list[_RoutedReply]] = {}
         for running in new:
             by_length.setdefault(len(running.request.prompt), []).append(running)
         return list(by_length.values())
 
-    def _prefilled(self, some: list[_Begun]) -> tuple[_Cohort, Tensor]:
+    def _prefilled(self, some: list[_RoutedReply]) -> tuple[_Cohort, Tensor]:
         """Prefill these requests. Return their cohort, and the hidden states [B, D] for sampling their first tokens."""
         asked = {_key(r): r.request for r in some}
         prompts, seen = [request.prompt for request in asked.values()], [request.media for request in asked.values()]

@@ -317,7 +317,7 @@ def _digest(prompt: Prompt, asked: PolicyRequest, number: int) -> bytes:
 # -- the server of a worker --------------------------------------------------------------------------------------------
 
 
-class _Door:
+class _SharedServer:
     """A server in an event loop, open while any episode needs it."""
 
     def __init__(self) -> None:
@@ -355,17 +355,17 @@ class _Door:
             yield port
 
 
-_doors: WeakKeyDictionary[asyncio.AbstractEventLoop, _Door] = WeakKeyDictionary()
+_shared_servers: WeakKeyDictionary[asyncio.AbstractEventLoop, _SharedServer] = WeakKeyDictionary()
 
 
 @asynccontextmanager
 async def _opened(overflow: str, sampling: str) -> AsyncIterator[_Session]:
-    door = _doors.setdefault(asyncio.get_running_loop(), _Door())
-    key, session = await door.enter(overflow, sampling)
+    server = _shared_servers.setdefault(asyncio.get_running_loop(), _SharedServer())
+    key, session = await server.enter(overflow, sampling)
     try:
         yield session
     finally:
-        await door.leave(key)
+        await server.leave(key)
 
 
 if TYPE_CHECKING:

@@ -80,7 +80,7 @@ def _right(row: dict[str, Any], question: str, answer: str) -> Task:
 
 
 @dataclass
-class _Play:
+class _EpisodeActions:
     """Actions of the policy in an episode."""
 
     searches: int = 0  # number of searches
@@ -113,7 +113,7 @@ def search_qa(
     message, rendered by the chat template.
     """
     check_options(topk=topk, searches=searches, shown=shown, format=format, f1=f1, per_search=per_search)
-    play = _Play()
+    play = _EpisodeActions()
     prompt = (SEARCH if searches else DIRECT).format(question=task["question"])
     reply = (
         yield Turn(messages=[{"role": "user", "content": prompt}], stop=STOP) if chat else Turn(text=prompt, stop=STOP)
@@ -156,7 +156,7 @@ def check_options(
         )
 
 
-def _read(reply: Reply, play: _Play) -> tuple[str | None, str]:
+def _read(reply: Reply, play: _EpisodeActions) -> tuple[str | None, str]:
     """Return (action, its content) of a reply: its first complete action, or None as the action if that is invalid."""
     play.forged += len(re.findall(r"</?information>", reply, re.IGNORECASE))
     name, content, end = _first_action(reply)
@@ -206,7 +206,7 @@ def _block(passages: list[tuple[str, str]]) -> str:
     return "\n".join(shown).strip() or NOTHING
 
 
-def _reward(play: _Play, task: Task, format: float, f1: float) -> dict[str, float] | Invalid:
+def _reward(play: _EpisodeActions, task: Task, format: float, f1: float) -> dict[str, float] | Invalid:
     """Return the reward, with further parts that are only logged."""
     exact, words = exact_match(play.answer, task["answers"]), f1_score(play.answer, task["answers"])
     if isinstance(exact, Invalid):

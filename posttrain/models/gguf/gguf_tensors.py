@@ -84,7 +84,7 @@ class GgufTensors:
     def stored(self, name: str) -> StoredTensor:
         return self.file.tensors[self._names[name]]
 
-    def _kind(self, tensor: StoredTensor) -> _Kind:
+    def _kind(self, tensor: StoredTensor) -> _StoredType:
         found = _kind(tensor.kind)
         assert found is not None, "checked when the file was opened"
         return found
@@ -149,7 +149,7 @@ def _name(file: GgufFile, name: str) -> str:
     return f"{known}.{leaf}" if number is None else f"model.layers.{number}.{known}.{leaf}"
 
 
-class _Kind(NamedTuple):
+class _StoredType(NamedTuple):
     """A type of stored tensors."""
 
     name: str
@@ -159,7 +159,7 @@ class _Kind(NamedTuple):
 
 
 @cache
-def _kind(number: int) -> _Kind | None:
+def _kind(number: int) -> _StoredType | None:
     """Return a type by ggml's number for it, if the gguf package can dequantize it."""
     import gguf
 
@@ -169,8 +169,8 @@ def _kind(number: int) -> _Kind | None:
         gguf.dequantize(np.zeros((1, size), np.uint8), known)
     except (ValueError, KeyError, NotImplementedError):
         plain = PLAIN.get(number)
-        return _Kind(plain[0], 1, plain[1].itemsize, lambda data: data) if plain else None
-    return _Kind(known.name, block, size, lambda data: gguf.dequantize(data.reshape(1, -1), known)[0])
+        return _StoredType(plain[0], 1, plain[1].itemsize, lambda data: data) if plain else None
+    return _StoredType(known.name, block, size, lambda data: gguf.dequantize(data.reshape(1, -1), known)[0])
 
 
 def _known_kinds() -> str:

@@ -55,7 +55,7 @@ class Vision(nn.Module):
 
     def features(self, digests: Sequence[str]) -> PictureFeatures:
         """Compute features of each distinct picture once. Raises PictureError for an invalid one."""
-        found: dict[str, _Kind] = {}
+        found: dict[str, _Features] = {}
         for alike in _alike({digest: self.processor.pixels(digest).inputs for digest in dict.fromkeys(digests)}):
             inputs = {
                 name: torch.cat([one[name] for one in alike.values()]).to(self.forbidden.device)
@@ -71,7 +71,7 @@ class Vision(nn.Module):
                 )
             parts = [x.split(counts) for x in (pooled, *deep)]
             own = zip(alike, zip(*parts, strict=True), strict=True)
-            found |= {digest: _Kind(features, out) for digest, features in own}
+            found |= {digest: _Features(features, out) for digest, features in own}
         return found
 
     @contextmanager
@@ -98,14 +98,14 @@ class Vision(nn.Module):
             del self.base.get_image_features
 
 
-class _Kind(NamedTuple):
+class _Features(NamedTuple):
     """Features of one picture."""
 
     features: Sequence[Tensor]  # [n, D] each: the main ones, then those for deeper layers
     like: Any  # the model's output
 
 
-PictureFeatures = Mapping[str, _Kind]
+PictureFeatures = Mapping[str, _Features]
 """Features of pictures, by the pictures' hashes."""
 
 

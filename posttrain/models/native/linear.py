@@ -69,7 +69,7 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute [T, inputs] -> [T, outputs]."""
-        if (narrow := _ways().narrow_product) is not None:
+        if (narrow := _settings().narrow_product) is not None:
             out = narrow(x.to(product_type(x)), self.weight)
             return out if self.bias is None else out + self.bias.to(out.dtype)
         if written_out(self) and torch.is_grad_enabled():
@@ -164,7 +164,7 @@ class Adapter(nn.Module):
         Computed as |W|^2 + 2 scale W A^T B^T + scale^2 B A A^T B^T, without the matrix W + scale * B A. While gradients
         accumulate, the result is cached.
         """
-        known = _ways().narrowed
+        known = _settings().narrowed
         if known is not None and self.magnitude in known:
             return known[self.magnitude]
         wide = torch.promote_types(weight.dtype, torch.float32)
@@ -288,7 +288,7 @@ def rounds(device: torch.device) -> bool:
 
 
 @dataclass
-class _Ways:
+class _ProductSettings:
     """Settings of products in this thread."""
 
     block: int | None = None  # rows per product; None: all
@@ -298,12 +298,12 @@ class _Ways:
     narrow_product: Callable[[Tensor, Tensor], Tensor] | None = None  # x, W -> x W^T in fewer bits; None: by torch
 
 
-_everybodys = _Ways()
+_shared_settings = _ProductSettings()
 _own = threading.local()
 
 
-def _ways() -> _Ways:
-    found: _Ways = getattr(_own, "ways", _everybodys)
+def _settings() -> _ProductSettings:
+    found: _ProductSettings = getattr(_own, "settings", _shared_settings)
     return found
 
 
@@ -313,18 +313,18 @@ def compute_apart() -> None:
     By default threads share them: torch computes gradients on a GPU in further threads, which need the settings of the
     thread that started them.
     """
-    _own.ways = _Ways()
+    _own.settings = _ProductSettings()
 
 
 @contextmanager
 def _within(**settings: Any) -> Iterator[None]:
-    ways = _ways()
-    before = {name: getattr(ways, name) for name in settings}
-    vars(ways).update(settings)
+    changed = _settings()
+    before = {name: getattr(changed, name) for name in settings}
+    vars(changed).update(settings)
     try:
         yield
     finally:
-        vars(ways).update(before)
+        vars(changed).update(before)
 
 
 def multiplying(product: Callable[[Tensor, Tensor], Tensor] | None) -> AbstractContextManager[None]:
@@ -347,7 +347,7 @@ def in_blocks(rows: int) -> AbstractContextManager[None]:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute functional.linear, in blocks within `in_blocks`. A weight of a narrower type is widened."""
-    block = _ways().block
+    block = _settings().block
     if block is None:
         if weight.dtype.itemsize < x.dtype.itemsize and not torch.is_autocast_enabled(x.device.type):
             weight = weight.to(x.dtype)
@@ -391,7 +391,7 @@ def accumulating(keeps: bool = True) -> AbstractContextManager[None]:
 
 
 def accumulates() -> bool:
-    return _ways().narrowed is not None
+    return _settings().narrowed is not None
 
 
 def collects(weight: Tensor) -> bool:
@@ -407,7 +407,7 @@ def written_out(linear: Linear) -> bool:
 
 def in_one(linear: Linear) -> bool:
     """Return whether a product can be computed in one operation with what precedes it."""
-    return _ways().narrow_product is None and (written_out(linear) or not torch.is_grad_enabled())
+    return _settings().narrow_product is None and (written_out(linear) or not torch.is_grad_enabled())
 
 
 def learned(linear: Linear) -> tuple[Tensor | None, ...]:
@@ -433,7 +433,7 @@ def reads_rounded(module: nn.Module) -> bool:
 
 
 def in_one_block() -> bool:
-    return _ways().block is None
+    return _settings().block is None
 
 
 def product_type(x: Tensor) -> torch.dtype:
@@ -446,7 +446,7 @@ def narrowed(weight: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return a weight in the type of products, cached while gradients accumulate. `dtype`: the type of products, if
     autocast has ended.
     """
-    dtype, known = dtype or product_type(weight), _ways().narrowed
+    dtype, known = dtype or product_type(weight), _settings().narrowed
     if known is None or not _keeps(weight, dtype):
         return weight.to(dtype)
     if weight not in known:
@@ -462,7 +462,7 @@ def narrowed_rows(weight: Tensor, rows: slice, dtype: torch.dtype) -> Tensor:
 def _keeps(weight: Tensor, dtype: torch.dtype) -> bool:
     """Return whether a copy of the whole weight in this type is cached: only a narrower one, and only of parameters."""
     narrower = dtype.itemsize < weight.dtype.itemsize
-    return accumulates() and _ways().keeps and narrower and isinstance(weight, nn.Parameter)
+    return accumulates() and _settings().keeps and narrower and isinstance(weight, nn.Parameter)
 
 
 def collected(weight: Tensor) -> Tensor | None:

@@ -91,12 +91,12 @@ class Region:
         self._drawn: list[int] = []  # width of each line on the screen, in cells
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._draw_often, name="display", daemon=True)
-        self._instead: dict[str, _Above] = {}
+        self._instead: dict[str, _OutputAbove] = {}
 
     def start(self) -> None:
         for name in ("stdout", "stderr"):
             if _same_terminal(self._stream, before := getattr(sys, name)):
-                self._instead[name] = _Above(self, before)
+                self._instead[name] = _OutputAbove(self, before)
                 setattr(sys, name, self._instead[name])
         self._stream.write(HIDE_CURSOR)
         self.print("")
@@ -137,7 +137,7 @@ class Region:
             self.print("")
 
 
-class _Above(io.TextIOBase):
+class _OutputAbove(io.TextIOBase):
     """A stream for other output while the region is drawn: it writes complete lines above the region."""
 
     def __init__(self, region: Region, instead_of: TextIO) -> None:

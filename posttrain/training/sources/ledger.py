@@ -81,7 +81,7 @@ class _Account:
 
 
 @dataclass(frozen=True)
-class _Fed:
+class _Update:
     """An update with the entries of its rollouts, by their places in its batches."""
 
     sink: TokenSink
@@ -106,7 +106,7 @@ class Ledger:
         for rollout, fate, why in dropped:
             self.leave([rollout], fate, why)
         self._chosen: frozenset[str] = frozenset()
-        self._updates: list[_Fed] = []
+        self._updates: list[_Update] = []
         self._credited: Credited | None = None
 
     def leave(self, rollouts: Iterable[Rollout], fate: Fate, why: str) -> None:
@@ -205,7 +205,7 @@ class Ledger:
                 flags = [WARMING] if warming else self._flags(part, i, coefficients)
                 account.flags |= dict.fromkeys([*flags, *["moved by routers"] * routers])
         sink = TokenSink(frozenset(i for i in fed if part.rollouts[i].group in self._chosen))
-        self._updates.append(_Fed(sink, accounts))
+        self._updates.append(_Update(sink, accounts))
         return sink
 
     def _flags(self, part: Credited, i: int, coefficients: Mapping[str, float]) -> list[str]:

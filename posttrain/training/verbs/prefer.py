@@ -83,7 +83,7 @@ def prefer(context: RunContext[Prefer]) -> RunParts:
     seen = _Reference(run, algorithm, learner, device)
     source.reference = seen.of(items, visited, drift=Need.DRIFT in algorithm.needs)
     objective = PreferenceObjective(algorithm)
-    evaluated = _Evaluated(source, unseen, seen, objective) if unseen is not None else None
+    evaluated = _HeldOutEvaluation(source, unseen, seen, objective) if unseen is not None else None
     lines = [*sizes(config, model, (train_tasks, held_out), steps, "prompts", device), *told]
     return RunParts(
         source, objective, learner, tokenizer, steps, lines, describe(algorithm), evaluated, notifiers=(too_long,)
@@ -144,7 +144,7 @@ class _Reference:
         return self.learner.evaluate(batches, of=REFERENCE)
 
 
-class _Evaluated:
+class _HeldOutEvaluation:
     """Evaluation on held-out preference examples: accuracy, margin, and log-probabilities of both sides."""
 
     def __init__(

@@ -100,7 +100,7 @@ class Player:
         share = self._share(episodes)
         own = [self.limited(e) for e in episodes if share[e.group] == self.world.rank]
         try:
-            found = _Play(self, own, plan, tokens).played()
+            found = _RunningEpisodes(self, own, plan, tokens).run()
         finally:
             self.services.forget()
         if self.world.size == 1:
@@ -138,11 +138,11 @@ class Unwanted(Exception):
     """The rollouts in progress are not needed any more."""
 
 
-class _Play:
-    """One call of `Player.play`. An episode's index is its place in the list of episodes."""
+class _RunningEpisodes:
+    """The episodes of one call of `Player.play`. An episode's index is its place in the list of episodes."""
 
     def __init__(
-        self, by: Player, episodes: Sequence[Episode], plan: BranchPlan | None = None, tokens: int | None = None
+        self, player: Player, episodes: Sequence[Episode], plan: BranchPlan | None = None, tokens: int | None = None
     ) -> None:
         """`tokens`: most tokens to sample of each reply; unfinished ones are then returned as episodes.
 
@@ -150,39 +150,41 @@ class _Play:
         """
         self.tokens = tokens
         self.plan, self.shares = plan, Shares([episode.group for episode in episodes], plan)
-        self.by, self.pool, self.engine, self.services = by, by.pool, by.engine, by.services
+        self.player, self.pool, self.engine, self.services = player, player.pool, player.engine, player.services
         # asked once, as this takes some twenty microseconds
-        self.reader = by.engine if isinstance(by.engine, ReadingEngine) else None
+        self.reader = self.engine if isinstance(self.engine, ReadingEngine) else None
         self.prompts: dict[str, list[int]] = {}  # a group's prompt is tokenised once
-        self.playing = [RunningEpisode(e, by.tokenizer, n) for e, n in zip(episodes, self.shares.member, strict=True)]
-        self.begun: set[int] = set()  # branches whose environments are still being replayed
+        numbered = zip(episodes, self.shares.member, strict=True)
+        self.playing = [RunningEpisode(episode, player.tokenizer, number) for episode, number in numbered]
+        self.replayed: set[int] = set()  # branches whose environments are still being replayed
         self.finished: dict[int, list[Rollout] | list[Episode]] = {}
         self.awaiting: dict[int, float] = {}  # episodes that await their group -> seconds of their last step
-        self.sampled = 0  # requests in the engine
-        self.asked = [0.0] * len(episodes)  # time of the last request to the engine or the environment
-        self.heard: list[tuple[int, Turn, float]] = []  # (episode, turn to show, seconds that it took)
-        self.in_any_order = by.engine.batch_invariant or by.pool.single_turn  # a plain reward shows no further turn
+        self.in_engine = 0  # requests in the engine
+        self.requested = [0.0] * len(episodes)  # time of the last request to the engine or the environment
+        self.turns: list[tuple[int, Turn, float]] = []  # (episode, turn to show, seconds that it took)
+        # a plain reward shows no further turn
+        self.in_any_order = self.engine.batch_invariant or self.pool.single_turn
 
-    def played(self) -> list[Rollout | Episode]:
+    def run(self) -> list[Rollout | Episode]:
         for index in self.shares.first:
             self._begin(index)
         while len(self.finished) < len(self.playing):
             doing("playing episodes", len(self.finished), len(self.playing))
-            if self.by.unwanted():
+            if self.player.unwanted():
                 raise Unwanted
-            self._hear()
-            self._answer()
-            self._show_heard()
-            for completion in sorted(self.engine.poll(), key=lambda c: c.id) if self.sampled else ():
-                self._say(completion)
-            waits = self.sampled or self.heard or self.services.pending or self.pool.pending
+            self._read_events()
+            self._pass_answers()
+            self._show_turns()
+            for completion in sorted(self.engine.poll(), key=lambda c: c.id) if self.in_engine else ():
+                self._pass_reply(completion)
+            waits = self.in_engine or self.turns or self.services.pending or self.pool.pending
             assert waits or len(self.finished) == len(self.playing), "an episode waits for nobody"
         return [each for index in range(len(self.playing)) for each in self.finished[index]]
 
     def _begin(self, index: int) -> None:
         """Begin an episode with its prompt."""
         p = self.playing[index]
-        self.asked[index] = p.began = time.perf_counter()
+        self.requested[index] = p.began = time.perf_counter()
         self.pool.start(index, p.episode.task, p.episode.group)
 
     def _branch(self, index: int) -> None:
@@ -193,16 +195,16 @@ class _Play:
             begun = self.playing[other] = p.branched(self.playing[other].episode, self.shares.member[other])
             for place, context in enumerate(begun.contexts):
                 self.engine.copy(self._request(known, place), self._request(other, place), len(context.transcript))
-            self.asked[other] = begun.began = time.perf_counter()
+            self.requested[other] = begun.began = time.perf_counter()
             self.pool.branch(index, other)
-            self.begun.add(other)
+            self.replayed.add(other)
             known = other  # its state has exactly the tokens that the next branch needs
 
     def _agrees(self, index: int, event: Event) -> bool:
         """Return whether a branch's environment shows the same turn as the original; if not, end the episode."""
         if event == self.playing[index].last:
             return True
-        self.begun.discard(index)
+        self.replayed.discard(index)
         if not isinstance(event, Done):
             self.pool.drop(index)
         elif isinstance(event.reward, Invalid):
@@ -211,24 +213,24 @@ class _Play:
         self._finish(index, Done(Invalid(DIVERGED, InvalidKind.DIVERGED)))
         return False
 
-    def _hear(self) -> None:
+    def _read_events(self) -> None:
         """Read the events of environments. Waits only if there is nothing else to do."""
         began = time.perf_counter()
-        events = self.pool.poll(0.0 if self.sampled else PAUSE if self.services.pending else LONGEST_PAUSE)
+        events = self.pool.poll(0.0 if self.in_engine else PAUSE if self.services.pending else LONGEST_PAUSE)
         now = time.perf_counter()
-        if not self.sampled and self.pool.pending + len(events):
+        if not self.in_engine and self.pool.pending + len(events):
             self.pool.waited += now - began
-        elif not self.sampled:
+        elif not self.in_engine:
             self.services.waited += now - began
         for index, event in events:
-            if index in self.begun and not self._agrees(index, event):
+            if index in self.replayed and not self._agrees(index, event):
                 continue
             if isinstance(event, Done):
                 self._finish(index, event)
             elif isinstance(event, Turn):
-                self.heard.append((index, event, now - self.asked[index]))
+                self.turns.append((index, event, now - self.requested[index]))
             elif isinstance(event, AwaitsGroup):
-                self.awaiting[index] = now - self.asked[index]
+                self.awaiting[index] = now - self.requested[index]
                 self._leave(index)
             elif len(self.playing[index].answers) == MOST_ASKS:
                 self._end(index, f"asked services {MOST_ASKS} times, the maximum of an episode")
@@ -238,33 +240,33 @@ class _Play:
     def _ask(self, index: int, ask: Ask) -> None:
         self.playing[index].asks = ask.service
         if ask.service == PROMPT_TOKENS:
-            self._tell(index, count_prompt(self.playing[index].tokenizer, ask.content))
+            self._pass_answer(index, count_prompt(self.playing[index].tokenizer, ask.content))
         else:
             self.services.ask(index, ask)
 
-    def _answer(self) -> None:
+    def _pass_answers(self) -> None:
         """Pass the answers of services to their environments."""
         for index, answer in self.services.poll() if self.services.pending else ():
-            self._tell(index, answer)
+            self._pass_answer(index, answer)
 
-    def _tell(self, index: int, answer: Any) -> None:
+    def _pass_answer(self, index: int, answer: Any) -> None:
         """Pass the answer of a service to an environment."""
         p = self.playing[index]
         p.answers.append((p.asks, answer))
-        self.asked[index] = time.perf_counter()
+        self.requested[index] = time.perf_counter()
         self.pool.send(index, bare(answer))
 
-    def _show_heard(self) -> None:
+    def _show_turns(self) -> None:
         """Continue the episodes whose environments show a turn."""
-        if not self.in_any_order and (self.sampled or self.pool.pending or self.services.pending):
+        if not self.in_any_order and (self.in_engine or self.pool.pending or self.services.pending):
             return
-        heard, self.heard = self.heard, []
-        for index, turn, seconds in sorted(heard, key=lambda answer: answer[0]):
+        turns, self.turns = self.turns, []
+        for index, turn, seconds in sorted(turns, key=lambda answer: answer[0]):
             self._show(index, turn, seconds)
 
-    def _say(self, completion: Completion) -> None:
+    def _pass_reply(self, completion: Completion) -> None:
         """Pass a reply to its environment."""
-        self.sampled -= 1
+        self.in_engine -= 1
         index = completion.id % len(self.playing)
         now, p = time.perf_counter(), self.playing[index]
         if p.episode.begun is not None:
@@ -272,7 +274,7 @@ class _Play:
         if self.tokens is not None:
             before = len(p.context.transcript) + len(completion.tokens)
             unfinished = completion.stop is StopReason.LENGTH and len(completion.tokens) < self._budget(p)
-            if unfinished and before < self.by.context:
+            if unfinished and before < self.player.context:
                 self.finished[index] = [replace(p.episode, begun=completion)]
                 return self.pool.drop(index)
             if unfinished:
@@ -281,16 +283,16 @@ class _Play:
         if plan is not None and plan.branches_after(p.opening, completion.logp):
             self._branch(index)
         temperature = self._temperature(p)
-        own = None if temperature == self.by.sampling.temperature else temperature
-        reply = p.reply(completion, now - self.asked[index], own)
-        self.asked[index] = now
+        own = None if temperature == self.player.sampling.temperature else temperature
+        reply = p.reply(completion, now - self.requested[index], own)
+        self.requested[index] = now
         self.pool.send(index, reply)
 
     def _show(self, index: int, turn: Turn, seconds: float) -> None:
         """Show a turn to the policy, unless the episode has reached a limit."""
         p = self.playing[index]
-        if index in self.begun:
-            self.begun.discard(index)
+        if index in self.replayed:
+            self.replayed.discard(index)
             return self._submit(index, turn)
         turn = p.place(turn)
         try:
@@ -302,8 +304,8 @@ class _Play:
             return self._end(index, f"yielded a turn that the model cannot read: {error}")
         empty = not len(p.context.transcript)
         whole = len(tokens)
-        if not empty and turn.tokens is None and self.by.too_long == "truncate" and not p.context.conversation.seen:
-            room = self.by.context - len(p.context.transcript)
+        if not empty and turn.tokens is None and self.player.too_long == "truncate" and not p.context.conversation.seen:
+            room = self.player.context - len(p.context.transcript)
             tokens = cut_observation(tokens, room, self._most_tokens(p, turn))
         problem = self._problem(p, turn, tokens) if empty else None
         stop = self._exhausted(p, turn, tokens) if problem is None else None
@@ -315,14 +317,14 @@ class _Play:
             self._end(index, vain)
         elif stop is not None:
             told = p.tell(stop, turn.whole)
-            self.asked[index] = time.perf_counter()
+            self.requested[index] = time.perf_counter()
             self.pool.send(index, told)
         else:
             self._submit(index, turn)
 
     def _submit(self, index: int, turn: Turn) -> None:
         p = self.playing[index]
-        sampling = p.episode.sampling or self.by.sampling
+        sampling = p.episode.sampling or self.player.sampling
         budget, begun = self._budget(p, turn), p.episode.begun
         asked = len(p.replies) + 1
         seed = p.episode.seed if asked == 1 else seed_of(p.episode.seed, asked)
@@ -336,7 +338,7 @@ class _Play:
         temperature = self._temperature(p, turn)
         epsilon = sampling.epsilon if temperature else 0.0  # a greedy reply is the policy's own
         sampling = Sampling(temperature, sampling.top_p, sampling.top_k, budget, stop, seed, known, epsilon)
-        self.asked[index] = time.perf_counter()
+        self.requested[index] = time.perf_counter()
         request = self._request(index, p.contexts.index(p.context))
         keep = not self.pool.single_turn
         try:
@@ -355,7 +357,7 @@ class _Play:
                 raise
             self._end(index, f"yielded token ids that the model cannot read: {error}")
         else:
-            self.sampled += 1
+            self.in_engine += 1
 
     def _request(self, index: int, place: int) -> int:
         """Return the id of requests in this context of an episode, so that each context continues its own engine
@@ -368,19 +370,19 @@ class _Play:
         turn = turn or p.last
         assert turn is not None
         budget = self._most_tokens(p, turn)
-        most = (p.episode.limits or self.by.bounds).tokens
+        most = (p.episode.limits or self.player.bounds).tokens
         return budget if most is None else min(budget, most - p.n_sampled)
 
     def _temperature(self, p: RunningEpisode, turn: Turn | None = None) -> float:
         """Return the temperature of the reply to a turn, by default the last one: its own, or that of the episode."""
         turn = turn or p.last
         assert turn is not None
-        whole = 0.0 if p.episode.greedy else (p.episode.sampling or self.by.sampling).temperature
+        whole = 0.0 if p.episode.greedy else (p.episode.sampling or self.player.sampling).temperature
         return whole if turn.temperature is None or whole == 0 else turn.temperature
 
     def _most_tokens(self, p: RunningEpisode, turn: Turn) -> int:
         """Return the token budget of the reply to a turn, without the limit of the episode."""
-        most = (p.episode.sampling or self.by.sampling).max_tokens
+        most = (p.episode.sampling or self.player.sampling).max_tokens
         return min(most, turn.max_tokens or most)
 
     def _tokens(self, p: RunningEpisode, turn: Turn) -> list[int]:
@@ -395,20 +397,20 @@ class _Play:
             else:
                 self.prompts[turn.text] = p.read(turn)
             tokens = self.prompts[turn.text]
-        cuts = self.by.too_long == "truncate" and not p.context.conversation.seen  # pictures cannot be cut
-        if len(tokens) >= self.by.context and turn.tokens is None and cuts:
-            sampling = p.episode.sampling or self.by.sampling
-            return cut_prompt(tokens, self.by.context, sampling.max_tokens)
+        cuts = self.player.too_long == "truncate" and not p.context.conversation.seen  # pictures cannot be cut
+        if len(tokens) >= self.player.context and turn.tokens is None and cuts:
+            sampling = p.episode.sampling or self.player.sampling
+            return cut_prompt(tokens, self.player.context, sampling.max_tokens)
         return tokens
 
     def _problem(self, p: RunningEpisode, turn: Turn, tokens: Sequence[int]) -> str | None:
         """Return why a context cannot begin with these tokens, or None. Raises UserError if that should end the run."""
         first = not p.turns
-        if tokens and (not first or len(tokens) < self.by.context):
+        if tokens and (not first or len(tokens) < self.player.context):
             return None
         what = f"has {len(tokens)} tokens" if tokens else "is empty"
-        holds = f"the model's context holds {self.by.context} tokens, reply included"
-        if not first or turn.tokens is not None or (tokens and self.by.too_long == "skip"):
+        holds = f"the model's context holds {self.player.context} tokens, reply included"
+        if not first or turn.tokens is not None or (tokens and self.player.too_long == "skip"):
             return f"the prompt {what}; {holds}"
         raise UserError(
             f"the prompt of task {p.episode.task.get('id')!r} {what}; {holds}: shorten it or leave the row out"
@@ -416,7 +418,7 @@ class _Play:
 
     def _exhausted(self, p: RunningEpisode, turn: Turn, tokens: Sequence[int]) -> StopReason | None:
         """Return the stop reason if the episode has reached a limit, else None."""
-        bounds = p.episode.limits or self.by.bounds
+        bounds = p.episode.limits or self.player.bounds
         if len(p.replies) >= bounds.turns:
             return StopReason.TURNS
         if bounds.tokens is not None and p.n_sampled >= bounds.tokens:
@@ -426,7 +428,7 @@ class _Play:
         if bounds.seconds is not None and p.turns and time.perf_counter() - p.began > bounds.seconds:
             return StopReason.TIME
         told = p.context.told and not turn.whole  # a whole turn is judged by itself
-        full = len(p.context.transcript) + len(tokens) >= self.by.context or told
+        full = len(p.context.transcript) + len(tokens) >= self.player.context or told
         return StopReason.CONTEXT if full else None
 
     def _end(self, index: int, problem: str) -> None:
@@ -438,7 +440,7 @@ class _Play:
         awaited = self.awaiting.pop(index, None)
         for rollout in self.finished[index]:
             assert isinstance(rollout, Rollout), "it has ended"
-            rollout.seconds = time.perf_counter() - self.asked[index] if awaited is None else awaited
+            rollout.seconds = time.perf_counter() - self.requested[index] if awaited is None else awaited
         if awaited is None:
             self._leave(index)
 

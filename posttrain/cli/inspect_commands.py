@@ -403,17 +403,6 @@ def audit(
     from posttrain.apps.audit.audit_command import AuditRequest, carry_out
 
     request = AuditRequest(
-        run,
-        gold,
-        disagreement or (),
-        classifier,
-        train_classifier,
-        sycophancy,
-        opinion,
-        tasks,
-        env,
-        limit,
-        samples,
-        steps,
+        run, gold, disagreement, classifier, train_classifier, sycophancy, opinion, tasks, env, limit, samples, steps
     )
     return carry_out(request, json)

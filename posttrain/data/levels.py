@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import count
-from typing import Any, overload
+from typing import Any
 
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Task, UserError
 from posttrain.data.chat_prompts import AsMessages
-from posttrain.data.tasks import ENDLESS, Stream
+from posttrain.data.tasks import Stream
 from posttrain.data.tasks_from_rows import Conversion
 from posttrain.system.user_code import describe_error
 
@@ -43,15 +43,9 @@ class Levels(Stream):
         self._others: dict[int, Stream] = {}
         super().__init__(partial(self._rows, 0), conversion, chat=chat)
 
-    @overload
-    def __getitem__(self, place: int) -> Task: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Task]: ...
-    def __getitem__(self, place: int | slice) -> Task | list[Task]:
-        if isinstance(place, slice):
-            return [self[each] for each in range(ENDLESS)[place]]
+    def _task(self, place: int) -> Task:
         level, number = divmod(place, SPAN)
-        return self._of(level)[number] if level else super().__getitem__(number)
+        return self._of(level)[number] if level else super()._task(number)
 
     def shown(self, chat: AsMessages | None) -> Levels:
         return Levels(self.of_level, self.conversion, self.seed, chat)

@@ -6,13 +6,12 @@ The id of a task begins with the name of its part, as in "maths/17". So ids are 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
-from typing import overload
 
 from posttrain.core.types import PART_SEPARATOR, Task
 from posttrain.data.chat_prompts import AsMessages
-from posttrain.data.tasks import Stream, Tasks
+from posttrain.data.tasks import Stream, Tasks, TaskSequence
 
 
 def part_of(task: Task) -> str:
@@ -20,7 +19,7 @@ def part_of(task: Task) -> str:
     return str(task["id"]).partition(PART_SEPARATOR)[0]
 
 
-class MixedTasks(Sequence[Task]):
+class MixedTasks(TaskSequence):
     """The tasks of all parts of a mixture."""
 
     def __init__(self, parts: Mapping[str, Tasks], shares: Mapping[str, float] | None = None) -> None:
@@ -35,13 +34,7 @@ class MixedTasks(Sequence[Task]):
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
 
-    @overload
-    def __getitem__(self, place: int) -> Task: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Task]: ...
-    def __getitem__(self, place: int | slice) -> Task | list[Task]:
-        if isinstance(place, slice):
-            return [self[each] for each in range(len(self))[place]]
+    def _task(self, place: int) -> Task:
         name, own = self._find(place)
         return _named(name, self.parts[name][own])
 

@@ -110,7 +110,23 @@ class Tasks(Sequence[Task]):
             raise UserError(f"{self.rows.where(number)}: {error}") from error
 
 
-class Stream(Sequence[Task]):
+class TaskSequence(Sequence[Task]):
+    """Tasks that `_task` makes, one at a time; a slice of them is a list."""
+
+    @overload
+    def __getitem__(self, place: int) -> Task: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Task]: ...
+    def __getitem__(self, place: int | slice) -> Task | list[Task]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(len(self))[place]]
+        return self._task(place)
+
+    def _task(self, place: int) -> Task:
+        raise NotImplementedError
+
+
+class Stream(TaskSequence):
     """Endless tasks: a function generates their rows, which are read in order, as far as needed.
 
     It is a sequence of `ENDLESS` tasks, so code that visits tasks by index (see `order`) needs no special case. The
@@ -131,14 +147,8 @@ class Stream(Sequence[Task]):
     def __len__(self) -> int:
         return ENDLESS
 
-    @overload
-    def __getitem__(self, place: int) -> Task: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Task]: ...
-    def __getitem__(self, place: int | slice) -> Task | list[Task]:
-        if isinstance(place, slice):
-            return [self[each] for each in range(ENDLESS)[place]]
-        assert place >= 0, "there is no end to count from"
+    def _task(self, place: int) -> Task:
+        assert place >= 0, "an endless stream has no last task to count from"
         if place < self._count - 1:
             self._begin()
         while place >= self._count:

@@ -32,7 +32,7 @@ class AuditRequest:
 
     run: str | None = None
     gold: str | None = None
-    disagreement: Sequence[str] = ()
+    disagreement: tuple[str, str] | None = None
     classifier: str | None = None
     train_classifier: str | None = None
     sycophancy: bool = False
@@ -63,7 +63,7 @@ def carry_out(request: AuditRequest, as_json: bool) -> int:
     if request.run is not None and _has_rollouts(request):
         tasks = _tasks(request) if request.tasks is not None and request.gold is not None else ()
         found = audit(
-            request.run, gold=request.gold, disagreement=request.disagreement, classifier=classifier, tasks=tasks,
+            request.run, gold=request.gold, disagreement=request.disagreement or (), classifier=classifier, tasks=tasks,
             most_steps=request.steps,
         )  # fmt: skip
         said |= found.as_dict()

@@ -18,7 +18,7 @@ from conftest import tiny
 from model_hub import READS, TOKEN, ModelHub, Repository, model_hub, use
 
 import posttrain
-from posttrain.apps.publishing import hub_folder, private_text, run_command, upload
+from posttrain.apps.publishing import hub_folder, model_card, private_text, upload
 from posttrain.apps.publishing.published_run import find
 from posttrain.apps.publishing.push import carry_out, prepared
 from posttrain.cli.main import app, main
@@ -177,7 +177,7 @@ def test_an_adapter_of_a_local_base_is_refused_unless_its_base_is_named(hub: Mod
 @pytest.mark.parametrize("run", ["sft", "rl", "lora", "reward-model", "distill"])
 def test_the_command_of_a_card_gives_the_options_of_the_run(run: str, hub: ModelHub, place: SimpleNamespace) -> None:
     about = json.loads((place.path / run / "run.json").read_text())
-    typed = run_command.command(about).replace("\\\n", " ")
+    typed = model_card.command(about).replace("\\\n", " ")
     _, bound, _ = app.parse_args(words_of(shlex.split(typed)[1:]), exit_on_error=False, print_error=False)
     kind = VERBS[about["verb"]].options
     given = bound.arguments["config"]

@@ -15,17 +15,18 @@ from posttrain import __version__
 from posttrain.apps.publishing.card_figures import FigureRow
 from posttrain.apps.publishing.private_text import code, fenced, plain, without_folders, without_secrets
 from posttrain.apps.publishing.published_run import Published, architecture
-from posttrain.apps.publishing.run_command import command, options
 from posttrain.config.held_out_sets import held_out_sets
 from posttrain.models.checkpoint_folder import OURS
 from posttrain.runs.run_files import CURVES
-from posttrain.runs.run_options import LEFT
+from posttrain.runs.run_options import LEFT, changed, typed
 from posttrain.system.hub import HubName, hub_name
 
 RUN_KEY = "posttrain_run"
 """The entry of the metadata that names the run: a later push of the same run may replace what is there."""
 DATA = ("tasks", "ptx", "forget")
 """Options that name data."""
+TEXTS = ("system", "stop", "step_delimiter", "prompt_template", "response_template")
+"""Options whose values are not paths, even if they look like paths."""
 
 
 def metadata(published: Published, licence: Mapping[str, str]) -> dict[str, Any]:
@@ -179,3 +180,13 @@ def _run(published: Published) -> Iterator[str]:
         lines.append(f"- git revision: `{git['revision']}`" + (" with changes" if git.get("dirty") else ""))
     lines.append(f"- seed {about.get('seed')}, started {about.get('start')}, ended {about.get('end') or 'not yet'}")
     yield "\n".join(lines)
+
+
+def options(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a run that differ from their defaults, by name, without folders of this machine."""
+    return {name: value if name in TEXTS else without_folders(value) for name, value in changed(about).items()}
+
+
+def command(about: Mapping[str, Any]) -> str:
+    """Return the command of a run, one option a line."""
+    return " \\\n    ".join([f"posttrain {about['verb']}", *typed(about, options(about))])

@@ -283,10 +283,10 @@ def scaled_logits(
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
-def inside(target: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Return (bool [N]: whether the target is in the block, int64 [N]: its index in the block, else 0)."""
-    there = (target >= block.start) & (target < block.stop)
-    return there, (target - block.start).masked_fill_(~there, 0)
+def inside(ids: Tensor, block: slice) -> tuple[Tensor, Tensor]:
+    """Return (whether each id is in the block, its index in the block, else 0), in the shape of `ids`."""
+    there = (ids >= block.start) & (ids < block.stop)
+    return there, (ids - block.start).masked_fill_(~there, 0)
 
 
 def exact_kl(policy: Hidden, other: Hidden, temperature: Temperature = 1.0) -> Tensor:

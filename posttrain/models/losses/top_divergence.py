@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from posttrain.models.losses.divergence import FORWARD, REVERSE, RunningSum
-from posttrain.models.losses.likelihood import Gradients, Hidden, Temperature, blocks, keeps, scaled_logits
+from posttrain.models.losses.likelihood import Gradients, Hidden, Temperature, blocks, inside, keeps, scaled_logits
 from posttrain.models.native.head import Head, narrow_type
 
 LEAST_REST = 1e-6
@@ -98,7 +98,7 @@ class _Cells(torch.autograd.Function):
             x = scaled_logits(hidden, head, block, temperature, narrow)
             if keep:
                 kept.append(x)
-            mine, place = _inside(read, block)
+            mine, place = inside(read, block)
             at = torch.where(mine, x.gather(-1, place), at)
             total.add(x, x if measured else None)
             others = x.masked_fill(_named(ids, block), -math.inf)
@@ -135,21 +135,15 @@ class _Cells(torch.autograd.Function):
             grad = (x - total[:, None]).exp_().mul_(-every[:, None])
             share = (x - rest[:, None]).masked_fill_(_named(read[:, :-1], block), -math.inf).exp_()
             grad.addcmul_(share, to_rest[:, None])
-            mine, place = _inside(read, block)
+            mine, place = inside(read, block)
             grad.scatter_add_(1, place, to_read.where(mine, 0.0))
             sums.add(block, grad, x)
         return (*sums.found, *(None,) * 5)
 
 
-def _inside(ids: Tensor, block: slice) -> tuple[Tensor, Tensor]:
-    """Return (whether each id is in the block, its index in the block, else 0), each [N, K]."""
-    there = (ids >= block.start) & (ids < block.stop)
-    return there, (ids - block.start).masked_fill_(~there, 0)
-
-
 def _named(ids: Tensor, block: slice) -> Tensor:
     """Return which tokens of a block are among the ids, bool [N, width]."""
-    there, place = _inside(ids, block)
+    there, place = inside(ids, block)
     width = block.stop - block.start
     found = torch.zeros(ids.shape[0], width + 1, dtype=torch.bool, device=ids.device)  # the last column is for others
     return found.scatter_(1, place.masked_fill_(~there, width), True)[:, :width]

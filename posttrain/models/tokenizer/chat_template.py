@@ -401,9 +401,7 @@ def _indent_filter(
 @pass_context
 def _trim_filter(context: BudgetContext, value: Any, chars: str | None = None) -> str:
     if type(value) is str and chars is None:
-        context.left -= len(value)
-        if context.left < 0:
-            raise Overspent
+        context.spend(len(value))
         return value.strip()
     _deep(context, value, (chars,))
     _by_argument(context, str(value), (chars,))

@@ -135,9 +135,7 @@ def _added(context: BudgetContext, values: tuple[Any, ...]) -> Any:
             sandbox: Any = context.environment
             return reduce(partial(sandbox.call_binop, context, "+"), values)
         units += len(value)
-    context.left -= units
-    if context.left < 0:
-        raise Overspent
+    context.spend(units)
     return "".join(values)
 
 
@@ -152,9 +150,7 @@ def _joined(context: BudgetContext, values: tuple[Any, ...]) -> str:
 @pass_context
 def _tick(context: BudgetContext, units: int) -> None:
     """Pay for a round of a loop, or a call of a macro; `units`: see `Pricing.size`."""
-    context.left -= units
-    if context.left < 0:
-        raise Overspent
+    context.spend(units)
 
 
 class Pricing(NodeTransformer):

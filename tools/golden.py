@@ -44,7 +44,7 @@ RUNS: dict[str, tuple[str, str]] = {
     "distill": ("sft", f"distill --teacher runs/sft {SUMS} --algorithm distill-reverse-kl --seed 1"),
     "dpo": ("sft", f"prefer {PASSES} --algorithm dpo"),
     "reward-model": ("sft", f"reward-model {PASSES} --algorithm bradley-terry"),
-    "agent": ("sft-calls", f"rl {CALLS} --model runs/sft-calls --max-tokens 12 {RL} --algorithm grpo"),
+    "agent": ("sft-calls", f"rl {CALLS} --model runs/sft-calls --held-out 0.2 --max-tokens 12 {RL} --algorithm grpo"),
     "replicas": ("sft", f"rl {SUMS} --algorithm grpo --replicas 2"),
     "processes": ("sft", f"rl {SUMS} --algorithm grpo --processes 2"),
     "asynchronous": ("sft", f"rl {SUMS} --algorithm grpo --async-steps 1"),

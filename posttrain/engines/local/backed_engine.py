@@ -48,9 +48,8 @@ class _Cohort:
     """Requests that began together and are decoded as one batch."""
 
     cache: Any
-    rows: list[
-        _RoutedReply | None
-    ]  # [B]; None: the reply has ended, and its row is computed but ignored until it is removed
+    # [B]; None: the reply has ended, and its row is computed but ignored until it is removed
+    rows: list[_RoutedReply | None]
     padding: Tensor  # int64 [B], padding tokens on the left
     place: (
         Tensor  # int64 [B], position of the next token, which is below its index if tokens of pictures share positions

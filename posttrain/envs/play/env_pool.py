@@ -403,9 +403,8 @@ class EnvPool:
             self._receive(worker)
         for worker in list(self._workers):
             limit = self._limit(worker)
-            if (
-                worker not in arrived and limit is not None and limit <= now
-            ):  # overdue before the wait, and silent since
+            # overdue before the wait, and silent since
+            if worker not in arrived and limit is not None and limit <= now:
                 self._overdue(worker)
         self._dispatch()  # send the next commands now: the caller may not poll for a while
 

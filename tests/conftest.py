@@ -17,6 +17,7 @@ from posttrain.core.types import Completion, StopReason
 from posttrain.envs.play import env_pool
 from posttrain.models.native.decoder import Decoder, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.native.kernels import build
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.curves import curves
 from posttrain.system import garbage
@@ -28,7 +29,6 @@ CHATML = (
 )
 
 WORKERS = env_pool.default_workers
-torch.set_num_threads(1)  # the models are tiny, and several tests run at once
 
 
 def bare(patch: pytest.MonkeyPatch) -> None:
@@ -62,6 +62,13 @@ def bare_trainings() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         bare(patch)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def as_at_the_start() -> None:
+    """Compiled code and one thread, whatever the options of runs in other modules were: both belong to the process."""
+    build.use(True)
+    torch.set_num_threads(1)  # the models are tiny, and several tests run at once
 
 
 @pytest.fixture

@@ -593,5 +593,11 @@ def test_check_asks_the_service_where_it_is_given() -> None:
     assert "it asks the service judge: it answered" in "\n".join(report.lines())
 
 
-def test_threads_of_nobody_are_left() -> None:
-    assert not [t for t in threading.enumerate() if t.name == "endpoint"]
+@pytest.fixture(scope="module", autouse=True)
+def of_others() -> set[threading.Thread]:
+    """Threads that tests of other modules have left."""
+    return set(threading.enumerate())
+
+
+def test_threads_of_nobody_are_left(of_others: set[threading.Thread]) -> None:
+    assert not [t for t in threading.enumerate() if t.name == "endpoint" and t not in of_others]

@@ -212,7 +212,7 @@ def _validate_narrow_weights(config: Training) -> None:
             "--weights bfloat16 is for weights that learn, and --lora freezes them: give --frozen-weights bfloat16 instead"
         )
     untried = [
-        *config.divisions,
+        *(name for name in config.divisions if name != "--shard"),
         *(["--float8"] * config.float8),
         *(["--optimizer muon"] * (config.optimizer == "muon")),
     ]

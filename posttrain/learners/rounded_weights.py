@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from posttrain.learners.optimizer_chunks import gradients_in_chunks
 
 LEFT = 16
 """Bits of a float32 that bfloat16 leaves out."""
+BLOCK = 1 << 20
+"""Numbers of a weight whose noise is drawn at once. A process draws only the blocks of which it holds numbers."""
 
 
 def is_rounded(parameter: Tensor) -> bool:
@@ -30,14 +33,28 @@ def widen_gradients(parameters: Iterable[nn.Parameter]) -> bool:
     return bool(found)
 
 
-def rounded_at_random(x: Tensor, generator: torch.Generator) -> Tensor:
+@dataclass(frozen=True)
+class Stretch:
+    """Which numbers of a weight, row by row, this process holds."""
+
+    first: int
+    whole: int  # numbers of the whole weight
+
+
+def noise_of(count: int, generator: torch.Generator) -> Tensor:
+    """Return the noise of so many roundings: int16 [count]."""
+    words = torch.empty(-(-count // 4), dtype=torch.int64, device=generator.device)
+    return words.random_(-(2**63), None, generator=generator).view(torch.int16)[:count]
+
+
+def rounded_at_random(x: Tensor, noise: Tensor) -> Tensor:
     """Round float32 to bfloat16, up with the probability by which x is above the lower neighbour. Overwrites x.
+
+    `noise`: see `noise_of`.
 
     The mean of many roundings is x (stochastic rounding, arXiv 1502.02551, section 3). The nearest number would be the old
     one for each change below 1/512 of a weight, so that small learning rates would learn nothing.
     """
-    words = torch.empty(-(-x.numel() // 4), dtype=torch.int64, device=x.device)
-    noise = words.random_(-(2**63), None, generator=generator).view(torch.int16)[: x.numel()]
     lost, bits = x.isnan(), x.view(torch.int32)  # a GPU's nan has all bits set, to which nothing can be added
     bits += noise.view(x.shape).to(torch.int32) & (1 << LEFT) - 1
     bits &= -1 << LEFT
@@ -48,12 +65,21 @@ class RoundedOptimizer:
     """An optimizer of weights of which some are stored in bfloat16. Implements `library_optimizer.Optimizer`.
 
     A step widens a chunk of the weights to float32, lets the inner optimizer change it, and rounds it again. The noise of
-    the rounding follows from the number of the update, so a resumed run has the same bits.
+    the rounding follows from the number of the update and the place of a number in its whole weight. So a resumed run
+    has the same bits, and processes that share a weight round it as one process does.
     """
 
-    def __init__(self, inner: Optimizer, update: Callable[[], int], in_chunks: bool) -> None:
-        """Wrap an optimizer. `update`: returns the number of updates so far. `in_chunks`: see `gradients_in_chunks`."""
-        self.inner, self._update, self._in_chunks = inner, update, in_chunks
+    def __init__(
+        self,
+        inner: Optimizer,
+        update: Callable[[], int],
+        in_chunks: bool,
+        stretch: Callable[[nn.Parameter], Stretch] = lambda parameter: Stretch(0, parameter.numel()),
+    ) -> None:
+        """Wrap an optimizer. `update`: returns the number of updates so far. `in_chunks`: see `gradients_in_chunks`.
+        `stretch`: returns which numbers of its whole weight a parameter is.
+        """
+        self.inner, self._update, self._in_chunks, self._stretch = inner, update, in_chunks, stretch
         self.param_groups = inner.param_groups
         every = [parameter for group in self.param_groups for parameter in group["params"]]
         self._places = {parameter: place for place, parameter in enumerate(every)}
@@ -94,10 +120,22 @@ class RoundedOptimizer:
                 parameter.data = narrow.float()
             yield
             for parameter, narrow in stored.items():
-                seed = seed_of("rounding", self._update(), self._places[parameter])
-                narrow.copy_(rounded_at_random(parameter.data, torch.Generator(narrow.device).manual_seed(seed)))
+                narrow.copy_(self._rounded(parameter))
                 parameter.data = narrow
         finally:
             for parameter, narrow in stored.items():
                 parameter.data = narrow
             torch.autograd.graph.increment_version(list(stored))  # by which users of copies detect changes
+
+    def _rounded(self, parameter: nn.Parameter) -> Tensor:
+        """Return the weight, float32, in bfloat16."""
+        held, wide, generator = self._stretch(parameter), parameter.data.reshape(-1), torch.Generator(parameter.device)
+        found = torch.empty_like(wide, dtype=torch.bfloat16)
+        end = held.first + len(wide)
+        for begin in range(held.first // BLOCK * BLOCK, end, BLOCK):
+            last = min(begin + BLOCK, held.whole)
+            generator.manual_seed(seed_of("rounding", self._update(), self._places[parameter], begin))
+            noise = noise_of(last - begin, generator)[max(0, held.first - begin) : end - begin]
+            here = slice(max(begin, held.first) - held.first, min(last, end) - held.first)
+            found[here] = rounded_at_random(wide[here], noise)
+        return found.view(parameter.shape)

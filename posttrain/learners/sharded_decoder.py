@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from posttrain.learners.process_group import Processes
+from posttrain.learners.rounded_weights import is_rounded, widen_gradients
 from posttrain.models.adapters.adapter_writer import adapters
 from posttrain.models.backbone import Backbone
 from posttrain.models.native.linear import reads_rounded
@@ -77,11 +78,32 @@ def open_shards(decoder: Backbone, world: Processes, products: torch.dtype | Non
     """
     if not isinstance(decoder, FSDPModule):
         shard(decoder, world.size, decoder.head.device, each)
-    state_of(cast(nn.Module, decoder))._lazy_init()  # initialises FSDP's parameters
+    _initialise(cast(nn.Module, decoder))
     if products is not None:
         _gather_in(decoder, products)
     setattr(decoder, MEETING, partial(_calling, world, decoder.head.device.type, products))
     can_gather(decoder, world)
+
+
+def _initialise(decoder: nn.Module) -> None:
+    """Initialise FSDP's parameters, and let the gradients of weights in bfloat16 be float32.
+
+    torch converts the gradients of a layer that it has summed to the type of the layer's weights, of which it allows
+    only one. So it initialises itself as if weights in bfloat16 did not learn: the others are float32.
+    """
+    rounded = [p for p in decoder.parameters() if p.requires_grad and is_rounded(p)]
+    for parameter in rounded:
+        parameter.requires_grad_(False)
+    state_of(decoder)._lazy_init()
+    for parameter in rounded:
+        parameter.requires_grad_(True)
+    widen_gradients(rounded)
+    for module in decoder.modules() if rounded else ():
+        if isinstance(module, FSDPModule) and (group := state_of(module)._fsdp_param_group) is not None:
+            group.unshard()
+            group.wait_for_unshard()
+            widen_gradients(held._unsharded_param for held in group.fsdp_params if held.sharded_param.requires_grad)
+            module.reshard()
 
 
 @contextmanager

@@ -304,9 +304,9 @@ def _gathered_bytes(learner: LocalLearner, narrow: bool) -> float:
             first = list(decoder.layers[0].parameters())
             inner = {id(p) for layer in decoder.layers for p in layer.parameters()}
             outer = [p for p in decoder.parameters() if id(p) not in inner]
-            rest += sum(p.nbytes * (2 if p.requires_grad else 1) for p in outer)
+            rest += sum(p.nbytes + wide_bytes(p) * p.requires_grad for p in outer)
             read = sum(min(2, p.itemsize) * p.numel() if narrow and p.ndim == 2 else p.nbytes for p in first)
-            layers = max(layers, 2 * read + sum(p.nbytes for p in first if p.requires_grad))
+            layers = max(layers, 2 * read + sum(wide_bytes(p) for p in first if p.requires_grad))
     return rest + layers
 
 

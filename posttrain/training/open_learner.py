@@ -95,6 +95,8 @@ def held_model(
 
     shares = config.shards(world.size)
     model = load_model(folder, device=device, shard=shard_now, shares=shares, matrices=matrices)
+    if matrices is not None and not frozen:
+        cast(nn.Module, model).requires_grad_(True)
     for decoder in decoders_in(cast(nn.Module, model)):
         can_gather(decoder, world)
     return model

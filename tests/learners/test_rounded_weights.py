@@ -22,7 +22,7 @@ import posttrain
 from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.core.protocols import Alone
 from posttrain.core.types import UserError
-from posttrain.learners import optimizer_chunks
+from posttrain.learners import optimizer_chunks, rounded_weights
 from posttrain.learners.adamw import AdamW
 from posttrain.learners.data_parallel import DataParallelLearner
 from posttrain.learners.gradient_sums import sum_gradients
@@ -30,7 +30,7 @@ from posttrain.learners.host_memory import OffloadedOptimizer
 from posttrain.learners.local_learner import Optimization
 from posttrain.learners.optimizers import OptimizerChoice
 from posttrain.learners.process_group import Processes
-from posttrain.learners.rounded_weights import RoundedOptimizer, rounded_at_random, widen_gradients
+from posttrain.learners.rounded_weights import RoundedOptimizer, Stretch, noise_of, rounded_at_random, widen_gradients
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.training.open_learner import new_learner
@@ -45,6 +45,10 @@ def noise(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def rounded(x: Tensor, generator: torch.Generator) -> Tensor:
+    return rounded_at_random(x, noise_of(x.numel(), generator).view(x.shape))
+
+
 def neighbours(x: Tensor) -> tuple[Tensor, Tensor]:
     """The numbers of bfloat16 next to float32 numbers, towards 0 and away from it."""
     low = (x.view(torch.int32) & -65536).view(torch.float32)
@@ -56,13 +60,13 @@ def neighbours(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def test_numbers_of_bfloat16_stay_as_they_are() -> None:
     x = torch.cat([torch.randn(400_001, generator=noise()), torch.tensor([0.0, -0.0, 1e-38, -3e38])]).bfloat16()
-    assert torch.equal(rounded_at_random(x.float(), noise(1)), x)
+    assert torch.equal(rounded(x.float(), noise(1)), x)
 
 
 def test_a_number_goes_to_either_neighbour_and_is_itself_in_the_mean() -> None:
     x = torch.tensor([1.0 + 1 / 512, 1.0 + 1 / 1024, -0.3, 7.77e-5, -123.4])
     low, high = neighbours(x)
-    found = rounded_at_random(x.repeat(40_000, 1), noise(2)).float()
+    found = rounded(x.repeat(40_000, 1), noise(2)).float()
     assert ((found == low) | (found == high)).all()
     share = ((x - low) / (high - low)).double()
     error = ((found == high).double().mean(0) - share).abs()
@@ -72,13 +76,13 @@ def test_a_number_goes_to_either_neighbour_and_is_itself_in_the_mean() -> None:
 def test_a_number_that_is_not_finite_stays_so() -> None:
     """Or the run would save it: nan has a payload of all ones on a GPU, and of a single bit here."""
     x = torch.tensor([0x7FFFFFFF, 0x7FC00000, 0x7F800001, -1, 0x7F800000, -0x800000], dtype=torch.int64)
-    found = rounded_at_random(x.to(torch.int32).view(torch.float32).repeat(100, 1), noise(4))
+    found = rounded(x.to(torch.int32).view(torch.float32).repeat(100, 1), noise(4))
     assert found[:, :4].isnan().all() and (found[:, 4] == torch.inf).all() and (found[:, 5] == -torch.inf).all()
 
 
 def test_noise_depends_on_the_generator_alone() -> None:
     x = torch.randn(1000, generator=noise())
-    one, same, other = (rounded_at_random(x.clone(), noise(seed)) for seed in (1, 1, 2))
+    one, same, other = (rounded(x.clone(), noise(seed)) for seed in (1, 1, 2))
     assert torch.equal(one, same) and not torch.equal(one, other)
 
 
@@ -149,6 +153,30 @@ def test_chunks_and_the_host_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(optimizer_chunks, "CHUNK", 1)
     assert torch.equal(stepped(weight, 3, 1e-3), whole)
     assert torch.equal(stepped(weight, 3, 1e-3, offloads=True), whole)
+
+
+@pytest.mark.parametrize("block", [1 << 20, 64, 7])
+def test_rows_are_rounded_as_within_the_whole_weight(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounded_weights, "BLOCK", block)
+    weight, gradient = torch.randn(10, 9, generator=noise()).bfloat16(), torch.randn(10, 9, generator=noise(1))
+
+    def step(first: int, last: int) -> Tensor:
+        rows = nn.Parameter(weight[first:last].clone())
+        widen_gradients([rows])
+        inner = OptimizerChoice("adamw").open([{"params": [rows], "weight_decay": 0.0, "share": 1.0}], 1e-3)
+        rows.grad = gradient[first:last].clone()
+        RoundedOptimizer(inner, lambda: 3, True, lambda parameter: Stretch(9 * first, 90)).step()
+        return rows.detach()
+
+    whole = step(0, 10)
+    for cut in (1, 4, 9, 10):
+        assert torch.equal(torch.cat([step(0, cut), step(cut, 10)]), whole)
+
+
+def test_each_block_has_noise_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounded_weights, "BLOCK", 64)
+    one, other = stepped(torch.ones(2, 64).bfloat16(), 1, 1 / 512, name="sgd")  # halfway to the next number
+    assert 10 < (one != 1).sum() < 54 and not torch.equal(one, other)
 
 
 def test_a_step_that_fails_leaves_weights_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,6 +352,7 @@ def test_reward_models_learn(tmp_path: Path, start: str) -> None:
         ({"lora": 2}, "give --frozen-weights bfloat16 instead"),
         ({"optimizer": "muon"}, "not been tried with --optimizer muon"),
         ({"float8": True}, "not been tried with --float8"),
+        ({"tensor_parallel": 2}, "not been tried with --tensor-parallel"),
         ({"model": None}, "give --model"),
     ],
 )

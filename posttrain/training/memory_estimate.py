@@ -89,17 +89,19 @@ class UpdateSize:
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # role of models beside the policy -> their device
     copies: int = 0  # of the weights, that engines which sample during updates have or wait for
     wants: frozenset[str] = frozenset()  # outputs that the loss reads, see `Objective`
+    processes: int = 1
 
     @classmethod
     def of(
-        cls, config: Training, tokens: int, room: float, wants: frozenset[str] = frozenset(), shares: int = 1
+        cls, config: Training, tokens: int, room: float, wants: frozenset[str] = frozenset(), processes: int = 1
     ) -> UpdateSize:
         """Return the size of a run's updates, whose loss reads `wants`."""
         how = config.recompute == "layers", sampling_size(config)
-        divided = shares, config.tensor_parallel, config.context_parallel
+        divided = config.shards(processes), config.tensor_parallel, config.context_parallel
         # the step that is sampled, and those that wait; an engine elsewhere has its own, and receives one meanwhile
         copies = config.async_steps if isinstance(config, RL) else 0
-        return cls(tokens, *how, room, *divided, frozenset(config.offload), dict(config.role_devices), copies, wants)
+        placed = frozenset(config.offload), dict(config.role_devices)
+        return cls(tokens, *how, room, *divided, *placed, copies, wants, processes)
 
 
 def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate | None:
@@ -396,20 +398,37 @@ def _too_large(learner: LocalLearner, size: UpdateSize) -> str:
 
 
 def _more_shards(learner: LocalLearner, size: UpdateSize) -> list[str]:
-    """Return the option that shards over the fewest GPUs, a power of two, that hold what lasts; [] if none do."""
+    """Return the option that shards over the fewest GPUs that hold what lasts; [] if none do."""
     if size.tensor > 1 or size.context > 1 or size.offload or size.elsewhere:  # which refuse --shard
         return []
     if not learner.optimization.choice.row.by_number:  # see `OptimizerChoice.check`
         return []
     if learner.product is not None or _packed(learner):
         return []
-    shares = 2 * size.shares
-    while shares <= SHARDS:
+    for shares, way in _ways_to_shard(size):
         less = sum(_lasting(learner, replace(size, shares=shares)).values())
         if less <= TIGHT * size.room:
-            return [f"--shard --processes {shares} on as many GPUs ({in_gib(less)} each)"]
-        shares *= 2
+            return [f"{way} ({in_gib(less)} each)"]
     return []
+
+
+def _ways_to_shard(size: UpdateSize) -> Iterator[tuple[int, str]]:
+    """Yield (processes that share a copy of the weights, the option for it): first with the GPUs of the run, then with
+    more, a power of two times as many.
+    """
+    new, undo = (
+        "" if size.shares > 1 else "--shard ",
+        " without --shard-size" if 1 < size.shares < size.processes else "",
+    )
+    for shares in range(size.shares + 1, size.processes):
+        if size.processes % shares == 0:
+            yield shares, f"{new}--shard-size {shares}"
+    if size.shares < size.processes:
+        yield size.processes, f"--shard{undo}"
+    shares = 2 * max(size.shares, size.processes)
+    while shares <= SHARDS:
+        yield shares, f"--shard --processes {shares}{undo} on as many GPUs"
+        shares *= 2
 
 
 def _offloaded(learner: LocalLearner, size: UpdateSize) -> dict[str, UpdateSize]:

@@ -139,7 +139,7 @@ def _sized(config: Training, model: str, processes: int, room: float) -> tuple[L
     refuse_packed_shards(config, resolve(model))
     learner = shapes_of(config, shape)
     tokens = config.tokens_per_microbatch or tokens_of_activations(shape, room * ACTIVATION_SHARE)
-    size = UpdateSize.of(config, tokens, room, _wants(config), config.shards(processes))
+    size = UpdateSize.of(config, tokens, room, _wants(config), processes)
     return learner, with_recomputation(config, learner, size)
 
 

@@ -145,6 +145,6 @@ def _sized(run: RunFolder[Any], parts: RunParts, device: torch.device) -> tuple[
     if device.type != "cuda" or not isinstance(learner, LocalLearner):
         return None
     tokens = microbatch_tokens(config, learner.model)
-    size = UpdateSize.of(config, tokens, float(gpu_memory(device)), parts.objective.wants)
+    size = UpdateSize.of(config, tokens, float(gpu_memory(device)), parts.objective.wants, run.world.size)
     refuse_too_large(learner, size)
     return learner, with_recomputation(config, learner, size)

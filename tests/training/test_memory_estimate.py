@@ -205,6 +205,28 @@ def test_a_run_is_refused_from_a_tenth_beyond_the_gpu_on_whatever_its_micro_batc
     refuse(learner, replace(size, shares=2))
 
 
+@pytest.mark.parametrize(
+    ("processes", "shares", "room", "offer", "gib"),
+    [
+        (4, 1, 80, "--shard --shard-size 2", 113.46 / 2),  # four GPUs, each with a copy
+        (4, 1, 40, "--shard", 113.46 / 4),
+        (8, 2, 40, "--shard-size 4", 113.46 / 4),
+        (8, 2, 20, "--shard without --shard-size", 113.46 / 8),
+        (12, 4, 20, "--shard-size 6", 113.46 / 6),
+        (8, 2, 10, "--shard --processes 16 without --shard-size on as many GPUs", 113.46 / 16),
+        (8, 8, 10, "--shard --processes 16 on as many GPUs", 113.46 / 16),
+    ],
+)
+def test_a_refusal_shards_over_the_gpus_of_the_run_before_more(
+    processes: int, shares: int, room: int, offer: str, gib: float
+) -> None:
+    size = UpdateSize(1024, False, None, room * 2.0**30, shares=shares, processes=processes)
+    with pytest.raises(UserError) as told:
+        refuse(learner_of(QWEN_7B), size)
+    said = str(told.value).partition(": ")[2].removesuffix(" would take less").split("), ")[-1]
+    assert said == f"{offer} ({gib:.1f} GiB each)"
+
+
 def test_a_refusal_names_nothing_that_other_options_exclude() -> None:
     learner, size = learner_of(QWEN_7B, adapted=True), UpdateSize(1, False, None, 8 * 2.0**30)
     with pytest.raises(UserError, match="--shard --processes 4 on as many GPUs") as told:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -38,7 +39,8 @@ def at(url: str, **options: Any) -> Callable[..., Any]:
 def test_an_episode_is_one_session_and_its_verifier_sees_the_whole_conversation() -> None:
     with resources_server() as server:
         calls = f"One. {call('add', count=1)}{call('add', count=2)}"
-        replies = [Reply(calls, tool_calls=HERMES.read(calls), before_calls=5), "<think>hm</think>It is 6."]
+        named = [replace(made, id=f"own{place}") for place, made in enumerate(HERMES.read(calls))]
+        replies = [Reply(calls, tool_calls=named, before_calls=5), "<think>hm</think>It is 6."]
         found = scripted(at(server.url), ROW, replies)
         other = scripted(at(server.url), {**ROW, "url": server.url}, ["no"])
     assert found.done is not None and found.done.reward == 1.0 and found.done.rewards == {"right": 1.0, "short": 0.5}
@@ -47,6 +49,7 @@ def test_an_episode_is_one_session_and_its_verifier_sees_the_whole_conversation(
     assert first.messages == [{"role": "system", "content": "Be short."}, {"role": "user", "content": "add 1, then 2"}]
     assert [tool["function"]["name"] for tool in first.tools or ()] == ["add"]
     assert [m["content"] for m in answers.messages or ()] == ['{"count": 4}', '{"count": 6}'] and answers.failed == 0
+    assert [message["tool_call_id"] for message in answers.messages or ()] == ["own0", "own1"]
     sessions = [session for session, _, _ in server.asked]
     assert len(set(sessions[:4])) == 1 and sessions[4] == sessions[5] != sessions[0]
     assert [path for _, path, _ in server.asked] == [

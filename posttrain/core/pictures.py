@@ -64,7 +64,9 @@ class Pictures:
                 self._held[digest] = _written(self._folder, digest, data)
             else:
                 self._new.add(digest)
-                self._held.setdefault(digest, data if path is None else path.absolute())
+                held = self._held.get(digest)
+                if held is None or (isinstance(held, Path) and not held.is_file()):
+                    self._held[digest] = data if path is None else path.absolute()
         return f"sha256:{digest}"
 
     def hold(self, data: bytes) -> str:

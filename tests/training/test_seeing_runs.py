@@ -381,6 +381,15 @@ def test_a_worker_cannot_have_a_file_read_or_a_picture_renamed(tmp_path: Path) -
 # -- where they lie ----------------------------------------------------------------------------------------------------
 
 
+def test_a_picture_whose_file_is_gone_is_read_from_where_it_is_given_again(tmp_path: Path) -> None:
+    pictures, places = Pictures(), [tmp_path / "a.png", tmp_path / "b.png"]
+    for place in places:
+        place.write_bytes(drawn(1))
+    name = pictures.put(places[0]).removeprefix("sha256:")
+    places[0].unlink()
+    assert pictures.put(places[1]) == f"sha256:{name}" and pictures.read(name) == drawn(1)
+
+
 def test_a_picture_is_what_its_name_says_wherever_it_lies(tmp_path: Path) -> None:
     pictures, path = Pictures(), tmp_path / "a.png"
     path.write_bytes(drawn(1))

@@ -128,22 +128,19 @@ def test_a_step_gives_a_neighbour_of_what_float32_gives() -> None:
 
 
 def test_each_weight_and_each_update_has_noise_of_its_own() -> None:
-    weight, done = torch.ones(40, 50).bfloat16(), [0]
-    both = [nn.Parameter(weight.clone()) for _ in range(2)]
-    choice = OptimizerChoice("sgd")
-    widen_gradients(both)
-    optimizer = RoundedOptimizer(
-        choice.open([{"params": both, "weight_decay": 0.0, "share": 1.0}], 1e-3), lambda: done[0], True
-    )
-    seen = []
-    for _ in range(2):
+    def updated(number: int) -> list[Tensor]:
+        """Two equal weights after one step with equal gradients, which is the update of this number."""
+        both = [nn.Parameter(torch.ones(40, 50).bfloat16()) for _ in range(2)]
+        widen_gradients(both)
+        inner = OptimizerChoice("sgd").open([{"params": both, "weight_decay": 0.0, "share": 1.0}], 1e-3)
         for own in both:
-            own.data.copy_(weight)
             own.grad = torch.ones(own.shape)
-        optimizer.step()
-        seen += [own.detach().clone() for own in both]
-        done[0] += 1
+        RoundedOptimizer(inner, lambda: number, True).step()
+        return [own.detach() for own in both]
+
+    seen = [*updated(0), *updated(1)]
     assert not any(torch.equal(one, other) for place, one in enumerate(seen) for other in seen[:place])
+    assert all(torch.equal(one, other) for one, other in zip(seen, [*updated(0), *updated(1)], strict=True))
 
 
 def test_chunks_and_the_host_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:

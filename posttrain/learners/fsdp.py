@@ -24,7 +24,7 @@ from posttrain.learners.gradient_sums import sum_gradients
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
 from posttrain.learners.lockstep import LockstepLearner
 from posttrain.learners.process_group import Processes
-from posttrain.learners.rounded_weights import Stretch
+from posttrain.learners.rounded_weights import ShardRange
 from posttrain.learners.sharded_decoder import forget_order, gathered, open_shards
 from posttrain.models.backbone import Backbone, decoders_in
 from posttrain.models.native.linear import collected
@@ -133,12 +133,12 @@ class FSDPLearner(LockstepLearner):
         self._held[rows] = parameter
         return rows
 
-    def _stretch(self, parameter: nn.Parameter) -> Stretch:
+    def _shard_range(self, parameter: nn.Parameter) -> ShardRange:
         if parameter not in self._held:
-            return super()._stretch(parameter)
+            return super()._shard_range(parameter)
         like = self._held[parameter]
         _, (rows,) = slices_here(like)
-        return Stretch(rows.start * (like.numel() // like.shape[0]), like.numel())
+        return ShardRange(rows.start * (like.numel() // like.shape[0]), like.numel())
 
     def move(self, of: str, rate: float) -> None:
         self._let_go()  # other code may have called the model meanwhile

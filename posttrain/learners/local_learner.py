@@ -30,7 +30,7 @@ from posttrain.learners.muon import stacked_rows
 from posttrain.learners.natural_step import NaturalStep
 from posttrain.learners.optimizers import BETAS, EPS, OptimizerChoice, parameter_groups
 from posttrain.learners.repeated_bits import repeated_bits
-from posttrain.learners.rounded_weights import RoundedOptimizer, Stretch, widen_gradients
+from posttrain.learners.rounded_weights import RoundedOptimizer, ShardRange, widen_gradients
 from posttrain.learners.router_losses import RouterLosses, Routing
 from posttrain.models.backbone import Backbone
 from posttrain.models.critic import STORED, Critic
@@ -167,7 +167,7 @@ class LocalLearner:
             offloads="optimizer" in self.offload,
         )
         if widen_gradients(p for part in self.parts for p in part.parameters.values()):
-            self.optimizer = RoundedOptimizer(self.optimizer, lambda: self.version, choice.in_chunks, self._stretch)
+            self.optimizer = RoundedOptimizer(self.optimizer, lambda: self.version, choice.in_chunks, self._shard_range)
 
     @property
     def moves_every_token(self) -> bool:
@@ -388,9 +388,9 @@ class LocalLearner:
         """Return a moment of a parameter in the form in which it is saved."""
         return moment
 
-    def _stretch(self, parameter: nn.Parameter) -> Stretch:
-        """Return which numbers of its whole weight a parameter is."""
-        return Stretch(0, parameter.numel())
+    def _shard_range(self, parameter: nn.Parameter) -> ShardRange:
+        """Return the part of its whole weight that a parameter is."""
+        return ShardRange(0, parameter.numel())
 
     def _tapped(self, batch: Batch, want: frozenset[str]) -> Outputs:
         """Compute the outputs of a micro-batch of an update, and pass them to its token probe, if there is one."""

@@ -34,10 +34,10 @@ def widen_gradients(parameters: Iterable[nn.Parameter]) -> bool:
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Which numbers of a weight, row by row, this process holds."""
+class ShardRange:
+    """The part of a weight that this process holds, of its numbers in the order of rows."""
 
-    first: int
+    first: int  # place of the first number
     whole: int  # numbers of the whole weight
 
 
@@ -74,12 +74,12 @@ class RoundedOptimizer:
         inner: Optimizer,
         update: Callable[[], int],
         in_chunks: bool,
-        stretch: Callable[[nn.Parameter], Stretch] = lambda parameter: Stretch(0, parameter.numel()),
+        shard_range: Callable[[nn.Parameter], ShardRange] = lambda parameter: ShardRange(0, parameter.numel()),
     ) -> None:
         """Wrap an optimizer. `update`: returns the number of updates so far. `in_chunks`: see `gradients_in_chunks`.
-        `stretch`: returns which numbers of its whole weight a parameter is.
+        `shard_range`: returns the part of its whole weight that a parameter is.
         """
-        self.inner, self._update, self._in_chunks, self._stretch = inner, update, in_chunks, stretch
+        self.inner, self._update, self._in_chunks, self._shard_range = inner, update, in_chunks, shard_range
         self.param_groups = inner.param_groups
         every = [parameter for group in self.param_groups for parameter in group["params"]]
         self._places = {parameter: place for place, parameter in enumerate(every)}
@@ -129,7 +129,11 @@ class RoundedOptimizer:
 
     def _rounded(self, parameter: nn.Parameter) -> Tensor:
         """Return the weight, float32, in bfloat16."""
-        held, wide, generator = self._stretch(parameter), parameter.data.reshape(-1), torch.Generator(parameter.device)
+        held, wide, generator = (
+            self._shard_range(parameter),
+            parameter.data.reshape(-1),
+            torch.Generator(parameter.device),
+        )
         found = torch.empty_like(wide, dtype=torch.bfloat16)
         end = held.first + len(wide)
         for begin in range(held.first // BLOCK * BLOCK, end, BLOCK):

@@ -30,7 +30,13 @@ from posttrain.learners.host_memory import OffloadedOptimizer
 from posttrain.learners.local_learner import Optimization
 from posttrain.learners.optimizers import OptimizerChoice
 from posttrain.learners.process_group import Processes
-from posttrain.learners.rounded_weights import RoundedOptimizer, Stretch, noise_of, rounded_at_random, widen_gradients
+from posttrain.learners.rounded_weights import (
+    RoundedOptimizer,
+    ShardRange,
+    noise_of,
+    rounded_at_random,
+    widen_gradients,
+)
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.training.open_learner import new_learner
@@ -162,7 +168,7 @@ def test_rows_are_rounded_as_within_the_whole_weight(block: int, monkeypatch: py
         widen_gradients([rows])
         inner = OptimizerChoice("adamw").open([{"params": [rows], "weight_decay": 0.0, "share": 1.0}], 1e-3)
         rows.grad = gradient[first:last].clone()
-        RoundedOptimizer(inner, lambda: 3, True, lambda parameter: Stretch(9 * first, 90)).step()
+        RoundedOptimizer(inner, lambda: 3, True, lambda parameter: ShardRange(9 * first, 90)).step()
         return rows.detach()
 
     whole = step(0, 10)

@@ -25,7 +25,7 @@ JOIN_SECONDS = 30.0  # timeout for a decoding step to end
 SoFar = tuple[list[int], list[float]]
 """The tokens of a reply that is being sampled, and their log-probabilities."""
 Watch = Callable[[list[int], list[float]], None]
-"""Gets them."""
+"""A function that receives them."""
 Outcome = Completion | UserError | SoFar
 """Events of a request: what was sampled, the error, or the tokens so far."""
 WATCH_SECONDS = 0.02  # between two reports of the tokens so far

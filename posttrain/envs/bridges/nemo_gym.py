@@ -53,10 +53,10 @@ async def play(
         try:
             turn = episode.first
             for _ in range(turns):
-                episode.unpaid = 0.0  # the turn has the reward of the step before it
+                episode.last_reward = 0.0  # the turn has the reward of the step before it
                 reply: Reply = yield turn
                 if ran_out(reply):
-                    episode.talk.cut = True
+                    episode.conversation.cut = True
                     break
                 following = await episode.after(reply)
                 if following is None:
@@ -85,31 +85,33 @@ play.problem_of_row = problem_of_row  # type: ignore[attr-defined]
 
 async def _begin(task: Task, server: _Server, longest: int) -> _Episode:
     """Begin an episode of the kind that the server has. Raises BridgeError, and UserError for an unreadable row."""
-    talk = _Conversation(task, longest)
-    if await server.ask("/seed_session", talk.row, missing=True) is not None:
-        return _Episode(talk, server, talk.first())
-    begun = await server.needed("/reset", talk.row)
-    return _GymnasiumEpisode(talk, server, talk.first(begun.get("observation")), begun.get("info") or {})
+    conversation = _Conversation(task, longest)
+    if await server.ask("/seed_session", conversation.row, missing=True) is not None:
+        return _Episode(conversation, server, conversation.first())
+    begun = await server.required("/reset", conversation.row)
+    return _GymnasiumEpisode(
+        conversation, server, conversation.first(begun.get("observation")), begun.get("info") or {}
+    )
 
 
 @dataclass
 class _Episode:
     """An episode with tools: it ends with a reply that calls none."""
 
-    talk: _Conversation
+    conversation: _Conversation
     server: _Server
     first: Turn
-    unpaid: float = field(default=0.0, init=False)  # reward of the last step
+    last_reward: float = field(default=0.0, init=False)  # reward of the last step
 
     async def after(self, reply: Reply) -> Turn | None:
         """Return the turn with the answers to the calls of a reply; None at the end."""
-        self.talk.read(reply)
+        self.conversation.read(reply)
         if not reply.tool_calls or reply.stop.truncated:
             return None
         answers, failed = [], 0
-        for id, call in zip(self.talk.call_ids, reply.tool_calls, strict=True):
+        for id, call in zip(self.conversation.call_ids, reply.tool_calls, strict=True):
             problem = call.problem or (
-                "" if call.name in self.talk.tools else f"there is no tool {clip(call.name)!r}"
+                "" if call.name in self.conversation.tools else f"there is no tool {clip(call.name)!r}"
             )  # fmt: skip
             if problem:
                 status, text = 400, json.dumps({"error": problem})
@@ -117,12 +119,12 @@ class _Episode:
                 status, text = await self.server.post(f"/{call.name}", dict(call.arguments))
             failed += status >= 400
             answers.append((id, text))
-        return self.talk.answered(answers, failed=failed)
+        return self.conversation.answered(answers, failed=failed)
 
     async def earned(self) -> Any:
         """Return the verifier's reward, with its components as parts."""
-        asked = {**self.talk.row, "response": self.talk.response(self.talk.outputs)}
-        found = await self.server.needed("/verify", asked)
+        asked = {**self.conversation.row, "response": self.conversation.response(self.conversation.outputs)}
+        found = await self.server.required("/verify", asked)
         if found.get(FAILED):
             reason = inline(str(found.get("_ng_failure_judge_error", "")))
             return Invalid(f"{self.server.url}/verify: {found[FAILED]}: {reason}")
@@ -142,21 +144,21 @@ class _GymnasiumEpisode(_Episode):
     info: Mapping[str, Any]  # of the reset
 
     async def after(self, reply: Reply) -> Turn | None:
-        before = len(self.talk.outputs)
-        self.talk.read(reply)
-        asked = {**self.talk.row, "response": self.talk.response(self.talk.outputs[before:])}
+        before = len(self.conversation.outputs)
+        self.conversation.read(reply)
+        asked = {**self.conversation.row, "response": self.conversation.response(self.conversation.outputs[before:])}
         if self.info.get("supports_step_idempotency") is True:
             asked["_ng_step_request_id"] = uuid4().hex
-        step = await self.server.needed("/step", asked)
-        self.unpaid = number_of(step.get("reward"), "the server's reward")
+        step = await self.server.required("/step", asked)
+        self.last_reward = number_of(step.get("reward"), "the server's reward")
         if step.get("terminated") or step.get("truncated"):
             return None
         outputs = (step.get("info") or {}).get("tool_outputs") or []
         answers = [(str(output.get("call_id", "")), str(output.get("output", ""))) for output in outputs]
-        return self.talk.answered(answers, step.get("observation"), self.unpaid)
+        return self.conversation.answered(answers, step.get("observation"), self.last_reward)
 
     async def earned(self) -> float:
-        return self.unpaid
+        return self.last_reward
 
     async def close(self) -> None:
         if self.info.get("supports_explicit_close") is True:
@@ -251,7 +253,7 @@ class _Conversation:
 
 @asynccontextmanager
 async def _opened(url: str, timeout: float) -> AsyncIterator[_Server]:
-    """A server with cookies of its own, which are the episode there."""
+    """Open a session with a server. The server recognises the episode by the cookies of the session."""
     import aiohttp
 
     jar = aiohttp.CookieJar(unsafe=True)  # also from an address without a name
@@ -295,7 +297,7 @@ class _Server:
             raise BridgeError(f"{self.url}{path} answered {status}: {inline(text)[:200]}")
         return found
 
-    async def needed(self, path: str, content: Any) -> dict[str, Any]:
+    async def required(self, path: str, content: Any) -> dict[str, Any]:
         found = await self.ask(path, content)
         assert found is not None
         return found

@@ -538,6 +538,18 @@ def test_a_rollout_that_was_cut_off_is_worth_what_the_critic_gives_its_last_stat
         assert torch.equal(replace(advantage, bootstrap=True)(ended)[0], advantage(whole)[0])
 
 
+def test_returns_with_a_lambda_of_their_own_end_at_the_critic_s_value_where_a_rollout_was_cut_off() -> None:
+    """Lambda 1: the discounted rewards before the cut, and the value of the last state in place of what earned there."""
+    value = doubles(0.3, -0.2, 0.8, 0.6)
+    scores = Scores(
+        doubles(0.75), torch.tensor([0]), doubles(4), (((2, 0.25),),), value=(value,), truncated=torch.tensor([True])
+    )
+    found = GAE(0.9, alpha=0.05, bootstrap=True).returns(scores, 1.0)[0].tolist()
+    assert found == pytest.approx([0.9 * 0.25 + 0.9**3 * 0.6, 0.25 + 0.9**2 * 0.6, 0.9 * 0.6, 0.6], abs=1e-12)
+    ended = replace(scores, truncated=torch.tensor([False]))
+    assert GAE(0.9, alpha=0.05, bootstrap=True).returns(ended, 1.0)[0][-1] == 0.5  # the final reward: 0.75 - 0.25
+
+
 @pytest.mark.parametrize("advantage", [GAE(1.0, 0.9, bootstrap=True), KStep(2, bootstrap=True)])
 def test_whitening_neither_counts_nor_moves_the_token_at_which_a_rollout_was_cut_off(advantage: GAE | KStep) -> None:
     draws = torch.rand(7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -631,6 +643,13 @@ def test_updates_of_a_step_end_once_the_policy_is_far_enough() -> None:
     far = new_source("lite-ppo", epochs=6, target_kl=1e3)
     (all_of_them,) = run(far, 1, 1)
     assert all_of_them["updates"] == 6 and all_of_them["loss"] == every["loss"]
+
+
+def test_an_update_ends_a_step_by_its_own_kl_and_not_by_the_mean_of_the_updates_so_far() -> None:
+    """The first has KL 0, so the second is twice the mean of both; the limit is between the two."""
+    (two,) = run(new_source("lite-ppo", epochs=2, target_kl=1e3), 1, 1)
+    (some,) = run(new_source("lite-ppo", epochs=6, target_kl=1.5 * two["kl/step"]), 1, 1)
+    assert (two["updates"], some["updates"]) == (2, 2) and some["kl/step"] == two["kl/step"] > 0
 
 
 def test_groups_of_updates_that_are_not_made_are_told_as_such() -> None:

@@ -192,6 +192,27 @@ def test_the_expected_gradient_under_epsilon_greedy_sampling_is_that_of_the_poli
     assert (found - wanted).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("old", ["start", "sampler"])
+def test_a_teacher_s_reward_of_a_token_is_relative_to_the_policy_and_not_to_older_weights(old: Any) -> None:
+    """Summed over the samples of older weights it is the gradient of the reverse KL: it is 0 for the teacher itself."""
+    logits = torch.tensor([0.4, -0.3, 0.9], dtype=torch.float64, requires_grad=True)
+    older = torch.tensor([0.5, 0.2, 0.3], dtype=torch.float64)
+    row = replace(find("distill-k1"), old=old, correction=None if old == "sampler" else Correction(cap=100.0))
+    for teacher in (logits.detach().softmax(-1), torch.tensor([0.1, 0.3, 0.6], dtype=torch.float64)):
+        policy = logits.softmax(-1)
+        [wanted] = torch.autograd.grad((policy * (policy.log() - teacher.log())).sum(), logits)
+        found = torch.zeros(3, dtype=torch.float64)
+        for arm in range(3):
+            transcript = Transcript()
+            transcript.observe([1])
+            transcript.sample(Completion(0, [arm], [older[arm].log().item()], "", StopReason.EOS, 0))
+            fields = {"advantage": [torch.zeros(1)], "teacher_logp": [teacher[arm].log().reshape(1)]}
+            batch = collate([[transcript]], [0], weight=torch.ones(1), fields=fields)
+            loss = PolicyObjective(row)(Outputs(logits.log_softmax(-1)[arm : arm + 1]), batch, Stats())
+            found += older[arm] * torch.autograd.grad(loss, logits)[0]
+        assert (found - wanted).abs().max() < 1e-6
+
+
 def digits(task: Task, reply: str) -> float:
     return sum(c.isdigit() for c in reply) / (len(reply) + 1)
 

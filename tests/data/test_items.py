@@ -146,6 +146,8 @@ def whole(task: dict[str, Any]) -> dict[str, Any]:
         ({"responses": ["a", "b", "c"], "ranks": [1, 2, 3], "stops": ["eos", "context", "stop"]}, [False, True, False]),
         ({"responses": ["a", "b"], "scores": [1, 2], "samples": [{"stop": "eos"}, {"stop": "length"}]}, [False, True]),
         ({"responses": ["a", "b"], "scores": [1, 2], "samples": [{"stop": "length"}]}, [False, False]),  # of others
+        ({"responses": ["", "a", "b"], "ranks": [3, 1, 2], "stops": ["eos", "stop", "length"]}, [False, True]),
+        ({"responses": ["a", "b", "c"], "scores": [1, None, 2], "stops": ["eos", "length", "stop"]}, [False, False]),
         ({"response": "a", "label": True, "stop": "length"}, [True]),
     ],
 )

@@ -158,6 +158,26 @@ def test_a_beam_keeps_the_best_of_all_proposals_of_a_step() -> None:
     assert tree.spent == 2 * BRANCHES + (DEPTH - 1) * 2 * BRANCHES, "width x proposals at each step"
 
 
+def test_whole_replies_keep_their_places_in_a_beam() -> None:
+    """A whole reply with the highest value leaves room for one open reply among two, and ends the search when alone."""
+    asked: list[list[tuple[int, ...]]] = []
+
+    def propose(one: Propose) -> list[SearchStep]:
+        asked.append([tuple(node.tokens) for node in one.nodes])
+        steps = []
+        for place, node in enumerate(one.nodes):
+            first = not node.tokens and place == 0  # the very first proposal is a whole reply
+            steps.append(SearchStep((place,), (-1.0,), first or node.length == 3))
+        return steps
+
+    def value(nodes: Sequence[SearchNode]) -> list[float]:
+        return [9.0 if node.ended and node.length == 1 else 1.0 / (1 + sum(node.tokens)) for node in nodes]
+
+    tree = run(SEARCHES["beam"], SearchSettings(2, 2, 10**6, 100), propose, value)
+    assert asked == [[()] * 4, [(1,)] * 2, [(1, 0)] * 2, [(1, 0, 0)] * 2], "one open reply beside the whole one"
+    assert tree.chosen().tokens == [0] and tree.expansions == 4
+
+
 def test_lookahead_values_a_step_by_the_end_of_a_greedy_rollout() -> None:
     toy = Toy(4)
     tree = found(toy, "lookahead", width=1, proposals=BRANCHES, lookahead=2)

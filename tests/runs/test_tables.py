@@ -360,6 +360,26 @@ def test_each_token_has_a_row_with_the_numbers_that_stand_at_it(tmp_path: Path) 
             assert row[-2] is None
 
 
+def test_tokens_that_are_sampled_and_not_learned_keep_their_log_probabilities(tmp_path: Path) -> None:
+    """The engine's values are of all sampled tokens, in their order, whichever of them are learned."""
+    pytest.importorskip("duckdb")
+    written, own = Transcript(), np.linspace(-3, -0.5, 6, dtype=np.float32).tolist()
+    written.observe([5, 6])
+    written.sample(Completion(0, [7, 8], own[:2], "", StopReason.STOP, 3), learn=False)
+    written.observe([9])
+    written.sample(Completion(0, [4, 3, 2], own[2:5], "", StopReason.STOP, 3))
+    written.sample(Completion(0, [1], own[5:], "", StopReason.EOS, 3), learn=False)
+    record = RunRecord.create(tmp_path, {"seed": 0}, "rl", {})
+    learner = np.array([-1.0, -2.0, -3.0], np.float32)
+    record.rollouts(1, [Outcome(Rollout({"id": "a"}, "a#0", [written], 1.0), 0.5, numbers={"learner": learner})])
+    record.close({})
+    (row,) = read_rollouts(tmp_path, 1, EVERY)
+    assert [t.as_dict() for t in transcripts_of(row)] == [written.as_dict()]
+    found = answer(tmp_path, "select engine, learner from tokens order by place")
+    assert [engine for engine, _ in found] == [None, None, *own[:2], None, *own[2:]]
+    assert [logp for _, logp in found] == [None] * 5 + [-1.0, -2.0, -3.0] + [None]
+
+
 def test_only_the_steps_that_a_question_on_tokens_names_are_read(tmp_path: Path) -> None:
     folder = recorded(tmp_path, 4)
     (folder / "rollouts" / "step-000003.parquet").write_bytes(b"no table")

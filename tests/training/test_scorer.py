@@ -326,6 +326,18 @@ def test_best_at_k_is_that_of_the_replies_with_a_valid_score() -> None:
         assert found.figures[f"best@{k}"]["tasks"] == len(own)
 
 
+def test_best_at_k_of_each_model_is_by_the_scores_of_its_own_replies() -> None:
+    found = evaluated("rewards.py:length", env="rewards.py:even", success=1.0, samples=4, best=(2,), against=["other"])
+    (one,) = found.against
+    for rollouts, figures in ((found.rollouts, found.figures), (one.rollouts, one.figures)):
+        own = []
+        for task in dict.fromkeys(r.task["id"] for r in rollouts):
+            texts = [r.text for r in rollouts if r.task["id"] == task]
+            own.append(by_hand([float(len(text)) for text in texts], [len(text) % 2 == 0 for text in texts], 2))
+        assert figures["best@2"]["mean"] == pytest.approx(fmean(own))
+    assert found.figures["best@2"]["mean"] != one.figures["best@2"]["mean"]
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [

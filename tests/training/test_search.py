@@ -354,6 +354,27 @@ def test_rollouts_are_greedy_and_what_an_expression_discards_is_short(tokenizer:
     assert max(own.max_tokens for own in counting.asked) == (8 if pattern else 20)
 
 
+def test_tokens_that_an_expression_discards_are_spent(tokenizer: Tokenizer) -> None:
+    """They were sampled: a budget counts them, though no reply has them."""
+    engine = LocalEngine(tiny(tokenizer, context=200), tokenizer, slots=4)
+    counting = Counting(engine)
+    plan = SearchPlan("beam", SearchSettings(2, 2), None, "", re.compile("[aeiou]"))
+    search = SearchEngine(counting, tokenizer, engine.eos_ids, 200, plan, lambda _, reply, tell: tell(len(reply) / 99))  # type: ignore[arg-type]
+    search.submit(0, tokenizer.encode("say", start=True), Sampling(max_tokens=40, seed=3))
+    kept, step = list[int](), search._step
+
+    def counted(*asked: Any) -> Any:
+        found = step(*asked)
+        kept.extend([len(found.tokens)] if found else [])
+        return found
+
+    search._step = counted  # type: ignore[method-assign]
+    while not search.poll():
+        pass
+    record = search.record(3)
+    assert record is not None and record.spent == counting.sampled > sum(kept)
+
+
 @pytest.mark.parametrize("value", [0.5, Invalid("too long")])
 def test_searches_that_are_cancelled_leave_nothing(tokenizer: Tokenizer, value: float | Invalid) -> None:
     engine = LocalEngine(tiny(tokenizer, context=64), tokenizer, slots=4)

@@ -510,6 +510,20 @@ def test_next_level_begins_at_the_running_accuracy_and_the_last_one_has_no_end()
         assert slow.level == 0
 
 
+def test_results_of_a_level_do_not_end_the_next_one() -> None:
+    found = by_level()
+    found.observe([Solved(place, "", 9, 1) for _, place in found.draw(4, everything, ())])
+    for _ in range(3):  # no result of the second level comes, or too few
+        found.draw(4, everything, ())
+        assert found.level == 1 and (found.running.right, found.running.wrong) == (0.0, 0.0)
+    found.observe([Solved(SPAN, "", 7, 0)])
+    found.draw(4, everything, ())
+    assert found.level == 1, "8 rollouts are needed"
+    found.observe([Solved(SPAN, "", 7, 0)])
+    found.draw(4, everything, ())
+    assert found.level == 2
+
+
 def test_floor_of_levels_takes_the_earlier_ones_in_turn_and_results_on_them_do_not_count() -> None:
     found = by_level(floor=0.5)
     for _ in range(3):

@@ -181,6 +181,15 @@ def test_earnings_add_up_to_the_reward_less_the_penalty() -> None:
     assert [x[0].item() for x in ToGo()(scores)] == pytest.approx(totals)
 
 
+def test_where_a_rollout_was_cut_off_the_critic_s_value_replaces_the_penalty_of_the_last_token_too() -> None:
+    value, penalty = [doubles(0.5, -0.25), doubles(0.75, 1.5)], [doubles(0.1, 0.2), doubles(0.3, 0.4)]
+    scores = scores_of(
+        [1.0, 1.0], [2, 2], penalty=tuple(penalty), value=tuple(value), truncated=torch.tensor([True, False])
+    )
+    cut, ended = earnings(scores, bootstrap=True)
+    assert cut.tolist() == pytest.approx([-0.1, -0.25]) and ended.tolist() == pytest.approx([-0.3, 1 - 0.4])
+
+
 def test_penalty_in_the_reward_reaches_every_advantage_that_takes_one() -> None:
     rollouts = make_rollouts(torch.Generator().manual_seed(0), 3, 4, WORDS.vocab_size)
     generator = torch.Generator().manual_seed(1)

@@ -180,6 +180,10 @@ def test_passes_become_steps_only_where_the_rows_are_known(tmp_path: Path) -> No
                              "--steps_per_generation 2 --num_train_epochs 2")  # fmt: skip
     table = imported(path, rows=101)[2]
     assert (table["prompts"], table["steps"]) == (8, 26)  # 4 prompts a generation: 100 rows, 12.5 steps of 8, twice
+    path = command(
+        tmp_path, "trl grpo --num_generations 4 --per_device_train_batch_size 8 --num_iterations 3 --max_steps 100"
+    )
+    assert imported(path)[2]["steps"] == 34, "three updates a step, and none of the 100 is left out"
 
 
 @pytest.mark.parametrize(

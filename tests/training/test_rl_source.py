@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -39,8 +39,9 @@ from posttrain.training.sources.diversity import GROUPS, MEMBERS, diversity
 from posttrain.training.sources.ledger import Ledger
 from posttrain.training.sources.length_filter import Prompts, TooLong
 from posttrain.training.sources.minibatches import Minibatches
+from posttrain.training.sources.model_outputs import evaluate_rollouts
 from posttrain.training.sources.scoreboard import describe, refuse_broken, scoreboard, usable
-from posttrain.training.sources.task_order import Uniform
+from posttrain.training.sources.task_order import Solved, Uniform
 from posttrain.training.sources.token_recording import SAMPLE
 
 
@@ -252,6 +253,39 @@ def test_an_entropy_bonus_in_the_reward_is_the_surprise_of_each_token(tokenizer:
         assert widened.penalty == pytest.approx(0.1 * float(logp.sum()), abs=1e-5) and without.penalty == 0
         surprise = -0.1 * logp[::-1].cumsum()[::-1]
         assert widened.advantage - without.advantage == pytest.approx(float(surprise.mean()), abs=1e-5)
+
+
+def test_a_kl_and_an_entropy_in_the_reward_are_both_deducted(tokenizer: Tokenizer) -> None:
+    both = {"kl": 0.5, "kl_where": "reward", "kl_estimator": "k1", "entropy": 0.1, "entropy_where": "reward"}
+    experience = source(tokenizer, row("reinforce", **both))
+    played = experience.produce(1).played
+    reference = evaluate_rollouts(experience.learner, played, 64, of="reference")["logp"]
+    for outcome, other in zip(accounted(experience), reference, strict=True):
+        logp = outcome.rollout.transcripts[0].sampler_logp
+        assert logp is not None
+        assert outcome.penalty == pytest.approx(float(0.6 * logp.sum() - 0.5 * other.sum()), abs=1e-4)
+
+
+def test_invalid_rewards_are_no_results_of_a_task(tokenizer: Tokenizer) -> None:
+    """They say nothing of whether the policy solves it: an order of tasks sees the others alone."""
+    told: list[Solved] = []
+
+    class Noting(Uniform):
+        def observe(self, results: Sequence[Solved]) -> None:
+            told.extend(results)
+
+    def sometimes(task: Task, reply: str) -> float | Invalid:
+        return Invalid("broken") if len(reply) % 3 == 0 else float(len(reply) % 2)
+
+    experience = source(tokenizer, row("grpo"), sometimes)
+    experience.queue.collector.order = Noting(len(TASKS), 0)
+    played = experience.produce(1).played
+    found = {}
+    for task in {r.task["id"] for r in played}:
+        rewards = [r.reward for r in played if r.task["id"] == task and not isinstance(r.reward, Invalid)]
+        found[task] = rewards.count(1.0), rewards.count(0.0)
+    assert {one.id: (one.right, one.wrong) for one in told} == {task: own for task, own in found.items() if sum(own)}
+    assert 0 < sum(map(sum, found.values())) < len(played)
 
 
 def invalidate(rollouts: list[Rollout], *places: int) -> list[Rollout]:

@@ -19,7 +19,7 @@ from places import TESTS
 from scripted import scripted, scripted_async
 from websockets.asyncio.server import serve
 
-from posttrain.core.types import Invalid, Reply, Turn, UserError
+from posttrain.core.types import Invalid, Reply, StopReason, Turn, UserError
 from posttrain.envs.bridges import openenv
 from posttrain.envs.bridges.bridge import BridgeError
 from posttrain.envs.bridges.mcp_tools import Server, ToolAnswer, environment, read_call
@@ -395,6 +395,22 @@ def test_a_server_that_answers_rubbish_is_invalid_or_ends_the_episode(answer: An
             assert isinstance(begins.reward, Invalid) and not begins.shown
 
     asyncio.run(episodes())
+
+
+def test_a_reward_before_an_episode_runs_out_counts_once() -> None:
+    async def handle(connection: Any) -> None:
+        for answer in (GOOD, GOOD):
+            await connection.recv()
+            await connection.send(answer)
+        await connection.recv()
+
+    async def episode() -> Any:
+        async with serve(handle, "127.0.0.1", 0) as server:
+            url = f"http://127.0.0.1:{next(iter(server.sockets)).getsockname()[1]}"
+            return await scripted_async(openenv.environment(url), {"seed": 5}, ["one", Reply("", StopReason.TURNS)])
+
+    played = asyncio.run(episode())
+    assert [turn.reward for turn in played.shown] == [0.0, 0.5] and played.reward == 0.5
 
 
 @pytest.mark.parametrize(("code", "tries"), [("FACTORY_ERROR", range(1, 2)), ("CAPACITY_REACHED", range(2, 9))])

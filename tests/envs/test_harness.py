@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,8 @@ from posttrain.core.rollouts import Rollout
 from posttrain.core.transcripts import SpanKind
 from posttrain.core.types import Completion, Invalid, InvalidKind, Reply, Sampling, StopReason, Turn
 from posttrain.engines.local.local_engine import LocalEngine
-from posttrain.envs.bridges.harness import PolicyEndpoint, harness
+from posttrain.engines.serving.requests import PolicyRequest
+from posttrain.envs.bridges.harness import PolicyEndpoint, _Session, harness
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.player import EpisodeLimits, Player
 from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -176,6 +179,25 @@ def test_who_asks_again_after_a_lost_connection_gets_the_reply_that_was_sampled(
     sampled = [turn for turn in rollout.turns if turn.kind is SpanKind.SAMPLED]
     assert len(sampled) == 2, "the first request was asked twice, and answered once"
     assert rollout.rewards["same"] == 0.0, "a request that was answered is sampled anew"
+
+
+def test_who_asks_again_for_several_replies_gets_each_of_them_in_its_place() -> None:
+    async def asked_twice() -> list[str]:
+        session, asked = _Session(PolicyEndpoint("http://x/v1"), "error", "ignore"), PolicyRequest(("say",), count=3)
+        lost = asyncio.ensure_future(session.replies("say", asked))
+        while session._asked.qsize() < 3:
+            await asyncio.sleep(0)
+        lost.cancel()
+        with suppress(asyncio.CancelledError):
+            await lost
+        for text in "abc":
+            session.answer(session._asked.get_nowait(), Reply(text))
+        async with asyncio.timeout(5):
+            again = await session.replies("say", asked)
+        assert session._asked.empty(), "nothing is sampled a second time"
+        return [reply.completion.text for reply in again]
+
+    assert asyncio.run(asked_twice()) == ["a", "b", "c"]
 
 
 def test_requests_of_an_episode_that_is_over_are_refused_and_do_not_wait(tmp_path: Path) -> None:

@@ -373,6 +373,8 @@ def test_tokens_that_an_expression_discards_are_spent(tokenizer: Tokenizer) -> N
         pass
     record = search.record(3)
     assert record is not None and record.spent == counting.sampled > sum(kept)
+    pieces = [own.seed for own in counting.asked]
+    assert len(set(pieces)) == len(pieces) > len(kept), "a piece that continues a step draws numbers of its own"
 
 
 @pytest.mark.parametrize("value", [0.5, Invalid("too long")])

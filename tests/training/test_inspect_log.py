@@ -138,6 +138,17 @@ def test_tool_calls_are_read_as_calls_and_their_answers_name_them() -> None:
     assert sample["output"]["choices"][0]["stop_reason"] == "max_tokens" and list(sample["scores"]) == ["reward"]
 
 
+def test_each_side_of_a_task_is_a_sample_of_its_own_in_every_epoch() -> None:
+    task, figures = {"id": "a", "prompt": "play"}, {"reward": {"mean": 0.5, "tasks": 2}}
+    rollouts = [Rollout(task, "a", [], 1.0, side=side) for _ in range(2) for side in ("white", "black")]
+    side = LoggedModel("model", rollouts, figures)
+    write_inspect_log(Path("sides.json"), Evaluation(model="model", tasks="rows.jsonl"), side, None, datetime.now(UTC))
+    log = json.loads(Path("sides.json").read_text())
+    names = [("a as white", 1), ("a as black", 1), ("a as white", 2), ("a as black", 2)]
+    assert [(sample["id"], sample["epoch"]) for sample in log["samples"]] == names
+    assert log["eval"]["config"]["epochs"] == 2 and log["eval"]["dataset"]["samples"] == 2
+
+
 def test_a_document_of_a_harness_is_a_sample_with_the_scores_of_all_filters() -> None:
     choice = {"doc_id": 7, "doc": {"q": "1+1="}, "target": 0, "arguments": [["1+1=", " 2"], ["1+1=", " 3"]],
               "resps": [[[-4.0, False]], [[-3.0, False]]], "filter": "none", "metrics": ["acc"], "acc": 0.0}  # fmt: skip

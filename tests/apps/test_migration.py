@@ -252,6 +252,11 @@ def test_a_script_has_the_defaults_of_peft_and_not_those_of_the_command(
          {"aggregate": "constant", "precision": "bfloat16"}, {"aggregate.length": 4096}),
         ("python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.fsdp_config.dtype=float32",
          {"precision": "float32"}, {}),
+        ("python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo "
+         "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32 actor_rollout_ref.actor.optim.clip_grad=0.5",
+         {"precision": "float32", "max_grad_norm": 0.5}, {}),
+        ("python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.grad_clip=0.3",
+         {"max_grad_norm": 0.3}, {}),
         ("python -m openrlhf.cli.train_ppo_ray --actor.loss_agg_mode seq-mean-token-mean",
          {"aggregate": "sequence-mean", "correction": None}, {}),
         ("python -m openrlhf.cli.train_ppo_ray --vllm.num_engines 1 --algo.advantage.is_correction_level token "

@@ -68,10 +68,10 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         f"{ACTOR}.kl_loss_coef": 0.001,
         f"{ACTOR}.kl_loss_type": "low_var_kl",
         f"{ACTOR}.policy_loss.loss_mode": "vanilla",
-        f"{ACTOR}.grad_clip": 1.0,
         f"{ACTOR}.fsdp_config.dtype": "bfloat16",
         f"{OPTIMIZER}.lr": 1e-6,
         f"{OPTIMIZER}.weight_decay": 0.01,
+        f"{OPTIMIZER}.clip_grad": 1.0,
         f"{OPTIMIZER}.lr_warmup_steps": -1,
         f"{OPTIMIZER}.lr_warmup_steps_ratio": 0.0,
         "algorithm.adv_estimator": "gae",
@@ -398,7 +398,7 @@ def _optimizer(draft: RecipeDraft, prompts: int, updates: int, rows: int | None)
     draft.same("lr", f"{OPTIMIZER}.lr")
     optimizer(draft, OPTIMIZER)
     draft.same("weight_decay", f"{OPTIMIZER}.weight_decay", DECAYED)
-    draft.same("max_grad_norm", f"{ACTOR}.grad_clip")
+    _clipping(draft)
     schedule = "lr_scheduler_type" if draft.given(f"{OPTIMIZER}.lr_scheduler_type") else "warmup_style"
     draft.same("schedule", f"{OPTIMIZER}.{schedule}")
     most = draft.number("trainer.total_training_steps")
@@ -422,7 +422,20 @@ def _optimizer(draft: RecipeDraft, prompts: int, updates: int, rows: int | None)
         )
     if draft.read(f"{MODEL}.enable_gradient_checkpointing"):
         draft.put("recompute", "layers", f"{draft.origin(f'{MODEL}.enable_gradient_checkpointing')}: memory only")
-    draft.same("precision", f"{ACTOR}.dtype" if draft.given(f"{ACTOR}.dtype") else f"{ACTOR}.fsdp_config.dtype")
+    types = (f"{ACTOR}.fsdp_config.mixed_precision.param_dtype", f"{ACTOR}.dtype")
+    draft.same("precision", next(filter(draft.given, types), f"{ACTOR}.fsdp_config.dtype"))
+
+
+def _clipping(draft: RecipeDraft) -> None:
+    """Write the bound of the gradient's norm: optim.clip_grad, before 0.9 actor.grad_clip, which 0.9 does not read."""
+    now, before = f"{OPTIMIZER}.clip_grad", f"{ACTOR}.grad_clip"
+    if not draft.given(before):
+        return draft.same("max_grad_norm", now)
+    if draft.given(now):
+        draft.same("max_grad_norm", now)
+        return draft.note(draft.origin(before), "no effect: verl clips at optim.clip_grad")
+    told = f"as before verl 0.9, which does not read it and clips at optim.clip_grad, {draft.read(now):g}"
+    draft.same("max_grad_norm", before, told)
 
 
 def _long_rows(draft: RecipeDraft) -> None:

@@ -274,6 +274,19 @@ def test_options_of_the_newest_versions_have_their_defaults_and_names(
     assert {name: table.get(name) for name in lines} == lines and table.get("settings", {}) == settings
 
 
+@pytest.mark.parametrize("mini", [256, 1024])
+@pytest.mark.parametrize("rank", [0, 8])
+def test_recipe_of_verl_tells_by_what_its_updates_differ(mini: int, rank: int, tmp_path: Path) -> None:
+    """Found by ten steps of verl's own trainer: what only matters to several updates, or to all weights, is told there."""
+    actor = f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} actor_rollout_ref.actor.grad_clip=0.3"
+    model = f"actor_rollout_ref.model.path=m actor_rollout_ref.model.lora_rank={rank}"
+    text = f"python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {actor} {model}"
+    recipe = imported(command(tmp_path, text), rows=2048)[1]
+    assert ("of whole groups here" in recipe) == (mini < 1024)
+    assert ("the padding token's input embedding is trained here" in recipe) == (rank == 0)
+    assert "max_grad_norm = 0.3" in recipe and "0.9, which does not read it and clips at optim.clip_grad, 1" in recipe
+
+
 SHELL = """
 N=4; M=$((N * 2 + 1))
 export DATA="${BASE:-/data}/x y"

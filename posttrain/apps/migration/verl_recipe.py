@@ -142,6 +142,7 @@ AGGREGATES = {
         "1 / (B length); without loss_scale_factor verl's length is the width of a padded micro-batch, here max_tokens",
     ),
 }
+PADDING = "the padding token's input embedding is trained here, not there; in some tokenizers it is the end token's"
 ALGORITHMS = {
     "grpo": "grpo",
     "grpo_vectorized": "grpo",
@@ -182,7 +183,8 @@ def verl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> No
     draft.same("fields.prompt", "data.prompt_key")
     if draft.lines.get("fields.prompt", ("",))[0] == "prompt":
         del draft.lines["fields.prompt"]
-    draft.same("model", f"{MODEL}.path")
+    adapted = draft.read(f"{MODEL}.lora_rank")
+    draft.same("model", f"{MODEL}.path", "same meaning" if adapted else f"same meaning; {PADDING}")
     verl_reward.reward(draft)
     prompts, minibatches = _batch(draft)
     updates = minibatches * draft.count(f"{ACTOR}.ppo_epochs")
@@ -228,7 +230,9 @@ def _batch(draft: RecipeDraft) -> tuple[int, int]:
     draft.put("prompts", int(prompts), f"{draft.origin('data.train_batch_size')}: prompts of a step")
     draft.put("group", int(group), f"{draft.origin(f'{ROLLOUT}.n')}: same meaning")
     mini_told = draft.origin(f"{ACTOR}.ppo_mini_batch_size")
-    draft.put("minibatches", minibatches, f"{mini_told} prompts of {prompts}: updates a pass")
+    whole = "; of whole groups here, there of rollouts in the order of their end, balanced over GPUs"
+    told = f"{mini_told} prompts of {prompts}: updates a pass{whole * (minibatches > 1)}"
+    draft.put("minibatches", minibatches, told)
     draft.put("epochs", int(passes), f"{draft.origin(f'{ACTOR}.ppo_epochs')}: same meaning")
     return int(prompts), minibatches
 

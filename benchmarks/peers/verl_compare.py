@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_runs import VerlRun
+from verl_runs import VERL_RUNS, VerlRun
 
 SHOWN: dict[str, tuple[int, str]] = {
     "learning rate": (3, "lr"),
@@ -91,3 +92,16 @@ def steps_table(own: VerlRun, ours: dict[str, Any], theirs: dict[str, Any]) -> I
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def main(folder: Path) -> None:
+    """Print the tables, and write the first steps of the last run for the test."""
+    for own in VERL_RUNS:
+        place = folder / own.folder
+        ours, theirs = (json.loads((place / f"{side}.json").read_text()) for side in ("ours", "theirs"))
+        print("\n".join(steps_table(own, ours, theirs)))
+    VECTOR.write_text(json.dumps(vector(own, ours, theirs), separators=(",", ":")) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve())

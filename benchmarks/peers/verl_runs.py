@@ -97,7 +97,7 @@ VERL_RUNS = (
         "verl ten large steps",
         "verl grpo qwen2-7b gsm8k",
         {
-            f"{ACTOR}.optim.lr": 1e-3,
+            f"{ACTOR}.optim.lr": 1e-4,
             f"{ACTOR}.optim.clip_grad": 0.5,
             f"{ACTOR}.clip_ratio_high": 0.28,
             f"{ACTOR}.kl_loss_coef": 0.05,

@@ -287,6 +287,22 @@ def test_recipe_of_verl_tells_by_what_its_updates_differ(mini: int, rank: int, t
     assert "max_grad_norm = 0.3" in recipe and "0.9, which does not read it and clips at optim.clip_grad, 1" in recipe
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.use_kl_loss=True "
+        "actor_rollout_ref.actor.kl_loss_type={}",
+        "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=True algorithm.kl_penalty={}",
+        "python -m openrlhf.cli.train_ppo_ray --algo.kl.init_coef 0.1 --algo.kl.use_loss --algo.kl.estimator {}",
+    ],
+)
+def test_recipe_tells_that_the_k3_of_verl_and_openrlhf_is_bounded(text: str, tmp_path: Path) -> None:
+    for estimator in ("k2", "k3"):
+        recipe = imported(command(tmp_path, text.format(estimator)), rows=2048)[1]
+        assert f'kl_estimator = "{estimator}"' in recipe
+        assert ("there a token's is at most 10" in recipe) == (estimator == "k3")
+
+
 SHELL = """
 N=4; M=$((N * 2 + 1))
 export DATA="${BASE:-/data}/x y"

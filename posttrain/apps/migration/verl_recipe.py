@@ -21,6 +21,7 @@ from posttrain.apps.migration.shared_rules import (
     frequency,
     kept_checkpoints,
     optimizer,
+    same_estimator,
     steps_of,
     trackers,
 )
@@ -373,17 +374,15 @@ def _kl(draft: RecipeDraft) -> None:
     if in_loss and loss:
         draft.put("kl", float(loss), f"{draft.origin(f'{ACTOR}.kl_loss_coef')}: same meaning")
         draft.put("kl_where", "loss", "use_kl_loss")
-        draft.put(
-            "kl_estimator",
-            _estimator(kinds[0], "kl_loss_type"),
-            f"{draft.origin(f'{ACTOR}.kl_loss_type')}: same meaning",
-        )
+        estimator = _estimator(kinds[0], "kl_loss_type")
+        told = f"{draft.origin(f'{ACTOR}.kl_loss_type')}: {same_estimator(estimator)}"
+        draft.put("kl_estimator", estimator, told)
     elif in_reward and reward:
         draft.put("kl", float(reward), f"{draft.origin('algorithm.kl_ctrl.kl_coef')}: same meaning")
         draft.put("kl_where", "reward", "use_kl_in_reward")
-        draft.put(
-            "kl_estimator", _estimator(kinds[1], "kl_penalty"), f"{draft.origin('algorithm.kl_penalty')}: same meaning"
-        )
+        estimator = _estimator(kinds[1], "kl_penalty")
+        told = f"{draft.origin('algorithm.kl_penalty')}: {same_estimator(estimator)}"
+        draft.put("kl_estimator", estimator, told)
         if control == "adaptive":
             draft.put("kl_control", "adaptive", "kl_ctrl.type: same meaning")
             draft.put("kl_target", float(target), "kl_ctrl.target_kl: same meaning")

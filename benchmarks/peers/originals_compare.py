@@ -20,7 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import verl_compare
 from originals import ORIGINALS, Original
+from verl_ours import imported
+from verl_runs import VERL_RUNS
 
 from posttrain.apps.migration.migrate import recipe_for
 
@@ -30,6 +33,15 @@ ON_POLICY = 1.0  # what a difference of losses of replies is relative to: on pol
 RANDOM = 0.2  # relative difference of gradient norms of adapters, which begin at random
 FIRST = 3  # updates whose losses are compared: after them weights differ by rounding, and order may
 SHOWN, UPDATES = ("dpo full", "grpo script"), 10  # runs whose first updates are a table, and how many
+VERL_NUMBERS = {
+    "losses": ("loss", ON_POLICY),
+    "policy losses": ("policy loss", ON_POLICY),
+    "KL": ("kl", 1.0),
+    "entropy": ("entropy", 1.0),
+    "shares clipped": ("clipped", 1.0),
+    "gradient norms": ("grad_norm", 1e-12),
+}
+"""Quantity of all updates of a run of verl -> its name, and what a difference is at least relative to."""
 FACTS = (
     "optimizer",
     "betas",
@@ -172,6 +184,26 @@ def of_configuration(folder: Path) -> Iterator[Finding]:
                 yield Finding(run, "loss and gradient", "", _shown(apart), apart < 1e-6)
 
 
+def of_verl(run: str, ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[Finding]:
+    """The findings of a run of verl's trainer: its optimizer, and every update."""
+
+    def finding(quantity: str, a: Any, b: Any, same: bool) -> Finding:
+        return Finding(run, quantity, str(a), str(b), same)
+
+    for fact in FACTS:
+        yield finding(fact, theirs[fact], ours[fact], theirs[fact] == ours[fact])
+    other, mine = verl_compare.both_sides(ours, theirs)
+    yield finding("updates", len(other), len(mine), len(other) == len(mine))
+    counts = [sum(sum(trained) for u in theirs["updates"] for _, trained in u["rows"])]
+    counts.append(sum(len(r["reply_ids"]) for step in ours["steps"] for u in step for r in u))
+    yield finding("trained tokens", *counts, verl_compare.same_rows(ours, theirs))
+    rates = [[u["lr"] for u in side] for side in (other, mine)]
+    yield finding("learning rates", _ends(rates[0]), _ends(rates[1]), _apart(*rates) < 1e-6)
+    for quantity, (name, least) in VERL_NUMBERS.items():
+        a, b = ([u[name] for u in side] for side in (other, mine))
+        yield finding(quantity, _ends(a), _ends(b), _apart(a, b, least) < ROUNDING["float32"])
+
+
 def recipe_of(own: Original, place: Path, ran: dict[str, Any]) -> str:
     """The recipe as it is imported now. Its values are those of the run."""
     trainer = own.trainer if own.file == "run.yaml" else None
@@ -232,6 +264,15 @@ def main(folder: Path) -> int:
         findings += of_trl(own, ours, theirs)
         if own.name in SHOWN:
             tables += first_updates(own.name, ours["updates"], theirs["updates"])
+    for verl_run in VERL_RUNS:
+        place = folder / verl_run.folder
+        if not (place / "theirs.json").exists():
+            print(f"{verl_run.name}: not run", file=sys.stderr)
+            continue
+        ours, theirs = (json.loads((place / f"{side}.json").read_text()) for side in ("ours", "theirs"))
+        recipes[verl_run.name] = imported(verl_run, place).toml("run.sh", "recipe.toml")
+        findings += of_verl(verl_run.name, ours, theirs)
+        tables += verl_compare.steps_table(verl_run, ours, theirs)
     if (folder / "openrlhf-quantities.json").exists():
         found = json.loads((folder / "recipes.json").read_text())
         recipes |= {run: own["recipe"] for run, own in found.items()}

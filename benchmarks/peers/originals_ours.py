@@ -26,7 +26,7 @@ from posttrain.learners.optimizers import parameter_groups
 from posttrain.training.sources import example_source, minibatches
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
-HERE = ("processes", "device")  # options that say where a run computes
+RECORDED = ("loss", "grad_norm", "lr", "kl", "entropy/policy", "ratio/clipped_low", "ratio/clipped_high")
 
 
 def _tokens(one: Transcript, last: bool) -> list[Any]:
@@ -70,7 +70,7 @@ class Recorder:
         }
 
     def update(self, stats: dict[str, tuple[float, float]]) -> None:
-        self.updates.append({name: stats[name][0] / max(1, stats[name][1]) for name in ("loss", "grad_norm", "lr")})
+        self.updates.append({name: stats[name][0] / max(1, stats[name][1]) for name in RECORDED if name in stats})
 
 
 def watch(recorder: Recorder) -> contextlib.ExitStack:
@@ -105,7 +105,7 @@ def watch(recorder: Recorder) -> contextlib.ExitStack:
     def shuffled(old: Any) -> Any:
         def chosen(self: Any, number: int, credited: Any) -> Any:
             got = old(self, number, credited)
-            recorder.steps.append([[_rollout(r) for r in part.rollouts] for part in got])
+            recorder.steps.append([list(map(_rollout, part.rollouts, part.per_token["advantage"])) for part in got])
             return got
 
         return chosen
@@ -116,10 +116,16 @@ def watch(recorder: Recorder) -> contextlib.ExitStack:
     return stack
 
 
-def _rollout(one: Any) -> dict[str, Any]:
+def _rollout(one: Any, advantage: Any) -> dict[str, Any]:
     transcript = one.transcripts[0]
     start = next(span.start for span in transcript.spans if span.learned)
-    return {"prompt": one.prompt, "prompt_ids": transcript.tokens[:start], "reply_ids": transcript.tokens[start:]}
+    return {
+        "prompt": one.prompt,
+        "prompt_ids": transcript.tokens[:start],
+        "reply_ids": transcript.tokens[start:],
+        "reward": one.reward,
+        "advantage": float(advantage[0]),
+    }
 
 
 def run(own: Original, place: Path) -> dict[str, Any]:

@@ -256,6 +256,11 @@ def test_a_script_has_the_defaults_of_peft_and_not_those_of_the_command(
          {"aggregate": "constant", "precision": "bfloat16"}, {"aggregate.length": 4096}),
         ("python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.fsdp_config.dtype=float32",
          {"precision": "float32"}, {}),
+        ("python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo "
+         "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32 actor_rollout_ref.actor.optim.clip_grad=0.5",
+         {"precision": "float32", "max_grad_norm": 0.5}, {}),
+        ("python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.grad_clip=0.3",
+         {"max_grad_norm": 0.3}, {}),
         ("python -m openrlhf.cli.train_ppo_ray --actor.loss_agg_mode seq-mean-token-mean",
          {"aggregate": "sequence-mean", "correction": None}, {}),
         ("python -m openrlhf.cli.train_ppo_ray --vllm.num_engines 1 --algo.advantage.is_correction_level token "
@@ -271,6 +276,35 @@ def test_options_of_the_newest_versions_have_their_defaults_and_names(
     """Found by the configurations that verl 0.9.1 and OpenRLHF 0.11.2 resolve."""
     table = imported(command(tmp_path, text), rows=2048)[2]
     assert {name: table.get(name) for name in lines} == lines and table.get("settings", {}) == settings
+
+
+@pytest.mark.parametrize("mini", [256, 1024])
+@pytest.mark.parametrize("rank", [0, 8])
+def test_recipe_of_verl_tells_by_what_its_updates_differ(mini: int, rank: int, tmp_path: Path) -> None:
+    """Found by ten steps of verl's own trainer: what only matters to several updates, or to all weights, is told there."""
+    actor = f"actor_rollout_ref.actor.ppo_mini_batch_size={mini} actor_rollout_ref.actor.grad_clip=0.3"
+    model = f"actor_rollout_ref.model.path=m actor_rollout_ref.model.lora_rank={rank}"
+    text = f"python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo {actor} {model}"
+    recipe = imported(command(tmp_path, text), rows=2048)[1]
+    assert ("of whole groups here" in recipe) == (mini < 1024)
+    assert ("the padding token's input embedding is trained here" in recipe) == (rank == 0)
+    assert "max_grad_norm = 0.3" in recipe and "0.9, which does not read it and clips at optim.clip_grad, 1" in recipe
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.use_kl_loss=True "
+        "actor_rollout_ref.actor.kl_loss_type={}",
+        "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=True algorithm.kl_penalty={}",
+        "python -m openrlhf.cli.train_ppo_ray --algo.kl.init_coef 0.1 --algo.kl.use_loss --algo.kl.estimator {}",
+    ],
+)
+def test_recipe_tells_that_the_k3_of_verl_and_openrlhf_is_bounded(text: str, tmp_path: Path) -> None:
+    for estimator in ("k2", "k3"):
+        recipe = imported(command(tmp_path, text.format(estimator)), rows=2048)[1]
+        assert f'kl_estimator = "{estimator}"' in recipe
+        assert ("there a token's is at most 10" in recipe) == (estimator == "k3")
 
 
 SHELL = """

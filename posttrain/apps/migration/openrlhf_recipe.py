@@ -17,6 +17,7 @@ from posttrain.apps.migration.shared_rules import (
     devices_of,
     engine,
     frequency,
+    same_estimator,
     split_of,
     steps_of,
     tracked_by_wandb,
@@ -350,7 +351,8 @@ def _kl(draft: RecipeDraft) -> None:
             "use_kl_loss" if in_loss else "without use_kl_loss: in the reward",
         )
         draft.same("kl_estimator", "algo.kl.estimator")
-        draft.put("kl_estimator", estimator, f"{draft.origin('algo.kl.estimator')}: same meaning")
+        told = f"{draft.origin('algo.kl.estimator')}: {same_estimator(estimator)}"
+        draft.put("kl_estimator", estimator, told)
     horizon = draft.number("algo.kl.horizon")
     if target is not None and beta:
         draft.put("kl_control", "adaptive", "kl_target: adaptive")

@@ -125,6 +125,12 @@ def engine(draft: RecipeDraft, name: str, share: str, parallel: str) -> None:
         draft.same("engine_tensor_parallel", parallel)
 
 
+def same_estimator(estimator: str) -> str:
+    """Return how an estimator of the KL relates to that of verl and OpenRLHF, as a comment tells it."""
+    bounded = "same formula; there a token's is at most 10, beyond which nothing pulls it back"
+    return bounded if estimator == "k3" else "same meaning"
+
+
 def optimizer(draft: RecipeDraft, prefix: str) -> None:
     """Write the optimizer of verl: a class of `optimizer_impl`, which is torch.optim unless it is given."""
     name, module = f"{prefix}.optimizer", draft.read(f"{prefix}.optimizer_impl", "torch.optim")

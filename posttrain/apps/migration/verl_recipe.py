@@ -21,6 +21,7 @@ from posttrain.apps.migration.shared_rules import (
     frequency,
     kept_checkpoints,
     optimizer,
+    same_estimator,
     steps_of,
     trackers,
 )
@@ -68,10 +69,10 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         f"{ACTOR}.kl_loss_coef": 0.001,
         f"{ACTOR}.kl_loss_type": "low_var_kl",
         f"{ACTOR}.policy_loss.loss_mode": "vanilla",
-        f"{ACTOR}.grad_clip": 1.0,
         f"{ACTOR}.fsdp_config.dtype": "bfloat16",
         f"{OPTIMIZER}.lr": 1e-6,
         f"{OPTIMIZER}.weight_decay": 0.01,
+        f"{OPTIMIZER}.clip_grad": 1.0,
         f"{OPTIMIZER}.lr_warmup_steps": -1,
         f"{OPTIMIZER}.lr_warmup_steps_ratio": 0.0,
         "algorithm.adv_estimator": "gae",
@@ -142,6 +143,7 @@ AGGREGATES = {
         "1 / (B length); without loss_scale_factor verl's length is the width of a padded micro-batch, here max_tokens",
     ),
 }
+PADDING = "the padding token's input embedding is trained here, not there; in some tokenizers it is the end token's"
 ALGORITHMS = {
     "grpo": "grpo",
     "grpo_vectorized": "grpo",
@@ -182,7 +184,8 @@ def verl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> No
     draft.same("fields.prompt", "data.prompt_key")
     if draft.lines.get("fields.prompt", ("",))[0] == "prompt":
         del draft.lines["fields.prompt"]
-    draft.same("model", f"{MODEL}.path")
+    adapted = draft.read(f"{MODEL}.lora_rank")
+    draft.same("model", f"{MODEL}.path", "same meaning" if adapted else f"same meaning; {PADDING}")
     verl_reward.reward(draft)
     prompts, minibatches = _batch(draft)
     updates = minibatches * draft.count(f"{ACTOR}.ppo_epochs")
@@ -228,7 +231,9 @@ def _batch(draft: RecipeDraft) -> tuple[int, int]:
     draft.put("prompts", int(prompts), f"{draft.origin('data.train_batch_size')}: prompts of a step")
     draft.put("group", int(group), f"{draft.origin(f'{ROLLOUT}.n')}: same meaning")
     mini_told = draft.origin(f"{ACTOR}.ppo_mini_batch_size")
-    draft.put("minibatches", minibatches, f"{mini_told} prompts of {prompts}: updates a pass")
+    whole = "; of whole groups here, there of rollouts in the order of their end, balanced over GPUs"
+    told = f"{mini_told} prompts of {prompts}: updates a pass{whole * (minibatches > 1)}"
+    draft.put("minibatches", minibatches, told)
     draft.put("epochs", int(passes), f"{draft.origin(f'{ACTOR}.ppo_epochs')}: same meaning")
     return int(prompts), minibatches
 
@@ -369,17 +374,15 @@ def _kl(draft: RecipeDraft) -> None:
     if in_loss and loss:
         draft.put("kl", float(loss), f"{draft.origin(f'{ACTOR}.kl_loss_coef')}: same meaning")
         draft.put("kl_where", "loss", "use_kl_loss")
-        draft.put(
-            "kl_estimator",
-            _estimator(kinds[0], "kl_loss_type"),
-            f"{draft.origin(f'{ACTOR}.kl_loss_type')}: same meaning",
-        )
+        estimator = _estimator(kinds[0], "kl_loss_type")
+        told = f"{draft.origin(f'{ACTOR}.kl_loss_type')}: {same_estimator(estimator)}"
+        draft.put("kl_estimator", estimator, told)
     elif in_reward and reward:
         draft.put("kl", float(reward), f"{draft.origin('algorithm.kl_ctrl.kl_coef')}: same meaning")
         draft.put("kl_where", "reward", "use_kl_in_reward")
-        draft.put(
-            "kl_estimator", _estimator(kinds[1], "kl_penalty"), f"{draft.origin('algorithm.kl_penalty')}: same meaning"
-        )
+        estimator = _estimator(kinds[1], "kl_penalty")
+        told = f"{draft.origin('algorithm.kl_penalty')}: {same_estimator(estimator)}"
+        draft.put("kl_estimator", estimator, told)
         if control == "adaptive":
             draft.put("kl_control", "adaptive", "kl_ctrl.type: same meaning")
             draft.put("kl_target", float(target), "kl_ctrl.target_kl: same meaning")
@@ -398,7 +401,7 @@ def _optimizer(draft: RecipeDraft, prompts: int, updates: int, rows: int | None)
     draft.same("lr", f"{OPTIMIZER}.lr")
     optimizer(draft, OPTIMIZER)
     draft.same("weight_decay", f"{OPTIMIZER}.weight_decay", DECAYED)
-    draft.same("max_grad_norm", f"{ACTOR}.grad_clip")
+    _clipping(draft)
     schedule = "lr_scheduler_type" if draft.given(f"{OPTIMIZER}.lr_scheduler_type") else "warmup_style"
     draft.same("schedule", f"{OPTIMIZER}.{schedule}")
     most = draft.number("trainer.total_training_steps")
@@ -422,7 +425,20 @@ def _optimizer(draft: RecipeDraft, prompts: int, updates: int, rows: int | None)
         )
     if draft.read(f"{MODEL}.enable_gradient_checkpointing"):
         draft.put("recompute", "layers", f"{draft.origin(f'{MODEL}.enable_gradient_checkpointing')}: memory only")
-    draft.same("precision", f"{ACTOR}.dtype" if draft.given(f"{ACTOR}.dtype") else f"{ACTOR}.fsdp_config.dtype")
+    types = (f"{ACTOR}.fsdp_config.mixed_precision.param_dtype", f"{ACTOR}.dtype")
+    draft.same("precision", next(filter(draft.given, types), f"{ACTOR}.fsdp_config.dtype"))
+
+
+def _clipping(draft: RecipeDraft) -> None:
+    """Write the bound of the gradient's norm: optim.clip_grad, before 0.9 actor.grad_clip, which 0.9 does not read."""
+    now, before = f"{OPTIMIZER}.clip_grad", f"{ACTOR}.grad_clip"
+    if not draft.given(before):
+        return draft.same("max_grad_norm", now)
+    if draft.given(now):
+        draft.same("max_grad_norm", now)
+        return draft.note(draft.origin(before), "no effect: verl clips at optim.clip_grad")
+    told = f"as before verl 0.9, which does not read it and clips at optim.clip_grad, {draft.read(now):g}"
+    draft.same("max_grad_norm", before, told)
 
 
 def _long_rows(draft: RecipeDraft) -> None:

@@ -23,7 +23,7 @@ from posttrain.core.transcripts import Media, positions_of
 from posttrain.core.types import Completion, Sampling
 from posttrain.engines.local.engine_weights import copy_weights
 from posttrain.engines.local.sampler import Exploration, UniformTokens, sample, uniform
-from posttrain.engines.request import Request, complete, reached_stop, stop_window
+from posttrain.engines.request import Request, complete, end_ids, reached_stop, stop_window
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 
@@ -52,7 +52,7 @@ class UncachedEngine:
         self, model: Model, tokenizer: Tokenizer, slots: int = 256, precision: str = "float32", own: bool = False
     ) -> None:
         self.model, self.tokenizer, self.slots, self.precision, self.own = model, tokenizer, slots, precision, own
-        self.eos_ids = model.eos_ids or ((tokenizer.eos_id,) if tokenizer.eos_id is not None else ())
+        self.eos_ids = end_ids(model, tokenizer)
         self.version = 0
         self._waiting: deque[Request] = deque()
         self._running: list[RunningReply] = []

@@ -20,11 +20,12 @@ from posttrain.engines.model_manifest import HEAD, backbone_of
 from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.pool_member import EnginePlace
 from posttrain.engines.pool.replicas import ALIVE_SECONDS, placement_of, probe_of
+from posttrain.engines.request import end_ids
 from posttrain.engines.vllm.adapter_sync import AdapterFiles, base_of, rank_for
 from posttrain.engines.vllm.gpu_transfer import CardToCard
 from posttrain.engines.vllm.server_client import ServedRun
 from posttrain.engines.vllm.server_places import GivenServer, OwnServer
-from posttrain.engines.vllm.server_setup import ServerSetup, cache_bytes, end_ids, prepare, require_vllm, vllm_layout
+from posttrain.engines.vllm.server_setup import ServerSetup, cache_bytes, prepare, require_vllm, vllm_layout
 from posttrain.engines.weight_sync import Fetched, SharedMemory, Transport, WeightLayout, checksum_of_names
 from posttrain.models.gpu_placement import GPUPlacement
 from posttrain.models.tokenizer.tokenizer import Tokenizer

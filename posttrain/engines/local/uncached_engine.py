@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.batch import Layout
-from posttrain.core.protocols import Engine, Model, Seeing
+from posttrain.core.protocols import Engine, Model, VisionEngine
 from posttrain.core.transcripts import Media, positions_of
 from posttrain.core.types import Completion, Sampling
 from posttrain.engines.local.engine_weights import copy_weights
@@ -74,13 +74,12 @@ class UncachedEngine:
         """Queue one request. Raises UserError if the prompt leaves no room for a reply. `keep` has no effect without a
         cache.
         """
-        request = Request(id, tuple(prompt), sampling)
-        self._waiting.append(request.check(self.model.config.context, self.model.config.vocab))
+        self.submit_with_media(id, prompt, (), sampling)
 
-    def submit_seen(
+    def submit_with_media(
         self, id: int, prompt: Sequence[int], media: Sequence[Media], sampling: Sampling, keep: bool = False
     ) -> None:
-        """See `posttrain.core.protocols.Seeing`."""
+        """See `posttrain.core.protocols.VisionEngine`."""
         request = Request(id, tuple(prompt), sampling, media=tuple(media))
         self._waiting.append(request.check(self.model.config.context, self.model.config.vocab))
 
@@ -205,4 +204,4 @@ def position_rows(lengths: Iterable[int], seen: Iterable[Sequence[Media]]) -> li
 
 if TYPE_CHECKING:
     _proof: Callable[..., Engine] = UncachedEngine
-    _seeing: Callable[..., Seeing] = UncachedEngine
+    _seeing: Callable[..., VisionEngine] = UncachedEngine

@@ -22,6 +22,7 @@ from posttrain.algorithms.responses import LogRatio, PolicyWeight, ResponseLikel
 from posttrain.algorithms.reward_model_table import RewardModelAlgorithm
 from posttrain.algorithms.settings import change, flags, settings_of
 from posttrain.core.component import Component, Need
+from posttrain.core.messages import dashed
 
 SYMBOLS = (
     "Symbols: lp, old, ref, mu: log-probability of a sampled token under the policy, the policy before the step's "
@@ -295,7 +296,7 @@ def settings(algorithm: AlgorithmBase) -> list[str]:
     short = {".".join(place): name for name, flag in flags(type(algorithm)).items() for place, _ in flag.places}
     lines = []
     for place, value in settings_of(algorithm).items():
-        flag = f"   --{short[place].replace('_', '-')}" if place in short else ""
+        flag = f"   {dashed(short[place])}" if place in short else ""
         lines.append(f"{place}={str(value).lower() if value is None or isinstance(value, bool) else value}{flag}")
     return lines
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from posttrain.algorithms.algorithm_base import AlgorithmBase
 from posttrain.core.coerce import convert, fits, type_in_words
 from posttrain.core.component import NEVER, Component, Setting, SettingRange, setting_of
-from posttrain.core.messages import near, short
+from posttrain.core.messages import dashed, near, short
 from posttrain.core.types import UserError
 from posttrain.system.user_code import load_named
 
@@ -59,7 +59,7 @@ def change(algorithm: AnyAlgorithm, settings: Mapping[str, Any]) -> AnyAlgorithm
         if flag is None:
             algorithm = _assigned(algorithm, name.split("."), settings[name], name, name)
             continue
-        written = f"--{flag.name.replace('_', '-')}"
+        written = dashed(flag.name)
         there = [place for place, owner in flag.places if _has_component(algorithm, place, owner)]
         there = there or [place for place, owner in flag.places if _knob_at(place, owner).creates][:1]
         if not there:
@@ -77,7 +77,7 @@ def _refuse_two_values(kind: type[AlgorithmBase], settings: Mapping[str, Any]) -
         for place, _ in flag.places if flag else ():
             other = by_name.get(".".join(place).replace("-", "_"))
             if other not in (None, name) and str(settings[other]) != str(settings[name]):
-                written = f"--{plain.replace('_', '-')} {settings[name]} and --set {other}={settings[other]}"
+                written = f"{dashed(plain)} {settings[name]} and --set {other}={settings[other]}"
                 raise UserError(f"{written} are the same setting: leave one of them out")
 
 
@@ -268,11 +268,11 @@ def _hint(kind: type[AlgorithmBase], flag: Flag) -> str:
         known = _knob_at(*other.places[0])
         for word, part in (known.choices or {}).items():
             if any(isinstance(part, owner) for _, owner in flag.places):
-                brings.append(f"--{other.name.replace('_', '-')} {word}")
+                brings.append(f"{dashed(other.name)} {word}")
     if brings:
         return f"none of its components has that setting; one that has it comes with {' or '.join(brings)}"
     makers = [
-        f"--{other.name.replace('_', '-')}"
+        dashed(other.name)
         for other in flags(kind).values()
         for place, owner in other.places
         if any(owner is own for _, own in flag.places) and _knob_at(place, owner).creates
@@ -393,7 +393,7 @@ def _unknown(kind: type[Any], written: str, place: Sequence[str], whole: str, na
         return f"{written}: {above} has no setting {place[0]!r}{near(place[0], names)} (it has: {listed})"
     known = [
         *(".".join(place) for place, _, _, _ in _declared_settings(kind, ())),
-        *(f"--{name.replace('_', '-')}" for name in flags(kind)),
+        *(dashed(name) for name in flags(kind)),
     ]
     every = f" (there are: {', '.join(names)})"
     return f"{written}: no component {place[0]!r}{near(written, known) or every}"

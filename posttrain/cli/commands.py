@@ -28,7 +28,7 @@ from posttrain.config.scale import Launch, Memory, Plan
 from posttrain.config.training import Training
 from posttrain.config.verbs import VERBS, training
 from posttrain.core import user_files
-from posttrain.core.messages import one_line
+from posttrain.core.messages import dashed, one_line
 from posttrain.core.types import UserError
 from posttrain.runs.trained_options import as_trained
 
@@ -223,7 +223,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
         ),
         None,
     ):
-        option = f"--{given.replace('_', '-')}"
+        option = dashed(given)
         raise UserError(f"{option} has no effect without --model: add the folder whose tokenizer it needs")
     warn_near_names(config.fields)
     tasks = chat.of(load_tasks(config, None))

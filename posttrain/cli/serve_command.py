@@ -8,6 +8,7 @@ from contextlib import closing
 
 from posttrain.config.inference import ServePolicy
 from posttrain.core.protocols import Engine
+from posttrain.engines.engine_options import EngineOptions
 from posttrain.engines.open_engine import open_engine
 from posttrain.engines.serving.engine_policy import EnginePolicy
 from posttrain.engines.serving.engine_thread import EngineThread
@@ -38,17 +39,10 @@ def serve_policy(config: ServePolicy, say: Callable[[str], None] = _say) -> None
     tokenizer = Tokenizer.load(folder, config.chat_template, config.chat_template_kwargs)
     model = load_model(folder, device=device)
     ends = end_tokens(model, tokenizer)
-    engine = open_engine(
-        config.engine,
-        model,
-        tokenizer,
-        config.slots,
-        config.precision,
-        cache_gib=config.engine_cache,
-        seconds=config.engine_timeout,
-        serving=True,
+    options = EngineOptions(
+        config.slots, config.precision, cache_gib=config.engine_cache, seconds=config.engine_timeout
     )
-    with closing(engine):
+    with closing(open_engine(config.engine, model, tokenizer, options, serving=True)) as engine:
         version = step_of(folder.name) or 0
         engine.load(model, version)
         name, context = config.name or config.model, model.config.context

@@ -5,6 +5,7 @@ from typing import Literal
 
 from posttrain.config.option_groups import OptionGroup
 from posttrain.core.component import option
+from posttrain.core.messages import dashed
 from posttrain.core.types import UserError
 
 
@@ -46,7 +47,7 @@ def check_curriculum(config: CurriculumGroup) -> None:
     for f in fields(CurriculumGroup)[1:]:
         wanted = OF_ONE.get(f.name, ("solve-rate", "stages", "levels"))
         if getattr(config, f.name) != f.default and config.curriculum not in wanted:  # a resumed run gives all of them
-            name = f"--{f.name.replace('_', '-')}"
+            name = dashed(f.name)
             raise UserError(f"{name} has no effect without --curriculum {' or '.join(wanted)}: leave it out")
     if config.curriculum == "stages" and not config.curriculum_column:
         raise UserError("--curriculum stages needs the column of the stages: add --curriculum-column level")

@@ -24,7 +24,7 @@ from posttrain.config.training import RL, ROLES, Distill, Passes, Prefer, Reward
 from posttrain.core import user_files
 from posttrain.core.coerce import convert, fits
 from posttrain.core.component import setting_of
-from posttrain.core.messages import near_or_all
+from posttrain.core.messages import dashed, near_or_all
 from posttrain.core.option_aliases import suggestion
 from posttrain.core.types import UserError
 
@@ -94,7 +94,7 @@ def _validate_texts(config: Any) -> None:
         value = getattr(config, name, None) or ()
         for text in (value,) if isinstance(value, str) else value:
             if text != text.encode("utf-8", "replace").decode():
-                raise UserError(f"--{name.replace('_', '-')} {text!r:.60} is not valid text: write it in UTF-8")
+                raise UserError(f"{dashed(name)} {text!r:.60} is not valid text: write it in UTF-8")
     if not all(getattr(config, "stop", ())):
         raise UserError("--stop has an empty string, at which every reply would end: leave it out")
 
@@ -245,7 +245,7 @@ def _validate_evaluations(config: Training) -> None:
 def check_bounds(config: Any) -> None:
     """Raises UserError for a number outside its option's range, and for text that can name no file."""
     for f in fields(config):
-        name, value = f"--{f.name.replace('_', '-')}", getattr(config, f.name)
+        name, value = dashed(f.name), getattr(config, f.name)
         setting_of(f).bounds.check(name, value)
         if "\0" in _texts(value):
             raise UserError(f"{name} contains a null character: remove it")
@@ -273,9 +273,9 @@ def _validate_sample(config: Sample) -> None:
     for name in ("model", "temperature", "top_p", "seed", "search"):
         values = getattr(config, name)
         if not values and name != "search":
-            raise UserError(f"--{name.replace('_', '-')} is empty: give at least one value, or leave it out")
+            raise UserError(f"{dashed(name)} is empty: give at least one value, or leave it out")
         if twice := next((value for value in values if values.count(value) > 1), None):
-            raise UserError(f"--{name.replace('_', '-')} has {twice!r} twice: the same replies would be sampled again")
+            raise UserError(f"{dashed(name)} has {twice!r} twice: the same replies would be sampled again")
     check_search(config, config.env, config.temperature, config.top_k)
     if config.adaptive is not None and config.adaptive <= config.samples:
         raise UserError(
@@ -348,7 +348,7 @@ def _validate_label(config: Label) -> None:
         )
     for option_name, needs in (("top", "best"), ("at_least", "best"), ("pair", "pairs"), ("margin", "pairs")):
         if option_name in config.given and getattr(config, needs) is None:
-            raise UserError(f"--{option_name.replace('_', '-')} has no effect without --{needs} FILE")
+            raise UserError(f"{dashed(option_name)} has no effect without --{needs} FILE")
 
 
 def _validate_rl(config: RL) -> None:

@@ -8,6 +8,7 @@ from posttrain.config.option_groups import OptionGroup
 from posttrain.config.service_options import check_delimiter, process_model
 from posttrain.config.shared_options import ServiceGroup
 from posttrain.core.component import option
+from posttrain.core.messages import dashed
 from posttrain.core.reply_steps import LINE, SPANS, Aggregate
 from posttrain.core.types import UserError
 
@@ -71,7 +72,7 @@ def check_search(config: Any, env: str | None, temperatures: Sequence[float], to
     """Raise UserError, in one line, for options of a search that contradict each other or have no effect."""
     own = {f.name for f in fields(SearchGroup)} | set(OF_STEPS if isinstance(config, SearchedGroup) else ())
     for name in (f.name for f in fields(config) if getattr(config, f.name) != f.default):
-        option, wanted = f"--{name.replace('_', '-')}", OF_SOME.get(name, ())
+        option, wanted = dashed(name), OF_SOME.get(name, ())
         if name in own and name != "search" and not (set(wanted or config.search) & set(config.search)):
             raise UserError(
                 f"{option} has no effect without --search {' or '.join(wanted)}".rstrip() + ": leave it out"
@@ -94,7 +95,7 @@ def check_search(config: Any, env: str | None, temperatures: Sequence[float], to
             "--search needs what scores steps: --reward-model FOLDER, or --search-value critic for a run with a critic"
         )
     elif given := [f.name for f in fields(config) if f.name in OF_STEPS and getattr(config, f.name) != f.default]:
-        raise UserError(f"--{given[0].replace('_', '-')} has no effect without --reward-model: leave it out")
+        raise UserError(f"{dashed(given[0])} has no effect without --reward-model: leave it out")
     if not env and (config.judge or len(config.reward_model) > 1):
         other = "--judge" if config.judge else "a second --reward-model"
         raise UserError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from posttrain.config.named_values import named_value
+from posttrain.core.messages import dashed
 from posttrain.core.reply_steps import expression_of
 from posttrain.core.types import UserError
 from posttrain.envs.play.env_options import split_options
@@ -104,7 +105,7 @@ def check_step_rewards(config: Any) -> None:
     if not config.step_delimiter:
         given = [f.name for f in fields(config) if f.name.startswith("step_") and getattr(config, f.name) != f.default]
         if given:
-            option = f"--{given[0].replace('_', '-')}"
+            option = dashed(given[0])
             raise UserError(f"{option} has no effect without --step-delimiter: add it, such as line")
         return
     if not config.reward_model:

@@ -15,7 +15,7 @@ from typing import Any, get_origin, get_type_hints
 from posttrain.config.inference import Evaluation
 from posttrain.config.resolve import filled, validate
 from posttrain.core import user_files
-from posttrain.core.messages import toml_problem
+from posttrain.core.messages import dashed, toml_problem
 from posttrain.core.types import UserError
 
 OF_THE_SUITE = ("suite", "model", "against", "harness", "out", "inspect_log")
@@ -77,9 +77,7 @@ def _part(where: str, name: str, options: dict[str, Any], given: Mapping[str, An
     if not isinstance(marked, bool):
         raise UserError(f"{where}{MARK} must be true or false, not {marked!r:.40}")
     if wrong := next((key for key in OF_THE_SUITE if key in options), None):
-        raise UserError(
-            f"{where}{wrong} belongs to the whole suite: give --{wrong.replace('_', '-')} on the command line"
-        )
+        raise UserError(f"{where}{wrong} belongs to the whole suite: give {dashed(wrong)} on the command line")
     config = filled(Evaluation, {**options, **given}, where)
     try:
         validate(config)

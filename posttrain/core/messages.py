@@ -22,6 +22,11 @@ def several(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
+def dashed(name: str) -> str:
+    """Return an option as a user writes it: --clip-high for clip_high."""
+    return f"--{name.replace('_', '-')}"
+
+
 def message_of(error: BaseException) -> str:
     """Return the message of an exception; "" where even that raises."""
     try:

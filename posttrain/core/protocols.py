@@ -228,10 +228,10 @@ class Resting(Protocol):
 
 
 @runtime_checkable
-class Seeing(Protocol):
+class VisionEngine(Protocol):
     """An engine whose prompts may contain pictures."""
 
-    def submit_seen(
+    def submit_with_media(
         self, id: int, prompt: Sequence[int], media: Sequence[Media], sampling: Sampling, keep: bool = False
     ) -> None:
         """Submit as `Engine.submit` does. `media`: the pictures in the prompt."""

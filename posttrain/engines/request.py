@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+from posttrain.core.protocols import Model
 from posttrain.core.transcripts import Media
 from posttrain.core.types import Completion, Sampling, StopReason, UserError, value_type
 from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -56,6 +57,11 @@ class Request:
         """The given tokens with which the reply begins."""
         count = self.sampling.begun
         return (*self.prompt, *self.own)[-count:] if count else ()
+
+
+def end_ids(model: Model, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the ids that end a reply: the model's, or else the tokenizer's."""
+    return tuple(model.eos_ids or ((tokenizer.eos_id,) if tokenizer.eos_id is not None else ()))
 
 
 def stop_window(stop: Iterable[str]) -> int:

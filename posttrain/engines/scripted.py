@@ -67,10 +67,10 @@ class ScriptedEngine:
             )
         )
 
-    def submit_seen(
+    def submit_with_media(
         self, id: int, prompt: Sequence[int], media: Sequence[Media], sampling: Sampling, keep: bool = False
     ) -> None:
-        """Answer with the next reply, for any pictures. See `posttrain.core.protocols.Seeing`."""
+        """Answer with the next reply, for any pictures. See `posttrain.core.protocols.VisionEngine`."""
         self.submit(id, prompt, sampling, keep)
 
     def forget(self, id: int) -> None:

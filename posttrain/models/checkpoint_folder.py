@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,18 @@ BACKBONE = "posttrain_backbone"  # the entry with the model_type of such a rewar
 FORM = (BACKBONE, "posttrain_pooling", "posttrain_head")  # entries of config.json that describe a reward model
 
 
+@dataclass(frozen=True)
+class WeightOptions:
+    """How the weights of a model are held in this process."""
+
+    dtype: torch.dtype = torch.float32  # of the parameters, and of what they compute
+    device: str | torch.device = "cpu"
+    shard: Callable[[Decoder | Backed], None] | None = None  # keeps one of `shares` shares of a decoder's rows
+    shares: int = 1
+    matrices: torch.dtype | None = None  # a narrower type of the matrices, which are then frozen
+    packed: str = ""  # the kind of quantization of a native decoder's matrices
+
+
 def load_model(
     folder: str | Path,
     dtype: torch.dtype = torch.float32,
@@ -64,20 +76,22 @@ def load_model(
     matrices: torch.dtype | None = None,
     packed: str = "",
 ) -> Model:
-    """Load a checkpoint folder (or a Hugging Face model by name) onto this device, with parameters of this dtype.
+    """Load a checkpoint folder (or a Hugging Face model by name). For the options see `WeightOptions`.
 
-    `matrices`: a narrower type for the matrices; the decoder is then frozen, and still computes in `dtype`. `packed`: a
-    kind of quantization; a native decoder packs each matrix of its layers as soon as it is read, so no more than one is
-    there in `dtype`. Models of transformers are not packed here but with their adapters.
-    `shard`: keeps one of `shares` shares of a decoder's rows in this process; a native decoder reads only these rows.
+    A native decoder packs each matrix of its layers as soon as it is read, so no more than one is there in `dtype`, and
+    reads only its own share of the rows. Models of transformers are not packed here but with their adapters.
 
     Raises UserError if there is no such folder, if the architecture is not supported, or if weights are missing,
     damaged, of the wrong shape or unknown.
     """
+    return _load(folder, WeightOptions(dtype, torch.device(device), shard, shares, matrices, packed))
+
+
+def _load(folder: str | Path, how: WeightOptions) -> Model:
     doing(f"opening {folder}")
     folder = checkpoint_folder(folder)
     if is_adapter(folder):
-        return load_adapted(folder, dtype, device, matrices, shard, shares)
+        return _load_adapted(folder, how)
     source = read_json(folder / "config.json")
     kind = source.get("model_type")
     if not isinstance(kind, str):
@@ -85,30 +99,34 @@ def load_model(
     if kind == OURS:
         raise reward_model_error(folder, OURS)
     loader: Callable[..., Model] = LOADERS.get(kind, _load_other)
-    narrow: dict[str, Any] = {} if matrices is None else {"matrices": matrices}
-    if packed and loader is _load_decoder:
-        narrow["packed"] = packed
-    if matrices is not None and loader not in (_load_decoder, _load_other):
+    if loader not in (_load_decoder, _load_other):
+        return _load_own(folder, kind, loader, source, how)
+    try:
+        model = loader(folder, source, how)
+    except NotNativeError as error:
+        try:
+            model = _load_other(folder, source, how)
+        except UserError:
+            raise error from None
+    if how.shard is not None and isinstance(model, Backed):
+        how.shard(model)
+    return model
+
+
+def _load_own(
+    folder: Path, kind: str, loader: Callable[..., Model], source: dict[str, Any], how: WeightOptions
+) -> Model:
+    """Load a kind of model that is neither native nor of transformers."""
+    if how.matrices is not None:
         raise UserError(
             f"bfloat16 is for the weights of a decoder, and a {kind} is not one: leave out --frozen-weights"
         )
-    try:
-        if shard is not None and loader is _load_decoder:
-            return _load_decoder(folder, source, dtype, torch.device(device), shard, shares, matrices)
-        model = loader(folder, source, dtype, torch.device(device), **narrow)
-    except NotNativeError as error:
-        try:
-            model = _load_other(folder, source, dtype, torch.device(device), matrices=matrices)
-        except UserError:
-            raise error from None
-    if shard is not None:
-        if not isinstance(model, Backed):
-            raise UserError(
-                f"only a decoder can be divided among processes, and a {kind} is not one: leave out --shard, "
-                "--tensor-parallel or --expert-parallel"
-            )
-        shard(model)
-    return model
+    if how.shard is not None:
+        raise UserError(
+            f"only a decoder can be divided among processes, and a {kind} is not one: leave out --shard, "
+            "--tensor-parallel or --expert-parallel"
+        )
+    return loader(folder, source, how.dtype, how.device)
 
 
 def load_backbone(
@@ -141,6 +159,7 @@ def load_headless(
     """Load the decoder of a checkpoint folder without its output head, and the stored heads by name. `matrices`,
     `packed`: see `load_model`.
     """
+    how = WeightOptions(device=torch.device(device), matrices=matrices, packed=packed)
     source = of_backbone(read_json(folder / "config.json"))
     config, kind = None, source.get("model_type")
     if not isinstance(kind, str):
@@ -149,10 +168,8 @@ def load_headless(
         with suppress(NotNativeError):
             config = read_config(folder, source)
     if config is None:
-        other = _load_other(folder, source, torch.float32, torch.device(device), True, matrices)
-        return other, _read_heads(folder)
-    shape = replace(config, tied=True)
-    model = allocate(folder, shape, torch.float32, torch.device(device), matrices=matrices, packed=packed)
+        return _load_other(folder, source, how, headless=True), _read_heads(folder)
+    model = allocate(folder, replace(config, tied=True), how)
     found = read_weights(model, folder, HEADS, packed)
     model.generation = read_json(folder / "generation_config.json", optional=True)
     model.eos_ids = read_eos_ids(folder, source, model.generation, config.vocab)
@@ -177,71 +194,45 @@ def of_backbone(source: dict[str, Any]) -> dict[str, Any]:
     return {**own, "model_type": source.get(BACKBONE)} if source.get("model_type") == OURS else own
 
 
-def _load_decoder(
-    folder: Path,
-    source: dict[str, Any],
-    dtype: torch.dtype,
-    device: torch.device,
-    shard: Callable[[Decoder | Backed], None] | None = None,
-    shares: int = 1,
-    matrices: torch.dtype | None = None,
-    packed: str = "",
-) -> Decoder:
+def _load_decoder(folder: Path, source: dict[str, Any], how: WeightOptions) -> Decoder:
     config = read_config(folder, source)
     generation = read_json(folder / "generation_config.json", optional=True)
     eos_ids = read_eos_ids(folder, source, generation, config.vocab)
-    model = allocate(folder, config, dtype, device, shard, shares, matrices, packed)
-    read_weights(model, folder, packed=packed)
+    model = allocate(folder, config, how)
+    read_weights(model, folder, packed=how.packed)
     model.source, model.generation, model.eos_ids = source, generation, eos_ids
     return model
 
 
-def allocate(
-    folder: Path,
-    config: DecoderConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    shard: Callable[[Decoder | Backed], None] | None = None,
-    shares: int = 1,
-    matrices: torch.dtype | None = None,
-    packed: str = "",
-) -> Decoder:
+def allocate(folder: Path, config: DecoderConfig, how: WeightOptions) -> Decoder:
     """Allocate the model with uninitialised weights. Raises UserError if there is no room for them.
 
-    `packed`: a kind of quantization; matrices of layers then stay on "meta" until they are read.
+    Matrices of layers that are packed stay on "meta" until they are read.
     """
+    device, packed = torch.device(how.device), how.packed
     if packed:
         require(packed)
     number = PACKED_BYTES[packed] if packed else 0.0
-    config.require_memory(matrices or dtype, device, str(folder / "config.json"), shares, number)
+    config.require_memory(how.matrices or how.dtype, device, str(folder / "config.json"), how.shares, number)
     with torch.device("meta"):  # no memory for weights that are about to be replaced
-        model = Decoder(config).to(dtype)
-        if matrices is not None:
-            model.narrow(matrices)
-    if shard is not None:
-        shard(model)
+        model = Decoder(config).to(how.dtype)
+        if how.matrices is not None:
+            model.narrow(how.matrices)
+    if how.shard is not None:
+        how.shard(model)
     give_memory(model, device, {id(linear.weight) for _, linear, _ in model.linears()} if packed else ())
     return model
 
 
-def _load_other(
-    folder: Path,
-    source: dict[str, Any],
-    dtype: torch.dtype,
-    device: torch.device,
-    headless: bool = False,
-    matrices: torch.dtype | None = None,
-) -> Backed:
+def _load_other(folder: Path, source: dict[str, Any], how: WeightOptions, headless: bool = False) -> Backed:
     """Load a model through transformers, imported only here because the import takes seconds."""
     from posttrain.models.hf.transformers_folder import load_backed
 
-    return load_backed(folder, source, dtype, device, headless, matrices)
+    return load_backed(folder, source, how.dtype, how.device, headless, how.matrices)
 
 
-LOADERS: dict[str, Callable[[Path, dict[str, Any], torch.dtype, torch.device], Model]] = dict.fromkeys(
-    ARCHITECTURES, _load_decoder
-)
-"""Loader of each model_type: (folder, its config.json, dtype, device) -> model. Add your own kind of model here."""
+LOADERS: dict[str, Callable[..., Model]] = dict.fromkeys(ARCHITECTURES, _load_decoder)
+"""Loader of each model_type. Add your own kind of model here: (folder, its config.json, dtype, device) -> model."""
 
 
 def _pieces_here(parameter: Tensor, pieces: Pieces) -> Iterator[tuple[str, Tensor, tuple[slice, ...]]]:
@@ -322,14 +313,7 @@ def _check_shapes(folder: Path, found: Mapping[str, tuple[int, ...]], model: Dec
             raise UserError(f"{folder}: {name} has shape {list(found[name])}, config.json says {list(shape)}")
 
 
-def load_adapted(
-    folder: Path,
-    dtype: torch.dtype,
-    device: str | torch.device,
-    matrices: torch.dtype | None = None,
-    shard: Callable[[Decoder | Backed], None] | None = None,
-    shares: int = 1,
-) -> Backbone:
+def _load_adapted(folder: Path, how: WeightOptions) -> Backbone:
     """Load the base of a folder of adapters, and the adapters, which alone are trainable. Raises UserError if the
     base is not the one that they were trained on.
     """
@@ -339,7 +323,7 @@ def load_adapted(
             "pass this as --reward-model"
         )
     base, packed = checked_base(folder), packed_kind(folder)
-    model = load_model(base, dtype, device, shard, shares, matrices, packed if shard is None else "")
+    model = _load(base, replace(how, packed=packed if how.shard is None else ""))
     if not isinstance(model, Decoder | Backed):
         raise UserError(f"{folder} adapts {base}, a {type(model).__name__}, but adapters require a decoder")
     read_adapter(model, folder)

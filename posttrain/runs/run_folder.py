@@ -23,6 +23,7 @@ from posttrain.config.service_options import SERVICES, ScorerOption, named_servi
 from posttrain.config.suite_file import read_suite
 from posttrain.config.training import RL, Training
 from posttrain.core import run_date, user_files
+from posttrain.core.messages import dashed
 from posttrain.core.pictures import PICTURES
 from posttrain.core.protocols import Alone, Lasting, World
 from posttrain.core.types import UserError
@@ -315,7 +316,7 @@ class RunFolder(Generic[AnyTraining]):
         """Return the option with its value, for messages."""
         kind, _, entry = option.partition(" ")
         value = self.start if option == "model" else getattr(self.config, kind)
-        return f"--{kind.replace('_', '-')} {dict(_paths(self.config, kind))[option] if entry else value}"
+        return f"{dashed(kind)} {dict(_paths(self.config, kind))[option] if entry else value}"
 
 
 def _without_step(folder: Path) -> bool:

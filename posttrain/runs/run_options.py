@@ -7,6 +7,7 @@ from shlex import quote
 from typing import Any
 
 from posttrain.config.verbs import VERBS
+from posttrain.core.messages import dashed
 
 LEFT = ("resume", "overwrite", "accept_changes", "quiet", "engine_url")
 """Options of a single start of the command, or of the user's machine."""
@@ -58,7 +59,7 @@ def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 def _words(name: str, value: Any, flags: Mapping[str, Any]) -> Iterator[str]:
     """Yield an option as it is typed."""
-    flag = f"--{name.replace('_', '-')}"
+    flag = dashed(name)
     if name == "settings":
         for place, setting in value.items():
             yield from (

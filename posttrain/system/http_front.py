@@ -61,17 +61,17 @@ def _equal(given: str, token: str) -> bool:
     return compare_digest(given.encode("utf-8", "surrogateescape"), token.encode())
 
 
-def read_token(file: str | None, option: str = "--token") -> str | None:
+def read_token(file: str | None) -> str | None:
     """Return the token in a file, without surrounding white space; None without a file. Raises UserError."""
     if file is None:
         return None
     try:
         token = user_files.text(file).strip()
     except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise UserError(f"{option} {file} cannot be read: {one_line(error)}") from error
+        raise UserError(f"--token {file} cannot be read: {one_line(error)}") from error
     if len(token) < LEAST_TOKEN or not token.isascii() or not token.isprintable():
         raise UserError(
-            f"{option} {file} must hold at least {LEAST_TOKEN} printable characters (openssl rand -hex 32 makes some)"
+            f"--token {file} must hold at least {LEAST_TOKEN} printable characters (openssl rand -hex 32 makes some)"
         )
     return token
 

@@ -149,18 +149,18 @@ def _meaning(error: BaseException, of: HubName, kind: str) -> str | None:
     return None
 
 
-def cached_names(kind: str = "model") -> list[str]:
-    """Return the names of the models or datasets in the hub's cache, complete or not."""
+def cached_names() -> list[str]:
+    """Return the names of the models in the hub's cache, complete or not."""
     from huggingface_hub import constants
 
     with suppress(OSError):
-        found = sorted(Path(constants.HF_HUB_CACHE).glob(f"{kind}s--*--*/snapshots/*"))
+        found = sorted(Path(constants.HF_HUB_CACHE).glob("models--*--*/snapshots/*"))
         return list(dict.fromkeys(place.parents[1].name.split("--", 1)[1].replace("--", "/") for place in found))
     return []
 
 
-def cached_list(kind: str = "model") -> str:
+def cached_list() -> str:
     """Return the names of `cached_names` as the end of a message."""
-    names = cached_names(kind)
+    names = cached_names()
     more = f" and {len(names) - MOST} more" if len(names) > MOST else ""
     return f"the cache has {', '.join(names[:MOST])}{more}" if names else "the cache is empty"

@@ -16,6 +16,7 @@ from posttrain.algorithms.surrogate import ExpectedQ
 from posttrain.algorithms.teacher import Distillation
 from posttrain.config.training import RL, Distill
 from posttrain.core.component import Need, RunLimits
+from posttrain.core.messages import dashed
 from posttrain.core.types import UserError
 from posttrain.training import older_weights
 
@@ -289,7 +290,7 @@ def _contradictions_of_replay(algorithm: Algorithm, run: RL) -> Iterator[str]:
 def _contradictions_of_critic(algorithm: Algorithm, run: RL) -> Iterator[str]:
     critic, shared = algorithm.critic, run.critic == "shared"
     own = [name for name in ("critic", "critic_lr", "critic_model") if getattr(run, name) is not None]
-    told = ", ".join(f"--{name.replace('_', '-')}" for name in own)
+    told = ", ".join(dashed(name) for name in own)
     if critic is None and own:
         yield f"{told} has no effect without a critic: leave it out, or add a critic with --advantage gae"
     warmup = critic.warmup if critic is not None else 0
@@ -331,13 +332,13 @@ def _selecting(algorithm: Algorithm) -> str:
 def _ineffective_settings(algorithm: Algorithm, run: RL, single_turn: bool) -> Iterator[str]:
     """Yield the chosen settings that would have no effect."""
     own = ("branches", "branch_first", "branch_tokens", "branch_threshold", "branch_credit")
-    branching = [f"--{name.replace('_', '-')}" for name in own if run.chooses(name)]
+    branching = [dashed(name) for name in own if run.chooses(name)]
     if branching and algorithm.branching is not None and (single_turn or run.max_turns == 1):
         yield (
             f"{', '.join(branching)} would have no effect: rollouts branch after tool results, and here an episode is one "
             "reply: leave it out"
         )
-    clips = [f"--{name.replace('_', '-')}" for name in ("clip_low", "clip_high", "clip_dual") if run.chooses(name)]
+    clips = [dashed(name) for name in ("clip_low", "clip_high", "clip_dual") if run.chooses(name)]
     if clips and algorithm.surrogate.clips and algorithm.on_policy and algorithm.old == "start":
         yield (
             f"{', '.join(clips)} would have no effect: with one update per step every ratio is exactly 1, and nothing is "
@@ -348,7 +349,7 @@ def _ineffective_settings(algorithm: Algorithm, run: RL, single_turn: bool) -> I
         "kl_cov": algorithm.covariance,
         "target_kl": algorithm.early_stop,
     }
-    still = [f"--{name.replace('_', '-')}" for name, part in compared.items() if run.chooses(name) and part is not None]
+    still = [dashed(name) for name, part in compared.items() if run.chooses(name) and part is not None]
     if still and algorithm.on_policy and algorithm.old == "start":
         yield (
             f"{', '.join(still)} would have no effect: with one update per step old and current log-probabilities are the "

@@ -15,8 +15,8 @@ from posttrain.core.intervals import mean_interval, stated
 from posttrain.core.rollouts import Rollout
 from posttrain.core.types import Invalid, UserError
 from posttrain.data.tasks import Tasks
+from posttrain.engines.engine_options import EngineOptions
 from posttrain.engines.open_engine import open_engine
-from posttrain.engines.pool.replicas import Many
 from posttrain.engines.search.search_engine import SearchEngine
 from posttrain.envs.play.episode import Episode
 from posttrain.models.checkpoint_folder import load_model
@@ -81,8 +81,8 @@ def sampled(
     for line in beyond:
         say(line)
     episodes, figures = repeated(some, config.samples, config.seed), dict[str, Any]()
-    many = Many(config.replicas)
-    with closing(open_engine("local", model, tokenizer, config.slots, config.precision, many=many)) as engine:
+    options = EngineOptions(config.slots, config.precision, config.replicas)
+    with closing(open_engine("local", model, tokenizer, options)) as engine:
         engine.load(model, 0)
         if config.search:
             search = searching(config, config.search[0], engine, path, model, tokenizer, ground.services)

@@ -121,14 +121,10 @@ def majorities(
 
     `answers` and `outcomes`: for each task, those of its valid samples. From maj@k tasks with fewer than k are left out.
     """
-    found: dict[str, Any] = {}
     if success is None:
-        return found
-    for k in ks:
-        pairs = zip(answers, outcomes, strict=True)
-        rates = [majority_at_k(own, succeeds(np.asarray(won), success), k) for own, won in pairs if len(own) >= k]
-        found[f"maj@{k}"] = _share(rates)
-    return found
+        return {}
+    pairs = [(own, succeeds(np.asarray(won), success)) for own, won in zip(answers, outcomes, strict=True)]
+    return {f"maj@{k}": _share([majority_at_k(own, won, k) for own, won in pairs if len(own) >= k]) for k in ks}
 
 
 def bests(ranked: Sequence[Sequence[tuple[float, float]]], ks: Sequence[int], success: float | None) -> dict[str, Any]:
@@ -136,13 +132,10 @@ def bests(ranked: Sequence[Sequence[tuple[float, float]]], ks: Sequence[int], su
 
     `ranked`: for each task, (score, outcome) of its valid samples. From best@k tasks with fewer than k are left out.
     """
-    found: dict[str, Any] = {}
     if success is None:
-        return found
-    for k in ks:
-        groups = [([score for score, _ in own], [outcome for _, outcome in own]) for own in ranked if len(own) >= k]
-        found[f"best@{k}"] = _share([best_at_k(s, succeeds(np.asarray(won), success), k) for s, won in groups])
-    return found
+        return {}
+    groups = [([score for score, _ in own], [succeeds(outcome, success) for _, outcome in own]) for own in ranked]
+    return {f"best@{k}": _share([best_at_k(s, won, k) for s, won in groups if len(s) >= k]) for k in ks}
 
 
 def differences(

@@ -9,15 +9,18 @@ import torch
 
 from posttrain.config.training import RL, Training
 from posttrain.core.protocols import World
-from posttrain.engines.pool.replicas import Many, placement_of
+from posttrain.engines.engine_options import EngineOptions
+from posttrain.engines.pool.replicas import placement_of
 from posttrain.models.gpu_placement import gpus_of_roles
 
 
-def many_of(config: RL, folder: Any = None) -> Many:
-    """Return the engines that the options of all processes name. `folder`: for checkpoints of weights."""
-    return Many(
-        config.replicas, config.engine_restarts, folder, config.launch, config.replica_cpus, config.weight_sync,
+def engine_options(config: RL, folder: Any = None) -> EngineOptions:
+    """Return the options of the engines of all processes. `folder`: for checkpoints of weights."""
+    return EngineOptions(
+        config.slots, config.precision, config.replicas, config.engine_cache, config.engine_timeout,
+        config.engine_restarts, folder, config.launch, config.replica_cpus, config.weight_sync,
         devices=config.engine_devices, urls=config.engine_url, gpus=config.engine_tensor_parallel,
+        seeds=config.engine_seeds, seed=config.seed,
         learner_devices=config.learner_devices, role_devices=gpus_of_roles(config.role_devices),
     )  # fmt: skip
 
@@ -27,7 +30,7 @@ def gpu_assignment(config: Training, world: World, device: torch.device) -> list
     if device.type != "cuda":
         return []
     roles = gpus_of_roles(config.role_devices)
-    placement = placement_of(Many(learner_devices=config.learner_devices, role_devices=roles), device)
+    placement = placement_of(EngineOptions(learner_devices=config.learner_devices, role_devices=roles), device)
     gpus_of = {"learn": {placement.learner(place) for place in range(placement.learners)}}
     if isinstance(config, RL):
         gpus_of["sample"] = set(_sampling(config, world, device)) if _apart(config) else gpus_of["learn"]
@@ -44,14 +47,14 @@ def _apart(config: RL) -> bool:
 
 def _sampling(config: RL, world: World, device: torch.device) -> Iterator[int]:
     """Yield the GPUs of the engines that the processes of this machine start here."""
-    many = many_of(config)
-    if many.launch == "ray":
+    options = engine_options(config)
+    if options.launch == "ray":
         return
-    placement = placement_of(many, device)
+    placement = placement_of(options, device)
     for place in range(placement.learners):
-        count = len(range(place, many.replicas, world.size)) if many else 1
+        count = len(range(place, options.replicas, world.size)) if options.pooled else 1
         for number in range(count):
-            yield from placement.at(place).engine_gpus(number, many.gpus)
+            yield from placement.at(place).engine_gpus(number, options.gpus)
 
 
 def _said(what: str, gpus: Iterable[int]) -> str:

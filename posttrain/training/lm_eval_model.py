@@ -24,6 +24,7 @@ from posttrain.core.batch import Layout
 from posttrain.core.protocols import Model
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Completion, Sampling, UserError
+from posttrain.engines.engine_options import EngineOptions
 from posttrain.engines.open_engine import open_engine
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -139,7 +140,8 @@ class PosttrainLM(TemplateLM):  # type: ignore[misc]  # lm_eval is an extra
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """Return replies of posttrain's engine, each up to its first stop string."""
-        with closing(open_engine("local", self.model, self.own, self.slots, self.precision)) as engine:
+        options = EngineOptions(self.slots, self.precision)
+        with closing(open_engine("local", self.model, self.own, options)) as engine:
             engine.load(self.model, 0)
             stops = []
             for place, request in enumerate(requests):

@@ -48,7 +48,7 @@ Serving = RL | SFT | Evaluation | Check | Sample | ScorerOption | Chat
 
 
 @dataclass(frozen=True)
-class Known:
+class RehearsedModel:
     """A model that will sample, without its weights."""
 
     tokenizer: Tokenizer
@@ -68,7 +68,7 @@ class Playground:
     sampling: Sampling
     bounds: EpisodeLimits = EpisodeLimits()
     about: tuple[str, ...] = ()  # the description of the environment
-    models: tuple[Known, ...] = ()  # the models that will sample
+    models: tuple[RehearsedModel, ...] = ()  # the models that will sample
     world: World = field(default_factory=Alone)  # the processes that share the episodes
     parts: Mapping[str, tuple[Sampling, EpisodeLimits]] = field(default_factory=dict)  # by part of a mixture
     too_long: TooLong = "refuse"
@@ -145,7 +145,7 @@ def _rehearsed_models(
     pool: EnvPool | MixedPool,
     tasks: AnyTasks,
     services: Services,
-) -> Iterator[Known]:
+) -> Iterator[RehearsedModel]:
     """Rehearse a few tasks with each model; yield the models without their weights.
 
     Among several, one without a chat template is shown messages in that of the first that has one; its plain prompts stay
@@ -187,7 +187,7 @@ def _rehearsed_model(
     tasks: AnyTasks,
     services: Services,
     tell: Callable[[str], None] | None,
-) -> Known:
+) -> RehearsedModel:
     """Rehearse a few tasks; return the model without its weights. `tell`: prints warnings."""
     given, own = (config.mixture, parts_of(config)) if isinstance(config, RL) else ({}, {})
     for part in tasks.each() if isinstance(tasks, MixedTasks) else (tasks,):
@@ -196,7 +196,7 @@ def _rehearsed_model(
             asked = own[name].chat if "chat" in given[name] else None
             chat.check(asked, shown, f"--mixture.{name}.chat")
     chat.check(config.chat, shown)
-    return Known(known.tokenizer, chat, chat.lines(tasks, shown))
+    return RehearsedModel(known.tokenizer, chat, chat.lines(tasks, shown))
 
 
 def viewer_of(model: Outline) -> Viewer:

@@ -17,6 +17,7 @@ from posttrain.core.protocols import Learner, Model
 from posttrain.core.rollouts import Rollout
 from posttrain.core.types import Task, UserError
 from posttrain.data.tasks import Stream, hold_out
+from posttrain.engines.engine_options import EngineOptions
 from posttrain.engines.open_engine import open_engine
 from posttrain.envs.play.env_pool import default_workers
 from posttrain.envs.play.load_env import success_of
@@ -74,8 +75,8 @@ def suite_check(
     open_parts = [_opened(part, run, tokenizer, context, device, len(parts), opened) for part in parts]
 
     def played(parts: Sequence[_OpenPart], model: Model, version: int) -> list[list[Rollout]]:
-        how = getattr(config, "slots", Evaluation().slots), config.precision
-        with closing(open_engine("local", model, tokenizer, *how, own=config.in_parts)) as engine:
+        options = EngineOptions(getattr(config, "slots", Evaluation().slots), config.precision)
+        with closing(open_engine("local", model, tokenizer, options, own=config.in_parts)) as engine:
             engine.load(model, version)
             players = [part.ground.player(engine, tokenizer, context) for part in parts]
             asked = [repeated(part.tasks, part.config.samples, part.config.seed) for part in parts]

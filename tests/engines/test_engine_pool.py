@@ -29,13 +29,14 @@ from processes import descendants, gone
 import posttrain
 from posttrain.core.protocols import Engine
 from posttrain.core.types import Completion, Sampling, Turn, UserError
+from posttrain.engines.engine_options import EngineOptions
 from posttrain.engines.local.engine_weights import named_weights, own_copy
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.pool_member import MemberState, PoolMember
 from posttrain.engines.pool.pool_protocol import Gone, Wire, decode_completion
 from posttrain.engines.pool.ray_engines import INWARD, RayWeights
-from posttrain.engines.pool.replicas import Many, open_pool
+from posttrain.engines.pool.replicas import open_pool
 from posttrain.engines.vllm.gpu_transfer import CardToCard
 from posttrain.engines.vllm.server_setup import vllm_layout
 from posttrain.engines.weight_probe import LIMIT, WeightProbe
@@ -504,12 +505,12 @@ def test_several_processes_share_the_engines_out() -> None:
         def __init__(self, rank: int) -> None:
             self.rank = rank
 
-    dealt = [Many(4, urls="abcd").of(Of(rank)) for rank in range(3)]  # type: ignore[arg-type]
+    dealt = [EngineOptions(replicas=4, urls="abcd").of(Of(rank)) for rank in range(3)]  # type: ignore[arg-type]
     assert [each.replicas for each in dealt] == [2, 1, 1]
     assert [list(each.urls) for each in dealt] == [["a", "d"], ["b"], ["c"]]
     with pytest.raises(UserError, match="each of 3 processes"):
-        Many(2).of(Of(0))  # type: ignore[arg-type]
-    assert Many().of(Of(1)).replicas == 0  # type: ignore[arg-type]
+        EngineOptions(replicas=2).of(Of(0))  # type: ignore[arg-type]
+    assert EngineOptions().of(Of(1)).replicas == 0  # type: ignore[arg-type]
 
 
 class Sender:
@@ -719,7 +720,8 @@ def test_engines_that_are_killed_stopped_or_wrong_change_no_token(launch: Any, t
     local = LocalEngine(learner, tokenizer, slots=8)
     calm = sampled(local, asked)
     said: list[str] = []
-    with leaves_no_process(), closing(opened(learner, tokenizer, Many(2, launch=launch, cpus=0.5), seconds)) as pool:
+    options = EngineOptions(8, replicas=2, cache_gib=0.1, seconds=seconds, launch=launch, cpus=0.5)
+    with leaves_no_process(), closing(opened(learner, tokenizer, options)) as pool:
         pool.say = said.append
         first, second = pool.members
         assert pool.batch_invariant == local.batch_invariant and pool.backend == f"2 engines ({local.backend})"
@@ -756,8 +758,8 @@ def test_engines_that_are_killed_stopped_or_wrong_change_no_token(launch: Any, t
         assert sampled(pool, asked) == sampled(other, asked)
 
 
-def opened(model: Decoder, tokenizer: Tokenizer, many: Many, seconds: float) -> EnginePool:
-    pool = open_pool(model, tokenizer, 8, "float32", many, cache_gib=0.1, seconds=seconds)
+def opened(model: Decoder, tokenizer: Tokenizer, options: EngineOptions) -> EnginePool:
+    pool = open_pool(model, tokenizer, options)
     pool.load(model, 0)
     return pool
 

@@ -22,10 +22,10 @@ from vllm_samples import GAP, complete, gap, needs_vllm, opened, ragged, small
 
 import posttrain
 from posttrain.core.types import Completion, Sampling, StopReason, Turn, UserError
+from posttrain.engines.engine_options import EngineOptions
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.pool_member import MemberState
-from posttrain.engines.pool.replicas import Many
 from posttrain.engines.vllm.server_setup import BLOCK, PREFILL_TOKENS
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.episode import Episode
@@ -215,7 +215,7 @@ def test_hand_over_that_binds_nothing_stops_the_run(
     with torch.no_grad():
         for parameter in moved.parameters():
             parameter.mul_(1.2)
-    with closing(opened(policy, tokenizer, slots=4, many=Many(restarts=0))) as engine:
+    with closing(opened(policy, tokenizer, slots=4, options=EngineOptions(restarts=0))) as engine:
         assert 0 < engine.counts()["probe_gap"] < GAP
         layout = engine.members[0].place.transport.weight_layout  # type: ignore[attr-defined]
         laid = layout.write
@@ -295,7 +295,7 @@ def test_a_pool_of_two_of_which_one_is_killed_and_one_hangs_samples_what_the_lea
 ) -> None:
     prompts, how = ragged(60)
     said: list[str] = []
-    with closing(opened(policy, tokenizer, many=Many(2, restarts=2), seconds=30.0)) as pool:
+    with closing(opened(policy, tokenizer, options=EngineOptions(replicas=2, restarts=2), seconds=30.0)) as pool:
         pool.say = said.append
         pool.load(policy, 3)
         assert not pool.batch_invariant and pool.counts()["probe_gap"] < GAP

@@ -16,8 +16,8 @@ from vllm_samples import GAP, complete, gap, needs_vllm, opened, ragged, small
 
 import posttrain
 from posttrain.core.types import UserError
+from posttrain.engines.engine_options import EngineOptions
 from posttrain.engines.open_engine import open_engine
-from posttrain.engines.pool.replicas import Many
 from posttrain.engines.vllm.adapter_sync import AdapterFiles, rank_for
 from posttrain.models.adapters.adapter_writer import adapters, save_adapter
 from posttrain.models.adapters.lora import LoRA, attach, begin, decoder_of, targets_of
@@ -29,7 +29,7 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 pytestmark = pytest.mark.timeout(1800)  # vLLM takes half a minute to start, and minutes on a busy machine
 
 
-ALONE = Many(weight_sync="adapter", restarts=0)
+ALONE = EngineOptions(weight_sync="adapter", restarts=0)
 
 
 def adapted(model: Any, rank: int = 4, **how: Any) -> Backbone:
@@ -65,7 +65,7 @@ def test_vllm_samples_with_the_newest_adapter_and_gets_nothing_else(
     model = of_transformers(tokenizer, tmp_path) if kind == "gemma3_text" else small(tokenizer)
     adapted(model, quantize="int8" if "packed" in kind else "")
     prompts, how = ragged(12)
-    with closing(opened(model, tokenizer, many=ALONE)) as engine:
+    with closing(opened(model, tokenizer, options=ALONE)) as engine:
         assert engine.counts()["probe_gap"] < GAP
         engine.members[0].place.transport.memory.put = None  # type: ignore[attr-defined]  # the base never goes over again
         stale = complete(engine, prompts, how)
@@ -98,7 +98,7 @@ def test_hand_over_of_an_adapter_that_binds_less_than_it_should_stops_the_run(
             begin(some, 0)
             save_adapter(some, Path(self.offer["adapter"]))
 
-    with closing(opened(model, tokenizer, slots=4, many=ALONE)) as engine:
+    with closing(opened(model, tokenizer, slots=4, options=ALONE)) as engine:
         for version in (1, 2, 3, 4):
             move(model, version)
         monkeypatch.setattr(AdapterFiles, "put", wrong)
@@ -135,7 +135,7 @@ def test_what_cannot_be_handed_over_alone_is_refused_in_one_line(tokenizer: Toke
     with pytest.raises(UserError, match="vLLM does not support ranks above 512"):
         rank_for(adapted(tiny(tokenizer), rank=600))
     with pytest.raises(UserError, match="--weight-sync adapter requires --engine vllm"):
-        open_engine("local", adapted(tiny(tokenizer)), tokenizer, 4, "float32", many=Many(weight_sync="adapter"))
+        open_engine("local", adapted(tiny(tokenizer)), tokenizer, EngineOptions(4, weight_sync="adapter"))
 
 
 def test_room_is_made_for_the_next_rank_that_vllm_knows(tokenizer: Tokenizer) -> None:

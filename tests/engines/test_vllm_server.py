@@ -34,11 +34,12 @@ import posttrain
 from posttrain.config.training import RL
 from posttrain.core.protocols import Alone
 from posttrain.core.types import Completion, Sampling, UserError
+from posttrain.engines.engine_options import EngineOptions
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.model_manifest import backbone_of
 from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.pool_member import MemberState, PoolMember
-from posttrain.engines.pool.replicas import Many, probe_of
+from posttrain.engines.pool.replicas import probe_of
 from posttrain.engines.request import Request, tokens_to_stop
 from posttrain.engines.vllm.gpu_transfer import CardToCard
 from posttrain.engines.vllm.server_client import ServedRun, ServerClient, way
@@ -85,10 +86,9 @@ def leaves_no_process() -> Iterator[None]:
     gone(*(pid for pid in descendants(os.getpid()) if pid not in before))
 
 
-def opened(model: Decoder, tokenizer: Tokenizer, many: Many, **how: Any) -> EnginePool:
-    pool = open_servers(
-        model, tokenizer, 8, "float32", many, **{"cache_gib": 0.1, "seconds": 20.0, "seeds": True, **how}
-    )
+def opened(model: Decoder, tokenizer: Tokenizer, options: EngineOptions, **how: Any) -> EnginePool:
+    given = {"slots": 8, "cache_gib": 0.1, "seconds": 20.0, "seeds": True, **how}
+    pool = open_servers(model, tokenizer, replace(options, **given))
     pool.load(model, 0)
     return pool
 
@@ -132,7 +132,7 @@ def test_servers_that_are_killed_stopped_or_wrong_change_no_token(
     later, asked = tiny(tokenizer, seed=1), ragged(40)
     calm = sampled(LocalEngine(learner, tokenizer, slots=8), asked)
     said: list[str] = []
-    with leaves_no_process(), closing(opened(learner, tokenizer, Many(2), seconds=15.0)) as pool:
+    with leaves_no_process(), closing(opened(learner, tokenizer, EngineOptions(replicas=2), seconds=15.0)) as pool:
         pool.say = said.append
         first, second = pool.members
         assert not pool.batch_invariant and pool.backend == "2 engines (vLLM)"
@@ -160,7 +160,7 @@ def test_servers_that_are_killed_stopped_or_wrong_change_no_token(
         pool.restarts = 0
         with pytest.raises(UserError, match="no engine is left.* loaded version 1 with checksum .*, not 1 with"):
             pool.load(later, 1)
-    with closing(opened(later, tokenizer, Many(1))) as pool:
+    with closing(opened(later, tokenizer, EngineOptions(replicas=1))) as pool:
         other = LocalEngine(later, tokenizer, slots=8)
         assert sampled(pool, asked) == sampled(other, asked)
         pool.load(learner, 1)
@@ -239,8 +239,8 @@ def test_servers_that_run_already_get_checkpoints_and_are_dropped_with_their_req
         running(learner, tokenizer, tmp_path / "a") as (one, process),
         running(learner, tokenizer, tmp_path / "b") as (two, _),
     ):
-        many = Many(urls=(one, two), restarts=1, folder=tmp_path / "weights")
-        with closing(opened(learner, tokenizer, many)) as pool:
+        options = EngineOptions(urls=(one, two), restarts=1, folder=tmp_path / "weights")
+        with closing(opened(learner, tokenizer, options)) as pool:
             pool.say = said.append
             for version, model in enumerate((learner, later)):
                 pool.load(model, version)
@@ -275,11 +275,11 @@ def test_adapters_alone_are_what_a_server_samples_with(
     monkeypatch.setenv("VLLM_API_KEY", "secret")  # of servers and of the run
     asked = ragged(6)
     with ExitStack() as stack:
-        many = Many(1, weight_sync="adapter")
+        options = EngineOptions(replicas=1, weight_sync="adapter")
         if given:
             url, _ = stack.enter_context(running(tiny(tokenizer), tokenizer, tmp_path / "base", "--enable-lora"))
-            many = Many(urls=(url,), weight_sync="adapter", folder=tmp_path / "weights")
-        pool = stack.enter_context(closing(opened(adapted(tokenizer, 0), tokenizer, many)))
+            options = EngineOptions(urls=(url,), weight_sync="adapter", folder=tmp_path / "weights")
+        pool = stack.enter_context(closing(opened(adapted(tokenizer, 0), tokenizer, options)))
         for version in (0, 1):
             model = adapted(tokenizer, version)
             pool.load(model, version)
@@ -288,7 +288,7 @@ def test_adapters_alone_are_what_a_server_samples_with(
             for mine, theirs in zip(sampled(pool, asked), sampled(engine, asked), strict=True):
                 assert mine[0] == theirs[0] and mine[1] == pytest.approx(theirs[1], abs=1e-5)
         if given:  # a run that is lost leaves its adapter, which the next one unloads
-            again = stack.enter_context(closing(opened(adapted(tokenizer, 1), tokenizer, many)))
+            again = stack.enter_context(closing(opened(adapted(tokenizer, 1), tokenizer, options)))
             assert sampled(again, asked)
             calls = json.load(urllib.request.urlopen(f"{url}/calls"))
             assert [call for call in calls if "load " in call] == [
@@ -340,7 +340,7 @@ def test_a_server_whose_key_is_another_is_refused_with_the_name_of_the_variable(
     with running(model, tokenizer, tmp_path / "base") as (url, _):
         monkeypatch.setenv("VLLM_API_KEY", "another")
         with pytest.raises(UserError, match="/v1/models: 401 .*; set VLLM_API_KEY to the key of the server"):
-            opened(model, tokenizer, Many(urls=(url,), folder=tmp_path / "weights", restarts=0))
+            opened(model, tokenizer, EngineOptions(urls=(url,), folder=tmp_path / "weights", restarts=0))
 
 
 def test_a_server_that_is_not_there_or_too_short_ends_the_run_in_one_line(
@@ -349,7 +349,7 @@ def test_a_server_that_is_not_there_or_too_short_ends_the_run_in_one_line(
     monkeypatch.setattr("posttrain.engines.vllm.server_client.REACH_SECONDS", 0.5)
     model = tiny(tokenizer)
     with pytest.raises(UserError, match="the engine http://127.0.0.1:9 is lost: it cannot be reached: "):
-        opened(model, tokenizer, Many(urls=("http://127.0.0.1:9",), folder=tmp_path))
+        opened(model, tokenizer, EngineOptions(urls=("http://127.0.0.1:9",), folder=tmp_path))
     for url in ("127.0.0.1:8000", "ftp://a", "http://", "http://a:1/v1", "http://[::1", "http://a:x", "http://a:99999"):
         with pytest.raises(UserError, match=f"--engine-url {re.escape(url)}: give http://HOST:PORT"):
             GivenServer(url, None, None)  # type: ignore[arg-type]
@@ -359,19 +359,19 @@ def test_a_server_that_is_not_there_or_too_short_ends_the_run_in_one_line(
         running(model, tokenizer, tmp_path / "raw") as (url, _),
         pytest.raises(UserError, match="start it with that one"),
     ):
-        opened(model, tokenizer, Many(urls=(url,), folder=tmp_path / "weights"))
+        opened(model, tokenizer, EngineOptions(urls=(url,), folder=tmp_path / "weights"))
     monkeypatch.delenv(fake_vllm.FAULT)
     with (
         running(short, tokenizer, tmp_path / "short") as (url, _),
         pytest.raises(UserError, match="its context is 16 tokens, the run's is 64"),
     ):
-        opened(model, tokenizer, Many(urls=(url,), folder=tmp_path / "weights"))
+        opened(model, tokenizer, EngineOptions(urls=(url,), folder=tmp_path / "weights"))
 
 
 def test_without_vllm_the_message_says_how_to_get_it(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install vllm"):
-        opened(tiny(tokenizer), tokenizer, Many(1))
+        opened(tiny(tokenizer), tokenizer, EngineOptions(replicas=1))
 
 
 def test_an_interrupted_start_leaves_no_process(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +383,7 @@ def test_an_interrupted_start_leaves_no_process(tokenizer: Tokenizer, monkeypatc
 
     monkeypatch.setattr(EnginePool, "_exchange", interrupted)
     with leaves_no_process(), pytest.raises(KeyboardInterrupt):
-        opened(tiny(tokenizer), tokenizer, Many(1))
+        opened(tiny(tokenizer), tokenizer, EngineOptions(replicas=1))
 
 
 @pytest.mark.slow
@@ -392,7 +392,7 @@ def test_a_server_that_shares_the_learners_gpu_sleeps_until_it_is_asked_again(
 ) -> None:
     monkeypatch.setenv(fake_vllm.FAULT, "slow sleep")
     model, asked = tiny(tokenizer), ragged(6)
-    with closing(opened(model, tokenizer, Many(1))) as pool:
+    with closing(opened(model, tokenizer, EngineOptions(replicas=1))) as pool:
         (member,) = pool.members
         member.place.sleeps = True  # type: ignore[misc]
         calls: list[str] = []
@@ -502,9 +502,9 @@ def test_a_server_takes_what_is_free_only_where_nobody_else_is(
     monkeypatch.setattr(f"{pool}.require_vllm", lambda: None)
     monkeypatch.setattr(f"{pool}.on_gpu", lambda model: True)
     monkeypatch.setattr(f"{pool}.cache_bytes", lambda model, slots, dtype, most_gib, gpus: int(most_gib * 2**30))
-    many = Many(learners * replicas, devices=devices, role_devices=roles)
-    own = many.of(SimpleNamespace(size=learners, rank=learners - 1))  # type: ignore[arg-type]
-    places: Any = open_servers(tiny(tokenizer), tokenizer, 8, "float32", own, cache_gib=given, seconds=9.0)
+    options = EngineOptions(8, replicas=learners * replicas, cache_gib=given, devices=devices, role_devices=roles)
+    own = options.of(SimpleNamespace(size=learners, rank=learners - 1))  # type: ignore[arg-type]
+    places: Any = open_servers(tiny(tokenizer), tokenizer, own)
     assert [place.setup.cache_bytes for place in places] == found
 
 
@@ -608,7 +608,8 @@ def test_servers_that_one_run_starts_draw_from_seeds_of_their_own(
     monkeypatch.setattr("posttrain.engines.vllm.server_pool.EnginePool", lambda places, *more, **how: list(places))
 
     def started(**how: Any) -> None:
-        places: Any = open_servers(tiny(tokenizer), tokenizer, 8, "float32", Many(2, **how), cache_gib=0.1, seconds=9.0)
+        options = EngineOptions(8, replicas=2, cache_gib=0.1, **how)
+        places: Any = open_servers(tiny(tokenizer), tokenizer, options)
         for place in [*places, places[0]]:  # the first one was lost
             place.open().wire.close()
 

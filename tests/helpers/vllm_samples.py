@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ import torch
 from posttrain.core.protocols import Engine
 from posttrain.core.transcripts import Transcript
 from posttrain.core.types import Completion, Sampling
+from posttrain.engines.engine_options import EngineOptions
 from posttrain.engines.pool.engine_pool import EnginePool
-from posttrain.engines.pool.replicas import Many
 from posttrain.engines.vllm.server_pool import open_servers
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.native.decoder import Decoder, new_decoder
@@ -46,11 +47,12 @@ def opened(
     tokenizer: Tokenizer,
     slots: int = 16,
     precision: str = "float32",
-    many: Many = Many(),  # noqa: B008  frozen
+    options: EngineOptions = EngineOptions(),  # noqa: B008  frozen
     seconds: float = 300.0,
 ) -> EnginePool:
     """A pool of vLLM servers that have the model's weights, as version 0."""
-    pool = open_servers(model, tokenizer, slots, precision, many, cache_gib=1.0, seconds=seconds, seeds=True)
+    how = replace(options, slots=slots, precision=precision, cache_gib=1.0, seconds=seconds, seeds=True)
+    pool = open_servers(model, tokenizer, how)
     pool.load(model, 0)
     return pool
 

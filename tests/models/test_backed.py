@@ -29,11 +29,11 @@ from posttrain.algorithms.policy import Algorithm, PolicyObjective
 from posttrain.core.batch import Layout
 from posttrain.core.transcripts import Transcript
 from posttrain.core.types import Sampling, UserError
+from posttrain.engines.engine_options import EngineOptions
 from posttrain.engines.local.backed_engine import BackedEngine
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.local.uncached_engine import UncachedEngine
 from posttrain.engines.open_engine import open_engine
-from posttrain.engines.pool.replicas import Many
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.hf import transformers_folder
@@ -486,7 +486,7 @@ def test_engine_of_another_process_takes_over_weights_and_samples_alike(
     model = opened(make(kind, tmp_path / kind, vocab_size=tokenizer.vocab_size))
     stir_buffers(model)
     prompts, sampling = ragged(6)
-    with closing(open_engine("local", model, tokenizer, 8, "float32", many=Many(1))) as pool:
+    with closing(open_engine("local", model, tokenizer, EngineOptions(8, replicas=1))) as pool:
         for version in (1, 2):
             with torch.no_grad():
                 for parameter in model.parameters():

@@ -21,7 +21,7 @@ from posttrain.engines.pool.replicas import placement_of
 from posttrain.engines.serving.engine_thread import EngineThread
 from posttrain.models.gpu_placement import GPUPlacement, gpus_of_roles, visible_name
 from posttrain.models.native.kernels import build
-from posttrain.training.gpu_assignment import gpu_assignment, many_of
+from posttrain.training.gpu_assignment import engine_options, gpu_assignment
 from posttrain.training.role_devices import role_device
 from posttrain.training.setup import choose_device
 from posttrain.training.sources.async_rollouts import StepQueue
@@ -214,7 +214,7 @@ def test_a_run_says_who_is_on_which_gpu(
     assert gpu_assignment(config, world, torch.device("cuda", device)) == ([said] if said else [])
     assert gpu_assignment(config, world, torch.device("cpu")) == []
     if options == {"replicas": 3}:
-        where = placement_of(many_of(config).of(world), torch.device("cuda", device))
+        where = placement_of(engine_options(config).of(world), torch.device("cuda", device))
         assert not any(where.shares(where.engine_gpus(number, 1)) for number in range(3)), "as the line says"
 
 

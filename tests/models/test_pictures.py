@@ -239,7 +239,7 @@ def test_engine_with_a_cache_samples_what_the_one_without_does(
         engine = make(model, WORDS, slots=6)
         for id, prompt in enumerate(prompts):
             sampling = Sampling(max_tokens=3 + id, seed=min(id, 8))
-            engine.submit_seen(id, prompt.tokens, prompt.media, sampling)
+            engine.submit_with_media(id, prompt.tokens, prompt.media, sampling)
         done: dict[int, Completion] = {}
         while len(done) < len(prompts):
             done |= {c.id: c for c in engine.poll()}

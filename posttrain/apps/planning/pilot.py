@@ -18,6 +18,7 @@ from typing import cast
 from posttrain.apps.planning.job import Group, Job, JobEpisode, JobTurn, Learning, Speed
 from posttrain.config.training import RL
 from posttrain.config.verbs import VERBS, sampling
+from posttrain.core.messages import dashed
 from posttrain.core.seeds import seed_of
 from posttrain.core.transcripts import SpanKind
 from posttrain.core.types import UserError
@@ -110,8 +111,7 @@ def _check_kind(folder: str, verb: str, config: Row) -> None:
         value = config.get(name) or least
         if not isinstance(value, int) or value > least:
             raise UserError(
-                f"{folder} ran with --{name.replace('_', '-')} {value}: a pilot has one process and one engine, and is "
-                "synchronous"
+                f"{folder} ran with {dashed(name)} {value}: a pilot has one process and one engine, and is synchronous"
             )
     if not all(type(config.get(name)) is int and config[name] > 0 for name in ("prompts", "group")):
         raise UserError(f"{Path(folder) / 'run.json'} is damaged (no valid prompts or group): put a copy of it back")

@@ -15,6 +15,7 @@ from posttrain.apps.planning.simulation import Simulation, SimulationResult
 from posttrain.config.command_words import command_words
 from posttrain.config.scale import Plan
 from posttrain.config.training import RL
+from posttrain.core.messages import dashed
 from posttrain.core.types import UserError
 from posttrain.envs.play.load_env import BUILTIN
 from posttrain.runs.trained_options import FROM_PYTHON
@@ -77,7 +78,7 @@ def _check(config: Plan) -> None:
     for name in ("engines", "learners", "async_steps"):
         least = 0 if name == "async_steps" else 1
         if wrong := [value for value in getattr(config, name) if not least <= value <= 10_000]:
-            raise UserError(f"--{name.replace('_', '-')} {wrong[0]} must be from {least} to 10000")
+            raise UserError(f"{dashed(name)} {wrong[0]} must be from {least} to 10000")
     if not config.async_steps:
         raise UserError("--async-steps is empty: give at least one number, or leave it out")
 

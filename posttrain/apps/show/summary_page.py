@@ -13,7 +13,7 @@ from posttrain.apps.show.run_summary import RunSummary, compared, names_of_figur
 from posttrain.apps.view.comparison_warnings import warnings_of
 from posttrain.config.service_options import implying
 from posttrain.core.intervals import Interval
-from posttrain.core.messages import readable, several
+from posttrain.core.messages import dashed, readable, several
 from posttrain.runs.metrics_table import on_terminal
 from posttrain.runs.run_options import changed, differing, typed
 from posttrain.runs.terminal.live_region import fitted
@@ -178,7 +178,7 @@ def _ends(before: float | None, after: float) -> str:
 def _option(name: str) -> str:
     """Return the name of an option as it is typed."""
     path = name.removeprefix("settings.")
-    return f"--set {path}" if path != name and "." in path else f"--{path.replace('_', '-')}"
+    return f"--set {path}" if path != name and "." in path else dashed(path)
 
 
 def _value(value: Any) -> str:

@@ -152,7 +152,7 @@ def packed(kept: Mapping[str, Any]) -> bytes:
 _IMPORT = re.compile(r"^import\s+(?:\{[^}]*\}\s+from\s+)?\"\./(\w+\.js)\";\n", re.MULTILINE)
 
 
-def bundled(name: str = "main.js") -> str:
+def bundled() -> str:
     """Return the front end's modules as one script, each after its imports.
 
     A test checks that their names do not collide.
@@ -172,7 +172,7 @@ def bundled(name: str = "main.js") -> str:
         del done[file]
         done[file] = body
 
-    add(name)
+    add("main.js")
     return "\n".join(done.values())
 
 

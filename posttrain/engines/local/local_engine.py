@@ -35,7 +35,7 @@ from posttrain.engines.local.prompt_layout import PromptBlocks
 from posttrain.engines.local.running_batch import RunningBatch
 from posttrain.engines.local.sampler import UniformTokens
 from posttrain.engines.local.step_cache import StepCache, token_bucket
-from posttrain.engines.request import Request, complete, reached_stop, stop_window
+from posttrain.engines.request import Request, complete, end_ids, reached_stop, stop_window
 from posttrain.engines.throughput import Throughput
 from posttrain.models.native.attention import SegmentAttention, each_alone, filled
 from posttrain.models.native.decoder import Decoder
@@ -77,7 +77,7 @@ class LocalEngine:
         self.version = 0
         self.device = model.head.device
         self.precision = precision
-        self.eos_ids = model.eos_ids or ((tokenizer.eos_id,) if tokenizer.eos_id is not None else ())
+        self.eos_ids = end_ids(model, tokenizer)
         self.eos = torch.tensor(self.eos_ids, dtype=torch.int64, device=self.device)
         self.waiting: deque[Request] = deque()
         self._wanted: Counter[Prompt] = Counter()  # prompt -> number of waiting requests with it

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from posttrain.core.batch import Layout
-from posttrain.core.protocols import Engine, Model, Seeing
+from posttrain.core.protocols import Engine, Model, VisionEngine
 from posttrain.core.transcripts import Media, positions_of
 from posttrain.core.types import Completion, Sampling
 from posttrain.engines.local.engine_weights import copy_weights
 from posttrain.engines.local.sampler import Exploration, UniformTokens, sample, uniform
-from posttrain.engines.request import Request, complete, reached_stop, stop_window
+from posttrain.engines.request import Request, complete, end_ids, reached_stop, stop_window
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 
@@ -52,7 +52,7 @@ class UncachedEngine:
         self, model: Model, tokenizer: Tokenizer, slots: int = 256, precision: str = "float32", own: bool = False
     ) -> None:
         self.model, self.tokenizer, self.slots, self.precision, self.own = model, tokenizer, slots, precision, own
-        self.eos_ids = model.eos_ids or ((tokenizer.eos_id,) if tokenizer.eos_id is not None else ())
+        self.eos_ids = end_ids(model, tokenizer)
         self.version = 0
         self._waiting: deque[Request] = deque()
         self._running: list[RunningReply] = []
@@ -74,13 +74,12 @@ class UncachedEngine:
         """Queue one request. Raises UserError if the prompt leaves no room for a reply. `keep` has no effect without a
         cache.
         """
-        request = Request(id, tuple(prompt), sampling)
-        self._waiting.append(request.check(self.model.config.context, self.model.config.vocab))
+        self.submit_with_media(id, prompt, (), sampling)
 
-    def submit_seen(
+    def submit_with_media(
         self, id: int, prompt: Sequence[int], media: Sequence[Media], sampling: Sampling, keep: bool = False
     ) -> None:
-        """See `posttrain.core.protocols.Seeing`."""
+        """See `posttrain.core.protocols.VisionEngine`."""
         request = Request(id, tuple(prompt), sampling, media=tuple(media))
         self._waiting.append(request.check(self.model.config.context, self.model.config.vocab))
 
@@ -205,4 +204,4 @@ def position_rows(lengths: Iterable[int], seen: Iterable[Sequence[Media]]) -> li
 
 if TYPE_CHECKING:
     _proof: Callable[..., Engine] = UncachedEngine
-    _seeing: Callable[..., Seeing] = UncachedEngine
+    _seeing: Callable[..., VisionEngine] = UncachedEngine

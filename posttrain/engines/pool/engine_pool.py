@@ -111,8 +111,7 @@ class EnginePool:
     def leave(self, name: str) -> None:
         """Remove an engine. Its open requests go to the others."""
         member = next(m for m in self.members if m.place.name == name)
-        self._drop(member)
-        member.link.end(kept=False)
+        self._end(member)
         self.members.remove(member)
 
     # -- the protocol of an engine -------------------------------------------------------------------------------------
@@ -201,8 +200,7 @@ class EnginePool:
     def close(self) -> None:
         """Stop all engines and drop their requests. May be called twice."""
         for member in self.members:
-            member.state = MemberState.DEAD
-            member.link.end(kept=False)
+            self._end(member)
         for transport in self._transports():
             transport.close()
         self._closed()
@@ -416,6 +414,12 @@ class EnginePool:
         member.restart_at = self._clock() + pause
         last = member.failures > self.restarts
         self.say(f"{message}; {'it is not restarted' if last else f'it restarts in {pause:g} s'}")
+
+    def _end(self, member: PoolMember) -> None:
+        """End an engine, and remove its log; one that was lost has ended already."""
+        if member.state is not MemberState.DEAD:
+            self._drop(member)
+            member.link.end(kept=False)
 
     def _drop(self, member: PoolMember) -> None:
         """Mark an engine as dead, and requeue its open requests before all others, with the same seeds; its cached

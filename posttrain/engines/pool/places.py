@@ -25,16 +25,13 @@ class LocalProcess:
 
 class _ProcessLink:
     def __init__(self, process: EngineProcess, setup: dict[str, Any]) -> None:
-        self.process, self.wire, self.closed = process, Wire(process.socket), False
+        self.process, self.wire = process, Wire(process.socket)
         self.wire.send("setup", setup)
 
     def look(self) -> None:
         pass
 
     def end(self, kept: bool) -> str:
-        if self.closed:
-            return ""
-        self.closed = True
         return ended(self.process, kept)
 
 

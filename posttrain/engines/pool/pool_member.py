@@ -25,7 +25,7 @@ class EngineLink(Protocol):
     @property
     def wire(self) -> Wire: ...
     def look(self) -> None: ...  # raises Gone if the engine has ended
-    def end(self, kept: bool) -> str: ...  # returns a description of the end. `kept`: keep the log. May be called twice
+    def end(self, kept: bool) -> str: ...  # returns a description of the end. `kept`: keep the log
 
 
 class EnginePlace(Protocol):

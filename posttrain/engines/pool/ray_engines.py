@@ -155,7 +155,7 @@ class _RayLink:
     """An actor, and the connection to it."""
 
     def __init__(self, of: RayPlaces, actor: Any) -> None:
-        self.ray, self.actor, self.closed = of.ray, actor, False
+        self.ray, self.actor = of.ray, actor
         self.wire = _RayWire(of.ray, actor)
         self.wire.send("setup", of.setup)
 
@@ -163,9 +163,6 @@ class _RayLink:
         pass  # the wire notices
 
     def end(self, kept: bool) -> str:
-        if self.closed:
-            return ""
-        self.closed = True
         self.wire.close()
         self.ray.kill(self.actor)
         self.wire.reader.join(END_SECONDS)

@@ -27,7 +27,7 @@ from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.pool.pool_protocol import Gone, Message, Wire, decode_sampling, encode_completion, wait
 from posttrain.engines.weight_sync import Offer, Received, checksum_of, offered
 from posttrain.models.backbone import Backbone
-from posttrain.models.checkpoint_folder import allocate
+from posttrain.models.checkpoint_folder import WeightOptions, allocate
 from posttrain.models.free_memory import peak_memory
 from posttrain.models.json_files import read_json
 from posttrain.models.native.decoder_config import read_config
@@ -55,7 +55,7 @@ class LocalHost:
         self.model: Backbone
         if setup["backed"] is None:
             config = read_config(folder, read_json(folder / "config.json"))
-            self.model = allocate(folder, config, dtype, device).requires_grad_(False)
+            self.model = allocate(folder, config, WeightOptions(dtype, device)).requires_grad_(False)
         else:
             from posttrain.models.hf.transformers_folder import empty_backed
 

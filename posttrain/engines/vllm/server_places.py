@@ -52,16 +52,13 @@ class OwnServer:
 
 class _OwnLink:
     def __init__(self, process: EngineProcess, wire: ServerClient) -> None:
-        self.process, self.wire, self.closed = process, wire, False
+        self.process, self.wire = process, wire
 
     def look(self) -> None:
         if self.process.child.ended:
             raise Gone("its process has ended")
 
     def end(self, kept: bool) -> str:
-        if self.closed:
-            return ""
-        self.closed = True
         self.wire.close()
         return ended(self.process, kept, 0.0)
 

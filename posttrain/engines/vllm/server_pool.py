@@ -14,21 +14,25 @@ import torch
 from posttrain.core.protocols import Model
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import UserError
+from posttrain.engines.engine_options import EngineOptions
 from posttrain.engines.local.prefix_cache import KEPT_BYTES
 from posttrain.engines.model_manifest import HEAD, backbone_of
 from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.pool_member import EnginePlace
-from posttrain.engines.pool.replicas import ALIVE_SECONDS, Many, placement_of, probe_of
+from posttrain.engines.pool.replicas import ALIVE_SECONDS, placement_of, probe_of
+from posttrain.engines.request import end_ids
 from posttrain.engines.vllm.adapter_sync import AdapterFiles, base_of, rank_for
 from posttrain.engines.vllm.gpu_transfer import CardToCard
 from posttrain.engines.vllm.server_client import ServedRun
 from posttrain.engines.vllm.server_places import GivenServer, OwnServer
-from posttrain.engines.vllm.server_setup import ServerSetup, cache_bytes, end_ids, prepare, require_vllm, vllm_layout
+from posttrain.engines.vllm.server_setup import ServerSetup, cache_bytes, prepare, require_vllm, vllm_layout
 from posttrain.engines.weight_sync import Fetched, SharedMemory, Transport, WeightLayout, checksum_of_names
 from posttrain.models.gpu_placement import GPUPlacement
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.models.weight_files import write_weights
 from posttrain.system.temp_folders import TempFolder
+
+START_SECONDS = 1800.0  # timeout of a server's start, in which it may compile
 
 
 class CheckpointFiles(Fetched):
@@ -65,69 +69,57 @@ class CheckpointFiles(Fetched):
         self.offer = None
 
 
-def open_servers(
-    model: Model,
-    tokenizer: Tokenizer,
-    slots: int,
-    precision: str,
-    many: Many,
-    *,
-    cache_gib: float | None,
-    seconds: float,
-    start_seconds: float = 1800.0,
-    seeds: bool = False,
-    seed: int = 0,
-    sleeps: bool = False,
-) -> EnginePool:
-    """Open a pool of servers; without `many.replicas` and `many.urls`, of one. Before the first weight sync it cannot
+def open_servers(model: Model, tokenizer: Tokenizer, options: EngineOptions, sleeps: bool = False) -> EnginePool:
+    """Open a pool of servers; without replicas and URLs in the options, of one. Before the first weight sync it cannot
     sample.
 
-    `cache_gib`: limit of a server's cache in GiB; None: what vLLM finds free on GPUs that it has to itself, 4 elsewhere.
-    `start_seconds`: timeout of a server's start, in which it may compile. `seeds`: sample each request with its own
-    seed. `seed`: from it follow those of the servers, for other requests. `sleeps`: free the memory of GPUs that a
-    learner uses too during updates.
+    Without a limit of its cache a server takes what vLLM finds free on GPUs that it has to itself, and 4 GiB elsewhere.
+    `sleeps`: free the memory of GPUs that a learner uses too during updates.
     Raises UserError if vLLM is not installed, or a server does not start.
     """
-    replicas = many.replicas or int(not many.urls)
-    alone, cuda = many.weight_sync == "adapter", on_gpu(model)
-    if many.weight_sync in ("nccl", "ipc") and not cuda:
-        raise UserError(f"--weight-sync {many.weight_sync} requires GPUs: give --device cuda, or leave it out")
-    rank = rank_for(model) if alone else 0
+    replicas = options.replicas or int(not options.urls)
+    adapter, cuda = options.weight_sync == "adapter", on_gpu(model)
+    if options.transfer and not cuda:
+        raise UserError(f"--weight-sync {options.transfer} requires GPUs: give --device cuda, or leave it out")
+    rank = rank_for(model) if adapter else 0
     if replicas:
         require_vllm()
-    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    dtype = torch.bfloat16 if options.precision == "bfloat16" else torch.float32
+    sent = base_of(model) if adapter else model
     with ExitStack() as opened:
         own = Path(opened.enter_context(TempFolder("vllm")))
         read = own / "model"  # by vLLM
-        prepare(str(read), base_of(model) if alone else model, tokenizer)
-        layout = vllm_layout(base_of(model) if alone else model, dtype)
+        prepare(str(read), sent, tokenizer)
+        layout = vllm_layout(sent, dtype)
         run = ServedRun(
-            tokenizer, end_ids(model, tokenizer), model.config.context, slots, min(ALIVE_SECONDS, seconds / 8), seeds,
-            layout.described,
+            tokenizer, end_ids(model, tokenizer), model.config.context, options.slots,
+            min(ALIVE_SECONDS, options.seconds / 8), options.seeds, layout.described,
         )  # fmt: skip
-        ours, theirs = _transports(many, layout, own, seconds)
+        ours, theirs = _transports(options, layout, own)
         if replicas:
             opened.callback(ours.close)
         threads = max(1, torch.get_num_threads() // max(1, replicas))
-        limit = KEPT_BYTES / 2**30 if cache_gib is None else cache_gib
-        cache = cache_bytes(model, slots, dtype, limit, many.gpus)
-        transfer = many.weight_sync if many.weight_sync in ("nccl", "ipc") else None
-        setup = ServerSetup(str(read), dtype, model.config.context, slots, cache, threads, seed, rank, transfer)
-        placement = placement_of(many, model.head.device) if cuda else None
-        places: list[EnginePlace] = [GivenServer(url, run, theirs) for url in many.urls]
+        limit = KEPT_BYTES / 2**30 if options.cache_gib is None else options.cache_gib
+        cache = cache_bytes(model, options.slots, dtype, limit, options.gpus)
+        setup = ServerSetup(
+            str(read), dtype, model.config.context, options.slots, cache, threads, options.seed, rank, options.transfer
+        )
+        placement = placement_of(options, model.head.device) if cuda else None
+        places: list[EnginePlace] = [GivenServer(url, run, theirs) for url in options.urls]
         for number in range(replicas):
-            gpus = () if placement is None else placement.engine_gpus(number, many.gpus)
+            gpus = () if placement is None else placement.engine_gpus(number, options.gpus)
+            own_seed, rests = seed_of(options.seed, "vLLM", options.rank, number), False
+            own_setup = replace(setup, seed=own_seed)
             if placement is not None:
-                check_transfer(transfer, gpus, placement)
-            rests = sleeps and placement is not None and placement.shares(gpus)
-            whole = cache_gib is None and placement is not None and placement.alone(gpus, max(many.most, replicas))
-            own_seed = seed_of(seed, "vLLM", many.rank, number)
-            seeded = replace(setup, seed=own_seed, cache_bytes=None if whole else cache)
-            places.append(OwnServer(str(number), own, seeded, run, ours, gpus, rests))
+                check_transfer(options.transfer, gpus, placement)
+                rests = sleeps and placement.shares(gpus)
+                if options.cache_gib is None and placement.alone(gpus, max(options.most, replicas)):
+                    own_setup = replace(own_setup, cache_bytes=None)
+            places.append(OwnServer(str(number), own, own_setup, run, ours, gpus, rests))
         sizes, closed = (model.config.context, model.config.vocab), opened.pop_all().close
         return EnginePool(
-            places, probe_of(model, precision), *sizes, seconds=seconds, start_seconds=start_seconds,
-            restarts=many.restarts, closed=closed,
+            places, probe_of(model, options.precision), *sizes, seconds=options.seconds, start_seconds=START_SECONDS,
+            restarts=options.restarts, closed=closed,
         )  # fmt: skip
 
 
@@ -150,16 +142,16 @@ def check_transfer(transfer: str | None, gpus: Sequence[int], placement: GPUPlac
         )
 
 
-def _transports(many: Many, layout: WeightLayout, folder: Path, seconds: float) -> tuple[Transport, Transport]:
+def _transports(options: EngineOptions, layout: WeightLayout, folder: Path) -> tuple[Transport, Transport]:
     """Return the transports of weights to our own servers, and to those that others have started."""
-    shared = (many.folder or folder / "weights").absolute()
-    if many.weight_sync in ("nccl", "ipc"):
-        direct = CardToCard(many.weight_sync, layout, seconds)
+    shared, rank = (options.folder or folder / "weights").absolute(), options.rank
+    if options.transfer is not None:
+        direct = CardToCard(options.transfer, layout, options.seconds)
         return direct, direct
     memory = SharedMemory(layout)
-    if many.weight_sync == "adapter":
-        return AdapterFiles(folder, many.rank, memory), AdapterFiles(shared, many.rank, None)
-    return memory, CheckpointFiles(shared, many.rank, layout)
+    if options.weight_sync == "adapter":
+        return AdapterFiles(folder, rank, memory), AdapterFiles(shared, rank, None)
+    return memory, CheckpointFiles(shared, rank, layout)
 
 
 if TYPE_CHECKING:

@@ -135,11 +135,6 @@ def prepare(folder: str, model: Model, tokenizer: Tokenizer) -> None:
     write_json(Path(folder) / "config.json", {**backbone_of(model).described(), "tie_word_embeddings": False})
 
 
-def end_ids(model: Model, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids that end a reply."""
-    return tuple(model.eos_ids or ((tokenizer.eos_id,) if tokenizer.eos_id is not None else ()))
-
-
 def vllm_layout(model: Model, dtype: torch.dtype) -> WeightLayout:
     """Return the layout of a model's weights; a tied head has the position of the embedding."""
     loaded = backbone_of(model)

@@ -15,6 +15,7 @@ from contextlib import redirect_stdout
 from hashlib import sha256
 from typing import Any, NoReturn
 
+from posttrain.core.messages import dashed
 from posttrain.core.types import Task, UserError
 
 HELD_OUT = 0.1  # share of all possible questions
@@ -80,7 +81,7 @@ def _parser(tasks: Callable[..., Any]) -> argparse.ArgumentParser:
     for name, parameter in inspect.signature(tasks).parameters.items():
         if name in ("count", "seed"):
             continue
-        option, default = f"--{name.replace('_', '-')}", parameter.default
+        option, default = dashed(name), parameter.default
         if parameter.default is inspect.Parameter.empty:
             parser.add_argument(name)
         elif isinstance(default, bool):

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from posttrain.core.conversation import TextEncoder
 from posttrain.core.pictures import PictureError
 from posttrain.core.progress import doing
-from posttrain.core.protocols import Alone, Engine, ReadingEngine, Seeing, World
+from posttrain.core.protocols import Alone, Engine, ReadingEngine, VisionEngine, World
 from posttrain.core.rollouts import Rollout
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Ask, Completion, Invalid, InvalidKind, Sampling, StopReason, Turn, UserError, bare
@@ -346,8 +346,8 @@ class _RunningEpisodes:
                 self.reader.submit_read(request, tokens, _context_of(p, turn), sampling, keep=keep)
             elif not p.context.transcript.media:
                 self.engine.submit(request, tokens, sampling, keep=keep)
-            elif isinstance(self.engine, Seeing):
-                self.engine.submit_seen(request, tokens, p.context.transcript.media, sampling, keep=keep)
+            elif isinstance(self.engine, VisionEngine):
+                self.engine.submit_with_media(request, tokens, p.context.transcript.media, sampling, keep=keep)
             else:
                 raise UserError(
                     f"{self.engine.backend} reads only text, and a prompt has a picture: leave out --engine and --replicas"

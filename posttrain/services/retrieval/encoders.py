@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.core.messages import one_line
+from posttrain.core.messages import dashed, one_line
 from posttrain.core.types import UserError
 from posttrain.data.arrow_store import digest
 from posttrain.services.retrieval.dense import Encoder, Kind, Vectors
@@ -56,9 +56,7 @@ def load_encoder(name: str, **encoding: Any) -> Encoder:
     """Load an encoder by name; `encoding`: options of `posttrain.models.hf.encoder.Encoder`. Raises UserError."""
     if ":" in name:
         if encoding:
-            raise UserError(
-                f"--{next(iter(encoding)).replace('_', '-')} has no effect with an encoder function: leave it out"
-            )
+            raise UserError(f"{dashed(next(iter(encoding)))} has no effect with an encoder function: leave it out")
         return Function(name)
     from posttrain.models.checkpoint_location import checkpoint_folder
     from posttrain.models.hf.encoder import TransformersEncoder

@@ -234,14 +234,7 @@ def collate(
     if imitate is not None:
         of_tokens["imitate"] = imitate.to(device)[packed.rollout]
     return Batch(
-        layout=packed.layout,
-        at=packed.at,
-        target=packed.target,
-        rollout=packed.rollout,
-        transcript=packed.transcript,
-        readings=packed.readings,
-        temperature=packed.temperature,
-        repeats=packed.repeats,
+        **vars(packed),
         weight=weight.to(device)[packed.rollout],
         sampler_logp=torch.from_numpy(_array(logp)).to(device) if len(logp) == len(scored) else None,
         preferences=preferences,

@@ -42,7 +42,7 @@ from posttrain.runs.checkpoint import resolve
 from posttrain.runs.run_files import WEIGHT_SYNC
 from posttrain.runs.run_folder import RunFolder
 from posttrain.training.adjust import adjust
-from posttrain.training.gpu_assignment import many_of
+from posttrain.training.gpu_assignment import engine_options
 from posttrain.training.mixtures import mixed_tasks, separate_tasks
 from posttrain.training.open_learner import new_learner, policy, reference, replay_experts
 from posttrain.training.open_teachers import OpenTeachers, load_teachers
@@ -312,20 +312,9 @@ def _sizes(config: RL, algorithm: Algorithm, model: Model, tasks: str, engine: E
 def _engine(run: RunFolder[RL], model: Model, tokenizer: Tokenizer) -> Engine:
     """Open the engine that samples the rollouts."""
     config = run.config
-    return open_engine(
-        config.engine,
-        model,
-        tokenizer,
-        config.slots,
-        config.precision,
-        cache_gib=config.engine_cache,
-        seconds=config.engine_timeout,
-        own=config.async_steps > 0 or config.in_parts,
-        asynchronous=config.async_steps > 0,
-        seeds=config.engine_seeds,
-        seed=config.seed,
-        many=many_of(config, run.path / WEIGHT_SYNC).of(run.world),
-    )
+    options, asynchronous = engine_options(config, run.path / WEIGHT_SYNC).of(run.world), config.async_steps > 0
+    own = asynchronous or config.in_parts
+    return open_engine(config.engine, model, tokenizer, options, own=own, asynchronous=asynchronous)
 
 
 def _critic(config: RL, algorithm: Algorithm, start: Path, model: Model) -> Critic | None:

@@ -34,8 +34,8 @@ from posttrain.data.labels import DETAILS, SAID, to_prompt
 from posttrain.data.preference_examples import MOST
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.data.tasks_from_rows import Convert
+from posttrain.engines.engine_options import EngineOptions
 from posttrain.engines.open_engine import open_engine
-from posttrain.engines.pool.replicas import Many
 from posttrain.engines.search.search_engine import SearchEngine
 from posttrain.envs.play.episode import Episode, content_text
 from posttrain.envs.play.group_rewards import scores_groups
@@ -139,10 +139,8 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
             warn_unread(tokenizer, shown)
             context = model.config.context
             said += reply_length_note(config.max_tokens, context)
-            how = config.slots, config.precision
-            engine = opened.enter_context(
-                closing(open_engine("local", model, tokenizer, *how, many=Many(config.replicas)))
-            )
+            options = EngineOptions(config.slots, config.precision, config.replicas)
+            engine = opened.enter_context(closing(open_engine("local", model, tokenizer, options)))
             engine.load(model, 0)
             for name in config.search or ("",):
                 own = searching(config, name, engine, path, model, tokenizer, ground.services) if name else engine

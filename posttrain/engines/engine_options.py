@@ -1,0 +1,60 @@
+"""Options of the engines of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from posttrain.core.protocols import World
+from posttrain.core.types import UserError
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Options of the engines of a run, or of one of its processes. Without replicas and servers there is one engine."""
+
+    slots: int = 256  # maximum of concurrent requests of each
+    precision: str = "float32"
+    replicas: int = 0  # processes to start
+    cache_gib: float | None = None  # limit of the cache of each in GiB; None: see `--engine-cache`
+    seconds: float = 120.0  # timeout of a weight sync and of a decoding step, for engines in other processes
+    restarts: int = 5
+    folder: Path | None = None  # folder for checkpoints on a disk that the servers read
+    launch: Literal["local", "ray"] = "local"  # what starts the processes: local or ray
+    cpus: float = 1.0  # processors of the cluster per engine
+    # transport of the weight sync to processes of this machine
+    weight_sync: Literal["copied", "adapter", "nccl", "ipc"] = "copied"
+    rank: int = 0  # rank of the process to which the engines belong
+    devices: tuple[int, ...] = ()  # GPUs of the processes
+    urls: Sequence[str] = ()  # vLLM servers that run already
+    gpus: int = 1  # of each vLLM server
+    seeds: bool = False  # whether vLLM samples each request with a seed of its own
+    seed: int = 0  # from it follow those of the servers, for other requests
+    learner_devices: tuple[int, ...] = ()  # GPUs of the learners
+    role_devices: tuple[int, ...] = ()  # GPUs of models beside the policy
+    most: int = 0  # replicas of the process of the run that has most
+
+    @property
+    def pooled(self) -> bool:
+        """Whether the engines are in other processes, as replicas or servers."""
+        return bool(self.replicas or self.urls)
+
+    @property
+    def transfer(self) -> Literal["nccl", "ipc"] | None:
+        """How vLLM moves weights from GPU to GPU; None: it does not."""
+        return self.weight_sync if self.weight_sync in ("nccl", "ipc") else None
+
+    def of(self, world: World) -> EngineOptions:
+        """Return the options of this process's share of the engines. Raises UserError if it would have none."""
+        if self.transfer and world.size > 1:
+            raise UserError(f"--weight-sync {self.transfer} requires one training process: leave out --processes")
+        if self.pooled and self.replicas + len(self.urls) < world.size:
+            raise UserError(
+                f"each of {world.size} processes needs an engine of its own: give at least {world.size} (--replicas, "
+                "--engine-url)"
+            )
+        replicas = len(range(world.rank, self.replicas, world.size))
+        most = -(-self.replicas // world.size)
+        return replace(self, replicas=replicas, most=most, urls=self.urls[world.rank :: world.size], rank=world.rank)

@@ -58,9 +58,7 @@ def held_model(
     """
     matrices = frozen_type(config) if frozen else trained_type(config)
     if not config.in_parts:
-        model = load_model(folder, device=device, matrices=matrices, packed=packed)
-        if matrices is not None and not frozen:
-            cast(nn.Module, model).requires_grad_(True)
+        model = _learning(load_model(folder, device=device, matrices=matrices, packed=packed), matrices, frozen)
         if model.decoder is not None and not config.train_vision:
             model.decoder.freeze_vision()
         return model
@@ -76,7 +74,8 @@ def held_model(
             refuse_backed(config, decoder)
             divide(cast(Any, decoder), peers)
 
-        return load_model(folder, device=device, shard=divide_now, shares=config.tensor_parallel, matrices=matrices)
+        model = load_model(folder, device=device, shard=divide_now, shares=config.tensor_parallel, matrices=matrices)
+        return _learning(model, matrices, frozen)
     if config.expert_parallel > 1:
         from posttrain.models.hf.expert_parallel import divide_experts
 
@@ -86,7 +85,7 @@ def held_model(
             if decoder.routers is not None:  # a dense reference stays whole; the learner refuses a dense policy
                 divide_experts(decoder, experts)
 
-        return load_model(folder, device=device, shard=divide_mixture, matrices=matrices)
+        return _learning(load_model(folder, device=device, shard=divide_mixture, matrices=matrices), matrices, frozen)
     from posttrain.learners.sharded_decoder import can_gather, shard
 
     def shard_now(decoder: Backbone) -> None:
@@ -94,11 +93,18 @@ def held_model(
             shard(decoder, world.size, device, config.shard_size)
 
     shares = config.shards(world.size)
-    model = load_model(folder, device=device, shard=shard_now, shares=shares, matrices=matrices)
-    if matrices is not None and not frozen:
-        cast(nn.Module, model).requires_grad_(True)
+    model = _learning(
+        load_model(folder, device=device, shard=shard_now, shares=shares, matrices=matrices), matrices, frozen
+    )
     for decoder in decoders_in(cast(nn.Module, model)):
         can_gather(decoder, world)
+    return model
+
+
+def _learning(model: Model, matrices: torch.dtype | None, frozen: bool) -> Model:
+    """Let the weights of a policy learn, which reading matrices in a narrower type has frozen."""
+    if matrices is not None and not frozen:
+        cast(nn.Module, model).requires_grad_(True)
     return model
 
 

@@ -461,9 +461,6 @@ def refusals(folder: Path, option: str) -> dict[str, Callable[[], Any]]:
         "`--set advantage.weight=gradient`": lambda: adjust(find("grpo"), weighted, True),
         "a model without a decoder": lambda: new_learner(SFT(**how), other, Optimization(), Alone()),
     }
-    if not shards:
-        narrow = SFT(tasks="x", model="m", precision="bfloat16", weights="bfloat16", **how)
-        found["`--weights bfloat16`"] = lambda: validate(narrow)
     if parts:
         adapted, packed = decoder(True), SFT(lora=3, quantize="int8", **how)
         attach(adapted, LoRA(2, 4.0), lambda name: True)

@@ -58,10 +58,8 @@ def held_model(
     """
     matrices = frozen_type(config) if frozen else trained_type(config)
     if not config.in_parts:
-        model = _learning(load_model(folder, device=device, matrices=matrices, packed=packed), matrices, frozen)
-        if model.decoder is not None and not config.train_vision:
-            model.decoder.freeze_vision()
-        return model
+        model = load_model(folder, device=device, matrices=matrices, packed=packed)
+        return _learning(model, config, matrices is not None and not frozen)
     from posttrain.learners.process_group import Processes  # imports much of torch.distributed
 
     assert isinstance(world, Processes), "one process alone was refused"
@@ -75,7 +73,7 @@ def held_model(
             divide(cast(Any, decoder), peers)
 
         model = load_model(folder, device=device, shard=divide_now, shares=config.tensor_parallel, matrices=matrices)
-        return _learning(model, matrices, frozen)
+        return _learning(model, config, matrices is not None and not frozen)
     if config.expert_parallel > 1:
         from posttrain.models.hf.expert_parallel import divide_experts
 
@@ -85,7 +83,8 @@ def held_model(
             if decoder.routers is not None:  # a dense reference stays whole; the learner refuses a dense policy
                 divide_experts(decoder, experts)
 
-        return _learning(load_model(folder, device=device, shard=divide_mixture, matrices=matrices), matrices, frozen)
+        model = load_model(folder, device=device, shard=divide_mixture, matrices=matrices)
+        return _learning(model, config, matrices is not None and not frozen)
     from posttrain.learners.sharded_decoder import can_gather, shard
 
     def shard_now(decoder: Backbone) -> None:
@@ -93,18 +92,20 @@ def held_model(
             shard(decoder, world.size, device, config.shard_size)
 
     shares = config.shards(world.size)
-    model = _learning(
-        load_model(folder, device=device, shard=shard_now, shares=shares, matrices=matrices), matrices, frozen
-    )
+    model = load_model(folder, device=device, shard=shard_now, shares=shares, matrices=matrices)
+    _learning(model, config, matrices is not None and not frozen)
     for decoder in decoders_in(cast(nn.Module, model)):
         can_gather(decoder, world)
     return model
 
 
-def _learning(model: Model, matrices: torch.dtype | None, frozen: bool) -> Model:
-    """Let the weights of a policy learn, which reading matrices in a narrower type has frozen."""
-    if matrices is not None and not frozen:
+def _learning(model: Model, config: Training, all_weights: bool) -> Model:
+    """Decide which weights learn. `all_weights`: those that reading matrices in a narrower type has frozen do."""
+    if all_weights:
         cast(nn.Module, model).requires_grad_(True)
+    if model.decoder is not None and not config.train_vision:
+        for parameter in model.decoder.vision_weights():
+            parameter.requires_grad_(False)
     return model
 
 
@@ -122,7 +123,7 @@ def refuse_backed(config: Training, decoder: Backbone) -> None:
     if not decoder.native:
         raise UserError(
             f"{refusing(config)} divides the native decoder, and transformers computes {decoder.family}: leave it out; "
-            + ("--processes works without it" if decoder.sees else "--shard works")
+            "--shard works"
         )
 
 

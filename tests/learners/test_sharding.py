@@ -44,7 +44,6 @@ from posttrain.learners.process_group import Processes
 from posttrain.models.adapters.lora import LoRA, attach
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.critic import ValueModel
-from posttrain.models.hf.backed import Backed
 from posttrain.models.hf.expert_parallel import divide_experts
 from posttrain.models.native.decoder import Decoder, causal, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
@@ -478,7 +477,7 @@ def refusals(folder: Path, option: str) -> dict[str, Callable[[], Any]]:
     if option == "--expert-parallel":
         return {**found, "teachers": taught, "pictures": lambda: divide_experts(seeing, Alone())}  # type: ignore[arg-type]
     if shards:
-        return {**found, "pictures": lambda: Backed.prepare_shards(seeing)}  # type: ignore[arg-type]
+        return found
 
     def of(model: Path, kind: type[RL] | type[SFT] = SFT, **options: Any) -> None:
         new_learner(kind(**options, **how), load_model(model), Optimization(), Alone())

@@ -24,11 +24,10 @@ from posttrain.learners.gradient_sums import sum_gradients
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
 from posttrain.learners.lockstep import LockstepLearner
 from posttrain.learners.process_group import Processes
-from posttrain.learners.rounded_weights import ShardRange
 from posttrain.learners.sharded_decoder import forget_order, gathered, open_shards
 from posttrain.models.backbone import Backbone, decoders_in
 from posttrain.models.native.linear import collected
-from posttrain.models.row_shards import GATHER, here, slices_here, whole
+from posttrain.models.row_shards import GATHER, here, whole
 
 
 class FSDPLearner(LockstepLearner):
@@ -133,12 +132,8 @@ class FSDPLearner(LockstepLearner):
         self._held[rows] = parameter
         return rows
 
-    def _shard_range(self, parameter: nn.Parameter) -> ShardRange:
-        if parameter not in self._held:
-            return super()._shard_range(parameter)
-        like = self._held[parameter]
-        _, (rows,) = slices_here(like)
-        return ShardRange(rows.start * (like.numel() // like.shape[0]), like.numel())
+    def _weight_of(self, parameter: nn.Parameter) -> Tensor:
+        return self._held.get(parameter, parameter)
 
     def move(self, of: str, rate: float) -> None:
         self._let_go()  # other code may have called the model meanwhile

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -30,7 +31,7 @@ from posttrain.learners.muon import stacked_rows
 from posttrain.learners.natural_step import NaturalStep
 from posttrain.learners.optimizers import BETAS, EPS, OptimizerChoice, parameter_groups
 from posttrain.learners.repeated_bits import repeated_bits
-from posttrain.learners.rounded_weights import RoundedOptimizer, ShardRange, widen_gradients
+from posttrain.learners.rounded_weights import RoundedOptimizer, widen_gradients
 from posttrain.learners.router_losses import RouterLosses, Routing
 from posttrain.models.backbone import Backbone
 from posttrain.models.critic import STORED, Critic
@@ -160,14 +161,15 @@ class LocalLearner:
         self.parts = [TrainedModule("policy", self._trained(model))]
         self.parts += [TrainedModule("critic", self._trained(critic), share)] if critic else []
         choice, decay = optimization.choice, optimization.weight_decay
+        narrow = widen_gradients(p for part in self.parts for p in part.parameters.values())
+        rounds = partial(RoundedOptimizer, in_chunks=choice.in_chunks, weight=self._weight_of, numbers={})
         self.optimizer = choice.open(
             [group for p in self.parts for group in parameter_groups(p.parameters, p.share, decay, choice)],
             optimization.lr,
             {own: rows for held in (model, critic) if held for own, rows in stacked_rows(cast(nn.Module, held))},
             offloads="optimizer" in self.offload,
+            wrap=partial(rounds, update=lambda: self.version) if narrow else None,
         )
-        if widen_gradients(p for part in self.parts for p in part.parameters.values()):
-            self.optimizer = RoundedOptimizer(self.optimizer, lambda: self.version, choice.in_chunks, self._shard_range)
 
     @property
     def moves_every_token(self) -> bool:
@@ -388,9 +390,9 @@ class LocalLearner:
         """Return a moment of a parameter in the form in which it is saved."""
         return moment
 
-    def _shard_range(self, parameter: nn.Parameter) -> ShardRange:
-        """Return the part of its whole weight that a parameter is."""
-        return ShardRange(0, parameter.numel())
+    def _weight_of(self, parameter: nn.Parameter) -> Tensor:
+        """Return the tensor that knows which part of a whole weight a parameter is, see `row_shards`."""
+        return parameter
 
     def _tapped(self, batch: Batch, want: frozenset[str]) -> Outputs:
         """Compute the outputs of a micro-batch of an update, and pass them to its token probe, if there is one."""

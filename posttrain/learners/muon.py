@@ -100,7 +100,10 @@ class Muon:
 
 def _views(parameter: nn.Parameter, rows: Sequence[int]) -> list[nn.Parameter]:
     """Return the matrices of a parameter: it shares their memory."""
-    return [nn.Parameter(piece) for piece in parameter.detach().split(list(rows) or [len(parameter)])]
+    views = [nn.Parameter(piece) for piece in parameter.detach().split(list(rows) or [len(parameter)])]
+    for view in views:
+        view.grad_dtype = parameter.grad_dtype
+    return views
 
 
 def _pieces(gradient: Tensor, views: Sequence[Tensor]) -> Sequence[Tensor]:

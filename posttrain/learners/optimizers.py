@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -114,12 +114,18 @@ class OptimizerChoice:
         lr: float,
         rows: Mapping[Tensor, Sequence[int]] | None = None,
         offloads: bool = False,
+        wrap: Callable[[Optimizer], Optimizer] | None = None,
     ) -> Optimizer:
         """Create the optimizer for `groups` of parameters. `rows`: see `Muon`. `offloads`: its state is on the host
-        between updates. Raises UserError as `check` does.
+        between updates. `wrap`: called with each optimizer that steps weights, which Muon has two of. Raises UserError as
+        `check` does.
         """
         row = self.row
-        held = self._offloaded if offloads else _as_it_is
+
+        def held(created: Optimizer) -> Optimizer:
+            created = OffloadedOptimizer(created, self.in_chunks) if offloads else created
+            return created if wrap is None else wrap(created)
+
         if not row.place:
             eps = self._settings(AdamW, ("eps",)).get("eps", self.eps)
             _check_kind("eps", eps, EPS)
@@ -143,10 +149,6 @@ class OptimizerChoice:
             settings.setdefault("betas", self.betas)
         return held(created(groups))
 
-    def _offloaded(self, optimizer: Optimizer) -> Optimizer:
-        """Keep an optimizer's state on the host."""
-        return OffloadedOptimizer(optimizer, self.in_chunks)
-
     def _parameters(self, kind: Any) -> Mapping[str, inspect.Parameter]:
         try:
             return inspect.signature(kind).parameters
@@ -169,10 +171,6 @@ class OptimizerChoice:
                 raise UserError(f"--optimizer-options: {self.name} has no {name[:60]!r}{near_or_all(name, free)}")
             _check_kind(name, self.options[name], parameters[name].default if name in parameters else None)
         return dict(self.options)
-
-
-def _as_it_is(optimizer: Optimizer) -> Optimizer:
-    return optimizer
 
 
 def _check_kind(name: str, value: Any, default: Any) -> None:

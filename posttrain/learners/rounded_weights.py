@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +12,14 @@ from torch import Tensor, nn
 from posttrain.core.seeds import seed_of
 from posttrain.learners.library_optimizer import Optimizer
 from posttrain.learners.optimizer_chunks import gradients_in_chunks
+from posttrain.models.row_shards import slices_here, whole_shape
 
 LEFT = 16
 """Bits of a float32 that bfloat16 leaves out."""
 BLOCK = 1 << 20
-"""Numbers of a weight whose noise is drawn at once. A process draws only the blocks of which it holds numbers."""
+"""Numbers of a weight, in whole rows, whose noise is drawn at once. A process draws only the blocks of which it holds
+numbers.
+"""
 
 
 def is_rounded(parameter: Tensor) -> bool:
@@ -31,14 +33,6 @@ def widen_gradients(parameters: Iterable[nn.Parameter]) -> bool:
     for parameter in found:
         parameter.grad_dtype = torch.float32
     return bool(found)
-
-
-@dataclass(frozen=True)
-class ShardRange:
-    """The part of a weight that this process holds, of its numbers in the order of rows."""
-
-    first: int  # place of the first number
-    whole: int  # numbers of the whole weight
 
 
 def noise_of(count: int, generator: torch.Generator) -> Tensor:
@@ -74,15 +68,19 @@ class RoundedOptimizer:
         inner: Optimizer,
         update: Callable[[], int],
         in_chunks: bool,
-        shard_range: Callable[[nn.Parameter], ShardRange] = lambda parameter: ShardRange(0, parameter.numel()),
+        weight: Callable[[nn.Parameter], Tensor] = lambda parameter: parameter,
+        numbers: dict[Tensor, int] | None = None,
     ) -> None:
         """Wrap an optimizer. `update`: returns the number of updates so far. `in_chunks`: see `gradients_in_chunks`.
-        `shard_range`: returns the part of its whole weight that a parameter is.
+        `weight`: returns the tensor that knows which part of a whole weight a parameter is, see `row_shards`. `numbers`:
+        of the parameters of the optimizers that have been wrapped before, if several update one model; this one's are added.
         """
-        self.inner, self._update, self._in_chunks, self._shard_range = inner, update, in_chunks, shard_range
+        self.inner, self._update, self._in_chunks, self._weight = inner, update, in_chunks, weight
         self.param_groups = inner.param_groups
-        every = [parameter for group in self.param_groups for parameter in group["params"]]
-        self._places = {parameter: place for place, parameter in enumerate(every)}
+        self._numbers = {} if numbers is None else numbers
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self._numbers[parameter] = len(self._numbers)
 
     @property
     def state(self) -> Mapping[Any, dict[str, Any]]:
@@ -129,17 +127,20 @@ class RoundedOptimizer:
 
     def _rounded(self, parameter: nn.Parameter) -> Tensor:
         """Return the weight, float32, in bfloat16."""
-        held, wide, generator = (
-            self._shard_range(parameter),
-            parameter.data.reshape(-1),
-            torch.Generator(parameter.device),
-        )
-        found = torch.empty_like(wide, dtype=torch.bfloat16)
-        end = held.first + len(wide)
-        for begin in range(held.first // BLOCK * BLOCK, end, BLOCK):
-            last = min(begin + BLOCK, held.whole)
-            generator.manual_seed(seed_of("rounding", self._update(), self._places[parameter], begin))
-            noise = noise_of(last - begin, generator)[max(0, held.first - begin) : end - begin]
-            here = slice(max(begin, held.first) - held.first, min(last, end) - held.first)
-            found[here] = rounded_at_random(wide[here], noise)
+        weight, wide = self._weight(parameter), parameter.data.flatten(1)
+        dim, slices = slices_here(weight)
+        assert dim < 2 and (dim == 0 or weight.ndim == 2), "a part of rows, or of a matrix's columns"
+        shape = whole_shape(weight)
+        count, width = shape[0], shape[1:].numel()
+        rows, columns = (slices, (slice(width),)) if dim == 0 else ((slice(0, count),), slices)
+        generator, each = torch.Generator(parameter.device), max(1, BLOCK // width)
+        found, at = torch.empty_like(wide, dtype=torch.bfloat16), 0
+        for own in rows:
+            for begin in range(own.start // each * each, own.stop, each):
+                generator.manual_seed(seed_of("rounding", self._update(), self._numbers[parameter], begin))
+                noise = noise_of(min(each, count - begin) * width, generator).view(-1, width)
+                noise = noise[max(0, own.start - begin) : own.stop - begin]
+                here = slice(at, at + len(noise))
+                found[here] = rounded_at_random(wide[here], torch.cat([noise[:, part] for part in columns], 1))
+                at += len(noise)
         return found.view(parameter.shape)

@@ -30,7 +30,8 @@ def shard(decoder: Backbone, size: int, device: torch.device, each: int | None =
 
     `size`: number of processes; `each`: of those, neighbours, that share one copy of the weights; None: all of them.
 
-    Adapters are left whole: they are small, and every process needs all of them for each product.
+    Adapters are left whole: they are small, and every process needs all of them for each product. So are the weights that
+    compute pictures, before the decoder's pass, and in some processes' micro-batches only.
 
     Raises UserError for a model of transformers whose layers cannot be sharded.
     """
@@ -43,6 +44,7 @@ def shard(decoder: Backbone, size: int, device: torch.device, each: int | None =
     else:
         mesh = init_device_mesh(device.type, (size // each, each), mesh_dim_names=("copies", "shards"))
     left = {parameter for adapter in adapters(decoder) for parameter in adapter.parameters()}
+    left |= {*decoder.vision_weights()}
     for layer in decoder.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=left)
     fully_shard(cast(nn.Module, decoder), mesh=mesh, reshard_after_forward=False, ignored_params=left)

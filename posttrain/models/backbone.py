@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeGuard
 
@@ -145,8 +145,8 @@ class Backbone(Model, Protocol):
         """Whether the model reads pictures."""
         ...
 
-    def freeze_vision(self) -> None:
-        """Freeze the weights that compute features of pictures."""
+    def vision_weights(self) -> Iterable[nn.Parameter]:
+        """Return the weights that compute features of pictures."""
         ...
 
     def tower(self) -> set[str]:

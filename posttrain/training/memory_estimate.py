@@ -38,6 +38,7 @@ SHARDS = 1024  # most processes that advice names
 FEW_TOKENS = 1024  # tokens of a micro-batch below which a GPU waits for the host
 LORA_OFFER = "--lora 16 with --frozen-weights bfloat16"
 NARROW_OFFER = "--weights bfloat16 with --optimizer adamw8bit"
+FLOAT8_BYTES = 9  # of a number that torchao rounds: scaled and clamped in float32, and the result
 KL_LOGITS = 5  # float32 copies of the logits of a chunk in the backward pass of the exact KL
 
 
@@ -122,15 +123,16 @@ def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate |
     learning = [shape, *(found for found in _shapes_that_learn(critic) if found is not None)]
     parts = {
         **_lasting(learner, size),
-        "copies in bfloat16": _copied_bytes(read) * (narrow and size.shares == 1),
+        "copies in bfloat16": _copied_bytes(_narrowed(learner, read)) * (narrow and size.shares == 1),
         "gathered": _gathered_bytes(learner, narrow) if size.shares > 1 else 0.0,
         "unpacked": _unpacked_bytes((learner.model, *here.values()), narrow),
-        "activations": tokens * sum(_kept_bytes(one, size, narrow) for one in learning),
+        "activations": tokens * sum(_kept_bytes(one, size, learner) for one in learning),
         "logits": 4.0 * GPU_LOGITS * (KL_LOGITS if "kl" in size.wants else 2),
         "compared models": sum(
             _compared_bytes(learner.others[name], tokens, narrow, name in here) for name in compared
         ),
     }
+    parts["rounding to float8"] = max(0.0, _rounding_bytes(learner, read, tokens) - parts["logits"])  # at another time
     parts["fetched models"] = _evaluated_bytes([learner.others[name] for name in away], parts, size)
     if size.sampling is not None:
         # packed weights are sampled from as they are, see `cuda_step.fits`; copies of them are not packed
@@ -159,15 +161,17 @@ def estimate_roles(learner: LocalLearner, size: UpdateSize) -> dict[str, MemoryE
         evaluated = [other for name, other in frozen.items() if _role(name) in roles]
         held = (critic, *evaluated)
         shapes = [s for s in (other.config for other in evaluated) if isinstance(s, DecoderConfig)]
-        kept = [_kept_bytes(s, size, narrow) for s in _shapes_that_learn(critic) if s is not None]
+        kept = [_kept_bytes(s, size, learner) for s in _shapes_that_learn(critic) if s is not None]
         passing = [s.activation_bytes(narrow) // s.layers for s in shapes]
         parts = {
             **_trained_bytes((critic,), held, learner, size),
-            "copies in bfloat16": _copied_bytes(_unique((critic,))) * narrow,
+            "copies in bfloat16": _copied_bytes(_narrowed(learner, _unique((critic,)))) * narrow,
             "unpacked": _unpacked_bytes(held, narrow),
             "activations": float(size.tokens * max([sum(kept), *passing])),
             "logits": 4.0 * GPU_LOGITS * (bool(evaluated) or getattr(critic, "reads_policy", False)),
         }
+        rounding = _rounding_bytes(learner, _unique(held), size.tokens)
+        parts["rounding to float8"] = max(0.0, rounding - parts["logits"])
         if parts["weights"] and place != "cpu":
             found[place] = MemoryEstimate(parts, f"GPU {place} ({', '.join(roles)})")
     return found
@@ -189,6 +193,24 @@ def _trained_bytes(
 def _copied_bytes(parameters: Iterable[nn.Parameter]) -> float:
     """Return the bytes of copies in bfloat16 of these parameters."""
     return sum(2.0 * p.numel() for p in parameters if p.dtype == torch.float32 and p.ndim == 2)
+
+
+def _narrowed(learner: LocalLearner, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return those of these parameters that products read in bfloat16: with `--float8` not the matrices of layers."""
+    layers = _matrices_of_layers(learner) if learner.product is not None else set()
+    return [p for p in parameters if id(p) not in layers]
+
+
+def _rounding_bytes(learner: LocalLearner, parameters: Iterable[nn.Parameter], tokens: float) -> float:
+    """Return what rounding takes at once with `--float8`: a matrix, or the gradient of its product."""
+    layers = _matrices_of_layers(learner) if learner.product is not None else set()
+    return max((FLOAT8_BYTES * len(p) * max(tokens, p.shape[1]) for p in parameters if id(p) in layers), default=0.0)
+
+
+def _matrices_of_layers(learner: LocalLearner) -> set[int]:
+    """Return the ids of the matrices of all layers."""
+    modules = (cast(nn.Module, m) for m in (learner.model, learner.critic, *learner.others.values()) if m is not None)
+    return {id(x.parameter) for module in modules for decoder in decoders_in(module) for _, x, _ in decoder.linears()}
 
 
 def _placed(learner: LocalLearner, size: UpdateSize) -> tuple[nn.Module | None, dict[str, Model]]:
@@ -223,9 +245,10 @@ def _shapes_that_learn(critic: nn.Module | None) -> list[DecoderConfig | None]:
     return [one.config if isinstance(one.config, DecoderConfig) else None for one in learned]
 
 
-def _kept_bytes(shape: DecoderConfig, size: UpdateSize, narrow: bool) -> int:
+def _kept_bytes(shape: DecoderConfig, size: UpdateSize, learner: LocalLearner) -> int:
     """Return the bytes per token that a backbone keeps for its backward pass."""
-    return shape.activation_bytes(narrow, size.recompute, size.tensor, "activations" in size.offload)
+    how = learner.precision == "bfloat16", size.recompute, size.tensor, "activations" in size.offload
+    return shape.activation_bytes(*how, learner.product is not None)
 
 
 def _packed_bytes(modules: Iterable[Any]) -> float:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from posttrain.algorithms.all_algorithms import find
 from posttrain.config.resolve import check_bounds, check_divisions
@@ -91,8 +92,8 @@ class MemoryPlan:
 def plan_memory(config: Training, room: float) -> MemoryPlan:
     """Estimate the peak of a run of these options on one GPU with `room` bytes.
 
-    Raises UserError for what the estimate does not know: models that transformers backs, products in float8, parallel
-    experts, critics of actions, trust regions.
+    Raises UserError for what the estimate does not know: models that transformers backs, parallel experts, critics of
+    actions, trust regions.
     """
     learner, size = _sized(config, config.model or "", config.processes, room)
     found = estimate_memory(learner, size)
@@ -151,12 +152,8 @@ def _refuse(config: Training, processes: int) -> None:
             "FOLDER; --lora, --tokens-per-microbatch, --recompute, --offload, --role-devices, --shard, --shard-size, "
             "--tensor-parallel and --context-parallel change the estimate"
         )
-    for name, value in (
-        ("--float8", config.float8),
-        ("--expert-parallel", config.expert_parallel > 1),
-    ):
-        if value:
-            raise UserError(f"posttrain memory cannot estimate {name} yet: leave it out")
+    if config.expert_parallel > 1:
+        raise UserError("posttrain memory cannot estimate --expert-parallel yet: leave it out")
     if config.shard and processes == 1:
         raise UserError(SHARD_ALONE)
     check_divisions(config)
@@ -226,7 +223,9 @@ def shapes_of(config: Training, shape: DecoderConfig) -> LocalLearner:
         for held in (model, critic, *others.values()):
             for decoder in decoders_in(held) if held is not None else ():
                 divide(cast(Decoder, decoder), first)
-    return LocalLearner(model, optimization(config, 1), others=others, critic=critic, precision=config.precision)
+    product = functional.linear if config.float8 else None  # of which only the memory matters
+    held_models: dict[str, Any] = {"others": others, "critic": critic}
+    return LocalLearner(model, optimization(config, 1), **held_models, precision=config.precision, product=product)
 
 
 @dataclass(frozen=True)

@@ -59,11 +59,7 @@ def held_model(
     matrices = frozen_type(config) if frozen else trained_type(config)
     if not config.in_parts:
         model = load_model(folder, device=device, matrices=matrices, packed=packed)
-        if matrices is not None and not frozen:
-            cast(nn.Module, model).requires_grad_(True)
-        if model.decoder is not None and not config.train_vision:
-            model.decoder.freeze_vision()
-        return model
+        return _learning(model, config, matrices is not None and not frozen)
     from posttrain.learners.process_group import Processes  # imports much of torch.distributed
 
     assert isinstance(world, Processes), "one process alone was refused"
@@ -76,7 +72,8 @@ def held_model(
             refuse_backed(config, decoder)
             divide(cast(Any, decoder), peers)
 
-        return load_model(folder, device=device, shard=divide_now, shares=config.tensor_parallel, matrices=matrices)
+        model = load_model(folder, device=device, shard=divide_now, shares=config.tensor_parallel, matrices=matrices)
+        return _learning(model, config, matrices is not None and not frozen)
     if config.expert_parallel > 1:
         from posttrain.models.hf.expert_parallel import divide_experts
 
@@ -86,7 +83,8 @@ def held_model(
             if decoder.routers is not None:  # a dense reference stays whole; the learner refuses a dense policy
                 divide_experts(decoder, experts)
 
-        return load_model(folder, device=device, shard=divide_mixture, matrices=matrices)
+        model = load_model(folder, device=device, shard=divide_mixture, matrices=matrices)
+        return _learning(model, config, matrices is not None and not frozen)
     from posttrain.learners.sharded_decoder import can_gather, shard
 
     def shard_now(decoder: Backbone) -> None:
@@ -95,10 +93,19 @@ def held_model(
 
     shares = config.shards(world.size)
     model = load_model(folder, device=device, shard=shard_now, shares=shares, matrices=matrices)
-    if matrices is not None and not frozen:
-        cast(nn.Module, model).requires_grad_(True)
+    _learning(model, config, matrices is not None and not frozen)
     for decoder in decoders_in(cast(nn.Module, model)):
         can_gather(decoder, world)
+    return model
+
+
+def _learning(model: Model, config: Training, all_weights: bool) -> Model:
+    """Decide which weights learn. `all_weights`: those that reading matrices in a narrower type has frozen do."""
+    if all_weights:
+        cast(nn.Module, model).requires_grad_(True)
+    if model.decoder is not None and not config.train_vision:
+        for parameter in model.decoder.vision_weights():
+            parameter.requires_grad_(False)
     return model
 
 
@@ -116,7 +123,7 @@ def refuse_backed(config: Training, decoder: Backbone) -> None:
     if not decoder.native:
         raise UserError(
             f"{refusing(config)} divides the native decoder, and transformers computes {decoder.family}: leave it out; "
-            + ("--processes works without it" if decoder.sees else "--shard works")
+            "--shard works"
         )
 
 

@@ -117,7 +117,7 @@ def _together(before: Sequence[Callable[[Stats], None]], last: Measure | None) -
 
 def _memory(run: RunFolder[Any], parts: RunParts, device: torch.device) -> list[str]:
     """Describe the GPU memory that a process of the run takes; [] on a CPU, and for what the estimate does not know, such
-    as --float8 and --expert-parallel.
+    as --expert-parallel.
 
     Makes layers recompute where `--recompute auto` chooses it. Raises UserError if it cannot fit.
     """
@@ -131,8 +131,7 @@ def _memory(run: RunFolder[Any], parts: RunParts, device: torch.device) -> list[
         size = replace(size, recompute=True)
         assert isinstance(learner, LocalLearner), "the estimate is of one"
         recompute_layers(learner.model, learner.critic)
-    lines = recomputation_lines(config, size)
-    return lines if config.float8 else [*lines, *memory_lines(shaped, size)]
+    return [*recomputation_lines(config, size), *memory_lines(shaped, size)]
 
 
 def _sized(run: RunFolder[Any], parts: RunParts, device: torch.device) -> tuple[LocalLearner, UpdateSize] | None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from sharded import micro_batches
 from torch import Tensor
 
 from posttrain.core.batch import Batch, Outputs, Stats
+from posttrain.core.transcripts import Transcript
 from posttrain.learners import host_memory, optimizer_chunks
 from posttrain.learners.devices import moved
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
@@ -23,12 +25,14 @@ from posttrain.models.critic import ValueModel
 from posttrain.models.native.decoder import new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.decoder_writer import save_model
+from posttrain.models.native.float8 import float8_product
 from posttrain.models.native.linear import Linear
 from posttrain.models.native.quantized import KINDS, QuantizedLinear
 from posttrain.models.reward_model import ScoreShape, new_reward_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training import memory_estimate
 from posttrain.training.memory_estimate import MemoryEstimate, UpdateSize, estimate_memory, estimate_roles
+from posttrain.training.sources.sft_source import Demonstrations
 
 SECOND = second_device()
 SHAPE = DecoderConfig(64, 64, 6, 4, 2, 16, 192, 64, family="llama")
@@ -84,12 +88,14 @@ class Loss:
         return loss if outputs.value is None else loss + (batch.weight * (outputs.value - 1) ** 2).sum()
 
 
-def peak_of(make: Callable[[], LocalLearner], wants: tuple[str, ...] = ()) -> tuple[LocalLearner, int]:
+def peak_of(
+    make: Callable[[], LocalLearner], wants: tuple[str, ...] = (), batches: Sequence[Batch] = BATCHES
+) -> tuple[LocalLearner, int]:
     """Return a learner, and the most bytes of the second device that it has during an evaluation and an update."""
     gc.collect()
     before = bytes_held()
     ours = make()
-    found = [moved(batch, ours.device) for batch in BATCHES]
+    found = [moved(batch, ours.device) for batch in batches]
     ours.update(found, Loss(*wants))  # makes the moments
     with peak() as most:
         if REFERENCE in ours.others:
@@ -123,6 +129,31 @@ def test_the_estimate_counts_packed_weights_and_the_one_that_is_unpacked(kind: s
     assert abs(estimate.parts["weights"] - held) < 0.01 * held and estimate.parts["unpacked"] > 0
     if kind == "int8":  # on a processor, unpacking nf4 takes bitsandbytes a table of positions, on a GPU it does not
         near(estimate, measured)
+
+
+@pytest.mark.parametrize("shape", [LARGE, replace(LARGE, layers=1, hidden=32, intermediate=512)], ids=["wide", "long"])
+def test_the_estimate_counts_what_rounding_to_float8_takes(
+    shape: DecoderConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A matrix, or the gradient of a product that is larger; and no copies of matrices in bfloat16."""
+    pytest.importorskip("torchao")
+    batches = BATCHES if shape is LARGE else [long_batch(200)]
+    tokens = max(batch.layout.tokens.numel() for batch in batches)
+    monkeypatch.setattr(memory_estimate, "GPU_LOGITS", max(batch.target.numel() for batch in batches) * shape.vocab)
+    how: dict[str, Any] = {"precision": "bfloat16", "product": float8_product(torch.device("cpu"))}
+    ours, measured = peak_of(
+        lambda: LocalLearner(new_decoder(shape, 0).to(SECOND), Optimization(), **how), batches=batches
+    )
+    estimate = estimate_memory(ours, UpdateSize(tokens, False, None, 1e12))
+    near(estimate, measured)
+    assert estimate is not None and estimate.parts["rounding to float8"] > 0.05 * measured
+
+
+def long_batch(length: int) -> Batch:
+    transcript = Transcript()
+    transcript.observe([3])
+    transcript.imitate([3 + place % 38 for place in range(length)])
+    return Demonstrations([], 1, length + 1, 0, torch.device("cpu")).batches([[transcript]])[0]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("what", ["optimizer", "activations"])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor
 import posttrain
 from posttrain.config.resolve import validate
 from posttrain.config.training import SFT
-from posttrain.core.batch import Batch
+from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.core.types import UserError
 from posttrain.engines.local.engine_weights import own_copy
 from posttrain.learners import process_group
@@ -33,6 +34,7 @@ from posttrain.learners.router_losses import RouterLosses
 from posttrain.models.critic import ValueModel
 from posttrain.models.hf import expert_parallel
 from posttrain.models.hf.expert_parallel import divide_experts
+from posttrain.models.hf.transformers_folder import load_backed
 from posttrain.models.row_shards import part_of, whole
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
@@ -158,6 +160,41 @@ def deep(out: Path, together: Processes) -> None:
     (out / "deep").write_text("equal")
 
 
+@dataclass(frozen=True)
+class Likelihood:
+    """A loss of the policy alone."""
+
+    wants: frozenset[str] = frozenset()
+
+    def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
+        return -outputs.logp.sum() / 7
+
+
+def rounded(out: Path, together: Processes) -> None:
+    """Weights in bfloat16 are rounded as in one process; experts in one tensor keep float32."""
+    folder, how = out / "qwen3_moe", Optimization(lr=1e-2, max_grad_norm=0.0)
+    models = [
+        load_backed(folder, json.loads((folder / "config.json").read_text()), matrices=torch.bfloat16) for _ in "12"
+    ]
+    for model in models:
+        model.requires_grad_(True)
+    held: dict[str, Any] = {"precision": "bfloat16"}
+    mesh = open_mesh(together, together.size, 1)
+    one = LocalLearner(models[0], how, **held)
+    many = ExpertParallelLearner(models[1], how, world=together, mesh=mesh, **held)
+    for of in (one, many):
+        of.update(micro_batches(6), Likelihood())
+    for (name, mine), (_, theirs) in zip(one.model.named_parameters(), many.model.named_parameters(), strict=True):
+        own, found = mine.detach().float(), whole(theirs).float()
+        assert mine.dtype == theirs.dtype and (part_of(theirs) is None or mine.dtype == torch.float32)
+        if mine.dtype == torch.bfloat16:  # of numbers with other noise half would differ
+            assert (own == found).float().mean() > 0.95, name
+    now = b"".join(p.detach().float().numpy().tobytes() for p in many.model.parameters() if part_of(p) is None)
+    assert len(set(together.gather(now))) == 1
+    assert many.model.decoder.layers[0].self_attn.q_proj.weight.dtype == torch.bfloat16  # type: ignore[union-attr]
+    (out / "rounded").write_text("equal")
+
+
 def twice(of: ExpertParallelLearner) -> None:
     ExpertParallelLearner._share_gradients(of)
     for part in of.parts:
@@ -219,13 +256,14 @@ KINDS_OF_RUNS: dict[str, dict[str, Any]] = {
     "replay": {"algorithm": "gspo", "async_steps": 1, "routing_replay": True, "router_balance": 0.01, "router_z": 1e-3},
     "lora": {"lora": 2, "dora": True, "frozen_weights": "bfloat16"},
     "bfloat16": {"precision": "bfloat16", "steps": 3},
+    "weights": {"precision": "bfloat16", "weights": "bfloat16", "steps": 3},
     "ppo": {"algorithm": "ppo", "critic": "separate", "replicas": 2, "steps": 2},
 }
 
 
 def play(out: Path, start: Path, kind: str, **options: Any) -> None:
     own = {"steps": STEPS, **KINDS_OF_RUNS[kind], **options}
-    if kind in ("sft", "bfloat16"):  # a sampled token may follow from the order of a sum in bfloat16
+    if kind in ("sft", "bfloat16", "weights"):  # a sampled token may follow from the order of a sum in bfloat16
         posttrain.sft(SUMS, model=str(start), out=str(out), rows=8, lr=1e-3, **QUICK, **own)
     else:
         posttrain.rl(SUMS, nearness, str(start), out=str(out), **PLAYED, **QUICK, **own)
@@ -241,7 +279,7 @@ def runs_of_two(out: Path, together: Processes) -> None:
 
 
 PARTS: dict[str, list[Callable[[Path, Processes], None]]] = {
-    "quick": [partial(learners, kinds=KINDS[:1]), faults],
+    "quick": [partial(learners, kinds=KINDS[:1]), rounded, faults],
     "long": [partial(learners, kinds=KINDS[1:]), deep, runs_of_two],
     "four": [learners],
 }
@@ -287,6 +325,10 @@ def four(runs: Path) -> None:
 def test_updates_of_two_processes_are_those_of_one_and_planted_mistakes_are_noticed(place: Path) -> None:
     assert (place / f"{KINDS[0]}.2").read_text() == "equal"
     assert (place / "faults").read_text() == "noticed"
+
+
+def test_weights_in_bfloat16_are_rounded_as_in_one_process(place: Path) -> None:
+    assert (place / "rounded").read_text() == "equal"
 
 
 @pytest.mark.long

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections import namedtuple
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,19 +28,18 @@ from posttrain.learners import optimizer_chunks, rounded_weights
 from posttrain.learners.adamw import AdamW
 from posttrain.learners.data_parallel import DataParallelLearner
 from posttrain.learners.gradient_sums import sum_gradients
-from posttrain.learners.host_memory import OffloadedOptimizer
 from posttrain.learners.local_learner import Optimization
 from posttrain.learners.optimizers import OptimizerChoice
 from posttrain.learners.process_group import Processes
 from posttrain.learners.rounded_weights import (
     RoundedOptimizer,
-    ShardRange,
     noise_of,
     rounded_at_random,
     widen_gradients,
 )
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.native.decoder_writer import save_model
+from posttrain.models.row_shards import WeightPart, marked
 from posttrain.training.open_learner import new_learner
 from posttrain.training.verbs import rl
 
@@ -95,18 +96,20 @@ def test_noise_depends_on_the_generator_alone() -> None:
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
-def stepped(weight: Tensor, steps: int, lr: float, offloads: bool = False, name: str = "adamw") -> Tensor:
-    """A matrix after steps of an optimizer with the gradient 1."""
+def stepped(
+    weight: Tensor, steps: int, lr: float, offloads: bool = False, name: str = "adamw", gradient: Tensor | None = None
+) -> Tensor:
+    """A matrix after steps of an optimizer with this gradient; None: 1."""
     matrix, vector = nn.Parameter(weight.clone()), nn.Parameter(torch.ones(3))
-    groups = [{"params": [matrix, vector], "weight_decay": 0.0, "share": 1.0}]
-    choice, done = OptimizerChoice(name), [0]
-    optimizer: Any = choice.open(groups, lr)
-    optimizer = OffloadedOptimizer(optimizer) if offloads else optimizer
-    memory = matrix.data_ptr()
-    if widen_gradients([matrix, vector]):
-        optimizer = RoundedOptimizer(optimizer, lambda: done[0], choice.in_chunks)
+    groups: list[dict[str, Any]] = [{"params": [own], "weight_decay": 0.0, "share": 1.0} for own in (matrix, vector)]
+    groups[0]["hidden"] = True
+    choice, done, memory = OptimizerChoice(name), [0], matrix.data_ptr()
+    narrow = widen_gradients([matrix, vector])
+    rounds = partial(RoundedOptimizer, update=lambda: done[0], in_chunks=choice.in_chunks, numbers={})
+    rows = {matrix: [len(matrix) // 4, len(matrix) - len(matrix) // 4]}  # Muon's two matrices
+    optimizer = choice.open(groups, lr, rows, offloads, rounds if narrow else None)
     for _ in range(steps):
-        matrix.grad, vector.grad = torch.ones(matrix.shape), torch.ones(3)
+        matrix.grad, vector.grad = torch.ones(matrix.shape) if gradient is None else gradient.clone(), torch.ones(3)
         before = matrix._version
         optimizer.step()
         assert matrix._version > before and matrix.data_ptr() == memory, "engines read it there"
@@ -126,9 +129,11 @@ def test_steps_too_small_for_bfloat16_add_up(name: str) -> None:
     assert abs(moved - wanted) < 5 * (-wanted / 256 / 20_000) ** 0.5
 
 
-def test_a_step_gives_a_neighbour_of_what_float32_gives() -> None:
-    weight = torch.randn(64, 64, generator=noise()).bfloat16()
-    wide, narrow = stepped(weight.float(), 1, 1e-2), stepped(weight, 1, 1e-2).float()
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_step_gives_a_neighbour_of_what_float32_gives(name: str) -> None:
+    weight, gradient = torch.randn(64, 64, generator=noise()).bfloat16(), torch.randn(64, 64, generator=noise(1))
+    wide = stepped(weight.float(), 1, 1e-2, name=name, gradient=gradient)
+    narrow = stepped(weight, 1, 1e-2, name=name, gradient=gradient).float()
     low, high = neighbours(wide)
     assert ((narrow == low) | (narrow == high)).all() and (narrow == low).any() and (narrow == high).any()
 
@@ -158,22 +163,44 @@ def test_chunks_and_the_host_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(stepped(weight, 3, 1e-3, offloads=True), whole)
 
 
-@pytest.mark.parametrize("block", [1 << 20, 64, 7])
-def test_rows_are_rounded_as_within_the_whole_weight(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+PARTS: dict[str, tuple[tuple[int, ...], int, list[list[tuple[int, int]]]]] = {
+    "rows": ((10, 9), 0, [[(0, 4)], [(4, 4)], [(4, 9)], [(9, 10)]]),
+    "rows of several matrices": ((10, 9), 0, [[(0, 3), (6, 8)], [(3, 6), (8, 10)]]),
+    "columns": ((10, 9), 1, [[(0, 4)], [(4, 9)]]),
+    "columns of several matrices": ((10, 9), 1, [[(0, 1), (5, 8)], [(1, 5), (8, 9)]]),
+    "experts": ((4, 3, 5), 0, [[(0, 2)], [(2, 3)], [(3, 4)]]),
+}
+"""Shape of a weight, dimension along which processes divide it, and the parts of each."""
+
+
+@pytest.mark.parametrize("block", [1 << 20, 64, 20, 7])
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_part_is_rounded_as_within_the_whole_weight(kind: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounded_weights, "BLOCK", block)
-    weight, gradient = torch.randn(10, 9, generator=noise()).bfloat16(), torch.randn(10, 9, generator=noise(1))
+    shape, dim, parts = PARTS[kind]
+    weight, gradient = torch.randn(shape, generator=noise()).bfloat16(), torch.randn(shape, generator=noise(1))
+    slices = tuple(tuple(slice(*ends) for ends in own) for own in parts)
 
-    def step(first: int, last: int) -> Tensor:
-        rows = nn.Parameter(weight[first:last].clone())
-        widen_gradients([rows])
-        inner = OptimizerChoice("adamw").open([{"params": [rows], "weight_decay": 0.0, "share": 1.0}], 1e-3)
-        rows.grad = gradient[first:last].clone()
-        RoundedOptimizer(inner, lambda: 3, True, lambda parameter: ShardRange(9 * first, 90)).step()
-        return rows.detach()
+    def step(rank: int | None) -> Tensor:
+        """The whole weight after a step, or the part of a process."""
+        own = [slice(0, shape[dim])] if rank is None else slices[rank]
 
-    whole = step(0, 10)
-    for cut in (1, 4, 9, 10):
-        assert torch.equal(torch.cat([step(0, cut), step(cut, 10)]), whole)
+        def part_of(x: Tensor) -> Tensor:
+            return torch.cat([x.narrow(dim, s.start, s.stop - s.start) for s in own], dim)
+
+        held = nn.Parameter(part_of(weight))
+        widen_gradients([held])
+        if rank is not None:
+            marked(held, WeightPart(torch.Size(shape), dim, slices, namedtuple("Peers", "rank")(rank)))  # type: ignore[arg-type]
+        inner = OptimizerChoice("adamw").open([{"params": [held], "weight_decay": 0.0, "share": 1.0}], 1e-3)
+        held.grad = part_of(gradient)
+        RoundedOptimizer(inner, lambda: 3, True).step()
+        return held.detach()
+
+    whole = step(None)
+    for rank, own in enumerate(slices):
+        expected = torch.cat([whole.narrow(dim, s.start, s.stop - s.start) for s in own], dim)
+        assert torch.equal(step(rank), expected)
 
 
 def test_each_block_has_noise_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,7 +338,7 @@ def test_processes_round_alike(tmp_path: Path, start: str) -> None:
     assert any(p.dtype == torch.bfloat16 and not torch.equal(p, before[name]) for name, p in one.items())
 
 
-@pytest.mark.parametrize("options", [{}, {"algorithm": "ppo"}], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("options", [{}, {"algorithm": "ppo"}, {"optimizer": "muon"}], ids=["grpo", "ppo", "muon"])
 def test_a_resumed_run_has_the_same_bits(options: dict[str, Any], tmp_path: Path, start: str) -> None:
     def ran(name: str, steps: int, **more: Any) -> None:
         how = {"prompts": 4, "group": 4, "max_tokens": 4, "lr": 1e-3, **QUICK, **NARROW, **options}
@@ -353,9 +380,7 @@ def test_reward_models_learn(tmp_path: Path, start: str) -> None:
     [
         ({"precision": "float32"}, "add --precision bfloat16"),
         ({"lora": 2}, "give --frozen-weights bfloat16 instead"),
-        ({"optimizer": "muon"}, "not been tried with --optimizer muon"),
         ({"float8": True}, "not been tried with --float8"),
-        ({"tensor_parallel": 2}, "not been tried with --tensor-parallel"),
         ({"model": None}, "give --model"),
     ],
 )

@@ -44,7 +44,6 @@ from posttrain.learners.process_group import Processes
 from posttrain.models.adapters.lora import LoRA, attach
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.critic import ValueModel
-from posttrain.models.hf.backed import Backed
 from posttrain.models.hf.expert_parallel import divide_experts
 from posttrain.models.native.decoder import Decoder, causal, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
@@ -461,9 +460,6 @@ def refusals(folder: Path, option: str) -> dict[str, Callable[[], Any]]:
         "`--set advantage.weight=gradient`": lambda: adjust(find("grpo"), weighted, True),
         "a model without a decoder": lambda: new_learner(SFT(**how), other, Optimization(), Alone()),
     }
-    if not shards:
-        narrow = SFT(tasks="x", model="m", precision="bfloat16", weights="bfloat16", **how)
-        found["`--weights bfloat16`"] = lambda: validate(narrow)
     if parts:
         adapted, packed = decoder(True), SFT(lora=3, quantize="int8", **how)
         attach(adapted, LoRA(2, 4.0), lambda name: True)
@@ -481,7 +477,7 @@ def refusals(folder: Path, option: str) -> dict[str, Callable[[], Any]]:
     if option == "--expert-parallel":
         return {**found, "teachers": taught, "pictures": lambda: divide_experts(seeing, Alone())}  # type: ignore[arg-type]
     if shards:
-        return {**found, "pictures": lambda: Backed.prepare_shards(seeing)}  # type: ignore[arg-type]
+        return found
 
     def of(model: Path, kind: type[RL] | type[SFT] = SFT, **options: Any) -> None:
         new_learner(kind(**options, **how), load_model(model), Optimization(), Alone())

@@ -22,8 +22,9 @@ from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.adapters.lora import LoRA, attach, begin
 from posttrain.models.native.decoder import Decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.native.float8 import float8_product
 from posttrain.models.native.kernels import build
-from posttrain.models.native.linear import accumulating
+from posttrain.models.native.linear import accumulating, multiplying
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.memory_estimate import SamplingSize, UpdateSize, advice, estimate_memory, memory_lines
 from posttrain.training.memory_estimate import refuse_too_large as refuse
@@ -136,11 +137,30 @@ def compiled() -> Iterator[None]:
     build.use(before)
 
 
-@pytest.mark.parametrize("narrow", [True, False])
+class Keeping(torch.autograd.Function):
+    """A product that keeps both of its factors, as torchao's does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t().to(x.dtype)
+
+
+def torchaos(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return float8_product(torch.device("cpu"))(x, weight)
+
+
+PRODUCTS: dict[str, Any] = {"bfloat16": None, "keeping": Keeping.apply, "float8": torchaos}
+
+
+@pytest.mark.parametrize("kind", ["float32", *PRODUCTS])
 @pytest.mark.parametrize("recompute", [True, False])
 def test_activations_are_those_that_an_update_keeps(
-    narrow: bool, recompute: bool, tokenizer: Tokenizer, compiled: None
+    kind: str, recompute: bool, tokenizer: Tokenizer, compiled: None
 ) -> None:
+    if kind == "float8":
+        pytest.importorskip("torchao")
+    narrow, product = kind != "float32", PRODUCTS.get(kind)
     model = tiny(tokenizer)
     shape = replace(model.config, hidden=256, layers=6, heads=4, kv_heads=2, head_size=64, intermediate=768, vocab=64)
     model = Decoder(shape)
@@ -157,12 +177,14 @@ def test_activations_are_those_that_an_update_keeps(
 
     with (
         accumulating(),
+        multiplying(product),
         torch.autocast("cpu", torch.bfloat16, enabled=narrow),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x),
     ):
         kept = model.hidden(layout, torch.arange(512))
-    expected = 512 * shape.activation_bytes(narrow, recompute)
-    found = sum(sizes.values()) + (512 * (shape.activation_bytes(narrow) // shape.layers) if recompute else 0)
+    expected = 512 * shape.activation_bytes(narrow, recompute, float8=product is not None)
+    of_layer = shape.activation_bytes(narrow, float8=product is not None) // shape.layers
+    found = sum(sizes.values()) + (512 * of_layer if recompute else 0)
     assert kept.requires_grad and 0.85 * expected < found < 1.15 * expected, (found, expected)
 
 

@@ -99,6 +99,19 @@ def test_weights_in_bfloat16_take_half_and_keep_gradients_and_moments_in_float32
     assert narrow["copies in bfloat16"] < 1e-3 * wide["copies in bfloat16"]
 
 
+def test_products_in_float8_need_no_copies_and_keep_their_inputs(models: Path) -> None:
+    how: dict[str, Any] = {"model": "7b", "precision": "bfloat16", "tokens_per_microbatch": 8192}
+    half, quarter = (plan_memory(config(SFT, **how, float8=own), 900 * GIB) for own in (False, True))
+    shape = memory_plan.shape_of("7b")
+    layers = 2.0 * shape.layer_numbers
+    assert half.found.parts["copies in bfloat16"] - quarter.found.parts["copies in bfloat16"] == layers
+    inputs = 2 * shape.layers * 8192 * (2 * shape.hidden + shape.intermediate)
+    assert quarter.found.parts["activations"] - half.found.parts["activations"] == inputs
+    assert quarter.found.parts["rounding to float8"] == 9 * 8192 * 2 * shape.intermediate - half.found.parts["logits"]
+    [refused] = plan_memory(config(SFT, **how, float8=True), 80 * GIB).advice
+    assert "--offload optimizer" in refused and "--lora" not in refused and "--shard" not in refused
+
+
 def test_all_weights_of_7b_fit_one_gpu_in_bfloat16(models: Path) -> None:
     how: dict[str, Any] = {"model": "7b", "recompute": "layers", "algorithm": "dapo", "env": "e", "max_tokens": 1024}
     less = {"weights": "bfloat16", "optimizer": "sgd"}

@@ -127,7 +127,8 @@ class Backed(nn.Module):
         """Layers of the text model; empty if the model does not keep them in one list."""
         count = self.inner.config.get_text_config().num_hidden_layers
         lists = (m for m in self.inner.base_model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
-        return list(next(lists, ()))
+        tower = {id(p) for p in self.vision_weights()}
+        return list(next((m for m in lists if not any(id(p) in tower for p in m.parameters())), ()))
 
     @property
     def family(self) -> str:
@@ -183,14 +184,13 @@ class Backed(nn.Module):
 
     def tower(self) -> set[str]:
         """Return the names of the modules that compute features of pictures."""
-        own = {id(p) for p in self.vision.weights()} if self.vision is not None else set()
+        own = {id(p) for p in self.vision_weights()}
         modules = self.inner.named_modules()
         return {name for name, module in modules if any(id(p) in own for p in module.parameters(recurse=False))}
 
-    def freeze_vision(self) -> None:
-        """Freeze the weights that compute features of pictures."""
-        for parameter in self.vision.weights() if self.vision is not None else ():
-            parameter.requires_grad_(False)
+    def vision_weights(self) -> Iterable[nn.Parameter]:
+        """See `posttrain.models.backbone.Backbone`."""
+        return self.vision.weights() if self.vision is not None else ()
 
     def save(self, folder: Path) -> None:
         """Save the model, see `posttrain.core.protocols.Model`; for an adapted model, only the adapters."""
@@ -244,7 +244,8 @@ class Backed(nn.Module):
         config, kind = copy.deepcopy(self.inner.config), type(self.inner)
         with quiet(), torch.random.fork_rng(devices=[]):  # its random initial values are not used
             inner = kind._from_config(config, dtype=self.head.dtype, attn_implementation="eager")
-        other = Backed(inner.to(self.head.device), self.config.context, self.way)
+        vision = None if self.vision is None else Vision(inner, self.vision.processor, self.vision.placeholders)
+        other = Backed(inner.to(self.head.device), self.config.context, self.way, vision)
         other.eos_ids, other.generation, other.scale, other.cap = self.eos_ids, self.generation, self.scale, self.cap
         other.rows_attention, other.config = self.rows_attention, self.config
         other.attend(self.attention)
@@ -262,14 +263,9 @@ class Backed(nn.Module):
 
     def prepare_shards(self) -> None:
         """Prepare the layers for sharding. Raises UserError if layers share weights with each other or with other
-        modules, or if the model reads pictures, has no list of layers or has scalar parameters.
+        modules, or if the model has no list of layers or has scalar parameters.
         """
         kind, layers = type(self.inner).__name__, self.layers
-        if self.vision is not None:
-            raise UserError(
-                f"--shard gathers weights within the decoder's pass, and {kind} computes pictures before it: leave it out; "
-                "--processes works without it"
-            )
         if not layers:
             raise UserError(f"--shard requires a decoder's layers, and none were found in {kind}: leave it out")
         if scalars := [name for name, p in self.named_parameters() if p.ndim == 0]:

@@ -10,7 +10,7 @@ T  tokens of one forward pass, of any number of concatenated sequences
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -284,8 +284,8 @@ class Decoder(nn.Module):
     def sees(self) -> bool:
         return False
 
-    def freeze_vision(self) -> None:
-        """Do nothing: the model is text-only."""
+    def vision_weights(self) -> Iterable[nn.Parameter]:
+        return ()  # the model is text-only
 
     def tower(self) -> set[str]:
         return set()

@@ -87,16 +87,20 @@ class DecoderConfig:
         attention = 2 * self.hidden * (self.heads + self.kv_heads) * self.head_size
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
-    def activation_bytes(self, narrow: bool, recompute: bool = False, tensor: int = 1, offloaded: bool = False) -> int:
+    def activation_bytes(
+        self, narrow: bool, recompute: bool = False, tensor: int = 1, offloaded: bool = False, float8: bool = False
+    ) -> int:
         """Count the bytes per token that an update keeps for its backward pass, with compiled operations.
 
         A layer keeps the residual stream at both of its norms, q, k, v, the output of attention, and the input of
         SwiGLU. `narrow`: products are in bfloat16, the residual stream still in float32. `recompute`: layers keep only
         their inputs, and one layer at a time keeps all. `tensor`: processes that divide heads and MLP. `offloaded`:
-        activations are on the host, but for two layers at most: one that is computed, and one on its way.
+        activations are on the host, but for two layers at most: one that is computed, and one on its way. `float8`: products
+        are `native.float8`'s, which keep their inputs too, instead of computing them again.
         """
         number = 2 if narrow else 4
         products = (2 * self.intermediate + 2 * (self.heads + self.kv_heads) * self.head_size) // tensor
+        products += (2 * self.hidden + self.intermediate) * float8
         of_layer = 2 * 4 * self.hidden + number * products
         if offloaded:
             return min(2, self.layers) * of_layer

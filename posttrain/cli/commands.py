@@ -119,9 +119,10 @@ def chat(model: str, *, config: Annotated[Chat, Options] = Chat()) -> int:  # no
         Model to talk to: the folder of a checkpoint or of a run.
     """
     validate(config)
-    from posttrain.cli.named_files import check_models
+    from posttrain.cli.named_files import check_models, check_services
 
     check_models(model)
+    check_services(config)
     from posttrain.cli.chat_command import converse
 
     converse(model, config)

@@ -3,43 +3,90 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from posttrain.config.held_out_sets import held_out_sets
 from posttrain.config.mixture_options import parts_of
+from posttrain.config.service_options import ScorerOption, named_services
 from posttrain.config.training import RL, Passes
 from posttrain.core.types import UserError
 from posttrain.data.rows import find_rows
 from posttrain.envs.play.load_env import BUILTIN, task_set
 from posttrain.envs.reward_sums import PREFIXES, is_sum
 from posttrain.models.checkpoint_location import find_checkpoint
+from posttrain.services.judge_recipe import Generative, read_recipe
 from posttrain.system.user_code import require_file
 
 MODELS = ("model", "against")
 """Options that name models alone."""
 
+TEXTS = ("forget", "ptx")
+"""Options that name rows of texts."""
+
+SCORERS = {"--scorer": "scorer", "--with": "with_"}
+"""Options that name a reward model, a judge or a function -> their fields."""
+
+ENDPOINT = ("http://", "https://")
+
 
 def check_files(config: Any) -> None:
-    """Raise the UserError of the verb for rows, an environment's file or a model that is not there.
+    """Raise the UserError of the verb for rows, a model, a judge's recipe or an environment's file that is not there.
 
-    Nothing is read, run or downloaded. Names of the hub and of modules are left to the verb, and rows that an
-    environment's task set makes.
+    Only recipes are read; nothing is run or downloaded. Names of the hub and of modules are left to the verb, and rows
+    that an environment's task set makes.
     """
     mixed = isinstance(config, RL | Passes) and config.mixture
     for name, part in parts_of(config).items() if mixed else [("", config)]:
-        try:
+        with _told_of(f"part {name} of the mixture" if name else ""):
             _check_rows(part.tasks)
             _check_code(getattr(part, "env", ""))
-        except UserError as error:
-            raise UserError(f"part {name} of the mixture: {error}" if name else str(error)) from None
     for rows in held_out_sets(getattr(config, "eval_tasks", ())).values():
         _check_rows(rows)
-    for name in MODELS:
-        check_models(getattr(config, name, None))
-    teacher = getattr(config, "teacher", None) or ""
-    if not teacher.startswith(("http://", "https://")):  # else it is an endpoint
-        check_models(teacher)
+    for option in TEXTS:
+        with _told_of(f"--{option}"):
+            _check_rows(getattr(config, option, None) or "")
+    for option in MODELS:
+        check_models(getattr(config, option, None))
+    _check_teachers(config)
+    check_services(config)
+    for option, field in SCORERS.items():
+        scorer = ScorerOption(getattr(config, field, ""))
+        check_services(scorer, option)
+        _check_code(scorer.env)
+
+
+def _check_teachers(config: Any) -> None:
+    """Raise UserError for a critic's or a teacher's model that is not there. A teacher may be an endpoint."""
+    named = {"--critic-model": getattr(config, "critic_model", None), "--teacher": getattr(config, "teacher", None)}
+    named |= {f"--teachers.{name}": model for name, model in (getattr(config, "teachers", None) or {}).items()}
+    for option, model in named.items():
+        if model and not (option.startswith("--teacher") and model.startswith(ENDPOINT)):
+            with _told_of(option):
+                check_models(model)
+
+
+def check_services(config: Any, option: str = "--reward-model") -> None:
+    """Raise UserError for a reward model or a judge's recipe that is not there, and for a recipe that is invalid."""
+    for _, folder in named_services(getattr(config, "reward_model", ()), "reward-model"):
+        with _told_of(option):
+            check_models(folder)
+    for _, file in named_services(getattr(config, "judge", ()), "judge"):
+        recipe = read_recipe(file)
+        if isinstance(recipe, Generative):
+            with _told_of(f"the judge's recipe {file}"):
+                check_models(recipe.model)
+
+
+@contextmanager
+def _told_of(what: str) -> Iterator[None]:
+    """Begin the UserErrors of the block with these words."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{what}: {error}" if what else str(error)) from None
 
 
 def check_models(names: str | tuple[str, ...] | None) -> None:

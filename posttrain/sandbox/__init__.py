@@ -6,5 +6,6 @@ fork_server   the warm interpreter: starts and ends programs;   capabilities  pr
 jail          rights that a fork drops before it runs a program, by seccomp, landlock, filesystem, syscalls, limits
 guest         answers requests in a jail;   examiner  runs tests in another;   plain_values, json_messages  between
 bubblewrap    programs that are not Python;   containers  commands in containers of Docker or Podman
-remote        the same in sandboxes of services;   container_choice  which of them
+bubblewrap_container  the same in jails, for   plain_images  whose programs this machine has
+remote        the same in sandboxes of services;   container_choice  which of these
 """

@@ -27,7 +27,7 @@ from posttrain.sandbox.limits import ProgramLimits
 
 FOLDER = "/tmp"  # the command's working folder
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
-_WITH_LIMIT = 'ulimit -u "$0" 2>/dev/null || ulimit -p "$0" 2>/dev/null; exec "$@"'
+WITH_LIMIT = 'ulimit -u "$0" 2>/dev/null || ulimit -p "$0" 2>/dev/null; exec "$@"'
 """Sets the limit of processes in bash or dash. It runs within the jail, where only the command's processes are
 counted.
 """
@@ -52,12 +52,12 @@ def run_command(
     for name in files or ():
         if "/" in name or name in ("", ".", ".."):
             raise UserError(f"a file of a command needs a plain name, not {name!r}")
-    _check()
+    check()
     return _run(command, files or {}, stdin, limits or ProgramLimits())
 
 
 @cache
-def _check() -> None:
+def check() -> None:
     """Raise UserError if a test command does not run."""
     if shutil.which("bwrap") is None:
         raise UserError(
@@ -87,7 +87,7 @@ def _run(command: Sequence[str], files: Mapping[str, str], stdin: str, limits: P
 
         filter = content(seccomp.program(processes=True, commands=True))
         given = {name: content(text.encode()) for name, text in files.items()}
-        inner = ["/bin/sh", "-c", _WITH_LIMIT, str(limits.processes), *command]
+        inner = ["/bin/sh", "-c", WITH_LIMIT, str(limits.processes), *command]
         arguments = [wrapper, *_arguments(given, filter, limits), "--", *inner]
         return _watched(arguments, content(stdin.encode()), [filter, *given.values()], limits)
 

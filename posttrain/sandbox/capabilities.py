@@ -26,11 +26,11 @@ def prepared(allowed: list[str], tried: Callable[[Ground], str | None]) -> Groun
     """
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     paths = filesystem.readable()
-    _sweep()
+    sweep()
     reasons = []
     for protections in choices([kind for kind in syscalls.NAMESPACES if kind in allowed]):
         filter = seccomp.installable(seccomp.program(protections.processes) if protections.seccomp else b"")
-        base = None if "mount" in protections.namespaces else _base(protections)
+        base = None if "mount" in protections.namespaces else held_folder(0o711 if protections.other_user else 0o700)[0]
         ground = Ground(protections, filter, paths, proc, base, [])
         if (problem := tried(ground)) is None:
             return ground
@@ -117,20 +117,20 @@ def _rules(ground: Ground) -> list[tuple[int, int]]:
     return [rule for path, rights in (*reading, *using) if (rule := landlock.rule(path, rights)) is not None]
 
 
-def _base(protections: Protections) -> str:
-    """Create a folder for the folders of programs, and return it."""
+def held_folder(mode: int) -> tuple[str, int]:
+    """Create a folder for the files of programs. Return it with a descriptor, whose lock marks a live owner."""
     while True:
         base = tempfile.mkdtemp(prefix=f"{PREFIX}{os.geteuid()}-", dir=os.path.realpath(tempfile.gettempdir()))
-        held = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # kept open: its lock marks a live owner
+        held = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         with suppress(OSError):
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.exists(base):
-                os.chmod(base, 0o711 if protections.other_user else 0o700)
-                return base
+                os.chmod(base, mode)
+                return base, held
         os.close(held)
 
 
-def _sweep() -> None:
+def sweep() -> None:
     """Delete the folders left by killed sandboxes of this user."""
     place = os.path.realpath(tempfile.gettempdir())
     for name in os.listdir(place):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import hashlib
+import io
 import os
 import resource
 import secrets
@@ -19,6 +20,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import tarfile
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -44,7 +46,7 @@ LONGEST_COMMAND = 100_000  # bytes: Linux passes at most 128 KiB as one argument
 
 _CWD = tempfile.gettempdir()  # of the engine's program: Podman's monitor writes marks into the folder it starts in
 _FIRST = f"echo '{READY}'; exec cat > /dev/null"
-_SHELL = 'exec 2>&1; command -v bash > /dev/null && exec bash -c "$0"; exec sh -c "$0"'
+SHELL = 'exec 2>&1; command -v bash > /dev/null && exec bash -c "$0"; exec sh -c "$0"'
 """Runs its argument in bash if the image has it. Both streams are one, in the order of writing."""
 
 
@@ -231,7 +233,7 @@ class Container:
         arguments = ["exec", *(("--user", user) if user else ()), *(("--workdir", folder) if folder else ())]
         for name, value in (environment or {}).items():
             arguments += ["--env", f"{name}={value}"]
-        found = await _called(self.engine, [*arguments, self.name, "sh", "-c", _SHELL, command], seconds, most)
+        found = await _called(self.engine, [*arguments, self.name, "sh", "-c", SHELL, command], seconds, most)
         if found.over == "life":
             await self._kill_all()
         if self.ended:
@@ -288,7 +290,11 @@ async def _begun(engine: ContainerEngine, arguments: Sequence[str], stdin: int) 
 
 async def _called(engine: ContainerEngine, arguments: Sequence[str], seconds: float, most: int = 1 << 20) -> Finished:
     """Run the engine's program. Of long output the beginning and the end are kept, `most` bytes in all."""
-    process = await _begun(engine, arguments, asyncio.subprocess.DEVNULL)
+    return await finished(await _begun(engine, arguments, asyncio.subprocess.DEVNULL), seconds, most)
+
+
+async def finished(process: asyncio.subprocess.Process, seconds: float, most: int) -> Finished:
+    """Wait for a program of which standard output is a pipe; kill it after `seconds`."""
     output, over = bytearray(), None
     try:
         async with asyncio.timeout(seconds):
@@ -326,6 +332,20 @@ def _full_limits() -> None:
     """Lift the limit of memory of a worker of environments: Podman's containers would inherit it."""
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+def packed(source: Path, name: str) -> bytes:
+    """Return a file, or the content of a folder, as a tar archive of root's files. `name`: of the file, or "."."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as file:
+        file.add(source, name, filter=_of_root)
+    return archive.getvalue()
+
+
+def _of_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    return entry
 
 
 # -- what earlier processes left ---------------------------------------------------------------------------------------

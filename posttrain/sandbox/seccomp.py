@@ -36,8 +36,13 @@ sendto recvfrom shutdown getsockname getpeername getrandom exit exit_group wait4
 OF_PROCESSES = "fork vfork kill tkill tgkill".split()  # where all of them are in a namespace of their own
 OF_COMMANDS = """
 execve execveat chmod fchmod fchmodat utimensat setpgid setsid link linkat memfd_create sendmsg recvmsg
+chown fchown lchown fchownat mknod mknodat truncate fallocate flock creat timer_create timer_settime timer_delete
+getxattr lgetxattr fgetxattr listxattr llistxattr flistxattr setxattr lsetxattr fsetxattr
+removexattr lremovexattr fremovexattr
 """.split()  # fmt: skip
-"""System calls of programs other than Python, which run in bubblewrap."""
+"""System calls of programs other than Python, which run in bubblewrap: there only their own files can be changed, and
+without a capability mknod makes pipes alone.
+"""
 UNKNOWN = ("clone3", "openat2")  # fail as on a kernel without them
 
 IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS TIOCGWINSZ FIONREAD FIONBIO FIONCLEX FIOCLEX

@@ -15,6 +15,7 @@ import pytest
 import stand_in_engine
 
 from posttrain.core.types import UserError
+from posttrain.sandbox import container_choice
 from posttrain.sandbox.containers import CHOICE, ContainerEngine, find_engine
 
 SET = Path(__file__).parents[1] / "harbor_tasks"
@@ -23,10 +24,16 @@ BUSYBOX = "/bin/busybox"
 STAND_IN, REAL = "a stand-in", "a real engine"
 
 
+def forget_engines() -> None:
+    """Let engines be looked for again."""
+    find_engine.cache_clear()
+    container_choice._of_this_machine.cache_clear()
+
+
 @contextmanager
 def engine_of(kind: str, folder: Path, patch: pytest.MonkeyPatch) -> Iterator[ContainerEngine]:
     """Yield an engine of a kind; skip the test where there is none. `folder`: of the stand-in."""
-    find_engine.cache_clear()
+    forget_engines()
     try:
         if kind == STAND_IN:
             stand_in_engine.install(folder / "bin", folder / "engine")
@@ -41,7 +48,7 @@ def engine_of(kind: str, folder: Path, patch: pytest.MonkeyPatch) -> Iterator[Co
         _make_base(found)
         yield found
     finally:
-        find_engine.cache_clear()
+        forget_engines()
 
 
 def _make_base(engine: ContainerEngine) -> None:

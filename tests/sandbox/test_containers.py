@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import stand_in_engine
-from container_engines import BASE, REAL, STAND_IN, engine_of
+from container_engines import BASE, REAL, STAND_IN, engine_of, forget_engines
 
 from posttrain.cli.main import main
 from posttrain.core.types import UserError
-from posttrain.sandbox import containers
+from posttrain.sandbox import bubblewrap, containers
 from posttrain.sandbox.containers import (
     CHOICE,
     Container,
@@ -121,9 +121,10 @@ def bin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     monkeypatch.delenv(CHOICE, raising=False)
-    find_engine.cache_clear()
+    forget_engines()
+    bubblewrap.check.cache_clear()
     yield tmp_path / "bin"
-    find_engine.cache_clear()
+    forget_engines()
 
 
 def test_the_first_engine_that_answers_is_used_unless_one_is_named(bin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +148,9 @@ def test_without_an_engine_the_reason_of_each_and_the_fix_are_one_line(
     assert main(["check", "--env", f"harbor:{where}"]) == 2
     assert capsys.readouterr().err == (
         "posttrain: no container can be started here: docker is installed and does not work (Cannot connect to the Docker "
-        "daemon.); podman is not installed; start it, or install podman (on Debian and Ubuntu: apt install podman)\n"
+        "daemon.); podman is not installed; start it, or install podman (on Debian and Ubuntu: apt install podman); tasks "
+        "of a plain Debian, Ubuntu or Python need bubblewrap alone: programs that are not Python run in bubblewrap, which "
+        "is not installed: install it (on Debian and Ubuntu: apt install bubblewrap), so that bwrap is found\n"
     )
     for name, told in {
         "pod": "POSTTRAIN_CONTAINERS is 'pod'; did you mean 'podman'?",

@@ -21,7 +21,7 @@ from processes import descendants, gone
 from posttrain.core.types import UserError
 from posttrain.sandbox import bubblewrap, capabilities, filesystem, shared_sandbox
 from posttrain.sandbox.host import Sandbox
-from posttrain.sandbox.limits import ProgramLimits, Protections
+from posttrain.sandbox.limits import ProgramLimits
 from posttrain.sandbox.program import Ended, SandboxError
 from posttrain.sandbox.session import InterpreterSession, cut
 
@@ -251,9 +251,9 @@ def test_folders_of_killed_sandboxes_are_deleted_and_those_of_living_ones_kept(
     monkeypatch.setattr(capabilities.tempfile, "gettempdir", lambda: str(tmp_path))
     left = tmp_path / f"{capabilities.PREFIX}{os.geteuid()}-left"
     (left / "1").mkdir(parents=True)
-    living = capabilities._base(Protections())
-    capabilities._sweep()
-    assert not left.exists() and Path(living).exists() and capabilities._base(Protections()) != living
+    living = capabilities.held_folder(0o700)[0]
+    capabilities.sweep()
+    assert not left.exists() and Path(living).exists() and capabilities.held_folder(0o700)[0] != living
 
 
 # -- an interpreter as a tool ------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ def test_long_output_is_cut_in_its_middle(session: InterpreterSession) -> None:
 
 def test_without_bubblewrap_other_programs_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    bubblewrap._check.cache_clear()
+    bubblewrap.check.cache_clear()
     with pytest.raises(UserError, match="apt install bubblewrap"):
         bubblewrap.run_command(["true"])
     for name in ("/etc/x", "../x", "", "a/b"):
@@ -311,7 +311,7 @@ def test_without_bubblewrap_other_programs_are_refused(monkeypatch: pytest.Monke
 
 
 def test_a_command_runs_in_bubblewrap() -> None:
-    bubblewrap._check.cache_clear()
+    bubblewrap.check.cache_clear()
     try:
         found = bubblewrap.run_command(["cat", "a", "-"], {"a": "hello "}, "world")
     except UserError as error:

@@ -30,8 +30,8 @@ from posttrain.envs.play.call_recording import note
 from posttrain.envs.play.env_outputs import MOST_REWARD
 from posttrain.envs.play.tools import Tools
 from posttrain.sandbox import container_choice
-from posttrain.sandbox.containers import LONGEST_COMMAND, START_SECONDS, Container, ContainerError, ContainerLimits
-from posttrain.sandbox.remote.remote_sandbox import RemoteSandbox
+from posttrain.sandbox.container_choice import AnyContainer
+from posttrain.sandbox.containers import LONGEST_COMMAND, START_SECONDS, ContainerError, ContainerLimits
 
 SUCCESS = 1.0  # the reward of a task whose tests all pass
 ORACLE = "oracle"  # a column: the solution of the task's folder works in place of the policy
@@ -40,7 +40,6 @@ STARTS = 4  # containers of a worker process that start at once
 LONGEST_REWARD = 1 << 16  # bytes of a reward file
 SHOWN_OF_TESTS = 2000  # characters of the tests' output that a rollout's notes keep
 ROOT = "0"
-AnyContainer = Container | RemoteSandbox
 _CONTROLS = dict.fromkeys([*range(9), 11, 12, 13, *range(14, 32), 127])
 _PREPARE = "mkdir -p /logs/verifier /logs/agent /logs/artifacts && chmod 777 /logs/agent /logs/artifacts"
 _EMPTY_TESTS = "rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier && chmod {rights} /logs/verifier"
@@ -313,9 +312,16 @@ def with_oracle(task: Task) -> Task:
     return {**task, ORACLE: True}
 
 
-def about() -> list[str]:
+def about(folder: str) -> list[str]:
     """Describe where containers run, and remove those that earlier runs left.
 
-    Raises UserError, with the fix, if they can run nowhere.
+    Raises UserError, with the fix, if a task of the set can run nowhere.
     """
-    return [container_choice.about()]
+    told = container_choice.about()
+    for known in read_set(folder).values():
+        try:
+            source = known.image or known.folder / "environment"
+            container_choice.check(source, bool(known.network), (known.work_user, known.test_user))
+        except UserError as error:
+            raise UserError(f"task {known.name}: {error}") from None
+    return [told]

@@ -64,7 +64,7 @@ BUILTIN = {
 
 TASK_SETS = {"harbor": "posttrain.envs.bridges.harbor:play"}
 """Name of a form of task sets -> its environment: "harbor:FOLDER" names a set, which makes the rows too. The module has
-`task_rows(folder)`, `step_seconds(folder)` and `with_oracle(task)`.
+`task_rows(folder)`, `step_seconds(folder)`, `about(folder)` and `with_oracle(task)`.
 """
 
 
@@ -194,6 +194,8 @@ def about(spec: str | Callable[..., Any]) -> list[str]:
     """Return lines that describe the environment's inputs, from `about` of its module, which may refuse an input."""
     if isinstance(spec, str) and is_sum(spec):
         return [about_verifier(term.spec) for term in terms_of(spec) if term.spec.startswith(PREFIX)]
+    if found_set := task_set(spec):
+        return list(found_set.module.about(found_set.folder))
     found = getattr(_home(spec), "about", None)
     return list(found()) if callable(found) else []
 

@@ -10,12 +10,10 @@ The sandbox has a longest life, after which the service deletes it: nothing else
 from __future__ import annotations
 
 import asyncio
-import io
 import math
 import os
 import secrets
 import shlex
-import tarfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -27,7 +25,7 @@ from posttrain.core.extras import install, installed
 from posttrain.core.messages import clip, inline
 from posttrain.core.types import UserError
 from posttrain.sandbox.bubblewrap import Finished
-from posttrain.sandbox.containers import LONGEST_COMMAND, START_SECONDS, ContainerError, ContainerLimits
+from posttrain.sandbox.containers import LONGEST_COMMAND, START_SECONDS, ContainerError, ContainerLimits, packed
 
 GRACE_SECONDS = 15.0  # beyond a command's limit, for the service to answer
 KILLED = 137  # the exit code of a command that was killed
@@ -137,13 +135,10 @@ class RemoteSandbox(ABC):
 
     async def copy_in(self, source: Path, target: str) -> None:
         """Copy the content of a folder of this machine into a folder of the sandbox. Raises ContainerError."""
-        packed = io.BytesIO()
-        with tarfile.open(fileobj=packed, mode="w") as archive:
-            archive.add(source, ".", filter=_of_root)
         place = shlex.quote(f"/tmp/posttrain-{secrets.token_hex(8)}.tar")
         with self._reported(f"does not take the files of {source.name}"):
             async with asyncio.timeout(START_SECONDS):
-                await self._upload(packed.getvalue(), place)
+                await self._upload(packed(source, "."), place)
         folder = shlex.quote(target)
         unpacked = await self.run(
             f"mkdir -p {folder} && tar -xf {place} -C {folder} && rm -f {place}", START_SECONDS, user="0"
@@ -187,9 +182,3 @@ def script(seconds: int, user: str | None, folder: str | None, environment: Mapp
         numeric = user.isdecimal()
         run = _AS_USER.format(user=f'"$(getent passwd {user} | cut -d: -f1)"' if numeric else shlex.quote(user))
     return _SCRIPT.format(seconds=seconds, prepare=prepare, run=run, most=most, half=most // 2)
-
-
-def _of_root(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    entry.uid = entry.gid = 0
-    entry.uname = entry.gname = ""
-    return entry

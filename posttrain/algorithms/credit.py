@@ -65,7 +65,7 @@ class Baselined(Advantage):
               `length`: n_i, its cheap stand-in (OPO, arXiv 2505.23585, eq. 9).
     scale     `group`, `batch`: sample standard deviation (n - 1) + eps; `none` (Dr. GRPO, arXiv 2503.20783, section 3.2);
               `mean`: the group's mean reward + eps, for rewards of at least 0: the gradient of the log-likelihood of
-              success, up to the order of the group's size (MaxRL, arXiv 2602.02710).
+              success, up to the order of the group's size minus 1 (MaxRL, arXiv 2602.02710).
     signal    all advantages times B / (rollouts in groups with any signal), so that groups without one do not dilute the
               gradient (GPG, arXiv 2504.02546, eq. 7).
 

@@ -73,10 +73,11 @@ class EarlyStop(Component):
     """Ends a step's updates early, once they have moved the policy by the target KL.
 
     After an update whose tokens have a mean of r - 1 - log r above `kl`, r = exp(lp - old), no further update of the step
-    is made. The mean estimates KL(old || policy) in nats per token, as it was before the update (the early stopping of
-    PPO's implementations: Spinning Up 2018, which stops at 1.5 x its target; Huang et al. 2022, "The 37 implementation
-    details of PPO", which stop after an epoch). Groups of skipped updates are not used. The learning rate's schedule
-    counts the updates that are made.
+    is made. The mean is over the tokens that the update computes: rollouts that cannot move the policy (advantage 0 without
+    a KL or an entropy bonus) are not among them. It estimates KL(old || policy) in nats per token, as it was before the
+    update (the early stopping of PPO's implementations: Spinning Up 2018, which stops at 1.5 x its target; Huang et al.
+    2022, "The 37 implementation details of PPO", which stop after an epoch). Groups of skipped updates are not used. The
+    learning rate's schedule counts the updates that are made.
     """
 
     kl: float = setting(

@@ -96,7 +96,7 @@ def summary(
         )
     result: dict[str, Any] = {"tasks": len(groups), "samples": sum(map(len, groups))}
     means = [float(rewards.mean()) for rewards in groups]
-    found = share_interval(means) if _is_binary(groups) else mean_interval(means)
+    found = share_interval(means) if is_binary(groups) else mean_interval(means)
     result["reward"] = stated(float(np.mean(means)), found, tasks=len(means))
     if success is None:
         return result
@@ -148,22 +148,27 @@ def differences(
     `outcomes`: see `summary`.
     """
     first, second = ([np.asarray(pair[side], dtype=np.float64) for pair in pairs] for side in (0, 1))
-    found = {"reward": _difference(first, second, _is_binary([*first, *second]))}
+    found = {"reward": difference(_means(first), _means(second), is_binary([*first, *second]))}
     if success is not None:
         decided = pairs if outcomes is None else outcomes
         own, theirs = (
             [succeeds(np.asarray(pair[side], dtype=np.float64), success) for pair in decided] for side in (0, 1)
         )
-        found["accuracy"] = _difference(own, theirs, share=True)
+        found["accuracy"] = difference(_means(own), _means(theirs), share=True)
     return found
 
 
-def _difference(first: list[Any], second: list[Any], share: bool) -> dict[str, Any]:
-    a, b = ([float(np.mean(rewards)) for rewards in side] for side in (first, second))
-    return stated(float(np.mean(a)) - float(np.mean(b)), paired_interval(a, b, share=share), tasks=len(a))
+def difference(first: Sequence[float], second: Sequence[float], share: bool) -> dict[str, Any]:
+    """Return the mean of first - second over the same tasks. `share`: both are shares of a task's samples."""
+    gap = float(np.mean(first)) - float(np.mean(second))
+    return stated(gap, paired_interval(first, second, share=share), tasks=len(first))
 
 
-def _is_binary(groups: Sequence[Any]) -> bool:
+def _means(groups: Sequence[Any]) -> list[float]:
+    return [float(np.mean(rewards)) for rewards in groups]
+
+
+def is_binary(groups: Sequence[Any]) -> bool:
     """Return whether all rewards are 0 or 1, so that their mean is a share."""
     return all(bool(np.isin(rewards, (0.0, 1.0)).all()) for rewards in groups)
 

@@ -10,7 +10,7 @@ from typing import Any
 from posttrain.core.intervals import LEVEL, holm, share_interval, sign_test, stated
 from posttrain.core.rollouts import Rollout
 from posttrain.core.types import Invalid, UserError, succeeds
-from posttrain.training.figures import differences
+from posttrain.training.figures import difference, is_binary
 
 UNDECIDED = "undecided"
 
@@ -62,18 +62,22 @@ def compare(own: Played, other: Played, success: float | None) -> tuple[dict[str
     for key in both:
         sides.setdefault(own.tasks[key], []).append(key)
 
-    def pairs(of: Callable[[Played], dict[str, list[float]]]) -> list[tuple[list[float], list[float]]]:
-        """Return the numbers of each task, of all of its sides."""
-        return [
-            ([x for key in keys for x in of(own)[key]], [x for key in keys for x in of(other)[key]])
-            for keys in sides.values()
-        ]
+    def rewards(played: Played, key: str) -> float:
+        return _mean(played.rewards[key])
 
-    found = differences(pairs(lambda played: played.rewards), success, outcomes=pairs(lambda played: played.outcomes))
+    def right(played: Played, key: str) -> float:
+        return _mean([succeeds(x, success) for x in played.outcomes[key]])
 
-    def mean(played: Played, key: str) -> float:
-        return _mean(played.rewards[key] if success is None else [succeeds(x, success) for x in played.outcomes[key]])
+    def apart(mean: Callable[[Played, str], float], share: bool) -> dict[str, Any]:
+        first, second = (
+            [_mean([mean(played, key) for key in keys]) for keys in sides.values()] for played in (own, other)
+        )
+        return difference(first, second, share)
 
+    found = {"reward": apart(rewards, is_binary([played.rewards[key] for played in (own, other) for key in both]))}
+    if success is not None:
+        found["accuracy"] = apart(right, share=True)
+    mean = rewards if success is None else right
     gaps = [_mean([mean(own, key) - mean(other, key) for key in keys]) for keys in sides.values()]
     return found, {"by": "reward" if success is None else "accuracy", **_wins(gaps)}
 

@@ -55,6 +55,14 @@ def test_a_mean_is_over_the_valid_samples_of_each_model() -> None:
     assert (wins["won"], wins["lost"]) == (2, 0)
 
 
+def test_a_side_with_more_valid_samples_of_one_model_weighs_no_more_in_the_difference() -> None:
+    own, other = {"0 as x": [1.0] * 4, "0 as y": [0.0]}, {"0 as x": [1.0], "0 as y": [0.0] * 4}
+    keys = dict.fromkeys(own, "0")
+    found, wins = compare(Played(own, own, keys), Played(other, other, keys), 1.0)
+    assert wins["tied"] == 1
+    assert found["reward"]["mean"] == found["accuracy"]["mean"] == 0.0
+
+
 def test_with_a_success_threshold_a_task_is_won_by_accuracy_whatever_the_rewards_say() -> None:
     own = {"0": [0.4, 0.4], "1": [1.0, 0.0], "2": [0.3, 0.3]}  # right: 0, 1/2 and 0 of 2
     other = {"0": [0.0, 0.0], "1": [0.9, 0.9], "2": [1.0, 0.0]}  # 0, 0 and 1/2 of 2

@@ -148,7 +148,7 @@ _ALGORITHMS = (
         aggregate=TokenMean(),
         kl=KL("k3", 0.01),
         idea="Turns with longer shared histories count more",
-        best_for="agents in states that depend on history; not measured yet",
+        best_for="agents in states that depend on history; no gain measured there yet",
     ),
     Algorithm(
         "grpo-sequence",

@@ -126,7 +126,7 @@ def engine(draft: RecipeDraft, name: str, share: str, parallel: str) -> None:
 
 
 def same_estimator(estimator: str) -> str:
-    """Return how an estimator of the KL relates to that of verl and OpenRLHF, as a comment tells it."""
+    """Return how an estimator of the KL relates to that of verl and OpenRLHF, as a comment of the recipe."""
     bounded = "same formula; there a token's is at most 10, beyond which nothing pulls it back"
     return bounded if estimator == "k3" else "same meaning"
 

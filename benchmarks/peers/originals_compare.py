@@ -199,6 +199,8 @@ def of_verl(run: str, ours: dict[str, Any], theirs: dict[str, Any]) -> Iterator[
     yield finding("trained tokens", *counts, verl_compare.same_rows(ours, theirs))
     rates = [[u["lr"] for u in side] for side in (other, mine)]
     yield finding("learning rates", _ends(rates[0]), _ends(rates[1]), _apart(*rates) < 1e-6)
+    values = verl_compare.advantages(ours, theirs)
+    yield finding("advantages", _ends(values[0]), _ends(values[1]), _apart(*values, 1.0) < 1e-5)
     for quantity, (name, least) in VERL_NUMBERS.items():
         a, b = ([u[name] for u in side] for side in (other, mine))
         yield finding(quantity, _ends(a), _ends(b), _apart(a, b, least) < ROUNDING["float32"])

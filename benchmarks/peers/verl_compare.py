@@ -57,6 +57,16 @@ def _mask(rollout: dict[str, Any]) -> list[int]:
     return [0] * len(rollout["prompt_ids"]) + [1] * len(rollout["reply_ids"])
 
 
+def advantages(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Return the advantage of every rollout, verl's and ours, in the same order: replies of a prompt may change places."""
+    found: tuple[list[float], list[float]] = ([], [])
+    for update, own in zip(theirs["updates"], [u for step in ours["steps"] for u in step], strict=True):
+        by_row = {tuple(tokens): value for (tokens, _), value in zip(update["rows"], update["advantages"], strict=True)}
+        found[0].extend(by_row[(*r["prompt_ids"], *r["reply_ids"])] for r in own)
+        found[1].extend(r["advantage"] for r in own)
+    return found
+
+
 def vector(own: VerlRun, ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     """Return the first steps as tests/vectors/verl_steps.json has them: options, rollouts, and what verl computed."""
     names = {"loss": "loss", "lr": "lr", "grad_norm": "grad_norm", "kl": "kl", "entropy": "entropy/policy"}

@@ -18,11 +18,14 @@ from typing import Any
 
 from originals import lay_out
 from originals_ours import DATA, Recorder, watch
+from safetensors.torch import load_file, save_file
 from verl_runs import PROMPTS, SCORE, STEPS, VERL_RUNS, VerlRun, command
 
 from posttrain.apps.migration.migrate import recipe_for
 from posttrain.apps.migration.recipe_draft import RecipeDraft
 from posttrain.cli.main import main
+
+EMBEDDING, END, STOP = "model.embed_tokens.weight", 2, 426  # of stories260K, whose head it is too
 
 
 def write_rows(place: Path) -> list[dict[str, Any]]:
@@ -78,12 +81,18 @@ def run(own: VerlRun, place: Path) -> dict[str, Any]:
     }
 
 
-def pad(model: Path) -> None:
-    """Have a token of its own for padding. verl copies it into the model's configuration, and transformers does not train
-    the input embedding of that token; in this tokenizer it is the end token, which every prompt has.
+def prepare(model: Path) -> None:
+    """Have replies end at different lengths, and a token of its own for padding.
+
+    The end token gets the embedding of the full stop, with which the model predicts it as often. verl copies the padding
+    token into the model's configuration, and transformers does not train its input embedding; in this tokenizer it is
+    the end token, which every prompt has.
     """
     file = model / "tokenizer_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "pad_token": "<unk>"}))
+    weights = load_file(model / "model.safetensors")
+    weights[EMBEDDING][END] = weights[EMBEDDING][STOP]
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
 
 
 def all_of(folder: Path, names: Sequence[str]) -> None:
@@ -93,7 +102,7 @@ def all_of(folder: Path, names: Sequence[str]) -> None:
         place = folder / own.folder
         place.mkdir(parents=True, exist_ok=True)
         lay_out(place, DATA)
-        pad(place / "model")
+        prepare(place / "model")
         (place / "score.py").write_text(SCORE, encoding="utf-8")
         with contextlib.chdir(place):
             found = run(own, place)

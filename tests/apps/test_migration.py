@@ -296,7 +296,8 @@ def test_recipe_of_verl_tells_by_what_its_updates_differ(mini: int, rank: int, t
     [
         "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.use_kl_loss=True "
         "actor_rollout_ref.actor.kl_loss_type={}",
-        "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=True algorithm.kl_penalty={}",
+        "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=True "
+        "algorithm.kl_penalty={}",
         "python -m openrlhf.cli.train_ppo_ray --algo.kl.init_coef 0.1 --algo.kl.use_loss --algo.kl.estimator {}",
     ],
 )

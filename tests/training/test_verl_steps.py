@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from places import ROOT
 
 from posttrain.algorithms.all_algorithms import EVERY
@@ -42,18 +43,30 @@ def rollouts_of(step: list[dict[str, Any]], version: int) -> list[Rollout]:
     return found
 
 
+def ending_model(folder: Path) -> Any:
+    """The model of the run, whose replies end early: its end token has the embedding of the full stop."""
+    model = load_model(folder)
+    with torch.no_grad():
+        embedding = next(p for p in model.parameters() if p.shape == (512, 64))
+        embedding[2] = embedding[426]
+    return model
+
+
 def test_updates_of_a_verl_command_are_those_of_verl(data: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """Learning rate, loss, KL, entropy, share of clipped tokens and gradient norm, with the weights of all updates before."""
+    """Learning rate, loss, KL, entropy, share of clipped tokens and gradient norm of eight updates, one after another."""
     words = [f"{name}={value}" for name, value in VERL["options"].items()]
     (tmp_path / "run.sh").write_text(" ".join(["python3 -m verl.trainer.main_ppo", *words]), encoding="utf-8")
     lines = recipe_for(str(tmp_path / "run.sh"), None, 80, None).lines
     config = filled(RL, {name: value for name, (value, _) in lines.items() if "." not in name})
-    algorithm, folder = adjust(EVERY[config.algorithm], config), data / "models" / "stories260K"
+    algorithm = adjust(EVERY[config.algorithm], config)
     names = ("lr", "schedule", "warmup", "betas", "weight_decay", "max_grad_norm")
     plan = Optimization(**{name: getattr(config, name) for name in names})
-    learner = LocalLearner(load_model(folder), plan, others={REFERENCE: load_model(folder)})
-    parts = config.minibatches
-    dealt = [g for first in range(config.prompts // parts) for g in range(first, config.prompts, config.prompts // parts)]
+    policy, reference = (ending_model(data / "models" / "stories260K") for _ in range(2))
+    learner = LocalLearner(policy, plan, others={REFERENCE: reference})
+    parts = algorithm.minibatches
+    dealt = [
+        g for first in range(config.prompts // parts) for g in range(first, config.prompts, config.prompts // parts)
+    ]
     monkeypatch.setattr(minibatches, "order", lambda *_: dealt)  # groups to updates in the order of the file
     size, recording = Size(config.prompts, config.group, BUDGET), TokenRecording()
     for number, step in enumerate(VERL["steps"], 1):

@@ -28,7 +28,7 @@ def quantities(update: dict[str, Any], coefficients: tuple[float, float]) -> dic
     kl, entropy = coefficients
     if "actor/pg_loss" in update:
         found = {"kl": update["kl_loss"], "entropy": update.get("actor/entropy_loss", 0.0)}
-        found["clipped"] = update["actor/pg_clipfrac"]
+        found["clipped"] = update["clipped"]
         policy = update["actor/pg_loss"]
     else:
         found = {"kl": update["kl"], "entropy": update.get("entropy/policy", 0.0)}

@@ -169,6 +169,7 @@ def _recorded(old: Any) -> Any:
         metrics = {n: m.aggregate() if hasattr(m, "aggregate") else m for n, m in found["metrics"].items()}
         update = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
         update |= {"loss": float(sum(found["loss"])), "lr": float(group["lr"]), "rows": rows}
+        update["clipped"] = _by_token(found["metrics"]["actor/pg_clipfrac"].values, rows)
         update["advantages"] = [float(row[0]) for row in data["advantages"].unbind()]
         facts = {
             "optimizer": type(self.optimizer).__name__.lower(),
@@ -186,6 +187,13 @@ def _recorded(old: Any) -> Any:
         return found
 
     return train
+
+
+def _by_token(shares: list[float], rows: list[list[Any]]) -> float:
+    """The mean over tokens of what verl has of each micro-batch, of whose shares it logs the plain mean."""
+    size = len(rows) // len(shares)
+    tokens = [sum(sum(trained) for _, trained in rows[k * size : (k + 1) * size]) for k in range(len(shares))]
+    return sum(share * count for share, count in zip(shares, tokens, strict=True)) / sum(tokens)
 
 
 def _unpadded(data: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -69,13 +69,15 @@ def test_updates_of_a_verl_command_are_those_of_verl(data: Path, tmp_path: Path,
     ]
     monkeypatch.setattr(minibatches, "order", lambda *_: dealt)  # groups to updates in the order of the file
     size, recording = Size(config.prompts, config.group, BUDGET), TokenRecording()
+    assert algorithm.kl is not None and algorithm.entropy is not None
+    coefficients = {"kl": algorithm.kl.beta, "entropy": algorithm.entropy.coefficient}
     for number, step in enumerate(VERL["steps"], 1):
         rollouts = rollouts_of(step, learner.version)
-        credited = credit(algorithm, rollouts, learner, BUDGET, {}, None, Stats())
+        credited = credit(algorithm, rollouts, learner, BUDGET, coefficients, None, Stats())
         ledger = Ledger(algorithm, number, rollouts, [], recording)
         ledger.credit(credited)
         source = minibatches.Minibatches(algorithm, learner, size, 0, None, (), None)
-        builds = source.updates(number, credited, {}, ledger)
+        builds = source.updates(number, credited, coefficients, ledger)
         assert len(builds) == len(step)
         for build, expected in zip(builds, step, strict=True):
             stats = learner.update(build(), PolicyObjective(algorithm))

@@ -36,7 +36,7 @@ SHOWN, UPDATES = ("dpo full", "grpo script"), 10  # runs whose first updates are
 VERL_NUMBERS = {
     "losses": ("loss", ON_POLICY),
     "policy losses": ("policy loss", ON_POLICY),
-    "KL": ("kl", 1.0),
+    "KL": ("kl", 1e-2),
     "entropy": ("entropy", 1.0),
     "shares clipped": ("clipped", 1.0),
     "gradient norms": ("grad_norm", 1e-12),
@@ -279,7 +279,7 @@ def main(folder: Path) -> int:
         found = json.loads((folder / "recipes.json").read_text())
         recipes |= {run: own["recipe"] for run, own in found.items()}
         findings += of_configuration(folder)
-    print("\n".join([*page(findings, recipes), "\n## The first updates of two runs", *tables]))
+    print("\n".join([*page(findings, recipes), "\n## The first updates", *tables]))
     wrong = []
     for f in findings:
         words = _told(f.run, f.quantity)

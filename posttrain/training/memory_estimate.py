@@ -84,7 +84,9 @@ class UpdateSize:
     sampling: SamplingSize | None
     room: float  # bytes of the GPU
     shares: int = 1  # processes that shard the weights
-    tensor: int = 1  # processes that divide heads, MLP and vocabulary: the models are already a process's part
+    tensor: int = (
+        1  # processes that divide heads, MLP and vocabulary, or experts: the models are already a process's part
+    )
     context: int = 1  # processes that divide the tokens of a micro-batch
     offload: frozenset[str] = frozenset()  # what is on the host: optimizer, activations, reference
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # role of models beside the policy -> their device
@@ -98,7 +100,8 @@ class UpdateSize:
     ) -> UpdateSize:
         """Return the size of a run's updates, whose loss reads `wants`."""
         how = config.recompute == "layers", sampling_size(config)
-        divided = config.shards(processes), config.tensor_parallel, config.context_parallel
+        parts = config.tensor_parallel * config.expert_parallel  # which exclude each other
+        divided = config.shards(processes), parts, config.context_parallel
         # the step that is sampled, and those that wait; an engine elsewhere has its own, and receives one meanwhile
         copies = config.async_steps if isinstance(config, RL) else 0
         placed = frozenset(config.offload), dict(config.role_devices)
@@ -368,10 +371,15 @@ def recomputation_lines(config: Training, size: UpdateSize) -> list[str]:
 
 
 def memory_lines(learner: LocalLearner, size: UpdateSize) -> list[str]:
-    """Return lines with the estimate, and with remedies if it may not fit."""
+    """Return lines with the estimate, and with remedies if it may not fit. Of a model of transformers, what lasts."""
+    if learner.trust_region is not None:
+        return []
     found = estimate_memory(learner, size)
+    if found is None:
+        lasting = MemoryEstimate(_lasting(learner, size))
+        return [str(lasting).replace("at the peak", "beside activations")]
     roles = estimate_roles(learner, size).values()
-    return [] if found is None else [str(found), *advice(found, learner, size), *map(str, roles)]
+    return [str(found), *advice(found, learner, size), *map(str, roles)]
 
 
 def refuse_too_large(learner: LocalLearner, size: UpdateSize) -> None:

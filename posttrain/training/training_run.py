@@ -116,8 +116,7 @@ def _together(before: Sequence[Callable[[Stats], None]], last: Measure | None) -
 
 
 def _memory(run: RunFolder[Any], parts: RunParts, device: torch.device) -> list[str]:
-    """Describe the GPU memory that a process of the run takes; [] on a CPU, and for what the estimate does not know, such
-    as --expert-parallel.
+    """Describe the GPU memory that a process of the run takes; [] on a CPU, and for what the estimate does not know.
 
     Makes layers recompute where `--recompute auto` chooses it. Raises UserError if it cannot fit.
     """
@@ -139,7 +138,8 @@ def _sized(run: RunFolder[Any], parts: RunParts, device: torch.device) -> tuple[
     if it cannot fit.
     """
     config, learner = run.config, parts.learner
-    if config.divisions:  # the learner has a part of each weight, and the estimate starts from whole ones
+    if config.divisions and config.expert_parallel == 1:
+        # the learner has a part of each weight, and the estimate of a native decoder starts from whole ones
         return planned(config, run.start, run.world.size, device)
     if device.type != "cuda" or not isinstance(learner, LocalLearner):
         return None

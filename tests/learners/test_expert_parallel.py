@@ -37,6 +37,8 @@ from posttrain.models.hf.expert_parallel import divide_experts
 from posttrain.models.hf.transformers_folder import load_backed
 from posttrain.models.row_shards import part_of, whole
 from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.training import memory_estimate
+from posttrain.training.memory_estimate import UpdateSize
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.timeout(1200)  # a module's processes start in its first test
@@ -160,6 +162,31 @@ def deep(out: Path, together: Processes) -> None:
     (out / "deep").write_text("equal")
 
 
+def memory(out: Path, together: Processes) -> None:
+    """What lasts in a process is estimated as it is counted, with critic and reference."""
+    with InDouble():
+        many, counted = learner(out / "qwen3_moe", together, together.size), [0]
+    held = [p for part in many.parts for p in part.parameters.values()]
+    step = many.optimizer.step
+    note = lambda: (counted.append(sum(p.grad.nbytes for p in held if p.grad is not None)), step())  # noqa: E731
+    many.optimizer.step = note  # type: ignore[assignment, method-assign]
+    with InDouble():
+        many.update(micro_batches(6), Both())
+    modules: list[Any] = [many.model, many.critic, *many.others.values()]
+    weights = sum(p.nbytes for module in modules for p in module.parameters())
+    moments = sum(m.nbytes for p in held for m in many.optimizer.state[p].values() if m.ndim)
+    size = UpdateSize.of(SFT(expert_parallel=2), 64, 1e12, processes=2)
+    assert memory_estimate._lasting(many, size) == pytest.approx(
+        {"weights": weights, "gradients": counted[-1], "moments": moments}, rel=0.01
+    )
+    [line] = memory_estimate.memory_lines(many, size)
+    assert line.startswith("memory of the GPU: about ") and "beside activations" in line
+    with pytest.raises(UserError, match=r"this run needs .* GiB \(") as caught:
+        memory_estimate.refuse_too_large(many, replace(size, room=weights / 4))
+    assert "--shard" not in str(caught.value) and "--offload" not in str(caught.value), "which it refuses"
+    (out / "memory").write_text("counted")
+
+
 @dataclass(frozen=True)
 class Likelihood:
     """A loss of the policy alone."""
@@ -279,7 +306,7 @@ def runs_of_two(out: Path, together: Processes) -> None:
 
 
 PARTS: dict[str, list[Callable[[Path, Processes], None]]] = {
-    "quick": [partial(learners, kinds=KINDS[:1]), rounded, faults],
+    "quick": [partial(learners, kinds=KINDS[:1]), rounded, memory, faults],
     "long": [partial(learners, kinds=KINDS[1:]), deep, runs_of_two],
     "four": [learners],
 }
@@ -325,6 +352,10 @@ def four(runs: Path) -> None:
 def test_updates_of_two_processes_are_those_of_one_and_planted_mistakes_are_noticed(place: Path) -> None:
     assert (place / f"{KINDS[0]}.2").read_text() == "equal"
     assert (place / "faults").read_text() == "noticed"
+
+
+def test_memory_that_lasts_is_estimated_as_it_is_counted(place: Path) -> None:
+    assert (place / "memory").read_text() == "counted"
 
 
 def test_weights_in_bfloat16_are_rounded_as_in_one_process(place: Path) -> None:

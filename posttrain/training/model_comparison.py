@@ -66,7 +66,7 @@ def compare(own: Played, other: Played, success: float | None) -> tuple[dict[str
         return _mean(played.rewards[key])
 
     def right(played: Played, key: str) -> float:
-        return _mean([succeeds(x, success) for x in played.outcomes[key]])
+        return _mean([success is not None and succeeds(x, success) for x in played.outcomes[key]])
 
     def apart(mean: Callable[[Played, str], float], share: bool) -> dict[str, Any]:
         first, second = (

@@ -41,7 +41,7 @@ def test_every_block_runs_and_every_episode_goes_as_it_is_shown(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("mcp.client.stdio.PROCESS_TERMINATION_TIMEOUT", 0.1)
     before = set(sys.modules)
-    assert sum(map(run, blocks(PAGE))) == 26
+    assert sum(map(run, blocks(PAGE))) == 27
     episodes = EPISODE.findall(TEXT)
     assert len(episodes) == 12
     for spec, rows, number, text in episodes:

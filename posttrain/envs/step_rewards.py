@@ -107,6 +107,13 @@ def with_step_rewards(env: str | Callable[..., Any], how: StepScoring) -> Callab
     return (_AsyncStepped if is_async(function) else _Stepped)(env, how)
 
 
+def may_ask(env: str | Callable[..., Any], service: str) -> bool:
+    """Return whether an environment may ask the service of this name. A plain reward cannot, and step rewards ask one."""
+    if isinstance(env, _Wrapped):
+        return service == env.how.service or may_ask(env.env, service)
+    return is_generator_env(load_env(env))
+
+
 @dataclass
 class _Context:
     """The prompt and the replies so far, in the form for the reward model."""

@@ -17,6 +17,7 @@ from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.policy import Algorithm, PolicyObjective, Pretraining
 from posttrain.config.mixture_options import parts_of
+from posttrain.config.service_options import options_of_services
 from posttrain.config.training import RL, Distill
 from posttrain.core.batch import Stats
 from posttrain.core.component import Need
@@ -65,7 +66,7 @@ from posttrain.training.setup import (
     watch_lengths,
 )
 from posttrain.training.sources.collector import Collector, Size
-from posttrain.training.sources.delimiter_watch import DelimiterWatch
+from posttrain.training.sources.first_steps import FirstSteps
 from posttrain.training.sources.length_filter import Prompts, TooLong
 from posttrain.training.sources.mixture import part_metrics
 from posttrain.training.sources.rl_source import RLSource
@@ -166,7 +167,7 @@ def _source(
         async_steps=config.async_steps,
         last=config.steps,
         recording=TokenRecording(config.record, config.record_after, config.seed),
-        watch=DelimiterWatch(config.step_delimiter, too_long.say) if config.step_delimiter else None,
+        watch=FirstSteps(config.step_delimiter, options_of_services(config), too_long.say),
     )
 
 

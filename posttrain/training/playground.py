@@ -226,7 +226,8 @@ def played_env(config: Any, env: Callable[..., Any] | None = None) -> str | Call
         return own
     success = success_of(own, getattr(config, "success", None)) if config.step_rewards == "if-right" else None
     if config.step_rewards == "if-right" and success is None:
-        raise UserError("--step-rewards if-right needs to know which replies are right: add --success")
+        add = "--env, which scores replies" if own == "unscored" else "--success"
+        raise UserError(f"--step-rewards if-right needs to know which replies are right: add {add}")
     probability = config.step_score == "probability"
     aggregate = None if config.step_aggregate == "none" else config.step_aggregate
     how = process_model(config), config.step_delimiter, probability, config.step_weight, aggregate, success

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from posttrain.algorithms.all_algorithms import find
+from posttrain.config.resolve import validate
+from posttrain.config.training import RL
 from posttrain.core.rollouts import Rollout
+from posttrain.core.types import UserError
+from posttrain.training.adjust import adjust
 from posttrain.training.sources.first_steps import LOOKED, FirstSteps
+from posttrain.training.verbs.rl import notes_on_steps
 
 
 def replies(*texts: str) -> list[Rollout]:
@@ -53,3 +61,22 @@ def test_a_service_that_no_rollout_asked_is_told_once_and_one_that_was_asked_is_
     (line,) = said
     assert line.startswith(f"--reward-model process=prm was asked in none of the 3 rollouts of {LOOKED} steps")
     assert why in line and "\n" not in line
+
+
+def test_rewards_of_steps_that_are_not_read_as_steps_are_told() -> None:
+    steps = {"tasks": "t", "env": "e", "reward_model": ("prm",), "step_delimiter": "line"}
+
+    def notes(**options: Any) -> list[str]:
+        config = RL(**{**steps, **options})
+        return notes_on_steps(config, adjust(find(config.algorithm), config))
+
+    (line,) = notes()
+    assert line.startswith("grpo adds the rewards of steps up") and "--algorithm grpo-process" in line
+    assert notes(step_aggregate="min") == notes(algorithm="grpo-process") == notes(algorithm="ppo") == []
+    assert notes(step_delimiter="", reward_model=()) == []
+    apart = {"algorithm": "grpo-process", "settings": {"outcome_apart": True}}
+    (line,) = notes(**apart, step_aggregate="min")
+    assert line.startswith("--outcome-apart has nothing to set apart with --step-aggregate min")
+    assert notes(**apart) == []
+    with pytest.raises(UserError, match="step-weight"):
+        validate(RL(**steps, step_weight=-1.0))

@@ -246,6 +246,9 @@ def test_a_service_that_nothing_can_ask_is_refused(place: Path, capsys: pytest.C
         "--reward-model other=reward is used by nothing, as --env scores replies by itself: leave it out",
     )
     refused(capsys, [*plain, "--judge", "nowhere.toml"], "--judge nowhere.toml is used by nothing")
+    steps = [*RL, *given, "--step-delimiter", "line", "--step-rewards", "if-right"]
+    refused(capsys, steps, "needs to know which replies are right: add --env")
+    refused(capsys, [*steps, "--env", "plain.py:reward"], "needs to know which replies are right: add --success")
     checked = ["check", "--tasks", "rows.jsonl", "--env", "plain.py:reward"]
     refused(capsys, [*checked, *given], "--reward-model reward is used by nothing", add)
     evaluated = ["eval", "--tasks", "rows.jsonl", "--model", "start", "--env", "plain.py:reward"]

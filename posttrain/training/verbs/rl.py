@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.algorithms.all_algorithms import find
+from posttrain.algorithms.credit import StepRewards, Unrewarded
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.policy import Algorithm, PolicyObjective, Pretraining
 from posttrain.config.mixture_options import parts_of
@@ -307,7 +308,26 @@ def _sizes(config: RL, algorithm: Algorithm, model: Model, tasks: str, engine: E
         f"{min(config.slots, rollouts)} sampled at once by {engine.backend}",
         *reply_length_note(config.max_tokens, model.config.context),
         *note,
+        *notes_on_steps(config, algorithm),
     ]
+
+
+def notes_on_steps(config: RL, algorithm: Algorithm) -> list[str]:
+    """Return lines for the user on rewards of steps that the algorithm does not use as steps; else []."""
+    advantage = algorithm.advantage
+    if not config.rewards_steps or isinstance(advantage, Unrewarded):
+        return []
+    if config.step_aggregate == "none" and not advantage.by_token:
+        return [
+            f"{algorithm.name} adds the rewards of steps up, so more steps earn more: --algorithm grpo-process credits "
+            "each step, --step-aggregate min counts the worst one"
+        ]
+    if config.step_aggregate != "none" and isinstance(advantage, StepRewards) and advantage.outcome_apart:
+        return [
+            f"--outcome-apart has nothing to set apart with --step-aggregate {config.step_aggregate}, which makes one "
+            "reward of all steps, unless the environment rewards steps itself: leave one of them out"
+        ]
+    return []
 
 
 def _engine(run: RunFolder[RL], model: Model, tokenizer: Tokenizer) -> Engine:

@@ -195,7 +195,9 @@ _TRAINING = (
 
 def _of_held_out(name: str) -> Metric:
     own = next(metric for metric in _TRAINING if metric.name == name)
-    return Metric(HELD_OUT + name, f"Held-out: {own.title}", own.unit, f"On what is held out: {own.meaning}")
+    return Metric(
+        HELD_OUT + name, f"Held-out: {own.title}", own.unit, f"On what is held out: {own.meaning}", form=own.form
+    )
 
 
 _EVALUATED = (
@@ -210,7 +212,7 @@ _EVALUATED = (
     Metric("eval/squared_error_of_a_constant", "Squared error of a constant", "", "Held-out squared error of the mean label."),
     Metric("eval/always_the_commoner", "Always the commoner", "share", "Held-out accuracy of always giving the commoner label."),
     Metric("eval/area_under_the_curve", "Area under the curve", "share", "Chance that the reward model scores a good response above a bad one (ROC AUC)."),
-    Metric("eval/solutions_judged_right", "Solutions judged right", "share", "Share of the held-out solutions that the process reward model judges as their labels do."),
+    Metric("eval/verdict_on_solutions", "Verdict on solutions", "share", "Share of the held-out solutions of which the process reward model says as their labels do that all steps are good, or that one is not."),
 )  # fmt: skip
 _TIMING = (
     Metric("tokens_per_second/sampled", "Speed of sampling", "tokens per second", "Sampled tokens of a step over its seconds.", LEARNING, zero=True, plotted=True, terminal="tok/s", form=",.0f"),

@@ -98,8 +98,8 @@ def load_teachers(
             endpoint.check([*tokenizer.encode(text, start=True), *tokenizer.encode(" 1")], tokenizer)
     if teaches_itself(config, algorithm, tasks, start):
         warn(
-            f"--teacher {config.teacher} is the model itself, and reads the same prompts: the divergence is 0, and nothing is "
-            "learned: give --teacher-prompt-template, or another teacher"
+            f"--teacher {config.teacher} is the model itself, and reads the same prompts: the divergence is 0, and nothing "
+            "is learned: give --teacher-prompt-template, or another teacher"
         )
     return OpenTeachers(teachers, models, lines)
 

@@ -84,15 +84,10 @@ def _of_held_out(values: Mapping[str, float]) -> list[tuple[str, str]]:
     own = [name for name in own if name not in BY_NAME or not BY_NAME[name].hidden(values)]
     labels = {name: _PART.sub(r"\1 \2", on_terminal(name.removeprefix(EVALUATED))) for name in own}
     return [
-        (label, _figure(values[name], _form(name)))
+        (label, _figure(values[name], BY_NAME[name].form if name in BY_NAME else Metric.form))
         for name, label in labels.items()
         if label.rpartition(" ")[2] != "invalid" or values[name]
     ]
-
-
-def _form(name: str) -> str:
-    """Return the form of a held-out figure: its own, or that of the same figure of training."""
-    return (BY_NAME.get(name) or BY_NAME.get(name.removeprefix(EVALUATED)) or Metric).form
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

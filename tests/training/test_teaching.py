@@ -328,7 +328,7 @@ def test_a_student_that_is_its_own_teacher_is_told_unless_they_read_different_pr
     assert not equal(teacher=str(place / "teacher"))
     assert not equal([{**tasks[0], "teacher_prompt": "2; 1+1="}])
     assert not equal(settings={"teacher_temperature": 0.5}) and equal(settings={"teacher_temperature": 1.0})
-    assert not equal(algorithm="grpo", env="arithmetic")
+    assert not equal(algorithm="grpo", env="arithmetic", group=4)
     assert not equal(ptx="texts.jsonl"), "texts are learned too"
 
 

@@ -43,7 +43,7 @@ def warn_large_search(config: Any) -> None:
 
 @dataclass
 class SearchTotals:
-    """What the searches of one name have found, over all replies."""
+    """The results of the searches of one name, over all replies."""
 
     replies: int = 0
     whole: int = 0  # replies of searches that found a whole one

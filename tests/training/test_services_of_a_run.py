@@ -245,7 +245,8 @@ def test_a_service_that_nothing_can_ask_is_refused(place: Path, capsys: pytest.C
         [*plain, "--reward-model", "process=reward", "other=reward", "--step-delimiter", "line"],
         "--reward-model other=reward is used by nothing, as --env scores replies by itself: leave it out",
     )
-    refused(capsys, [*plain, "--judge", "nowhere.toml"], "--judge nowhere.toml is used by nothing")
+    write_recipe(place / "judge.toml", "http://127.0.0.1:1")
+    refused(capsys, [*plain, "--judge", "judge.toml"], "--judge judge.toml is used by nothing")
     steps = [*RL, *given, "--step-delimiter", "line", "--step-rewards", "if-right"]
     refused(capsys, steps, "needs to know which replies are right: add --env")
     refused(capsys, [*steps, "--env", "plain.py:reward"], "needs to know which replies are right: add --success")

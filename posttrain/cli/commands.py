@@ -192,7 +192,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     from posttrain.envs.play.load_env import about, success_of
     from posttrain.runs.chat_choice import Chatting, chatting
     from posttrain.runs.terminal.output import Output, columns, wrapped
-    from posttrain.training.playground import open_services, played_env, viewer_of
+    from posttrain.training.playground import open_services, played_env, refuse_unused_services, viewer_of
     from posttrain.training.row_warnings import message_lines, warn_near_names
     from posttrain.training.setup import choose_device, load_tasks
     from posttrain.verify.named_verifiers import PREFIX, VERIFIERS, sentence
@@ -233,8 +233,10 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
         told.append(
             "no accuracy and no pass@k: give the reward of a right reply, SUCCESS = 1.0 in its file or --success 1.0"
         )
+    env = played_env(config)
+    refuse_unused_services(config, [env])
     with open_services(config, choose_device("auto")) as services:
-        report = run_check(played_env(config), tasks, lines, config.env_timeout, config.env_memory, services, viewer)
+        report = run_check(env, tasks, lines, config.env_timeout, config.env_memory, services, viewer)
     chat.check(config.chat, report.first)
     told_of = [*chat.lines(tasks, report.first)]
     told_of += message_lines(tokenizer, tasks) if tokenizer is not None else []

@@ -32,6 +32,16 @@ def named_services(values: Sequence[str], kind: str) -> list[tuple[str, str]]:
     return [(name or kind, value) for name, value in filter(None, found)]
 
 
+def options_of_services(config: Any) -> dict[str, str]:
+    """Return name of a service -> the option that names it, such as --reward-model FOLDER, as far as options name any."""
+    return {
+        name: f"--{kind.replace('_', '-')} {value}"
+        for kind in SERVICES
+        for value in getattr(config, kind, ())
+        for name, _ in named_services([value], kind.replace("_", "-"))
+    }
+
+
 @dataclass(frozen=True)
 class ScorerOption:
     """A scorer of replies, as options name it: reward-model=FOLDER, judge=RECIPE.toml, or a reward function (my.py:reward,

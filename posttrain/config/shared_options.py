@@ -102,7 +102,7 @@ class StepRewardGroup(ServiceGroup, group="environment"):
     its last token, as grpo-process, --advantage to-go and critics read them."""
     step_rewards: Literal["always", "if-right"] = "always"
     """Replies whose steps earn rewards: all of them, or those whose outcome is right (P-GRPO)."""
-    step_weight: float = 1.0
+    step_weight: float = option(1.0, least=0)
     """Weight of step rewards relative to the outcome's."""
     step_score: Literal["probability", "score"] = "probability"
     """The reward of a step: the probability that it is right (sigmoid of the reward model's score), or the score."""

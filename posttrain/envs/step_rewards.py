@@ -13,8 +13,9 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.core.reply_steps import LINE, REPLY, SPANS, Aggregate, expression_of
+from posttrain.core.reply_steps import LINE, REPLY, SCORED_STEPS, SPANS, Aggregate, expression_of
 from posttrain.core.types import OUTCOME, Ask, Graded, Invalid, Reply, SpanReward, Task, Turn, UserError, succeeds
+from posttrain.envs.play.call_recording import note
 from posttrain.envs.play.env_outputs import MOST_SPANS, Done, read_verdict
 from posttrain.envs.play.group_rewards import scores_groups
 from posttrain.envs.play.load_env import is_async, is_generator_env, lift, lift_async, load_env, pack_env, unpack_env
@@ -107,6 +108,13 @@ def with_step_rewards(env: str | Callable[..., Any], how: StepScoring) -> Callab
     return (_AsyncStepped if is_async(function) else _Stepped)(env, how)
 
 
+def may_ask(env: str | Callable[..., Any], service: str) -> bool:
+    """Return whether an environment may ask the service of this name. A plain reward cannot, and step rewards ask one."""
+    if isinstance(env, _Wrapped):
+        return service == env.how.service or may_ask(env.env, service)
+    return is_generator_env(load_env(env))
+
+
 @dataclass
 class _Context:
     """The prompt and the replies so far, in the form for the reward model."""
@@ -179,23 +187,28 @@ class _Wrapped:
         if outcome is None:
             outcome = done.reward + played.earned + math.fsum(span.reward for span in done.spans)
         worth = self._worth(outcome)
-        spans, values = list(done.spans), []
+        spans, values, seen = list(done.spans), list[float](), list[dict[str, Any]]()
         for reply, question in played.replies:
             steps = self._steps(reply, done)
             if not steps:
                 continue
             if question is None:
-                seen = "token ids, or messages after text"
                 return Invalid(
-                    f"--step-delimiter does not go with this environment, as a reward model cannot read {seen}: leave it out"
+                    "--step-delimiter does not go with this environment, as a reward model cannot read token ids, or "
+                    "messages after text: leave it out"
                 )
             scores = yield Ask(self.how.service, question(steps))
             if isinstance(scores, Invalid):
                 return scores
             for step, score in zip(steps, scores, strict=True):
-                values.append(_sigmoid(score) if self.how.probability else score)
+                value = _sigmoid(score) if self.how.probability else score
+                values.append(value)
+                seen.append({"text": step.text, "probability" if self.how.probability else "score": value})
                 if self.how.aggregate is None:
-                    spans.append(SpanReward(step.end, worth * values[-1], reply.number))
+                    spans.append(SpanReward(step.end, worth * value, reply.number))
+                    seen[-1]["reward"] = worth * value
+        if seen:
+            note(**{SCORED_STEPS: seen})
         if self.how.aggregate is None:
             return self._of_steps(done, outcome, spans)
         whole = worth * _AGGREGATES[self.how.aggregate](values) if values else 0.0

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from posttrain.core.messages import clip, near, safe
-from posttrain.core.types import Invalid, Turn
+from posttrain.core.reply_steps import SCORED_STEPS, scored_steps
+from posttrain.core.types import Invalid, InvalidKind, Turn
 from posttrain.envs.play.env_outputs import Done
 from posttrain.envs.play.service_client import OPTIONS
 from posttrain.envs.preview import Seen
@@ -81,7 +82,13 @@ class Report:
 
     @property
     def invalid(self) -> list[Case]:
-        return [case for case in self.cases if case.result and isinstance(case.result.reward, Invalid)]
+        failed = [case for case in self.cases if case.result and isinstance(case.result.reward, Invalid)]
+        return [case for case in failed if not _unread(case)]
+
+    @property
+    def unread(self) -> list[Case]:
+        """The cases with a made-up reply that is longer than what the model behind a service reads."""
+        return [case for case in self.cases if _unread(case)]
 
     @property
     def rewards(self) -> list[float]:
@@ -146,8 +153,11 @@ class Report:
         lines += [f"  {'':<12} then shows {_cut(text, width)}" for text in turns]
         if (more := len(case.shown) - 1 - len(turns)) > 0:
             lines.append(f"  {'':<12} ... and {more} more")
-        if case.result is not None and case.result.notes:
-            pairs = [f"{name} {json.dumps(value, ensure_ascii=False)}" for name, value in case.result.notes.items()]
+        notes = case.result.notes if case.result is not None else {}
+        scored = scored_steps(notes)
+        scored = scored if verbose or len(scored) <= FEW else [*scored[:FEW], f"... and {len(scored) - FEW} more"]
+        lines += [f"  {'':<12} step {safe(clip(line, width))}" for line in scored]
+        if pairs := [f"{n} {json.dumps(v, ensure_ascii=False)}" for n, v in notes.items() if n != SCORED_STEPS]:
             lines.append(f"  {'':<12} noted {safe(clip(', '.join(pairs), width))}")
         return lines
 
@@ -204,6 +214,10 @@ class Report:
             reason = self.invalid[0].result.reward.reason
             lines.append(f"invalid on {len(self.invalid)} of {total}: {reason}")
             lines += missing_column(reason, self.columns)
+        if unread := self.unread:
+            lines.append(
+                f"the {unread[0].kind} reply was not scored ({_wrong(unread[0])}): replies of training end at --max-tokens"
+            )
         if self.constant:
             same = f" ({self.rewards[0]:g})" if len(set(self.rewards)) == 1 else ""
             lines.append(
@@ -348,6 +362,12 @@ def _outcome(case: Case, told: set[str], verbose: bool = True) -> str:
     if steps := _steps(case):
         parts.append(f"steps {math.fsum(steps) + 0.0:g}")
     return f"reward {_total(case):g}" + (f" ({', '.join(parts)})" if parts else "")
+
+
+def _unread(case: Case) -> bool:
+    """Return whether a made-up reply is longer than what the model behind a service reads."""
+    reward = case.result.reward if case.result is not None else None
+    return case.kind in STANDARD and isinstance(reward, Invalid) and reward.kind is InvalidKind.TOO_LONG
 
 
 def _wrong(case: Case) -> str:

@@ -99,9 +99,9 @@ _TRAINING = (
     Metric("accuracy", "Accuracy", "share", "Share of the rollouts whose reward counts as success; of comparisons, share that the model decides as the data do.", LEARNING, colour="green", plotted=True, terminal="accuracy", checked=True),
     Metric("eval/reward", "Held-out reward", "", "Mean reward on the held-out tasks.", LEARNING, colour="green", plotted=True),
     Metric("accuracy/{side}", "Accuracy: {side}", "share", "Accuracy of one side of a game."),
-    Metric("margin", "Margin of the better responses", "", "Mean reward (implicit, or of the reward model) of the chosen response less that of the rejected one.", LEARNING, plotted=True, terminal="margin"),
+    Metric("margin", "Margin of the better responses", "", "Mean reward (implicit, or of the reward model) of the chosen response less that of the rejected one.", LEARNING, plotted=True, terminal="margin", form=".3g"),
     Metric("nll", "Training loss", "nats per token", "Negative log-likelihood of the responses of the rows.", LEARNING, plotted=True, terminal="loss", form=".4f"),
-    Metric("loss", "Loss", "", "Loss of an update, mean over the updates of the step; with policy gradients it does not measure progress.", LEARNING, plotted=True, terminal="loss", form=".4f", unless=("reward", "nll")),
+    Metric("loss", "Loss", "", "Loss of an update, mean over the updates of the step; with policy gradients it does not measure progress.", LEARNING, plotted=True, terminal="loss", form=".4f", unless=("reward", "nll", "divergence")),
     Metric("entropy", "Entropy", "nats per token", "Entropy of the policy when it sampled, estimated from the log-probabilities of what it sampled; with --epsilon-greedy that of the mixture.", EXPLORING, zero=True, plotted=True, terminal="entropy", form=".2f", checked=True),
     Metric("top_mass", "Mass of the most likely token", "share", "Probability of the most likely token at the sampled positions that updates learn from, mean over the updates of a step: near 1 where the policy hardly has a choice left. Distillation from whole distributions does not log it.", EXPLORING, colour="pink", plotted=True, checked=True),
     Metric("length", "Reply length", "tokens", "Mean number of sampled tokens of a rollout.", HONEST, zero=True, plotted=True, terminal="length", form=".1f", checked=True),
@@ -195,7 +195,9 @@ _TRAINING = (
 
 def _of_held_out(name: str) -> Metric:
     own = next(metric for metric in _TRAINING if metric.name == name)
-    return Metric(HELD_OUT + name, f"Held-out: {own.title}", own.unit, f"On what is held out: {own.meaning}")
+    return Metric(
+        HELD_OUT + name, f"Held-out: {own.title}", own.unit, f"On what is held out: {own.meaning}", form=own.form
+    )
 
 
 _EVALUATED = (
@@ -210,7 +212,7 @@ _EVALUATED = (
     Metric("eval/squared_error_of_a_constant", "Squared error of a constant", "", "Held-out squared error of the mean label."),
     Metric("eval/always_the_commoner", "Always the commoner", "share", "Held-out accuracy of always giving the commoner label."),
     Metric("eval/area_under_the_curve", "Area under the curve", "share", "Chance that the reward model scores a good response above a bad one (ROC AUC)."),
-    Metric("eval/solutions_judged_right", "Solutions judged right", "share", "Share of the held-out solutions that the process reward model judges as their labels do."),
+    Metric("eval/verdict_on_solutions", "Verdict on solutions", "share", "Share of the held-out solutions of which the process reward model says as their labels do that all steps are good, or that one is not."),
 )  # fmt: skip
 _TIMING = (
     Metric("tokens_per_second/sampled", "Speed of sampling", "tokens per second", "Sampled tokens of a step over its seconds.", LEARNING, zero=True, plotted=True, terminal="tok/s", form=",.0f"),
@@ -265,7 +267,7 @@ def on_terminal(name: str) -> str:
     if metric is None:
         return name
     words = metric.title.replace(",", "")
-    return metric.terminal or words[0].lower() + words[1:]
+    return metric.terminal or (words if words[:2].isupper() else words[0].lower() + words[1:])
 
 
 @cache

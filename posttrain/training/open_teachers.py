@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from posttrain.algorithms.credit import Unrewarded
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.teacher import Distillation
 from posttrain.config.training import Distill
@@ -18,6 +19,7 @@ from posttrain.models.adapters.lora import is_adapted
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
+from posttrain.runs.terminal.notices import warn
 from posttrain.training.open_learner import held_model, other_device, reference
 from posttrain.training.role_devices import TEACHERS
 from posttrain.training.setup import parameters
@@ -94,7 +96,26 @@ def load_teachers(
         text = task.get("prompt")
         if isinstance(text, str):
             endpoint.check([*tokenizer.encode(text, start=True), *tokenizer.encode(" 1")], tokenizer)
+    if teaches_itself(config, algorithm, tasks, start):
+        warn(
+            f"--teacher {config.teacher} is the model itself, and reads the same prompts: the divergence is 0, and nothing "
+            "is learned: give --teacher-prompt-template, or another teacher"
+        )
     return OpenTeachers(teachers, models, lines)
+
+
+def teaches_itself(config: Distill, algorithm: Algorithm, tasks: Sequence[Task], start: Path) -> bool:
+    """Return whether the only teacher is the student as it starts (`start`), with nothing else to learn from."""
+    teacher = algorithm.teacher
+    assert teacher is not None
+    others = algorithm.pretraining or algorithm.entropy or not isinstance(algorithm.advantage, Unrewarded)
+    if others or config.teachers or not config.teacher or config.teacher.startswith(("http://", "https://")):
+        return False
+    softened = teacher.temperature is not None and (
+        teacher.temperature != config.temperature or bool(config.temperature_column)
+    )
+    read = any(task.get("teacher_prompt") is not None for task in tasks)
+    return not (softened or read) and resolve(config.teacher).resolve() == start.resolve()
 
 
 def _held(config: Distill, teacher: Distillation, folder: Path, world: World, student: Model, start: Path) -> Model:

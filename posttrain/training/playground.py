@@ -16,7 +16,7 @@ import torch
 
 from posttrain.config.inference import Chat, Check, Evaluation, Sample
 from posttrain.config.mixture_options import parts_of
-from posttrain.config.service_options import ScorerOption, named_services, process_model
+from posttrain.config.service_options import ScorerOption, named_services, options_of_services, process_model
 from posttrain.config.shared_options import StepRewardGroup
 from posttrain.config.training import RL, SFT
 from posttrain.core.progress import doing
@@ -32,7 +32,7 @@ from posttrain.envs.play.player import EpisodeLimits, Player, TooLong
 from posttrain.envs.play.service_client import Services
 from posttrain.envs.play.task_temperature import check_temperatures
 from posttrain.envs.preview import Viewer
-from posttrain.envs.step_rewards import StepScoring, with_step_rewards
+from posttrain.envs.step_rewards import StepScoring, may_ask, with_step_rewards
 from posttrain.models.checkpoint_summary import Outline, outline
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.chat_choice import Chatting, chatting
@@ -103,6 +103,8 @@ def open_playground(
     sample, of which only tokenizers and configurations are loaded. Raises UserError for a service that cannot be
     opened, or an environment that cannot start.
     """
+    parts = parts_of(config) if isinstance(config, RL) else {}
+    refuse_unused_services(config, [played_env(own, env) for own in parts.values() or (config,) if env or own.env])
     with ExitStack() as opened:
         services = opened.enter_context(open_services(config, device, resumed))
         if folder is not None and services:
@@ -114,7 +116,6 @@ def open_playground(
         if column:
             check_temperatures(tasks, column, trained=isinstance(config, RL))
         doing("trying the environment")
-        parts = parts_of(config) if isinstance(config, RL) else {}
         told = tuple(line for own in parts.values() or (config,) for line in about(env or own.env))
         pool = (
             _pool_of_parts(parts, opened) if parts else opened.enter_context(EnvPool(played_env(config, env), *limits))
@@ -225,11 +226,23 @@ def played_env(config: Any, env: Callable[..., Any] | None = None) -> str | Call
         return own
     success = success_of(own, getattr(config, "success", None)) if config.step_rewards == "if-right" else None
     if config.step_rewards == "if-right" and success is None:
-        raise UserError("--step-rewards if-right needs to know which replies are right: add --success")
+        add = "--env, which scores replies" if own == "unscored" else "--success"
+        raise UserError(f"--step-rewards if-right needs to know which replies are right: add {add}")
     probability = config.step_score == "probability"
     aggregate = None if config.step_aggregate == "none" else config.step_aggregate
     how = process_model(config), config.step_delimiter, probability, config.step_weight, aggregate, success
     return with_step_rewards(own, StepScoring(*how))
+
+
+def refuse_unused_services(config: Any, envs: Sequence[str | Callable[..., Any]]) -> None:
+    """Raise UserError for a service that neither these environments nor a search can ask."""
+    searched = process_model(config) if getattr(config, "search", ()) and config.reward_model else None
+    for name, option in options_of_services(config).items():
+        if name == searched or any(may_ask(env, name) for env in envs):
+            continue
+        scores_steps = option.startswith("--reward-model") and isinstance(config, StepRewardGroup)
+        use = "" if not scores_steps or config.step_delimiter else "add --step-delimiter line to reward steps, or "
+        raise UserError(f"{option} is used by nothing, as --env scores replies by itself: {use}leave it out")
 
 
 def _limits(config: RL | Evaluation) -> tuple[Sampling, EpisodeLimits]:

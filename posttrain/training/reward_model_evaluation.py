@@ -124,6 +124,8 @@ class Scored:
         }
 
     def _labelled(self, items: Sequence[PreferenceExample], scores: Sequence[list[float]]) -> dict[str, Any]:
+        """Return the report on labels. `gain`: the accuracy less that of always giving the commoner label."""
+        gain: dict[str, Any] = {}
         labels = [[value for own in item.labels for value in own] for item in items]
         if isinstance(self.objective.algorithm.link, SquaredError):
             errors = [[(s - y) ** 2 for s, y in zip(a, b, strict=True)] for a, b in zip(scores, labels, strict=True)]
@@ -135,16 +137,22 @@ class Scored:
             pairs = [list(zip(a, b, strict=True)) for a, b in zip(scores, labels, strict=True)]
             right = [[float((s > 0) == (y > 0.5)) for s, y in own] for own in pairs]
             common = bool(np.mean([y > 0.5 for own in labels for y in own]) >= 0.5)
+            guessed = [[float((y > 0.5) == common) for y in own] for own in labels]
+            apart = [
+                [a - b for a, b in zip(own, other, strict=True)] for own, other in zip(right, guessed, strict=True)
+            ]
+            gain = {"gain": _figure(apart, share=False)}
             figures = {
                 "accuracy": _figure(right),
-                "always the commoner": _figure([[float((y > 0.5) == common) for y in own] for own in labels]),
+                "always the commoner": _figure(guessed),
                 "area under the curve": {"mean": _area(pairs)},
             }
             if any(len(own) > 1 for own in labels):
-                figures["solutions judged right"] = _figure(
+                figures["verdict on solutions"] = _figure(
                     [[float(all(s > 0 for s, _ in own) == all(y > 0.5 for _, y in own))] for own in pairs]
                 )
-        return {"prompts": len(items), "labels": sum(map(len, labels)), "figures": figures, "offset": self.offset()}
+        count = {"prompts": len(items), "labels": sum(map(len, labels))}
+        return {**count, "figures": figures, **gain, "offset": self.offset()}
 
     def _said(self, items: PreferenceExamples, place: int, item: PreferenceExample) -> ComparedTexts:
         texts = items.tasks[place]["responses"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,9 @@ from posttrain.config.search_options import steps_of_search
 from posttrain.config.service_options import process_model
 from posttrain.core.protocols import Engine, Model
 from posttrain.core.reply_steps import LINE, REPLY, expression_of
+from posttrain.core.types import Invalid
 from posttrain.engines.search.critic_value import CriticValue
-from posttrain.engines.search.search_engine import SearchEngine, SearchPlan
+from posttrain.engines.search.search_engine import SearchEngine, SearchPlan, SearchRecord
 from posttrain.engines.search.self_verification import SelfVerifier
 from posttrain.engines.search.tree_search import SearchSettings
 from posttrain.envs.play.service_client import Services
@@ -21,6 +24,9 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.terminal.notices import warn
 
 LARGE = 2**16  # sampled tokens per reply from which a search is warned of: 16 times those of the default options
+
+
+FEW_WHOLE = 0.9  # share of whole replies below which the budget of a search is said to be small
 
 
 def warn_large_search(config: Any) -> None:
@@ -33,6 +39,39 @@ def warn_large_search(config: Any) -> None:
             f"--search {' '.join(config.search)} may sample {tokens:,} tokens for each reply{asked}: --search-tokens "
             "sets the budget"
         )
+
+
+@dataclass
+class SearchTotals:
+    """The results of the searches of one name, over all replies."""
+
+    replies: int = 0
+    whole: int = 0  # replies of searches that found a whole one
+    tokens: int = 0
+    value: float = 0.0
+    rewards: list[float] = field(default_factory=list)  # valid ones
+
+    def add(self, course: SearchRecord, reward: float | Invalid | None) -> None:
+        """Add a reply, with the reward of its environment if there is one."""
+        self.replies += 1
+        self.whole += course.finished > 0
+        self.tokens += course.spent
+        self.value += course.value
+        self.rewards += [reward] if isinstance(reward, int | float) else []
+
+    def lines(self, name: str) -> list[str]:
+        """Describe them in a line, with another one if many searches ended before a reply did."""
+        n = self.replies
+        earned = f", reward {math.fsum(self.rewards) / len(self.rewards):.3f}" if self.rewards else ""
+        found = [
+            f"{name:<11} {self.whole} of {n} replies whole, {self.tokens / n:,.0f} tokens sampled for each, "
+            f"value {self.value / n:.3f}{earned}"
+        ]
+        if self.whole < FEW_WHOLE * n:
+            found.append(
+                f"--search-tokens ended {n - self.whole} of {n} searches of {name} before a whole reply: raise it"
+            )
+        return found
 
 
 def searching(

@@ -166,6 +166,13 @@ def test_a_rollout_of_an_update_that_was_skipped_is_not_said_to_be_trained() -> 
     assert "likely" not in why({**trained, "flags": ["update skipped"]})
 
 
+def test_a_rollout_whose_tokens_move_apart_is_not_said_to_move_as_one() -> None:
+    row = {"kind": "rl", "fate": "trained", "advantage": -0.25, "why": "", "invalid": None, "flags": []}
+    said = why({**row, "token_advantage": np.array([0.5, 0.5, -1.0, -1.0, 0.0], dtype=np.float32)})
+    assert said == ("Trained: 2 of its 5 tokens made more likely, 2 less: advantages from −1 to +0.5, mean −0.25.")
+    assert "made less likely" in why({**row, "token_advantage": np.array([-1.0, -0.5], dtype=np.float32)})
+
+
 def test_numbers_that_are_none_are_left_out_of_what_a_step_changed(answers: Answers, tmp_path: Path) -> None:
     rows = read_file(answers.runs[0].folder / "rollouts" / "step-000001.parquet").to_pylist()
     rows[0]["weight"] = [float("nan"), float("inf"), *rows[0]["weight"][2:]]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import recording_envs
 
-from posttrain.core.types import Graded, Reply, SpanReward, Task, Turn, UserError
+from posttrain.core.types import Graded, Invalid, InvalidKind, Reply, SpanReward, Task, Turn, UserError
 from posttrain.envs.check import TASKS, check
 from posttrain.envs.trial_report import TURNS, Report
 
@@ -62,6 +62,20 @@ def test_a_check_without_any_right_reply_is_undecided_and_names_what_is_missing(
 def test_what_an_environment_notes_is_shown() -> None:
     report = check(recording_envs.scored, [{"id": "a", "prompt": "Q", "answer": "xyz"}])
     assert sum('noted letters 3, first "x"' in line for line in report.lines()) == 1
+
+
+def test_a_reply_of_check_that_a_model_cannot_read_whole_is_no_fault_of_the_environment() -> None:
+    """The very long reply is longer than any of training; the task's own replies are not excused."""
+
+    def read(task: Task, reply: str) -> float | Invalid:
+        kind = InvalidKind.TOO_LONG
+        return Invalid(f"{len(reply)} tokens; it reads 1 to 96", kind) if len(reply) > 96 else float(reply == "2")
+
+    report = check(read, [{"id": "a", "prompt": "1+1=", "answer": "2"}])
+    assert report.ok and report.lines()[-1] == "check passed" and not report.invalid
+    assert "the very long reply was not scored (56000 tokens; it reads 1 to 96)" in said(report)
+    own = check(read, [{"id": "a", "prompt": "1+1=", "answer": "2", "response": "so " * 99}])
+    assert not own.ok and [case.kind for case in own.invalid] == ["response"]
 
 
 def test_a_reward_that_is_always_the_same_is_found() -> None:

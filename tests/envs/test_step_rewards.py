@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 from collections.abc import AsyncGenerator, Generator
 from typing import Any
 
 import pytest
 
 from posttrain.config.inference import Check
+from posttrain.core.reply_steps import SCORED_STEPS, scored_steps
 from posttrain.core.types import (
     Ask,
     Graded,
@@ -208,6 +210,33 @@ def test_it_travels_to_workers_and_waits_where_the_environment_does() -> None:
     for env, is_waiting in ((exact, False), (waiting, True), (agent, False), (async_agent, True)):
         sent = pickle.loads(pickle.dumps(with_step_rewards(env, StepScoring(**HOW))))
         assert is_generator_env(sent) and is_async(sent) is is_waiting and sent.stands_for is env
+
+
+@pytest.mark.parametrize("aggregate", [None, "min"])
+def test_an_episode_notes_what_each_step_was_worth_for_its_readers(aggregate: Any) -> None:
+    how = StepScoring(**{**HOW, "probability": True}, weight=0.5, aggregate=aggregate)
+    with EnvPool(with_step_rewards(exact, how), workers=0) as pool:
+        pool.start(0, {"id": "a", "prompt": "p", "answer": "9"})
+        pool.poll(None)
+        pool.send(0, Reply("good a\n\nbad 9"))
+        [(_, asked)] = pool.poll(None)
+        pool.send(0, scored(asked.content))
+        [(_, done)] = pool.poll(None)
+    chances = [1 / (1 + math.exp(-2)), 1 / (1 + math.exp(1))]
+    expected: list[dict[str, Any]] = [
+        {"text": text, "probability": pytest.approx(chance)}
+        for text, chance in zip(["good a", "bad 9"], chances, strict=True)
+    ]
+    if aggregate is None:
+        expected = [
+            {**step, "reward": pytest.approx(0.5 * chance)} for step, chance in zip(expected, chances, strict=True)
+        ]
+    assert done.notes == {SCORED_STEPS: expected}
+    told = ["probability 0.8808, reward 0.4404 │ good a", "probability 0.2689, reward 0.1345 │ bad 9"]
+    assert scored_steps(done.notes) == (
+        told if aggregate is None else [re.sub(", reward [0-9.]+", "", line) for line in told]
+    )
+    assert scored_steps({SCORED_STEPS: "left out: more than fits"}) == []
 
 
 def test_an_async_environment_earns_the_same() -> None:

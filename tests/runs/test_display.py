@@ -122,7 +122,17 @@ def test_a_line_has_one_speed_and_no_held_out_figure_that_a_more_exact_one_repla
     display.step(1, {"loss": 0.7, **held_out}, {f"tokens_per_second/{kind}": 9.0 for kind in ("read", "learned")})
     line = out.getvalue().splitlines()[-1]
     assert "9 tok/s learned" in line and "tok/s read" not in line
-    assert "held-out accuracy 0.500  held-out margin 0.100" in line and "implicit" not in line
+    assert "held-out accuracy 0.500  held-out margin 0.1" in line and "implicit" not in line
+
+
+def test_small_margins_are_not_shown_as_0_and_a_loss_that_is_the_divergence_is_shown_once() -> None:
+    shown = figures({"margin": 0.000123, "eval/margin": -0.000456, "eval/kl/data": 0.5})
+    assert shown == [
+        ("margin", "0.000123"),
+        ("held-out margin", "-0.000456"),
+        ("held-out KL from the reference at the data", "0.500"),
+    ]
+    assert figures({"divergence": 3.1309, "loss": 3.1309}) == [("divergence", "3.1309")]
 
 
 def test_a_line_says_how_many_groups_were_equal_but_not_of_groups_of_one() -> None:

@@ -62,8 +62,9 @@ def test_the_advantage_is_the_reward_above_that_of_the_greedy_reply_and_it_moves
 
 def test_one_rollout_of_a_prompt_is_enough(tokenizer: Tokenizer) -> None:
     experience = source(tokenizer, row("remax", group=1), size=(3, 1))
-    played = experience.produce(1).played
-    assert [r.greedy for r in played] == [False, True] * 3
+    step = experience.produce(1)
+    assert [r.greedy for r in step.played] == [False, True] * 3
+    assert "groups/no_signal" not in step.stats.means(), "a rollout alone has no group to be equal to"
 
 
 def test_figures_of_a_step_leave_the_greedy_replies_out(tokenizer: Tokenizer) -> None:

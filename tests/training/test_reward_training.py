@@ -32,6 +32,7 @@ from posttrain.services.reward_model_service import RewardModelService as Servic
 from posttrain.training.reward_baselines import ComparedTexts, Perceptron, longer_wins
 from posttrain.training.reward_model_evaluation import _area, _by_margin, _calibration_error
 from posttrain.training.trainer import Trainer
+from posttrain.training.verbs.reward_model_training import lines, only_label
 
 QUICK: dict[str, Any] = {"lr": 1e-2, "rows": 4, "threads": 1, "quiet": True}
 
@@ -181,8 +182,25 @@ def test_labels_of_steps_are_reported_step_by_step_and_by_solution(tmp_path: Pat
     assert figures["accuracy"] == pytest.approx(np.mean([(s > 0) == (y == 1) for s, y in flat]))
     assert figures["always the commoner"] == pytest.approx(max(good, 1 - good))
     whole = [all(s > 0 for s, _ in own) == all(y == 1 for _, y in own) for own in judged]
-    assert figures["solutions judged right"] == pytest.approx(np.mean(whole))
+    assert figures["verdict on solutions"] == pytest.approx(np.mean(whole))
     assert figures["area under the curve"] == pytest.approx(area(flat), abs=1e-9)
+    gain, told = report["gain"], "\n".join(lines(report))
+    assert gain["mean"] == pytest.approx(figures["accuracy"] - figures["always the commoner"])
+    assert gain["low"] is None or gain["low"] < 0, "a model of random labels learns nothing"
+    assert "not shown to be better than a guess" in told and "train longer or on more labels" in told
+    report["gain"] = {"mean": 0.2, "low": 0.1, "high": 0.3}
+    assert "verdict                better than a guess: +0.200 [+0.100, +0.300]" in "\n".join(lines(report))
+
+
+def test_a_single_label_of_all_rows_is_found_and_told(
+    tmp_path: Path, start: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"prompt": f"{i} =", "steps": ["1", "2"], "mistake_index": None} for i in range(8)]
+    posttrain.reward_model(rows, start, algorithm="outcome", out=str(tmp_path / "run"), **QUICK)
+    told = capsys.readouterr()
+    assert "all labels are 1, so the model can learn nothing else" in told.out + told.err
+    assert only_label(to_tasks([*rows, {**rows[0], "mistake_index": 1}], convert=to_item, split_seed=0)) is None
+    assert only_label(to_tasks(pairs(3), convert=to_item, split_seed=0)) is None
 
 
 def area(flat: Sequence[tuple[float, float]]) -> float:

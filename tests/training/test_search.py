@@ -95,6 +95,26 @@ def test_a_greedy_search_of_width_one_gives_the_greedy_reply(place: Path, name: 
         assert course["search_tokens"] == course["tokens"] or name == "lookahead"
 
 
+def test_what_each_search_found_is_told_and_a_budget_that_ends_before_a_reply_does(place: Path) -> None:
+    searches = ("best-of-n", "beam")
+    options: dict[str, Any] = {"step_delimiter": "e", "search_width": 2, "search_proposals": 2, "max_tokens": 36}
+    found = posttrain.sample(
+        "rows.jsonl", env="my.py:reward", model="start", out="a.jsonl", samples=1, quiet=True, env_workers=0,
+        reward_model=("reward",), search=searches, search_tokens=9, **options,
+    )  # fmt: skip
+    for place_of, name in enumerate(searches):
+        courses = [row["samples"][place_of] for row in found.rows()]
+        n, whole = len(courses), sum(course["finished"] > 0 for course in courses)
+        tokens, value = (sum(course[what] for course in courses) / n for what in ("search_tokens", "value"))
+        (line, *more) = [note for note in found.notes if name in note]
+        assert line.startswith(f"{name:<11} {whole} of {n} replies whole, {tokens:,.0f} tokens sampled for each")
+        reward = sum(row["scores"][place_of] for row in found.rows()) / n
+        assert f"value {value:.3f}, reward {reward:.3f}" in line
+        small = f"--search-tokens ended {n - whole} of {n} searches of {name} before a whole reply: raise it"
+        assert more == ([small] if whole < 0.9 * n else [])
+    assert any("before a whole reply" in note for note in found.notes)
+
+
 @pytest.mark.parametrize("aggregate", ["last", "min", "product", "mean"])
 def test_the_value_of_a_reply_is_that_of_its_steps_by_the_reward_model(place: Path, aggregate: str) -> None:
     rows = sample("a.jsonl", **SEARCH, search=("best-of-n", "mcts"), step_aggregate=aggregate, max_tokens=36)

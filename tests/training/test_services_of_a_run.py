@@ -233,6 +233,29 @@ def test_a_service_that_the_run_has_not_is_told_at_the_rehearsal(
     )
 
 
+def test_a_service_that_nothing_can_ask_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A plain reward asks nobody; step rewards ask one reward model, and no other."""
+    (place / "plain.py").write_text("def reward(task, reply):\n    return 1.0\n")
+    plain, given = [*RL, "--env", "plain.py:reward"], ["--reward-model", "reward"]
+    add = "add --step-delimiter line to reward steps, or leave it out"
+    refused(capsys, [*plain, *given], "--reward-model reward is used by nothing", add)
+    refused(capsys, [*plain, *given, "--step-delimiter", ""], add)
+    refused(
+        capsys,
+        [*plain, "--reward-model", "process=reward", "other=reward", "--step-delimiter", "line"],
+        "--reward-model other=reward is used by nothing, as --env scores replies by itself: leave it out",
+    )
+    write_recipe(place / "judge.toml", "http://127.0.0.1:1")
+    refused(capsys, [*plain, "--judge", "judge.toml"], "--judge judge.toml is used by nothing")
+    steps = [*RL, *given, "--step-delimiter", "line", "--step-rewards", "if-right"]
+    refused(capsys, steps, "needs to know which replies are right: add --env")
+    refused(capsys, [*steps, "--env", "plain.py:reward"], "needs to know which replies are right: add --success")
+    checked = ["check", "--tasks", "rows.jsonl", "--env", "plain.py:reward"]
+    refused(capsys, [*checked, *given], "--reward-model reward is used by nothing", add)
+    evaluated = ["eval", "--tasks", "rows.jsonl", "--model", "start", "--env", "plain.py:reward"]
+    refused(capsys, [*evaluated, *given], "--reward-model reward is used by nothing", add)
+
+
 def test_check_asks_a_judge_that_it_is_given(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving() as server:
         write_recipe(place / "judge.toml", server.address)

@@ -22,6 +22,7 @@ from posttrain.algorithms.all_algorithms import find
 from posttrain.algorithms.policy import PolicyObjective
 from posttrain.algorithms.policy_table import TABLE
 from posttrain.cli.main import main
+from posttrain.config.training import Distill
 from posttrain.core.batch import Stats
 from posttrain.core.rollouts import Rollout
 from posttrain.core.transcripts import SpanKind, Transcript
@@ -33,7 +34,9 @@ from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.health import Health
 from posttrain.system import endpoint as endpoints
+from posttrain.training.adjust import adjust
 from posttrain.training.loop import train
+from posttrain.training.open_teachers import teaches_itself
 from posttrain.training.sources.collector import Size
 from posttrain.training.sources.credit_assignment import credit
 from posttrain.training.sources.ledger import Ledger
@@ -312,6 +315,21 @@ def test_front_door_takes_teachers_by_name_and_a_reward_to_mix_in(place: Path) -
     )  # fmt: skip
     assert run.metrics[-1]["reward"] > 0 and run.metrics[-1]["divergence"] > 0
     assert {"teachers a", "teachers b"} <= json.loads((run.path / "run.json").read_text())["inputs"].keys()
+
+
+def test_a_student_that_is_its_own_teacher_is_told_unless_they_read_different_prompts(place: Path) -> None:
+    tasks: list[Task] = [{"id": "1", "prompt": "1+1="}]
+
+    def equal(tasks: list[Task] = tasks, **options: Any) -> bool:
+        config = Distill(**{"tasks": "t", "model": "m", "teacher": str(place / "student"), **options})
+        return teaches_itself(config, adjust(find(config.algorithm), config), tasks, place / "student")
+
+    assert equal()
+    assert not equal(teacher=str(place / "teacher"))
+    assert not equal([{**tasks[0], "teacher_prompt": "2; 1+1="}])
+    assert not equal(settings={"teacher_temperature": 0.5}) and equal(settings={"teacher_temperature": 1.0})
+    assert not equal(algorithm="grpo", env="arithmetic", group=4)
+    assert not equal(ptx="texts.jsonl"), "texts are learned too"
 
 
 def test_texts_to_imitate_beside_a_divergence_need_no_teacher(place: Path) -> None:

@@ -51,6 +51,13 @@ def why(row: Mapping[str, Any]) -> str:
     if not advantage:
         moved = ", ".join(flag for flag in flags if flag.startswith("moved"))
         return f"Trained with advantage 0: {moved}." if moved else "Trained with mean advantage 0."
+    if (own := row.get("token_advantage")) is not None:
+        more, less = int((own > 0).sum()), int((own < 0).sum())
+        if more and less:
+            return (
+                f"Trained: {more} of its {len(own)} tokens made more likely, {less} less: advantages from "
+                f"{_signed(own.min())} to {_signed(own.max())}, mean {_signed(advantage)}{beside}."
+            )
     return f"Trained: advantage {_signed(advantage)}, made {'more' if advantage > 0 else 'less'} likely{beside}."
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from posttrain.core.messages import safe
-from posttrain.runs.metrics_table import BY_NAME, METRICS, on_terminal
+from posttrain.runs.metrics_table import BY_NAME, METRICS, Metric, on_terminal
 from posttrain.runs.metrics_table import HELD_OUT as EVALUATED
 from posttrain.runs.terminal.live_region import Line, cells, fitted
 
@@ -84,7 +84,7 @@ def _of_held_out(values: Mapping[str, float]) -> list[tuple[str, str]]:
     own = [name for name in own if name not in BY_NAME or not BY_NAME[name].hidden(values)]
     labels = {name: _PART.sub(r"\1 \2", on_terminal(name.removeprefix(EVALUATED))) for name in own}
     return [
-        (label, _figure(values[name], ".3f"))
+        (label, _figure(values[name], BY_NAME[name].form if name in BY_NAME else Metric.form))
         for name, label in labels.items()
         if label.rpartition(" ")[2] != "invalid" or values[name]
     ]

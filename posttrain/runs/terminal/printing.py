@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TextIO, cast
 
 from posttrain.core.messages import clip, readable, safe, several
+from posttrain.core.reply_steps import SCORED_STEPS, scored_steps
 from posttrain.core.rollouts import Outcome, Rollout
 from posttrain.core.transcripts import SpanKind
 from posttrain.runs.terminal.live_region import cells as cells_of
@@ -255,8 +256,10 @@ def _lines_by_speaker(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     answer = columns.get("answer", columns.get("answers"))
     if answer is not None:
         yield "answer", str(answer)
-    if row.get("notes"):
-        yield "noted", ", ".join(f"{name} {_note(value)}" for name, value in row["notes"].items())
+    notes = row.get("notes") or {}
+    yield from (("step", line) for line in scored_steps(notes))
+    if others := {name: value for name, value in notes.items() if name != SCORED_STEPS}:
+        yield "noted", ", ".join(f"{name} {_note(value)}" for name, value in others.items())
 
 
 def _note(value: Any) -> str:

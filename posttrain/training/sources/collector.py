@@ -125,7 +125,8 @@ class Collector:
             dropped += lost
             if fit and self.rewarded:
                 scores = scoreboard(fit, success=self.success, needs=self.needs)
-                stats.add("groups/no_signal", equal_rewards(scores).sum().item(), len(fit))
+                if self.size.group > 1 or self.plan is not None:  # a rollout alone is always equal to its group
+                    stats.add("groups/no_signal", equal_rewards(scores).sum().item(), len(fit))
                 if groups is not None:
                     fit, lost = _informative(fit, scores, groups, spent=not budget)
                     dropped += lost

@@ -27,7 +27,7 @@ from posttrain.learners.local_learner import REFERENCE
 from posttrain.training.sources.async_rollouts import StepQueue
 from posttrain.training.sources.collector import Collector
 from posttrain.training.sources.credit_assignment import Credited, credit
-from posttrain.training.sources.delimiter_watch import DelimiterWatch
+from posttrain.training.sources.first_steps import FirstSteps
 from posttrain.training.sources.ledger import Ledger
 from posttrain.training.sources.minibatches import Minibatches
 from posttrain.training.sources.model_outputs import evaluate_rollouts
@@ -54,7 +54,7 @@ class RLSource:
         async_steps: int = 0,
         last: int = 0,
         recording: TokenRecording = SAMPLE,
-        watch: DelimiterWatch | None = None,
+        watch: FirstSteps | None = None,
     ) -> None:
         """`collector`: samples rollouts for the needs of this algorithm. `texts`: imitated by an algorithm with a
         pretraining term; `teachers`: those of an algorithm with a teacher.

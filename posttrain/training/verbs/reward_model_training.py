@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.chat_choice import chatting
 from posttrain.runs.run_files import REPORT, replace, writing
 from posttrain.runs.run_folder import RunFolder
+from posttrain.runs.terminal.notices import warn
 from posttrain.training.open_learner import adapt, new_learner, refuse_packed_shards
 from posttrain.training.passes import check, compared_rows, example_recording, must_end, sizes, updates
 from posttrain.training.reward_model_evaluation import Scored
@@ -48,6 +50,8 @@ from posttrain.training.trainer import Run
 from posttrain.training.training_run import RunContext, RunParts
 from posttrain.training.weight_types import frozen_type, trained_type
 
+MOST_READ = 100_000  # rows whose labels are read to find out whether they are all equal
+
 
 def reward_model(context: RunContext[RewardModelling]) -> RunParts:
     """Train a reward model: scores of responses, or of their steps."""
@@ -61,6 +65,8 @@ def reward_model(context: RunContext[RewardModelling]) -> RunParts:
 
     must_end(config, train_tasks)
     check_task(train_tasks[0])
+    if (same := only_label(train_tasks)) is not None:
+        warn(f"all labels are {same:g}, so the model can learn nothing else: add rows with other labels")
     shape = ScoreShape(config.pooling, config.head)
     model, tokenizer = _started(run, shape, device)
     told = run.chat.lines(train_tasks)
@@ -94,7 +100,8 @@ def reward_model(context: RunContext[RewardModelling]) -> RunParts:
             return ()
         with writing(run.path):
             replace(run.path / REPORT, json_document(scored.report))
-        return [*lines(read_report(run.path)), f"report      {run.path / REPORT}"]
+        use = f"for steps   posttrain rl --env my.py:reward --reward-model {run.path} --step-delimiter line ..."
+        return [*lines(read_report(run.path)), f"report      {run.path / REPORT}", *[use] * _of_steps(train_tasks[0])]
 
     return RunParts(
         source, objective, learner, tokenizer, steps, said, describe(algorithm), scored, (too_long,), finish
@@ -130,7 +137,6 @@ def _read(shape: ScoreShape) -> Read:
 def _check_labels(algorithm: RewardModelAlgorithm, example: Task, config: RewardModelling) -> None:
     """Raise UserError if a row lacks the labels or comparisons that the link reads."""
     labels = [label for own in example["labels"] for label in own]
-    steps = any(isinstance(said, list) for said in example["responses"])
     if labels and not algorithm.link.reads_labels:
         raise UserError(
             f"{algorithm.name} compares responses to one prompt, and these rows label single responses: choose "
@@ -145,8 +151,23 @@ def _check_labels(algorithm: RewardModelAlgorithm, example: Task, config: Reward
             f"{algorithm.name} learns probabilities, and a row has the score {max(labels, key=abs):g}: choose "
             "--algorithm regression"
         )
-    if steps and config.pooling == "mean":
+    if _of_steps(example) and config.pooling == "mean":
         raise UserError("steps are scored at their last token: leave out --pooling mean")
+
+
+def _of_steps(example: Task) -> bool:
+    """Return whether the responses of a row are lists of steps."""
+    return any(isinstance(said, list) for said in example["responses"])
+
+
+def only_label(tasks: AnyTasks) -> float | None:
+    """Return the label of all responses, and of all their steps; None if they differ, or the rows compare responses."""
+    found: set[float] = set()
+    for task in islice(tasks, MOST_READ):
+        found.update(label for own in task["labels"] for label in own)
+        if len(found) != 1:
+            return None
+    return found.pop() if found else None
 
 
 def read_report(folder: Path) -> dict[str, Any]:
@@ -160,6 +181,13 @@ def lines(report: dict[str, Any]) -> Sequence[str]:
     said = []
     for name, figure in report.get("figures", {}).items():
         said.append(f"{name:<22} {told(figure) if 'low' in figure else format(figure['mean'], '.3f')}")
+    if gain := report.get("gain"):
+        beside = f"{told(gain, '+.3f')} in accuracy beside always the commoner label"
+        better = gain["low"] is not None and gain["low"] > 0
+        advice = "" if better else "; before you reward with it, train longer or on more labels"
+        said.append(
+            f"verdict                {'' if better else 'not shown to be '}better than a guess: {beside}{advice}"
+        )
     if parts := report.get("by_margin"):
         said.append("accuracy by margin     " + ", ".join(f"{p['accuracy']:.2f} (to {p['most']:.2f})" for p in parts))
     return said

@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.algorithms.all_algorithms import find
+from posttrain.algorithms.credit import StepRewards, Unrewarded
 from posttrain.algorithms.describe import describe
 from posttrain.algorithms.policy import Algorithm, PolicyObjective, Pretraining
 from posttrain.config.mixture_options import parts_of
+from posttrain.config.service_options import options_of_services
 from posttrain.config.training import RL, Distill
 from posttrain.core.batch import Stats
 from posttrain.core.component import Need
@@ -65,7 +67,7 @@ from posttrain.training.setup import (
     watch_lengths,
 )
 from posttrain.training.sources.collector import Collector, Size
-from posttrain.training.sources.delimiter_watch import DelimiterWatch
+from posttrain.training.sources.first_steps import FirstSteps
 from posttrain.training.sources.length_filter import Prompts, TooLong
 from posttrain.training.sources.mixture import part_metrics
 from posttrain.training.sources.rl_source import RLSource
@@ -166,7 +168,7 @@ def _source(
         async_steps=config.async_steps,
         last=config.steps,
         recording=TokenRecording(config.record, config.record_after, config.seed),
-        watch=DelimiterWatch(config.step_delimiter, too_long.say) if config.step_delimiter else None,
+        watch=FirstSteps(config.step_delimiter, options_of_services(config), too_long.say),
     )
 
 
@@ -306,7 +308,26 @@ def _sizes(config: RL, algorithm: Algorithm, model: Model, tasks: str, engine: E
         f"{min(config.slots, rollouts)} sampled at once by {engine.backend}",
         *reply_length_note(config.max_tokens, model.config.context),
         *note,
+        *notes_on_steps(config, algorithm),
     ]
+
+
+def notes_on_steps(config: RL, algorithm: Algorithm) -> list[str]:
+    """Return lines for the user on rewards of steps that the algorithm does not use as steps; else []."""
+    advantage = algorithm.advantage
+    if not config.rewards_steps or isinstance(advantage, Unrewarded):
+        return []
+    if config.step_aggregate == "none" and not advantage.by_token:
+        return [
+            f"{algorithm.name} adds the rewards of steps up, so more steps earn more: --algorithm grpo-process credits "
+            "each step, --step-aggregate min counts the worst one"
+        ]
+    if config.step_aggregate != "none" and isinstance(advantage, StepRewards) and advantage.outcome_apart:
+        return [
+            f"--outcome-apart has nothing to set apart with --step-aggregate {config.step_aggregate}, which makes one "
+            "reward of all steps, unless the environment rewards steps itself: leave one of them out"
+        ]
+    return []
 
 
 def _engine(run: RunFolder[RL], model: Model, tokenizer: Tokenizer) -> Engine:

@@ -48,7 +48,7 @@ from posttrain.runs.checkpoint import resolve
 from posttrain.runs.jsonl_writer import Lines
 from posttrain.training.playground import count_lines, open_playground, service_counts
 from posttrain.training.row_warnings import warn_unread
-from posttrain.training.search_setup import searching, warn_large_search
+from posttrain.training.search_setup import SearchTotals, searching, warn_large_search
 from posttrain.training.setup import end_tokens, load_tasks, prepare, reply_length_note
 from posttrain.training.sources.length_filter import Prompts, TooLong
 from posttrain.verify.similarity import edit_similarity
@@ -150,7 +150,9 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
                 fitting = [place for place in fitting if prompts.fits(place)]
         if not fitting:
             raise UserError(f"no prompt fits into the context of {' and '.join(config.model)}: shorten them")
-        _Sampler(config, grids, players, scored=spec is not None).write(tasks, fitting, lines, say)
+        sampler = _Sampler(config, grids, players, scored=spec is not None)
+        sampler.write(tasks, fitting, lines, say)
+        said += [line for name, totals in sampler.searched.items() for line in totals.lines(name)]
         said += count_lines(service_counts(ground.services))
         return Written(lines.path, lines.count, tuple(dict.fromkeys(said)))
 
@@ -244,6 +246,7 @@ class _Sampler:
         prompts.
         """
         self.config, self.grids, self.players, self.scored = config, grids, players, scored
+        self.searched: dict[str, SearchTotals] = {}  # by the name of the search
 
     def write(self, tasks: Tasks, places: Sequence[int], lines: Lines, say: Callable[[str], None]) -> None:
         """Write the remaining rows. An interrupted block is sampled again as a whole."""
@@ -304,7 +307,7 @@ class _Sampler:
         for cell, _, rollout in replies:
             kept |= self._shown(rollout, self.players[cell.model, cell.search][0])
         samples = [
-            {**self._how(cell), "member": m, **_reply_columns(rollout), **self._search_columns(task, cell, m)}
+            {**self._how(cell), "member": m, **_reply_columns(rollout), **self._search_columns(task, cell, m, rollout)}
             for cell, m, rollout in replies
         ]
         texts, rollouts = [r.text for _, _, r in replies], [r for _, _, r in replies]
@@ -323,11 +326,15 @@ class _Sampler:
         search = {"search": cell.search} if cell.search else {}
         return {"model": self.config.model[cell.model], **search, **settings, "seed": cell.seed}
 
-    def _search_columns(self, task: Task, cell: _Cell, member: int) -> dict[str, Any]:
+    def _search_columns(self, task: Task, cell: _Cell, member: int, rollout: Rollout) -> dict[str, Any]:
         """Return the columns that describe the search for a reply, if there was one."""
         engine = self.players[cell.model, cell.search][0].engine
         record = engine.record(cell.episode(task, member).seed) if isinstance(engine, SearchEngine) else None
-        return record.columns if record is not None else {}
+        if record is None:
+            return {}
+        totals = self.searched.setdefault(cell.search, SearchTotals())
+        totals.add(record, rollout.reward if self.scored else None)
+        return record.columns
 
     def _shown(self, rollout: Rollout, player: Player) -> dict[str, Any]:
         """Return the prompt that the policy saw, as columns of a row. Raises UserError if no row can hold it."""

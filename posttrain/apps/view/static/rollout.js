@@ -65,9 +65,9 @@ function OneRollout({ run, about, place, query, row }) {
       <div class="card tokens" tabindex="0" aria-label="tokens">
         <${Pictures} run=${run} names=${row.media} />
         <${Turns} ...${{ run, row, place, at, onAt: setAt, clip }} measure=${none ? null : measure} />
-        ${row.end < row.length || row.begin > 0 ? html`<${Window} row=${row} />` : ""}</div>
+        ${row.end < row.total || row.begin > 0 ? html`<${Window} row=${row} />` : ""}</div>
       <${Tracks} ...${{ row, all, at, pin, clip }} chosen=${none ? "" : measure.name} /></div>
-      <div class="side"><${Token} ...${{ row, at, all, ratio, clip, about }} /><${Why} row=${row} run=${run} /><${Services} answers=${row.answers} run=${run} /><${More} row=${row} run=${run} place=${place} /></div></div>`;
+      <div class="side"><${Token} ...${{ row, at, all, ratio, clip, about }} /><${Why} row=${row} run=${run} /><${Steps} row=${row} /><${Services} row=${row} /><${More} row=${row} run=${run} place=${place} /></div></div>`;
 }
 
 function Crumbs({ run, row, place, query }) {
@@ -105,9 +105,9 @@ function Turns({ run, row, place, at, onAt, measure, clip }) {
 
 function Window({ row }) {
   const size = row.end - row.begin;
-  return html`<div class="row"><span class="soft">tokens ${whole(row.begin)}–${whole(row.end)} of ${whole(row.length)}</span>
+  return html`<div class="row"><span class="soft">tokens ${whole(row.begin)}–${whole(row.end)} of ${whole(row.total)}</span>
     ${row.begin > 0 ? html`<button onClick=${() => change({ begin: Math.max(0, row.begin - size) || "", t: "" })}>earlier</button>` : ""}
-    ${row.end < row.length ? html`<button onClick=${() => change({ begin: row.end, t: "" })}>later</button>` : ""}</div>`;
+    ${row.end < row.total ? html`<button onClick=${() => change({ begin: row.end, t: "" })}>later</button>` : ""}</div>`;
 }
 
 /** Tracks of numbers over the tokens that have one; one cursor for all. */
@@ -154,6 +154,14 @@ function bars(pen, w, h, measure, places, at) {
   }
 }
 
+/** The place of a token among those that are trained on, as rewards of steps count them; "" where the page begins later. */
+function learnedPlace(row, at) {
+  if (row.begin || !row.isScored[at]) return "";
+  let place = 0;
+  for (let i = 0; i <= at; i++) place += row.isScored[i];
+  return `, ${whole(place)} of ${whole(row.scored)} trained`;
+}
+
 function Token({ row, at, all, ratio, clip, about }) {
   const n = (name) => row.n[name]?.[at];
   const has = (value) => value !== undefined && !Number.isNaN(value);
@@ -171,7 +179,7 @@ function Token({ row, at, all, ratio, clip, about }) {
   if (has(n("kept"))) add("kept by entropy", n("kept") ? "yes" : "no");
   if (has(row.versionAt[at])) add("version of the weights", html`${row.versionAt[at]} <span class="faint">as the engine reports</span>`);
   const kind = (row.spans.find(([, start, length]) => at + row.begin >= start && at + row.begin < start + length) || ["–"])[0];
-  return html`<div class="card"><div><b>token ${whole(at + row.begin)}</b> <span class="soft">of ${whole(row.length)}, id ${row.ids[at]}</span></div>
+  return html`<div class="card"><div><b>token ${whole(at + row.begin)}</b> <span class="soft">of ${whole(row.total)}, id ${row.ids[at]}${learnedPlace(row, at)}</span></div>
     <div class="mono untrusted" style=${{ margin: "2px 0 4px" }}>“${line(row.pieces[at])}”</div>
     <dl class="kv" style=${{ margin: 0 }}>${lines}<dt>comes from</dt><dd class=${foreign(row, kind, row.isScored[at]) ? "bad" : ""}>${kind}${row.isScored[at] ? (foreign(row, kind, true) ? ", trained on" : "") : ", not trained on"}</dd></dl></div>`;
 }
@@ -194,14 +202,37 @@ function Why({ row, run }) {
     ${changed.length ? html`<div class="spread">as used ${f(row.used)} = ${f(row.reward)}${changed.map(([name, value]) => html` <span class="pill">${name} ${signed(value)}</span>`)}</div>` : ""}
     ${advantage === null || row.kind === "eval" || given(row.kind) ? "" : html`<div class="spread" style=${{ marginTop: "4px" }}><b>advantage ${f(advantage)}</b>${e.equation && e.sd === 0 && !advantage ? (e.n === 1 ? ": it has no group" : `: all ${e.n} rewards of its group are ${f(e.mean)}`) : e.equation ? html` = ${e.equation.startsWith("(") ? `(${f(e.reward)} − ${f(e.mean)}) / ${f(e.sd)}` : e.equation === "R" ? f(e.reward) : `${f(e.reward)} − ${f(e.equation.endsWith("others") ? (e.mean * e.n - e.reward) / (e.n - 1) : e.mean)}`}` : ""}</div>
       <div class="soft small">${e.equation && e.n > 1 ? `${e.equation}, of ${e.n} replies` : e.formula ? visible(e.formula) : ""}</div>`}
-    ${row.step_rewards?.length ? html`<div class="soft small">rewards of steps: ${row.step_rewards.map((s) => `${f(s.reward)} at token ${s.at}`).join(", ")}</div>` : ""}</div>`;
+    ${row.step_rewards?.length && !scoredSteps(row).length ? html`<div class="soft small">rewards of steps: ${row.step_rewards.map((s) => `${f(s.reward)} at trained token ${s.at}`).join(", ")}</div>` : ""}</div>`;
+}
+
+/** What a reward model made of the steps of a reply, as the run noted it. */
+const scoredSteps = (row) => (Array.isArray(row.notes?.scored_steps) ? row.notes.scored_steps : []);
+
+/** The notes of the environment itself. */
+function otherNotes(row) {
+  if (!scoredSteps(row).length) return row.notes;
+  const { scored_steps, ...others } = row.notes;
+  return others;
+}
+
+/** The steps of a reply, each with the verdict of the reward model, its reward and the advantage of its last token. */
+function Steps({ row }) {
+  const steps = scoredSteps(row);
+  if (!steps.length) return "";
+  const ends = row.step_rewards?.length === steps.length && !row.begin && row.n.token_advantage ? row.step_rewards.map((s) => s.at) : null;
+  const learned = [];
+  if (ends) row.isScored.forEach((is, i) => is && learned.push(i));
+  const number = (value) => html`<td class="n">${value === undefined ? "" : f(value)}</td>`;
+  const measure = "probability" in steps[0] ? "probability" : "score";
+  return html`<div class="card"><h2>Steps</h2><table><thead><tr><th>step</th><th class="n">${measure}</th><th class="n">reward</th>${ends ? html`<th class="n">advantage</th>` : ""}</tr></thead>
+    <tbody>${steps.map((s, i) => html`<tr><td class="mono untrusted">${visible(s.text)}</td>${number(s[measure])}${number(s.reward)}${ends ? number(row.n.token_advantage[learned[ends[i] - 1]]) : ""}</tr>`)}</tbody></table></div>`;
 }
 
 function More({ row, run, place }) {
   const pairs = [["stop", row.stop], ["tokens", `${given(row.kind) ? `${whole(row.scored)} learned` : `${whole(row.sampled)} sampled`} of ${whole(row.total)}`], ["versions of the weights", (row.versions || []).join(", ")], ["visit", row.epoch === null ? null : row.epoch + 1]];
   if (row.seconds) pairs.push(["turns took", row.seconds.turns.map(seconds).join(" + ")], ["reward took", seconds(row.seconds.reward)]);
   if (row.branch_of !== null && row.branch_of !== undefined) pairs.push(["branched off", `member ${row.branch_of} after ${row.branch_turns} turns`]);
-  const data = [["task", isPreferenceExample(row.kind) ? null : row.columns], ["noted", row.notes]].filter(([, v]) => v && (typeof v !== "object" || Object.keys(v).length));
+  const data = [["task", isPreferenceExample(row.kind) ? null : row.columns], ["noted", otherNotes(row)]].filter(([, v]) => v && (typeof v !== "object" || Object.keys(v).length));
   return html`<div class="card"><dl class="kv" style=${{ margin: 0 }}><dt>task</dt><dd class="untrusted">${line(row.task || "–")}</dd>${pairs.filter(([, v]) => v).map(([n, v]) => html`<dt>${n}</dt><dd>${v}</dd>`)}</dl>
     ${data.map(([name, value]) => html`<details open><summary class="soft small">${name}</summary><${Data} value=${value} run=${run} /></details>`)}
     ${exported ? "" : html`<div class="small" style=${{ marginTop: "5px" }}><a class="text-file" title="f" href=${`text/${run}/${place}/${row.index}`} download>the reply as a text file</a> <span class="faint">${whole(row.characters)} characters</span></div>`}</div>`;
@@ -236,9 +267,10 @@ function Said({ texts }) {
   return html`<details class="service" open=${texts.length === 1}><summary class="soft small">${texts.length === 1 ? "in its own words" : `in its own words, ${texts.length} answers`}</summary>${texts.slice(0, 64).map((text) => html`<div class="text dense passage untrusted">${visible(String(text))}</div>`)}</details>`;
 }
 
-/** Answers of other services, such as the passages of a retriever. */
-function Services({ answers }) {
-  const said = answersOf(answers).filter((one) => !isVerdict(one));
+/** Answers of other services, such as the passages of a retriever; scores of steps are shown beside the steps. */
+function Services({ row }) {
+  const isOfSteps = ({ answer }) => scoredSteps(row).length && Array.isArray(answer) && answer.every((v) => typeof v === "number");
+  const said = answersOf(row.answers).filter((one) => !isVerdict(one) && !isOfSteps(one));
   if (!said.length) return "";
   return html`<div class="card"><h2>Answers of services</h2>${said.map(({ service, answer }) => html`<div class="service"><b class="untrusted">${visible(service || "?")}</b>
     ${(Array.isArray(answer) ? answer.slice(0, 20) : [answer]).map((one) => html`<div class="text dense passage">${typeof one?.contents === "string" ? visible(`${one.score === undefined ? "" : `${f(one.score)}  `}${one.contents}`) : shown(one)}</div>`)}</div>`)}</div>`;

@@ -9,7 +9,7 @@ that name.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -23,6 +23,8 @@ LEARNING, HONEST, EXPLORING, STABLE = QUESTIONS = (
 HELD_OUT = "eval/"
 REWARDS = "reward/{part}"
 SUITE = "Suite"  # the panel of its parts
+OF_PARTS = "Held-out: parts"  # the panel of parts of a mixture, and of sets of held-out tasks
+_PART = re.compile(r"mixture/(.+)/(\w+)")  # a figure of a part of a mixture, or of a set of held-out tasks
 SPOKEN = ("", "count", "share")  # units that a title contains already
 
 
@@ -91,6 +93,7 @@ _TRAINING = (
     Metric(REWARDS, "Reward: {part}", "", "Mean of one part of the reward, by the name that the environment gives it, or the reward of one side of a game.", HONEST, "Parts of the reward", plotted=True, checked=True),
     Metric("divergence", "KL from the teacher", "nats per token", "Distance of the policy from its teacher that distillation minimises.", LEARNING, colour="red", plotted=True, terminal="divergence", form=".4f", checked=True),
     Metric("eval/accuracy", "Held-out accuracy", "share", "Accuracy on the held-out tasks or comparisons.", LEARNING, colour="green", plotted=True, checked=True),
+    Metric("eval/tasks", "Held-out tasks", "count", "Number of held-out tasks, or examples with comparisons, that the held-out accuracy is a mean of.", checked=True),
     Metric("suite/mean", "Mean over the suite", "", "Mean over the parts of `--eval-suite`: of their accuracy, or of their reward where nothing defines a right reply.", LEARNING, SUITE, "mean", "green", plotted=True),
     *(Metric(f"suite/{{part}}/{what}", f"Suite: {title} of {{part}}", unit, f"{meaning} of this part of `--eval-suite`.", LEARNING if shown else "", SUITE if shown else "", "{part}", unless=unless, checked=what in ("accuracy", "tasks")) for what, title, unit, meaning, shown, unless in _OF_SUITE),
     Metric("eval/loss", "Held-out loss", "nats per token", "Negative log-likelihood of the held-out responses.", LEARNING, colour="green", plotted=True),
@@ -200,8 +203,9 @@ def _of_held_out(name: str) -> Metric:
 
 _EVALUATED = (
     *(replace(_of_held_out(f"implicit_reward/{side}"), group=LEARNING, unless=("eval/accuracy",)) for side in _SIDES),
+    *(replace(_of_held_out(f"mixture/{{part}}/{what}"), group=LEARNING, panel=OF_PARTS, line="{part}", unless=unless) for what, unless in (("accuracy", ()), ("reward", ("eval/mixture/{part}/accuracy",)))),
     *map(_of_held_out, (REWARDS, "length", "invalid", "margin", "kl/data", "squared_error",
-                        *(f"mixture/{{part}}/{what}" for what, *_ in _OF_PARTS),
+                        "mixture/{part}/length", "mixture/{part}/invalid",
                         *(f"{name}/{side}" for name in ("logp_per_token", "logp") for side in _SIDES))),
     Metric("eval/longer_wins", "Longer wins", "share", "Held-out accuracy of always preferring the longer response."),
     Metric("eval/shorter_wins", "Shorter wins", "share", "Held-out accuracy of always preferring the shorter response."),
@@ -252,9 +256,14 @@ METRICS: tuple[Metric, ...] = (*_TRAINING, *_EVALUATED, *_TIMING)
 BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
 
 
-def measured(logged: Container[str]) -> list[str]:
-    """Return the held-out figures by which a run is judged, of those that it may have logged."""
-    return [m.name for m in METRICS if m.group == LEARNING and m.name.startswith(HELD_OUT) and not m.hidden(logged)]
+def measured(logged: Collection[str]) -> list[str]:
+    """Return the held-out figures by which a run is judged, of those that it has logged: of a family those of each
+    part.
+    """
+    own = {name: metric for name in logged if name.startswith(HELD_OUT) and (metric := metric_named(name)) is not None}
+    shown = [name for name, metric in own.items() if metric.group == LEARNING and not metric.hidden(logged)]
+    places = {metric.name: place for place, metric in enumerate(METRICS)}
+    return sorted(shown, key=lambda name: places.get(name, places[f"{HELD_OUT}mixture/{{part}}/accuracy"]))
 
 
 def on_terminal(name: str) -> str:
@@ -263,7 +272,7 @@ def on_terminal(name: str) -> str:
     """
     metric = BY_NAME.get(name) or BY_NAME.get(HELD_OUT + name)
     if metric is None:
-        return name
+        return _PART.sub(r"\1 \2", name)
     words = metric.title.replace(",", "")
     return metric.terminal or words[0].lower() + words[1:]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -231,10 +231,13 @@ def amount(tasks: AnyTasks) -> str:
     return f"{len(tasks)} tasks ({', '.join(filter(None, said))})"
 
 
-def held_out_number(config: Training, count: int) -> str:
-    """Describe the number of held-out tasks: of few tasks it may be far from the share."""
+def held_out_number(config: Training, held_out: int | Mapping[str, int]) -> str:
+    """Describe the number of held-out tasks, of each part of a mixture: of few tasks it may be far from the share."""
+    parts = held_out if isinstance(held_out, Mapping) else {}
+    count = sum(parts.values()) if isinstance(held_out, Mapping) else held_out
+    each = f": {', '.join(f'{name} {own}' for name, own in parts.items())}" if parts else ""
     drawn = f" (each prompt with probability {config.held_out:g})" if count and config.held_out else ""
-    return f"{count} held out{drawn}"
+    return f"{count} held out{each}{drawn}"
 
 
 def rehearse(

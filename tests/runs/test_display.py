@@ -114,6 +114,24 @@ def test_a_line_has_four_held_out_figures_at_most_and_the_evaluation_before_trai
     assert before.count("held-out") == line.count("held-out") == 4
 
 
+def test_a_line_shows_one_held_out_figure_of_every_part_of_a_mixture_also_of_one_that_scores_0() -> None:
+    out = io.StringIO()
+    display = Display(stream=out, clock=Clock())
+    display.start("GRPO", 1, [])
+    parts = {
+        f"eval/mixture/{part}/{what}": value
+        for part, value in {"maths": 0.447, "sums": 0.0, "code": 0.25}.items()
+        for what in ("length", "reward", "accuracy")
+    }
+    display.before({"eval/accuracy": 0.37, "eval/tasks": 46.0, "eval/reward": 0.4, "eval/length": 9.0, **parts})
+    line = out.getvalue().splitlines()[-1]
+    for told in ("accuracy 0.370", "maths accuracy 0.447", "sums accuracy 0.000", "code accuracy 0.250"):
+        assert line.count(f"held-out {told}") == 1
+    assert "maths reward" not in line and "tasks" not in line
+    first, last = {"step": 0, **parts}, {"step": 4, **parts}
+    assert outcome([first, last])[1] == "held-out sums accuracy 0.000 -> 0.000"
+
+
 def test_a_line_has_one_speed_and_no_held_out_figure_that_a_more_exact_one_replaces() -> None:
     out = io.StringIO()
     display = Display(stream=out, clock=Clock())

@@ -14,6 +14,8 @@ import torch
 from conftest import tiny
 
 import posttrain
+from posttrain.apps.show import summary_page
+from posttrain.apps.show.run_summary import RunSummary
 from posttrain.cli.main import main
 from posttrain.config.mixture_options import parts_of, weights_of
 from posttrain.config.resolve import filled, validate
@@ -394,6 +396,15 @@ def test_run_of_a_mixture_keeps_shares_and_limits_and_a_resumed_one_repeats_it(p
     for part in ("sums", "words"):
         rewards = [row["reward"] for row in held if str(row["task"]).startswith(part)]
         assert rewards and last[f"eval/mixture/{part}/reward"] == pytest.approx(sum(rewards) / len(rewards))
+        assert last[f"eval/mixture/{part}/accuracy"] == pytest.approx(sum(r >= 0.3 for r in rewards) / len(rewards))
+    assert last["eval/tasks"] == len({row["task"] for row in held})
+    of_part = Counter(str(task).partition("/")[0] for task in {row["task"] for row in held})
+    sizes = "\n".join(read_run(run)["sizes"])
+    assert f"{len({row['task'] for row in held})} held out: sums {of_part['sums']}, words {of_part['words']} (" in sizes
+    page = "\n".join(summary_page.page(RunSummary.read(run)))
+    assert "rows in memory" not in page and "sums envs.py:digits, words envs.py:dialogue" in page
+    for part in ("sums", "words"):
+        assert f"{part} accuracy" in page and f"-> {last[f'eval/mixture/{part}/accuracy']:.3f}" in page
     for step in range(4, 7):
         shutil.rmtree(run / "checkpoints" / f"step-{step:06d}")
     assert main(["rl", "--out", run.name, "--resume", "--quiet"]) == 0

@@ -20,6 +20,7 @@ from posttrain.runs.terminal.live_region import fitted
 from posttrain.runs.terminal.output import wrapped
 
 WIDTH, LABEL = 80, 12
+PART = "mixture/"  # the beginning of the figures of parts
 HELD, FOUND, OPTIONS = 4, 3, 3  # most lines of held-out figures, of findings, of options
 ELSEWHERE = {"algorithm", "model", "tasks", "env", "steps", "out"}
 """Options that the page shows in lines of their own."""
@@ -38,17 +39,18 @@ def page(run: RunSummary) -> list[str]:
     lines.append(_line("model", f"{model} ({size})" if size else model))
     rows = next((line for line in sizes if line.endswith(" held out") or " held out" in line), "")
     rows = re.sub(r" \(.*?\)", "", rows)  # without the columns
-    lines.append(_line("data", ": ".join(filter(None, [str(config.get("tasks") or "rows in memory"), rows]))))
+    parts = {name: own for name, own in (config.get("mixture") or {}).items() if isinstance(own, dict)}
+    files = str(config.get("tasks") or ("" if parts else "rows in memory"))
+    lines += _flowed("data", [": ".join(filter(None, [files, rows]))], 2)
     scoring = implying(config)
     if config.get("env"):
         lines.append(_line("reward", " ".join(typed(run.about, scoring)) or str(config["env"])))
+    elif scored := [f"{name} {own['env']}" for name, own in parts.items() if own.get("env")]:
+        lines += _flowed("reward", [", ".join(scored)], 2)
     options = {name: value for name, value in changed(run.about).items() if name not in {*ELSEWHERE, *scoring}}
     if options:
         lines += _flowed("options", typed(run.about, options), OPTIONS)
-    figures = run.held_out()
-    lines += [_line("held out" if i == 0 else "", _figure(one)) for i, one in enumerate(figures[:HELD])]
-    if not figures:
-        lines.append(_line("held out", "nothing"))
+    lines += _held_out(run.held_out())
     trained = [f"{on_terminal(one['name'])} {one['first']:.3f} -> {one['last']:.3f}" for one in run.trained()]
     if trained:
         lines += _flowed("training", [f"{', '.join(trained)} (first -> last tenth)"], 2)
@@ -96,6 +98,15 @@ def _figure(figure: dict[str, Any]) -> str:
     return text if change is None else f"{text}, change {_change(change)} ({several(change['tasks'], 'task')})"
 
 
+def _held_out(figures: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the lines of the held-out figures; those of the parts of a mixture together."""
+    parts = [one for one in figures if one["name"].startswith(PART)]
+    whole = [one for one in figures if one not in parts][:HELD]
+    lines = [_line("held out" if i == 0 else "", _figure(one)) for i, one in enumerate(whole)]
+    lines += _flowed("by part", [", ".join(map(_figure, parts))], HELD) if parts else []
+    return lines or [_line("held out", "nothing")]
+
+
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
@@ -108,7 +119,11 @@ def _change(change: dict[str, Any]) -> str:
 
 def _findings(run: RunSummary) -> list[str]:
     if not run.findings:
-        return [_line("health", "nothing found")]
+        fell = [
+            on_terminal(one["name"]) for one in run.held_out() if one["change"] and (one["change"]["high"] or 0) < 0
+        ]
+        said = f"held-out {' and '.join(fell)} fell by more than chance" if fell else "nothing found"
+        return [_line("health", said)]
     shown = run.findings[-FOUND:]
     lines = [f"step {one['step']}: {one['message'].partition(chr(10))[0]}" for one in shown]
     if left := len(run.findings) - len(shown):

@@ -6,24 +6,22 @@ Decides the order in which lines are dropped if there is little room. The bar, t
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from posttrain.core.messages import safe
-from posttrain.runs.metrics_table import BY_NAME, METRICS, on_terminal
+from posttrain.runs.metrics_table import BY_NAME, METRICS, OF_PARTS, measured, metric_named, on_terminal
 from posttrain.runs.metrics_table import HELD_OUT as EVALUATED
 from posttrain.runs.terminal.live_region import Line, cells, fitted
 
 ESSENTIAL = 3  # number of figures shown at any size: reward, accuracy, entropy
 GAP = "   "
 HELD_OUT = "held-out"
-MOST_HELD_OUT = 4  # held-out figures in a line of a step: metrics.jsonl has all
+MOST_HELD_OUT, MOST_PARTS = 4, 8  # held-out figures in a line of a step, and of parts: metrics.jsonl has all
 EQUAL_GROUPS, ADVANTAGE = "groups/no_signal", "advantage/abs"
 BARS = "▁▂▃▄▅▆▇█"
 LONGEST_CURVE = 48
-_PART = re.compile(r"mixture/(.+)/(\w+)")  # a figure of a part of a mixture, or of a set of held-out tasks
 NARROWEST = 20  # columns needed for more than the steps and the remaining time
 
 
@@ -70,7 +68,11 @@ def figures(values: Mapping[str, float]) -> list[tuple[str, str]]:
         if metric.terminal and metric.name in values and not metric.hidden(values)
         if (values[metric.name] or not metric.silent) and not (metric.name == EQUAL_GROUPS and _of_one(values))
     ]
-    return shown + [(f"{HELD_OUT} {label}", value) for label, value in _of_held_out(values)[:MOST_HELD_OUT]]
+    held_out = _names_of_held_out(values)
+    parts = [name for name in held_out if (metric := metric_named(name)) is not None and metric.panel == OF_PARTS]
+    others = [name for name in held_out if name not in parts][:MOST_HELD_OUT]
+    kept = [name for name in held_out if name in {*others, *parts[:MOST_PARTS]}]
+    return shown + [(f"{HELD_OUT} {label}", value) for label, value in _of_held_out(values, kept)]
 
 
 def _of_one(values: Mapping[str, float]) -> bool:
@@ -78,16 +80,23 @@ def _of_one(values: Mapping[str, float]) -> bool:
     return values[EQUAL_GROUPS] == 1 and values.get(ADVANTAGE, 0.0) > 0
 
 
-def _of_held_out(values: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return (label without "held-out", value) pairs, in the order of the table."""
-    own = [name for name in (*BY_NAME, *values) if name.startswith(EVALUATED) and name in values]
-    own = [name for name in own if name not in BY_NAME or not BY_NAME[name].hidden(values)]
-    labels = {name: _PART.sub(r"\1 \2", on_terminal(name.removeprefix(EVALUATED))) for name in own}
-    return [
-        (label, _figure(values[name], ".3f"))
-        for name, label in labels.items()
-        if label.rpartition(" ")[2] != "invalid" or values[name]
-    ]
+def _names_of_held_out(values: Mapping[str, float]) -> list[str]:
+    """Return the held-out figures to show: first those by which a run is judged, then those in the order of the table."""
+    found = []
+    for name in dict.fromkeys([*measured(values), *BY_NAME, *values]):
+        metric = metric_named(name)
+        if name not in values or not name.startswith(EVALUATED) or name == f"{EVALUATED}tasks":
+            continue
+        if metric is not None and metric.hidden(values):
+            continue
+        if values[name] or not name.endswith("/invalid"):
+            found.append(name)
+    return found
+
+
+def _of_held_out(values: Mapping[str, float], names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return (label without "held-out", value) pairs."""
+    return [(on_terminal(name.removeprefix(EVALUATED)), _figure(values[name], ".3f")) for name in names]
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
@@ -130,7 +139,7 @@ def _flowed(shown: Sequence[tuple[str, str]], width: int) -> list[Line]:
 
 def _held_out(values: Mapping[str, float], width: int) -> list[Line]:
     """Return rows of the held-out figures, with a label at the left."""
-    rows = _flowed(_of_held_out(values), width - len(HELD_OUT) - 1)
+    rows = _flowed(_of_held_out(values, _names_of_held_out(values)), width - len(HELD_OUT) - 1)
     return [[((HELD_OUT if i == 0 else " " * len(HELD_OUT)) + " ", "dim"), *row] for i, row in enumerate(rows)]
 
 

@@ -6,6 +6,7 @@ thin layers over it. `sft`, `prefer` and `reward_model` have modules of their ow
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -26,7 +27,7 @@ from posttrain.core.rollouts import Outcome, Rollout
 from posttrain.core.seeds import seed_of
 from posttrain.core.transcripts import Mask
 from posttrain.core.types import Task, UserError
-from posttrain.data.mixed_tasks import MixedTasks
+from posttrain.data.mixed_tasks import MixedTasks, part_of
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.engines.open_engine import open_engine
 from posttrain.engines.pool.engine_pool import EnginePool
@@ -123,7 +124,9 @@ def rl(context: RunContext[RL]) -> RunParts:
     )
     source = _source(run, collector, learner, algorithm, tokenizer, opened_teachers)
     opened.push(partial(_leave, source, run.world))
-    tasks = f"{amount(train_tasks)}, {held_out_number(config, len(evaluated))}"
+    in_parts = isinstance(held_out, MixedTasks)
+    held_out_tasks = held_out_number(config, Counter(map(part_of, evaluated)) if in_parts else len(evaluated))
+    tasks = f"{amount(train_tasks)}, {held_out_tasks}"
     sizes = _sizes(config, algorithm, model, tasks, engine)
     sizes += [*order_lines(config, order), *known.lines, *ground.lines]
     sizes += source.recording.describe(algorithm.wants, Need.REFERENCE in algorithm.needs)
@@ -136,9 +139,7 @@ def rl(context: RunContext[RL]) -> RunParts:
         config.steps,
         sizes,
         describe(algorithm),
-        _measure(config, source, engine, evaluated, isinstance(held_out, MixedTasks), opened_teachers)
-        if evaluated
-        else None,
+        _measure(config, source, engine, evaluated, in_parts, opened_teachers) if evaluated else None,
         notifiers=(too_long, *filter(None, [source.watch]), *([engine] if isinstance(engine, EnginePool) else [])),
     )
 

@@ -113,7 +113,7 @@ def _help(words: list[str]) -> str | None:
 def prepared(words: list[str]) -> list[str]:
     """Return the words with recipes, numbers and escapes processed. Words after -- belong to another command."""
     end = words.index("--") if "--" in words else len(words)
-    return [*_unescaped(_refuse_fractions(_by_name(_recipe(words[:end])))), *words[end:]]
+    return [*_recipe(_unescaped(_refuse_fractions(_by_name(words[:end])))), *words[end:]]
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -200,8 +200,7 @@ def _recipe(arguments: list[str]) -> list[str]:
             if not path:
                 raise UserError("--config needs a file: --config recipe.toml")
             words = arguments[:place] + rest
-            _take_defaults(Path(path), arguments[0], words)
-            return words
+            return _take_defaults(Path(path), arguments[0], words)
     return arguments
 
 
@@ -272,7 +271,8 @@ def _is_template(name: str) -> bool:
     return name.replace("_", "-") in TEMPLATES
 
 
-def _take_defaults(file: Path, verb: str, words: list[str]) -> None:
+def _take_defaults(file: Path, verb: str, words: list[str]) -> list[str]:
+    """Make the verb's table of a recipe the defaults. Return the words, with the rest of the tables that they change."""
     from cyclopts.config import Dict
 
     if command_of([verb]) is None and not is_heading([verb]):
@@ -295,7 +295,41 @@ def _take_defaults(file: Path, verb: str, words: list[str]) -> None:
             if dotted := next((part for part in tables if "." in part), None):
                 raise UserError(f"{file}: [{verb}.{name}] has the name {dotted!r:.60}: write it without a dot")
             options[name] = {kind: _as_words(own) for kind, own in tables.items()}
+    words = [*words, *_rest_of_tables(options, words)]
     app.config = (Dict({verb: options}, source=str(file)),)
+    return words
+
+
+def _rest_of_tables(options: dict[str, Any], words: list[str]) -> list[str]:
+    """Remove the tables of a recipe in which these words set entries, and return their other entries as words: the
+    command line replaces an entry, not its table.
+    """
+    given = {_plain(word.partition("=")[0]) for word in words if word.startswith("--")}
+    settings = {word.removeprefix("--set=").partition("=")[0].strip() for word in words}  # --set NAME=VALUE
+    rest: list[str] = []
+    for name, table in list(options.items()):
+        if name == "set" and "--set" in given:
+            rest += [f"--set={one}" for one in options.pop(name) if one.partition("=")[0].strip() not in settings]
+        elif isinstance(table, dict) and any(word.startswith(f"{_plain(f'--{name}')}.") for word in given):
+            entries = _entries(options.pop(name), f"--{name.replace('_', '-')}")
+            rest += [f"{entry}={value}" for entry, value in entries.items() if _plain(entry) not in given]
+    return rest
+
+
+def _entries(table: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return option -> value, for all values of a table and of the tables in it."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= _entries(value, f"{name}.{key}") if isinstance(value, dict) else {f"{name}.{key}": value}
+    return found
+
+
+def _plain(option: str) -> str:
+    """Return the name of an option in one spelling: words within its first and its last name may be joined by - or _."""
+    first, *inner = option.split(".")
+    if not inner:
+        return first.replace("_", "-")
+    return ".".join([first.replace("_", "-"), *inner[:-1], inner[-1].replace("_", "-")])
 
 
 def _as_trained(file: Path, verb: str, table: dict[str, Any], words: list[str]) -> dict[str, Any]:

@@ -440,6 +440,28 @@ def test_shares_of_a_run_follow_from_the_results_before_and_a_resumed_one_repeat
     assert (run / "metrics.jsonl").read_bytes() == whole
 
 
+def test_the_command_line_replaces_an_entry_of_a_recipes_table_and_keeps_the_others(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place / "tables.toml").write_text(
+        '[rl.fields]\nprompt = "a"\nanswer = "b"\n[rl.settings]\n"surrogate.high" = 0.3\n"surrogate.low" = 0.1\n'
+        + RECIPE
+    )
+    seen: list[RL] = []
+    monkeypatch.setattr("posttrain.cli.training_commands.trained", lambda config: seen.append(config) or 0)
+    given = "--mixture.sums.weight 1 --mixture.words.max-tokens=7 --mixture.more.tasks m.jsonl --fields.prompt q"
+    assert main(["rl", "--config", "tables.toml", *given.split(), "--set", "surrogate.high=0.5"]) == 0
+    (found,) = seen
+    texts = {name: {key: str(value) for key, value in own.items()} for name, own in PARTS.items()}
+    assert found.mixture == {
+        "sums": texts["sums"] | {"weight": "1"},
+        "words": {**{k: v for k, v in texts["words"].items() if k != "max_tokens"}, "max-tokens": "7"},
+        "more": {"tasks": "m.jsonl"},
+    }
+    assert found.fields == {"prompt": "q", "answer": "b"}
+    assert found.settings == {"surrogate.high": "0.5", "surrogate.low": "0.1"}
+
+
 @pytest.mark.slow
 def test_mixture_of_several_processes_and_engines_samples_the_same_rollouts(
     place: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@ saved), 130 interrupted by Ctrl-C, SIGTERM or SIGHUP (and saved).
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import signal
@@ -113,7 +114,8 @@ def _help(words: list[str]) -> str | None:
 def prepared(words: list[str]) -> list[str]:
     """Return the words with recipes, numbers and escapes processed. Words after -- belong to another command."""
     end = words.index("--") if "--" in words else len(words)
-    return [*_recipe(_unescaped(_refuse_fractions(_by_name(words[:end])))), *words[end:]]
+    own = _recipe(_unescaped(_refuse_fractions(_by_name(words[:end]))))
+    return [*_tables_of_parts(own), *words[end:]]
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -290,12 +292,13 @@ def _take_defaults(file: Path, verb: str, words: list[str]) -> list[str]:
                 options.pop(other, None)
     if settings := options.pop("settings", None):
         options["set"] = [f"{place}={value}" for place, value in settings.items()]
-    for name in ("kinds", "mixture"):
-        if isinstance(tables := options.get(name), dict):
-            if dotted := next((part for part in tables if "." in part), None):
-                raise UserError(f"{file}: [{verb}.{name}] has the name {dotted!r:.60}: write it without a dot")
-            options[name] = {kind: _as_words(own) for kind, own in tables.items()}
+    nested = [name for name in ("kinds", "mixture") if isinstance(options.get(name), dict)]
+    for name in nested:
+        if dotted := next((part for part in options[name] if "." in part), None):
+            raise UserError(f"{file}: [{verb}.{name}] has the name {dotted!r:.60}: write it without a dot")
     words = [*words, *_rest_of_tables(options, words)]
+    for name in options.keys() & nested:
+        options[name] = {kind: _as_words(own) for kind, own in options[name].items()}
     app.config = (Dict({verb: options}, source=str(file)),)
     return words
 
@@ -316,11 +319,26 @@ def _rest_of_tables(options: dict[str, Any], words: list[str]) -> list[str]:
     return rest
 
 
+def _tables_of_parts(words: list[str]) -> list[str]:
+    """Return the words with the entries of a part's table, as --mixture.PART.fields.NAME COLUMN, in one as JSON."""
+    tables: dict[str, dict[str, str]] = {}
+    rest: list[str] = []
+    left = iter(words)
+    for word in left:
+        name, equals, value = word.partition("=")
+        option, *inner = name.split(".", 3)
+        if option == "--mixture" and len(inner) == 3:
+            tables.setdefault(".".join([option, *inner[:2]]), {})[inner[2]] = value if equals else next(left, "")
+        else:
+            rest.append(word)
+    return [*rest, *(f"{name}={json.dumps(table)}" for name, table in tables.items())]
+
+
 def _entries(table: dict[str, Any], name: str) -> dict[str, Any]:
     """Return option -> value, for all values of a table and of the tables in it."""
     found: dict[str, Any] = {}
     for key, value in table.items():
-        found |= _entries(value, f"{name}.{key}") if isinstance(value, dict) else {f"{name}.{key}": value}
+        found |= _entries(value, f"{name}.{key}") if isinstance(value, dict) else {f"{name}.{key}": _as_word(value)}
     return found
 
 
@@ -367,7 +385,13 @@ def _as_words(own: Any) -> Any:
     """Return a settings value as the command line writes it: several values with commas between them."""
     if not isinstance(own, dict):
         return own
-    return {name: ",".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in own.items()}
+    return {name: _as_word(value) for name, value in own.items()}
+
+
+def _as_word(value: Any) -> str:
+    if isinstance(value, dict):
+        return json.dumps(value)
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _read_recipe(file: Path) -> dict[str, Any]:

@@ -133,7 +133,7 @@ _TRAINING = (
     Metric("epoch", "Epoch", "", "How often the training rows have been gone through."),
     Metric("curriculum/solve_rate", "Curriculum: solve rate", "share", "Mean running solve rate of the tasks that were sampled so far (`--curriculum solve-rate`).", zero=True),
     Metric("curriculum/seen", "Curriculum: share of tasks seen", "share", "Share of the tasks that have a running solve rate."),
-    Metric("curriculum/stage", "Curriculum: stage", "", "Number of the stage or level of the step (`--curriculum stages`, `levels`)."),
+    Metric("curriculum/stage", "Curriculum: stage", "", "Number of the stage or level of the step (`--curriculum stages`, `levels`).", LEARNING, terminal="stage", form=".0f"),
     Metric("curriculum/accuracy", "Curriculum: accuracy of the stage", "share", "Running accuracy on the tasks of the stage or level, which ends it.", zero=True),
     Metric("curriculum/share", "Curriculum: share of the floor", "share", "Share of the prompts of a step that the floor of the curriculum takes: tasks in turn, or tasks of earlier stages or levels."),
     Metric("mixture/{part}/share", "Mixture: share of {part}", "share", "Share of the prompts of a step that are of this part of a mixture."),

@@ -425,10 +425,10 @@ def rate_note(plan: Optimization, adapted: bool, size: int) -> list[str]:
     return [f"--lr {lr:g} moves a model of {size / 1e6:.2g} million parameters little: {usual} is usual at this size"]
 
 
-def reply_length_note(max_tokens: int, context: int) -> list[str]:
-    """Return a line for the user if no reply can be as long as --max-tokens allows; else []."""
-    if max_tokens < context:
-        return []
+def reply_length_note(lengths: Mapping[str, int], context: int) -> list[str]:
+    """Return lines for the user about options, with their values, that allow replies as no model has them; else []."""
     return [
-        f"--max-tokens {max_tokens} is more than a reply can have: the model's context is {context} tokens, prompt included"
+        f"{option} {most} is more than a reply can have: the model's context is {context} tokens, prompt included"
+        for option, most in lengths.items()
+        if most >= context
     ]

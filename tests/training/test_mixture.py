@@ -449,17 +449,74 @@ def test_the_command_line_replaces_an_entry_of_a_recipes_table_and_keeps_the_oth
     )
     seen: list[RL] = []
     monkeypatch.setattr("posttrain.cli.training_commands.trained", lambda config: seen.append(config) or 0)
-    given = "--mixture.sums.weight 1 --mixture.words.max-tokens=7 --mixture.more.tasks m.jsonl --fields.prompt q"
+    (place / "tables.toml").write_text(
+        (place / "tables.toml").read_text() + '[rl.mixture.words.fields]\nprompt = "p"\n'
+    )
+    given = "--mixture.words.fields.answer w --mixture.sums.weight 1 --mixture.words.max-tokens=7 --fields.prompt q"
+    given += " --mixture.more.tasks m.jsonl"
     assert main(["rl", "--config", "tables.toml", *given.split(), "--set", "surrogate.high=0.5"]) == 0
     (found,) = seen
     texts = {name: {key: str(value) for key, value in own.items()} for name, own in PARTS.items()}
     assert found.mixture == {
         "sums": texts["sums"] | {"weight": "1"},
-        "words": {**{k: v for k, v in texts["words"].items() if k != "max_tokens"}, "max-tokens": "7"},
+        "words": {
+            **{k: v for k, v in texts["words"].items() if k != "max_tokens"},
+            "max-tokens": "7",
+            "fields": json.dumps({"answer": "w", "prompt": "p"}),
+        },
         "more": {"tasks": "m.jsonl"},
     }
     assert found.fields == {"prompt": "q", "answer": "b"}
     assert found.settings == {"surrogate.high": "0.5", "surrogate.low": "0.1"}
+
+
+def test_a_part_renames_columns_of_its_own_and_its_errors_name_its_options(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "asked.jsonl").write_text(
+        "".join(json.dumps({"q": row["prompt"], "a": row["answer"]}) + "\n" for row in SUMS)
+    )
+    (place / "needs.py").write_text(
+        "SUCCESS = 0.3\n\ndef reward(task, reply):\n    return float(task['final'] == reply)\n"
+    )
+    words = (
+        "rl --model start --prompts 2 --group 2 --steps 1 --env-workers 0 --threads 1 --out columns --overwrite".split()
+    )
+    parts = "--max-tokens 999 --mixture.a.max-tokens 2 --mixture.b.max-tokens 2".split()
+    parts += "--mixture.a.tasks words.jsonl --mixture.b.tasks asked.jsonl".split()
+    named = "--mixture.b.fields.prompt q --mixture.b.fields.answer=a".split()
+    assert main([*words, *parts, *named, "--env", "envs.py:digits"]) == 0
+    out = capsys.readouterr().out
+    assert "of at most 2 tokens" in out and "more than a reply can have" not in out
+    assert {row["prompt"] for row in read_rollouts(place / "columns", 1) if row["task"].startswith("b/")} <= {
+        row["prompt"] for row in SUMS
+    }
+    (place / "columns.toml").write_text(
+        '[rl.mixture.a]\ntasks = "words.jsonl"\n[rl.mixture.b]\ntasks = "asked.jsonl"\n'
+        'fields = { prompt = "q", answer = "a" }\n'
+    )
+    assert main([*words, "--env", "envs.py:digits", "--max-tokens", "2", "--config", "columns.toml"]) == 0
+    capsys.readouterr()
+    for more, said in (
+        (
+            [],
+            "part b of the mixture: asked.jsonl:1: no prompt; the row has: q, a; name its column: --mixture.b.fields.prompt",
+        ),
+        (
+            ["--fields.prompt", "q"],
+            "words.jsonl:1: no column 'q'; the columns are: prompt, answer; name it with --mixture.a.fields.prompt COLUMN",
+        ),
+        (["--mixture.b.fields", "q"], "--mixture.b.fields renames columns: write --mixture.b.fields.prompt COLUMN"),
+        (
+            [*named, "--mixture.b.env", "needs.py:reward"],
+            "part b of the mixture: the environment fails with every sample",
+        ),
+        (named, "; or give this part its own --mixture.a.env"),
+    ):
+        env = ["--env", "needs.py:reward"] if "or give" in said else ["--env", "envs.py:digits"]
+        assert main([*words, *parts, *env, *more]) == 2
+        error = " ".join(capsys.readouterr().err.split())
+        assert said in error, error
 
 
 @pytest.mark.slow

@@ -295,6 +295,8 @@ def _learner(
 def _sizes(config: RL, algorithm: Algorithm, model: Model, tasks: str, engine: Engine) -> list[str]:
     """Describe the sizes of the run, with a note on a learning rate that is far from the usual ones."""
     rollouts = config.prompts * config.group
+    lengths = {f"--mixture.{name}.max-tokens": own.max_tokens for name, own in parts_of(config).items()}
+    lengths = lengths or {"--max-tokens": config.max_tokens}
     note: list[str] = []
     if algorithm.trust_region is None:  # otherwise the KL bounds the step, not the learning rate
         note = rate_note(optimization(config, 1), is_adapted(model), parameters(model))
@@ -302,10 +304,10 @@ def _sizes(config: RL, algorithm: Algorithm, model: Model, tasks: str, engine: E
         f"model {size_of(model)}, context {model.config.context}, vocabulary {model.config.vocab}",
         tasks,
         f"{several(config.steps, 'step')} of {several(config.prompts, 'prompt')} x {several(config.group, 'rollout')} = "
-        f"{several(rollouts, 'rollout')} of at most {several(config.max_tokens, 'token')}; "
+        f"{several(rollouts, 'rollout')} of at most {several(max(lengths.values()), 'token')}; "
         f"micro-batches of {microbatch_tokens(config, model)} tokens; "
         f"{min(config.slots, rollouts)} sampled at once by {engine.backend}",
-        *reply_length_note(config.max_tokens, model.config.context),
+        *reply_length_note(lengths, model.config.context),
         *note,
     ]
 

@@ -21,6 +21,7 @@ LEARNING, HONEST, EXPLORING, STABLE = QUESTIONS = (
 """The groups of the overview."""
 
 HELD_OUT = "eval/"
+MEASURED = (HELD_OUT, "suite/", "forget/")  # beginnings of the names of what an evaluation measures
 REWARDS = "reward/{part}"
 SUITE = "Suite"  # the panel of its parts
 OF_PARTS = "Held-out: parts"  # the panel of parts of a mixture, and of sets of held-out tasks
@@ -93,11 +94,11 @@ _TRAINING = (
     Metric(REWARDS, "Reward: {part}", "", "Mean of one part of the reward, by the name that the environment gives it, or the reward of one side of a game.", HONEST, "Parts of the reward", plotted=True, checked=True),
     Metric("divergence", "KL from the teacher", "nats per token", "Distance of the policy from its teacher that distillation minimises.", LEARNING, colour="red", plotted=True, terminal="divergence", form=".4f", checked=True),
     Metric("eval/accuracy", "Held-out accuracy", "share", "Accuracy on the held-out tasks or comparisons.", LEARNING, colour="green", plotted=True, checked=True),
-    Metric("eval/tasks", "Held-out tasks", "count", "Number of held-out tasks, or examples with comparisons, that the held-out accuracy is a mean of.", checked=True),
-    Metric("suite/mean", "Mean over the suite", "", "Mean over the parts of `--eval-suite`: of their accuracy, or of their reward where nothing defines a right reply.", LEARNING, SUITE, "mean", "green", plotted=True),
+    Metric("eval/tasks", "Held-out tasks", "count", "Number of held-out tasks, or examples with comparisons, that the held-out accuracy is a mean of.", checked=True, unless=("eval/accuracy",)),
+    Metric("suite/mean", "Mean over the suite", "", "Mean over the parts of `--eval-suite`: of their accuracy, or of their reward where nothing defines a right reply.", LEARNING, SUITE, "mean", "green", plotted=True, terminal="suite mean"),
     *(Metric(f"suite/{{part}}/{what}", f"Suite: {title} of {{part}}", unit, f"{meaning} of this part of `--eval-suite`.", LEARNING if shown else "", SUITE if shown else "", "{part}", unless=unless, checked=what in ("accuracy", "tasks")) for what, title, unit, meaning, shown, unless in _OF_SUITE),
     Metric("eval/loss", "Held-out loss", "nats per token", "Negative log-likelihood of the held-out responses.", LEARNING, colour="green", plotted=True),
-    Metric("forget/loss", "Loss of the texts of --forget", "nats per token", "Negative log-likelihood of texts that are not trained on: it rises where training makes the model forget.", LEARNING, colour="red", plotted=True, checked=True),
+    Metric("forget/loss", "Loss of the texts of --forget", "nats per token", "Negative log-likelihood of texts that are not trained on: it rises where training makes the model forget.", LEARNING, colour="red", plotted=True, terminal="loss of --forget", checked=True),
     Metric("eval/divergence", "Held-out KL from the teacher", "nats per token", "KL(policy || teacher) at the policy's replies to held-out tasks, whatever distillation minimises.", LEARNING, colour="green", plotted=True),
     Metric("accuracy", "Accuracy", "share", "Share of the rollouts whose reward counts as success; of comparisons, share that the model decides as the data do.", LEARNING, colour="green", plotted=True, terminal="accuracy", checked=True),
     Metric("eval/reward", "Held-out reward", "", "Mean reward on the held-out tasks.", LEARNING, colour="green", plotted=True),
@@ -257,20 +258,29 @@ BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
 
 
 def measured(logged: Collection[str]) -> list[str]:
-    """Return the held-out figures by which a run is judged, of those that it has logged: of a family those of each
-    part.
+    """Return the figures of evaluations by which a run is judged, of those that it has logged, in the order of the table:
+    of a family those of each part.
     """
-    own = {name: metric for name in logged if name.startswith(HELD_OUT) and (metric := metric_named(name)) is not None}
+    own = {name: metric for name in logged if name.startswith(MEASURED) and (metric := metric_named(name)) is not None}
     shown = [name for name, metric in own.items() if metric.group == LEARNING and not metric.hidden(logged)]
-    places = {metric.name: place for place, metric in enumerate(METRICS)}
-    return sorted(shown, key=lambda name: places.get(name, places[f"{HELD_OUT}mixture/{{part}}/accuracy"]))
+    return sorted(shown, key=_place)
+
+
+@cache
+def _place(name: str) -> int:
+    """Return the place of a metric, or of its family, in the table."""
+    exact = (place for place, metric in enumerate(METRICS) if metric.name == name)
+    families = (place for place, m in enumerate(METRICS) if "{" in m.name and m.pattern.fullmatch(name))
+    return next(exact, None) or next(families)
 
 
 def on_terminal(name: str) -> str:
     """Return the label of a figure on the terminal, in words: of training data and of held-out data, of a step and of a
-    run. `name`: without "eval/".
+    run, or of a part of an evaluation. `name`: without "eval/".
     """
     metric = BY_NAME.get(name) or BY_NAME.get(HELD_OUT + name)
+    if metric is None and (family := metric_named(name)) is not None and family.panel == SUITE:
+        return f"suite {family.line}"
     if metric is None:
         return _PART.sub(r"\1 \2", name)
     words = metric.title.replace(",", "")

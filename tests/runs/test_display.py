@@ -132,6 +132,22 @@ def test_a_line_shows_one_held_out_figure_of_every_part_of_a_mixture_also_of_one
     assert outcome([first, last])[1] == "held-out sums accuracy 0.000 -> 0.000"
 
 
+def test_a_suite_and_texts_of_forget_are_on_the_line_and_at_the_end_with_their_values_before() -> None:
+    out = io.StringIO()
+    display = Display(stream=out, clock=Clock())
+    display.start("SFT", 1, [])
+    suite = {"suite/mean": 0.25, "suite/sums/accuracy": 0.5, "suite/sums/reward": 0.6, "suite/code/reward": 0.0}
+    figures_of_step = {**suite, "suite/sums/length": 9.0, "suite/code/tasks": 4.0, "forget/loss": 2.5}
+    display.before(figures_of_step)
+    display.step(1, {"loss": 1.0, **figures_of_step}, {})
+    display.close()
+    told = "suite mean 0.250  suite sums 0.500  suite code 0.000  loss of --forget 2.500"
+    _, before, line = out.getvalue().splitlines()
+    assert before == f"before training  {told}" and told in line
+    rows = [{"step": 0, **figures_of_step}, {"step": 1, **figures_of_step, "suite/sums/accuracy": 0.75}]
+    assert outcome(rows)[:2] == ["suite mean 0.250 -> 0.250", "suite sums 0.500 -> 0.750"]
+
+
 def test_a_line_has_one_speed_and_no_held_out_figure_that_a_more_exact_one_replaces() -> None:
     out = io.StringIO()
     display = Display(stream=out, clock=Clock())

@@ -14,13 +14,13 @@ from posttrain.apps.view.comparison_warnings import warnings_of
 from posttrain.config.service_options import implying
 from posttrain.core.intervals import Interval
 from posttrain.core.messages import dashed, readable, several
-from posttrain.runs.metrics_table import on_terminal
+from posttrain.runs.metrics_table import MEASURED, on_terminal
 from posttrain.runs.run_options import changed, differing, typed
 from posttrain.runs.terminal.live_region import fitted
 from posttrain.runs.terminal.output import wrapped
 
 WIDTH, LABEL = 80, 12
-PART = "mixture/"  # the beginning of the figures of parts
+PART = ("mixture/", "suite/")  # beginnings of the figures of parts
 HELD, FOUND, OPTIONS = 4, 3, 3  # most lines of held-out figures, of findings, of options
 ELSEWHERE = {"algorithm", "model", "tasks", "env", "steps", "out"}
 """Options that the page shows in lines of their own."""
@@ -99,7 +99,7 @@ def _figure(figure: dict[str, Any]) -> str:
 
 
 def _held_out(figures: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the lines of the held-out figures; those of the parts of a mixture together."""
+    """Return the lines of the held-out figures; those of the parts of a mixture or suite together."""
     parts = [one for one in figures if one["name"].startswith(PART)]
     whole = [one for one in figures if one not in parts][:HELD]
     lines = [_line("held out" if i == 0 else "", _figure(one)) for i, one in enumerate(whole)]
@@ -169,7 +169,7 @@ def side_by_side(a: RunSummary, b: RunSummary) -> tuple[Table, Table, list[str]]
     own = [{figure["name"]: figure for figure in run.held_out()} for run in (a, b)]
     for name in islice(names_of_figures((a, b)), 8):
         cells = [None if name not in side else _ends(side[name]["before"], side[name]["after"]) for side in own]
-        figures.append([f"held-out {on_terminal(name)}", *cells])
+        figures.append([f"{'' if name.startswith(MEASURED) else 'held-out '}{on_terminal(name)}", *cells])
     for name in dict.fromkeys(one["name"] for run in (a, b) for one in run.trained()):
         both = [run.tenths(name) for run in (a, b)]
         cells = [None if of is None else _ends(of["first"], of["last"]) for of in both]

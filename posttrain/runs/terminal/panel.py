@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from posttrain.core.messages import safe
-from posttrain.runs.metrics_table import BY_NAME, METRICS, OF_PARTS, measured, metric_named, on_terminal
+from posttrain.runs.metrics_table import (
+    BY_NAME,
+    MEASURED,
+    METRICS,
+    OF_PARTS,
+    SUITE,
+    measured,
+    metric_named,
+    on_terminal,
+)
 from posttrain.runs.metrics_table import HELD_OUT as EVALUATED
 from posttrain.runs.terminal.live_region import Line, cells, fitted
 
@@ -42,7 +51,7 @@ def compose(view: View, columns: int, rows: int) -> list[Line]:
     width = max(1, columns - 1)
     if columns < NARROWEST or rows < 3:
         return [_progress(view, width)]
-    held_out = {name: value for name, value in view.values.items() if name.startswith(EVALUATED)}
+    held_out = {name: value for name, value in view.values.items() if name.startswith(MEASURED)}
     own = figures({name: value for name, value in view.values.items() if name not in held_out})
     essential, others = _rows(own[:ESSENTIAL], own[ESSENTIAL:], width)
     parts: list[tuple[int, list[Line]]] = [  # (rank, lines), in the order of drawing
@@ -65,14 +74,20 @@ def figures(values: Mapping[str, float]) -> list[tuple[str, str]]:
     shown = [
         (metric.terminal, _figure(values[metric.name], metric.form))
         for metric in METRICS
-        if metric.terminal and metric.name in values and not metric.hidden(values)
+        if metric.terminal
+        and metric.name in values
+        and not metric.hidden(values)
+        and not metric.name.startswith(MEASURED)
         if (values[metric.name] or not metric.silent) and not (metric.name == EQUAL_GROUPS and _of_one(values))
     ]
     held_out = _names_of_held_out(values)
-    parts = [name for name in held_out if (metric := metric_named(name)) is not None and metric.panel == OF_PARTS]
+    parts = [
+        name for name in held_out if (metric := metric_named(name)) is not None and metric.panel in (OF_PARTS, SUITE)
+    ]
     others = [name for name in held_out if name not in parts][:MOST_HELD_OUT]
     kept = [name for name in held_out if name in {*others, *parts[:MOST_PARTS]}]
-    return shown + [(f"{HELD_OUT} {label}", value) for label, value in _of_held_out(values, kept)]
+    said = [f"{HELD_OUT} " if name.startswith(EVALUATED) else "" for name in kept]
+    return shown + [(f"{x}{label}", value) for x, (label, value) in zip(said, _of_held_out(values, kept), strict=True)]
 
 
 def _of_one(values: Mapping[str, float]) -> bool:
@@ -85,7 +100,8 @@ def _names_of_held_out(values: Mapping[str, float]) -> list[str]:
     found = []
     for name in dict.fromkeys([*measured(values), *BY_NAME, *values]):
         metric = metric_named(name)
-        if name not in values or not name.startswith(EVALUATED) or name == f"{EVALUATED}tasks":
+        evaluated = name.startswith(EVALUATED) or name in measured(values)  # of a suite, only the figure of each part
+        if name not in values or not evaluated:
             continue
         if metric is not None and metric.hidden(values):
             continue

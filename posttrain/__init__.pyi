@@ -318,9 +318,9 @@ class MixtureOptions(TypedDict, total=False):
 
     mixture: dict[str, dict[str, str]]
     """Parts of a mixture, instead of --tasks: --mixture.maths.tasks maths.jsonl --mixture.maths.weight 2. Or a table
-    [sft.mixture.maths] in a recipe. A part may have its own split, limit, prompt_template, chat and system; in rl it
-    has its own env, and may have max_tokens, temperature, max_turns, max_episode_tokens, max_tool_calls, env_timeout
-    and env_memory."""
+    [sft.mixture.maths] in a recipe. A part may have its own split, limit, fields (--mixture.maths.fields.prompt
+    question), prompt_template, chat and system; in rl it has its own env, and may have max_tokens, temperature,
+    max_turns, max_episode_tokens, max_tool_calls, env_timeout and env_memory."""
     mixture_temperature: float
     """Temperature T of a mixture without weights: a part of n tasks has the weight n^(1/T). 1: by size; large:
     equal."""

@@ -8,6 +8,7 @@ saved), 130 interrupted by Ctrl-C, SIGTERM or SIGHUP (and saved).
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import signal
@@ -113,7 +114,8 @@ def _help(words: list[str]) -> str | None:
 def prepared(words: list[str]) -> list[str]:
     """Return the words with recipes, numbers and escapes processed. Words after -- belong to another command."""
     end = words.index("--") if "--" in words else len(words)
-    return [*_unescaped(_refuse_fractions(_by_name(_recipe(words[:end])))), *words[end:]]
+    own = _recipe(_unescaped(_refuse_fractions(_by_name(words[:end]))))
+    return [*_tables_of_parts(own), *words[end:]]
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
@@ -200,8 +202,7 @@ def _recipe(arguments: list[str]) -> list[str]:
             if not path:
                 raise UserError("--config needs a file: --config recipe.toml")
             words = arguments[:place] + rest
-            _take_defaults(Path(path), arguments[0], words)
-            return words
+            return _take_defaults(Path(path), arguments[0], words)
     return arguments
 
 
@@ -272,7 +273,8 @@ def _is_template(name: str) -> bool:
     return name.replace("_", "-") in TEMPLATES
 
 
-def _take_defaults(file: Path, verb: str, words: list[str]) -> None:
+def _take_defaults(file: Path, verb: str, words: list[str]) -> list[str]:
+    """Make the verb's table of a recipe the defaults. Return the words, with the rest of the tables that they change."""
     from cyclopts.config import Dict
 
     if command_of([verb]) is None and not is_heading([verb]):
@@ -290,12 +292,62 @@ def _take_defaults(file: Path, verb: str, words: list[str]) -> None:
                 options.pop(other, None)
     if settings := options.pop("settings", None):
         options["set"] = [f"{place}={value}" for place, value in settings.items()]
-    for name in ("kinds", "mixture"):
-        if isinstance(tables := options.get(name), dict):
-            if dotted := next((part for part in tables if "." in part), None):
-                raise UserError(f"{file}: [{verb}.{name}] has the name {dotted!r:.60}: write it without a dot")
-            options[name] = {kind: _as_words(own) for kind, own in tables.items()}
+    nested = [name for name in ("kinds", "mixture") if isinstance(options.get(name), dict)]
+    for name in nested:
+        if dotted := next((part for part in options[name] if "." in part), None):
+            raise UserError(f"{file}: [{verb}.{name}] has the name {dotted!r:.60}: write it without a dot")
+    words = [*words, *_rest_of_tables(options, words)]
+    for name in options.keys() & nested:
+        options[name] = {kind: _as_words(own) for kind, own in options[name].items()}
     app.config = (Dict({verb: options}, source=str(file)),)
+    return words
+
+
+def _rest_of_tables(options: dict[str, Any], words: list[str]) -> list[str]:
+    """Remove the tables of a recipe in which these words set entries, and return their other entries as words: the
+    command line replaces an entry, not its table.
+    """
+    given = {_plain(word.partition("=")[0]) for word in words if word.startswith("--")}
+    settings = {word.removeprefix("--set=").partition("=")[0].strip() for word in words}  # --set NAME=VALUE
+    rest: list[str] = []
+    for name, table in list(options.items()):
+        if name == "set" and "--set" in given:
+            rest += [f"--set={one}" for one in options.pop(name) if one.partition("=")[0].strip() not in settings]
+        elif isinstance(table, dict) and any(word.startswith(f"{_plain(f'--{name}')}.") for word in given):
+            entries = _entries(options.pop(name), f"--{name.replace('_', '-')}")
+            rest += [f"{entry}={value}" for entry, value in entries.items() if _plain(entry) not in given]
+    return rest
+
+
+def _tables_of_parts(words: list[str]) -> list[str]:
+    """Return the words with the entries of a part's table, as --mixture.PART.fields.NAME COLUMN, in one as JSON."""
+    tables: dict[str, dict[str, str]] = {}
+    rest: list[str] = []
+    left = iter(words)
+    for word in left:
+        name, equals, value = word.partition("=")
+        option, *inner = name.split(".", 3)
+        if option == "--mixture" and len(inner) == 3:
+            tables.setdefault(".".join([option, *inner[:2]]), {})[inner[2]] = value if equals else next(left, "")
+        else:
+            rest.append(word)
+    return [*rest, *(f"{name}={json.dumps(table)}" for name, table in tables.items())]
+
+
+def _entries(table: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return option -> value, for all values of a table and of the tables in it."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= _entries(value, f"{name}.{key}") if isinstance(value, dict) else {f"{name}.{key}": _as_word(value)}
+    return found
+
+
+def _plain(option: str) -> str:
+    """Return the name of an option in one spelling: words within its first and its last name may be joined by - or _."""
+    first, *inner = option.split(".")
+    if not inner:
+        return first.replace("_", "-")
+    return ".".join([first.replace("_", "-"), *inner[:-1], inner[-1].replace("_", "-")])
 
 
 def _as_trained(file: Path, verb: str, table: dict[str, Any], words: list[str]) -> dict[str, Any]:
@@ -333,7 +385,13 @@ def _as_words(own: Any) -> Any:
     """Return a settings value as the command line writes it: several values with commas between them."""
     if not isinstance(own, dict):
         return own
-    return {name: ",".join(map(str, value)) if isinstance(value, list) else str(value) for name, value in own.items()}
+    return {name: _as_word(value) for name, value in own.items()}
+
+
+def _as_word(value: Any) -> str:
+    if isinstance(value, dict):
+        return json.dumps(value)
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _read_recipe(file: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.config.held_out_sets import held_out_sets
-from posttrain.config.mixture_options import parts_of
+from posttrain.config.mixture_options import of_part, parts_of
 from posttrain.config.service_options import ScorerOption, named_services
 from posttrain.config.training import RL, Passes
 from posttrain.core.types import UserError
@@ -40,9 +40,11 @@ def check_files(config: Any) -> None:
     """
     mixed = isinstance(config, RL | Passes) and config.mixture
     for name, part in parts_of(config).items() if mixed else [("", config)]:
-        with _told_of(f"part {name} of the mixture" if name else ""):
+        try:
             _check_rows(part.tasks)
             _check_code(getattr(part, "env", ""))
+        except UserError as error:
+            raise (of_part(name, error) if name else error) from None
     for rows in held_out_sets(getattr(config, "eval_tasks", ())).values():
         _check_rows(rows)
     for option in TEXTS:
@@ -86,7 +88,7 @@ def _told_of(what: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(f"{what}: {error}" if what else str(error)) from None
+        raise UserError(f"{what}: {error}") from None
 
 
 def check_models(names: str | tuple[str, ...] | None) -> None:

@@ -1,6 +1,9 @@
 """Options of mixtures: several sets of tasks in one run, in `rl` each with its own environment and limits."""
 
+import json
+import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
@@ -17,6 +20,7 @@ PART: dict[str, Any] = {
     "weight": float,
     "split": str,
     "limit": int,
+    "fields": dict,
     "prompt_template": str,
     "chat": bool,
     "system": str,
@@ -31,7 +35,7 @@ PART: dict[str, Any] = {
 """Settings of a part, with their types. All but the weight are options of the run, whose values are the defaults."""
 
 
-OF_ROWS = ("tasks", "weight", "split", "limit", "prompt_template", "chat", "system")
+OF_ROWS = ("tasks", "weight", "split", "limit", "fields", "prompt_template", "chat", "system")
 """Settings of a part where nothing is sampled."""
 FLOOR = 0.2  # share of the prompts that keeps the fixed weights
 
@@ -42,9 +46,9 @@ class MixtureGroup(OptionGroup, group="data"):
 
     mixture: dict[str, dict[str, str]] = option(factory=dict, value="VALUE")
     """Parts of a mixture, instead of --tasks: --mixture.maths.tasks maths.jsonl --mixture.maths.weight 2. Or a table
-    [sft.mixture.maths] in a recipe. A part may have its own split, limit, prompt_template, chat and system; in rl it has
-    its own env, and may have max_tokens, temperature, max_turns, max_episode_tokens, max_tool_calls, env_timeout and
-    env_memory."""
+    [sft.mixture.maths] in a recipe. A part may have its own split, limit, fields (--mixture.maths.fields.prompt question),
+    prompt_template, chat and system; in rl it has its own env, and may have max_tokens, temperature, max_turns,
+    max_episode_tokens, max_tool_calls, env_timeout and env_memory."""
     mixture_temperature: float = option(1.0, above=0, most=1e6)
     """Temperature T of a mixture without weights: a part of n tasks has the weight n^(1/T). 1: by size; large:
     equal."""
@@ -155,9 +159,25 @@ def _read_part(config: MixtureGroup, name: str, given: Any) -> dict[str, Any]:
         known = list(settings_of(config))
         if plain not in known:
             raise UserError(f"{where}: not a setting of a part{near_or_all(plain, known, len(known))}")
-        read[plain] = convert(value, PART[plain], where)
+        read[plain] = _columns(value, where) if plain == "fields" else convert(value, PART[plain], where)
         if plain == "weight" and not 0 < read[plain] < float("inf"):
             raise UserError(f"{where} must be above 0, not {read[plain]:g}: to skip a part, leave it out")
         if plain in bounds:
             bounds[plain].check(where, read[plain])
     return read
+
+
+def _columns(value: Any, where: str) -> dict[str, str]:
+    """Return the renamed columns of a part, from a table or, as the command line has it, its JSON text."""
+    with suppress(ValueError, RecursionError):
+        value = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(value, Mapping) or not all(isinstance(own, str) for own in value.values()):
+        raise UserError(f"{where} renames columns: write {where}.prompt COLUMN, or a table in a recipe")
+    return dict(value)
+
+
+def of_part(name: str, error: UserError, more: str = "") -> UserError:
+    """Return an error of a part's rows or environment, with its options as those of the part."""
+    options = "|".join(word.replace("_", "-") for word in PART)
+    told = re.sub(rf"(?<!\S)--({options})(?![\w-])", rf"--mixture.{name}.\1", str(error))
+    return UserError(f"part {name} of the mixture: {told}{more}")

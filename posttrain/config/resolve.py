@@ -451,7 +451,10 @@ def _texts_of_parts(mixture: Any) -> Any:
     """The settings of parts as the command line has them: run.json compares them."""
     if not isinstance(mixture, Mapping) or not all(isinstance(own, Mapping) for own in mixture.values()):
         return mixture
-    return {part: {name: str(value) for name, value in own.items()} for part, own in mixture.items()}
+    return {
+        part: {name: json.dumps(value) if isinstance(value, Mapping) else str(value) for name, value in own.items()}
+        for part, own in mixture.items()
+    }
 
 
 def own_judge(file: str) -> str | None:

@@ -96,6 +96,11 @@ def shares_apart_interval(first: float, second: float, n: float, level: float = 
     return Interval(first - second - low, first - second + high)
 
 
+def shares_fell(first: float, second: float, n: float) -> bool:
+    """Return whether the second share, of `n` tasks as the first, is lower by more than chance."""
+    return first > second and n > 0 and shares_apart_interval(first, second, n).low > 0
+
+
 def share_interval(sums: ArrayLike, counts: ArrayLike = 1.0, level: float = LEVEL, of: str = "tasks") -> Interval:
     """Return the interval of a share. `sums`: for each task (or the unit that `of` names) the sum of its right samples;
     `counts`: their number.

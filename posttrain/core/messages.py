@@ -99,6 +99,11 @@ def near_or_where(word: str, known: Iterable[str], where: str) -> str:
     return f"{close or ';'} {where} lists all"
 
 
+def in_row(value: Any) -> str:
+    """Return a value of a row as text, cut short; a missing one is JSON's null, whatever the file."""
+    return "null" if value is None else clip(repr(value), 40)
+
+
 def short(value: Any) -> str:
     """Return the value as text for a reason, cut short."""
     try:

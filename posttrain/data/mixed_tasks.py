@@ -31,6 +31,11 @@ class MixedTasks(TaskSequence):
         self._names = list(parts)
         self.ends = list(accumulate(map(len, parts.values())))  # index after the last task of each part
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The number of tasks of each part."""
+        return {name: len(tasks) for name, tasks in self.parts.items()}
+
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
 

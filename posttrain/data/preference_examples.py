@@ -35,6 +35,7 @@ from itertools import combinations
 from typing import Any
 
 from posttrain.core.conversation import ROW_VARIABLES
+from posttrain.core.messages import in_row
 from posttrain.core.thoughts import reasoning_of, with_thoughts
 from posttrain.core.types import StopReason, Task, UserError
 from posttrain.data.response_columns import gathered
@@ -288,7 +289,7 @@ def _preferred(pairs: Any, preferred: Any, count: int) -> list[list[float]]:
         first, second = _places(pair, count, "pairs")
         if which not in (0, 1, 2):
             raise UserError(
-                f"preferred has {which!r:.40}; it must be 1 for the first of a pair, 2 for the second, 0 for a tie"
+                f"preferred has {in_row(which)}; it must be 1 for the first of a pair, 2 for the second, 0 for a tie"
             )
         if which:
             found.append([first, second, 1.0, 0.0] if which == 1 else [second, first, 1.0, 0.0])
@@ -317,7 +318,9 @@ def _by_value(values: Any, count: int, name: str, sign: float) -> list[list[floa
     """
     if not isinstance(values, list) or len(values) != count:
         raise UserError(f"{name} must be a list of {count} numbers, one for each response")
-    known = {i: sign * _number(value, f"each of {name}") for i, value in enumerate(values) if value is not None}
+    known = {
+        i: sign * _number(value, f"value {i + 1} of {name}") for i, value in enumerate(values) if value is not None
+    }
     found = []
     for i, j in combinations(known, 2):
         if known[i] != known[j]:
@@ -390,7 +393,7 @@ def _steps(row: Row, name: str) -> Said | None:
         given = row["labels"]
         if not isinstance(given, list) or len(given) != len(steps):
             raise UserError(f"labels must be a list of {len(steps)}, one for each step")
-        labels = [_label(label, "each label") for label in given]
+        labels = [_label(label, f"label {place}") for place, label in enumerate(given, 1)]
     else:
         raise UserError(f"{name} without labels: add labels, one for each, or mistake_index")
     return {"responses": [list(steps)], "cut": [False], "comparisons": [], "labels": [labels]}
@@ -398,7 +401,7 @@ def _steps(row: Row, name: str) -> Said | None:
 
 def _label(value: Any, name: str) -> float:
     if (found := quality(value)) is None:
-        raise UserError(f"{name} is {value!r:.40}; it must be true or false, 1 or 0 (or -1), or a probability")
+        raise UserError(f"{name} is {in_row(value)}; it must be true or false, 1 or 0 (or -1), or a probability")
     return found
 
 
@@ -416,5 +419,5 @@ def _prompt(row: Row) -> dict[str, Any]:
 
 def _number(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not -LARGEST <= value <= LARGEST:
-        raise UserError(f"{name} must be a finite number of at most {LARGEST:g} in size, not {value!r:.40}")
+        raise UserError(f"{name} must be a finite number of at most {LARGEST:g} in size, not {in_row(value)}")
     return float(value)

@@ -67,6 +67,10 @@ class Tasks(Sequence[Task]):
         """Return the place of a task's row: "train.jsonl:17"."""
         return self.rows.where(int(self.at[place]))
 
+    def row(self, place: int) -> Row:
+        """Return a task's row, with the columns of its file."""
+        return self.rows[int(self.at[place])]
+
     def some(self, places: Integers) -> Tasks:
         """Return the tasks at these indices, which must be ascending."""
         draws = self.draws and (self.draws[0], self.draws[1][places])

@@ -102,7 +102,8 @@ class Conversion:
             return _of_text(task)
         if "response" in self.need:
             task = _with_reply(task, self.whole)
-        task = _met(_checked(task), self.need)
+        named = row if self.convert is None or self.left_out else None  # the user's own function names its own
+        task = _met(_checked(task), self.need, named)
         if "prompt" in self.need and "response" not in self.need:  # for environments of one turn, which show it
             _check_stop(task.get("stop"))
         return task
@@ -180,7 +181,7 @@ class Conversion:
 
     def _renamed(self, row: Row) -> Row:
         """Return the row with columns renamed by `fields`. The old names are kept too: see `kept`."""
-        renamed = {key: value_in(row, column) for key, column in self.fields.items()}
+        renamed = {key: _named_by(row, key, column) for key, column in self.fields.items()}
         moved = set(self.fields) if self.convert else {*self.fields, *self.fields.values()} - self.kept
         return renamed | {name: value for name, value in row.items() if name not in moved}
 
@@ -242,6 +243,13 @@ def question(task: Task) -> str | None:
 
 
 # The steps of a conversion
+
+
+def _named_by(row: Row, key: str, column: str) -> Any:
+    try:
+        return value_in(row, column)
+    except UserError as error:
+        raise UserError(f"{error}; name it with --fields.{key} COLUMN") from None
 
 
 def _converted(row: Row, convert: Convert) -> Task | None:
@@ -458,8 +466,10 @@ def _of_messages(task: Task) -> UserError:
     return UserError("the response holds messages and the prompt is text: make both text, or both messages")
 
 
-def _met(task: Task, need: Sequence[str]) -> Task:
-    """Return the task with one prompt: "prompt" or "messages", whichever meets the need."""
+def _met(task: Task, need: Sequence[str], row: Row | None = None) -> Task:
+    """Return the task with one prompt: "prompt" or "messages", whichever meets the need. `row`: its row of a file, whose
+    columns errors name.
+    """
     turns = task.get("response") if "response" in need else None
     if isinstance(turns, list) and turns and all(isinstance(turn, dict) and "role" in turn for turn in turns):
         raise _of_messages(task)
@@ -480,7 +490,7 @@ def _met(task: Task, need: Sequence[str]) -> Task:
     if "response" in missing and {"chosen", "rejected"} <= task.keys():
         raise _pairs(task)
     if missing:
-        there = [str(key)[:40] for key, value in task.items() if not _blank(value)]
+        there = [str(key)[:40] for key, value in (task if row is None else row).items() if not _blank(value)]
         has = quoted_names(there[:12]) + (", ..." if len(there) > 12 else "") or "nothing"
         like = {name: next((like for like in LIKE.get(name, ()) if like in there), "COLUMN") for name in missing}
         named = " ".join(f"--fields.{name} {column}" for name, column in like.items())

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+from posttrain.config.mixture_options import of_part
 from posttrain.core.types import Task, Turn, UserError
 from posttrain.data.chat_prompts import AsMessages
 from posttrain.data.mixed_tasks import AnyTasks, MixedTasks
@@ -166,7 +167,7 @@ def _of_parts(
         try:
             form = chatting(own, folder, tokenizer, ends)
         except UserError as error:
-            raise UserError(f"part {name} of the mixture: {error}") from None
+            raise of_part(name, error) from None
         if (form.on, form.system) != (whole.on, whole.system):
             found[name] = form
     return found

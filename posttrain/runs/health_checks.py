@@ -6,10 +6,10 @@ clip, for example, has no effect if each step has a single update, whose ratios 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import fmean, median
 
-from posttrain.core.intervals import shares_apart_interval
+from posttrain.core.intervals import shares_fell
 from posttrain.runs.metric_history import History
 
 Check = Callable[[History], str | None]
@@ -234,7 +234,14 @@ def part(history: History) -> str | None:
 
 
 def held_out(history: History) -> str | None:
-    """Detect memorised training tasks."""
+    """Detect held-out accuracy that falls, and memorised training tasks."""
+    unseen, tasks = history.of("eval/accuracy", 2), history.of("eval/tasks", 2)
+    if unseen is not None and tasks is not None and (fall := fallen(unseen.values, min(tasks.values))):
+        return (
+            f"held-out accuracy {fall}\n"
+            "usual causes: updates that are too large, too few tasks, seen too often, or a reward that pays for something "
+            "else; go back to an earlier checkpoint and try a lower --lr, fewer --steps, or --kl 0.01 with rl"
+        )
     trained, unseen, limits = history.of("accuracy"), history.of("eval/accuracy", 3), history.limits
     if trained is None or unseen is None:
         return None
@@ -248,6 +255,15 @@ def held_out(history: History) -> str | None:
     )
 
 
+def fallen(values: Sequence[float], tasks: float) -> str:
+    """Return "fell from 0.37 to 0.13" if an accuracy on so many tasks is lower, at both of the last two evaluations (at
+    the last one, where there is no other), than at the first, by more than chance; else "".
+    """
+    if len(values) < 2 or not all(shares_fell(values[0], since, tasks) for since in values[1:][-2:]):
+        return ""
+    return f"fell from {values[0]:.2f} to {values[-1]:.2f}, more than {tasks:.0f} tasks do by chance"
+
+
 def forgetting(history: History) -> str | None:
     """Detect that other tasks or texts suffer from the training, in the last two evaluations."""
     limits, lost = history.limits, []
@@ -255,7 +271,7 @@ def forgetting(history: History) -> str | None:
         before, since = series.values[0], max(series.values[-2:])
         tasks = history.tasks_of_suite(part)
         # Few tasks differ as much by chance; those without a number may be any.
-        if tasks and before - since > limits.forgotten and shares_apart_interval(before, since, tasks).low > 0:
+        if tasks and before - since > limits.forgotten and shares_fell(before, since, tasks):
             lost.append(f"accuracy on {part} fell from {series.values[0]:.2f} to {series.values[-1]:.2f}")
     texts = history.of("forget/loss", 3)
     if texts is not None and min(texts.values[-2:]) - texts.values[0] > limits.forgotten_text:

@@ -9,9 +9,10 @@ that name.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import chain
 
 from posttrain.core.types import InvalidKind
 
@@ -21,8 +22,11 @@ LEARNING, HONEST, EXPLORING, STABLE = QUESTIONS = (
 """The groups of the overview."""
 
 HELD_OUT = "eval/"
+MEASURED = (HELD_OUT, "suite/", "forget/")  # beginnings of the names of what an evaluation measures
 REWARDS = "reward/{part}"
 SUITE = "Suite"  # the panel of its parts
+OF_PARTS = "Held-out: parts"  # the panel of parts of a mixture, and of sets of held-out tasks
+_PART = re.compile(r"mixture/(.+)/(\w+)")  # a figure of a part of a mixture, or of a set of held-out tasks
 SPOKEN = ("", "count", "share")  # units that a title contains already
 
 
@@ -91,10 +95,11 @@ _TRAINING = (
     Metric(REWARDS, "Reward: {part}", "", "Mean of one part of the reward, by the name that the environment gives it, or the reward of one side of a game.", HONEST, "Parts of the reward", plotted=True, checked=True),
     Metric("divergence", "KL from the teacher", "nats per token", "Distance of the policy from its teacher that distillation minimises.", LEARNING, colour="red", plotted=True, terminal="divergence", form=".4f", checked=True),
     Metric("eval/accuracy", "Held-out accuracy", "share", "Accuracy on the held-out tasks or comparisons.", LEARNING, colour="green", plotted=True, checked=True),
-    Metric("suite/mean", "Mean over the suite", "", "Mean over the parts of `--eval-suite`: of their accuracy, or of their reward where nothing defines a right reply.", LEARNING, SUITE, "mean", "green", plotted=True),
+    Metric("eval/tasks", "Held-out tasks", "count", "Number of held-out tasks, or examples with comparisons, that the held-out accuracy is a mean of.", checked=True, unless=("eval/accuracy",)),
+    Metric("suite/mean", "Mean over the suite", "", "Mean over the parts of `--eval-suite`: of their accuracy, or of their reward where nothing defines a right reply.", LEARNING, SUITE, "mean", "green", plotted=True, terminal="suite mean"),
     *(Metric(f"suite/{{part}}/{what}", f"Suite: {title} of {{part}}", unit, f"{meaning} of this part of `--eval-suite`.", LEARNING if shown else "", SUITE if shown else "", "{part}", unless=unless, checked=what in ("accuracy", "tasks")) for what, title, unit, meaning, shown, unless in _OF_SUITE),
     Metric("eval/loss", "Held-out loss", "nats per token", "Negative log-likelihood of the held-out responses.", LEARNING, colour="green", plotted=True),
-    Metric("forget/loss", "Loss of the texts of --forget", "nats per token", "Negative log-likelihood of texts that are not trained on: it rises where training makes the model forget.", LEARNING, colour="red", plotted=True, checked=True),
+    Metric("forget/loss", "Loss of the texts of --forget", "nats per token", "Negative log-likelihood of texts that are not trained on: it rises where training makes the model forget.", LEARNING, colour="red", plotted=True, terminal="loss of --forget", checked=True),
     Metric("eval/divergence", "Held-out KL from the teacher", "nats per token", "KL(policy || teacher) at the policy's replies to held-out tasks, whatever distillation minimises.", LEARNING, colour="green", plotted=True),
     Metric("accuracy", "Accuracy", "share", "Share of the rollouts whose reward counts as success; of comparisons, share that the model decides as the data do.", LEARNING, colour="green", plotted=True, terminal="accuracy", checked=True),
     Metric("eval/reward", "Held-out reward", "", "Mean reward on the held-out tasks.", LEARNING, colour="green", plotted=True),
@@ -130,7 +135,7 @@ _TRAINING = (
     Metric("epoch", "Epoch", "", "How often the training rows have been gone through."),
     Metric("curriculum/solve_rate", "Curriculum: solve rate", "share", "Mean running solve rate of the tasks that were sampled so far (`--curriculum solve-rate`).", zero=True),
     Metric("curriculum/seen", "Curriculum: share of tasks seen", "share", "Share of the tasks that have a running solve rate."),
-    Metric("curriculum/stage", "Curriculum: stage", "", "Number of the stage or level of the step (`--curriculum stages`, `levels`)."),
+    Metric("curriculum/stage", "Curriculum: stage", "", "Number of the stage or level of the step (`--curriculum stages`, `levels`).", LEARNING, terminal="stage", form=".0f"),
     Metric("curriculum/accuracy", "Curriculum: accuracy of the stage", "share", "Running accuracy on the tasks of the stage or level, which ends it.", zero=True),
     Metric("curriculum/share", "Curriculum: share of the floor", "share", "Share of the prompts of a step that the floor of the curriculum takes: tasks in turn, or tasks of earlier stages or levels."),
     Metric("mixture/{part}/share", "Mixture: share of {part}", "share", "Share of the prompts of a step that are of this part of a mixture."),
@@ -202,8 +207,9 @@ def _of_held_out(name: str) -> Metric:
 
 _EVALUATED = (
     *(replace(_of_held_out(f"implicit_reward/{side}"), group=LEARNING, unless=("eval/accuracy",)) for side in _SIDES),
+    *(replace(_of_held_out(f"mixture/{{part}}/{what}"), group=LEARNING, panel=OF_PARTS, line="{part}", unless=unless) for what, unless in (("accuracy", ()), ("reward", ("eval/mixture/{part}/accuracy",)))),
     *map(_of_held_out, (REWARDS, "length", "invalid", "margin", "kl/data", "squared_error",
-                        *(f"mixture/{{part}}/{what}" for what, *_ in _OF_PARTS),
+                        "mixture/{part}/length", "mixture/{part}/invalid",
                         *(f"{name}/{side}" for name in ("logp_per_token", "logp") for side in _SIDES))),
     Metric("eval/longer_wins", "Longer wins", "share", "Held-out accuracy of always preferring the longer response."),
     Metric("eval/shorter_wins", "Shorter wins", "share", "Held-out accuracy of always preferring the shorter response."),
@@ -254,18 +260,32 @@ METRICS: tuple[Metric, ...] = (*_TRAINING, *_EVALUATED, *_TIMING)
 BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in METRICS}
 
 
-def measured(logged: Container[str]) -> list[str]:
-    """Return the held-out figures by which a run is judged, of those that it may have logged."""
-    return [m.name for m in METRICS if m.group == LEARNING and m.name.startswith(HELD_OUT) and not m.hidden(logged)]
+def measured(logged: Collection[str]) -> list[str]:
+    """Return the figures of evaluations by which a run is judged, of those that it has logged, in the order of the table:
+    of a family those of each part.
+    """
+    own = {name: metric for name in logged if name.startswith(MEASURED) and (metric := metric_named(name)) is not None}
+    shown = [name for name, metric in own.items() if metric.group == LEARNING and not metric.hidden(logged)]
+    return sorted(shown, key=_place)
+
+
+@cache
+def _place(name: str) -> int:
+    """Return the place of a metric, or of its family, in the table."""
+    exact = (place for place, metric in enumerate(METRICS) if metric.name == name)
+    families = (place for place, m in enumerate(METRICS) if "{" in m.name and m.pattern.fullmatch(name))
+    return next(chain(exact, families))
 
 
 def on_terminal(name: str) -> str:
     """Return the label of a figure on the terminal, in words: of training data and of held-out data, of a step and of a
-    run. `name`: without "eval/".
+    run, or of a part of an evaluation. `name`: without "eval/".
     """
     metric = BY_NAME.get(name) or BY_NAME.get(HELD_OUT + name)
+    if metric is None and (family := metric_named(name)) is not None and family.panel == SUITE:
+        return f"suite {family.line}"
     if metric is None:
-        return name
+        return _PART.sub(r"\1 \2", name)
     words = metric.title.replace(",", "")
     return metric.terminal or (words if words[:2].isupper() else words[0].lower() + words[1:])
 

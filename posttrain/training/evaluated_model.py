@@ -67,7 +67,7 @@ def sampled(
         say(f"{name}: {line}" if config.against else line)
     end_tokens(model, tokenizer)
     warn_unread(tokenizer, tasks, say)
-    for line in reply_length_note(config.max_tokens, context):
+    for line in reply_length_note({"--max-tokens": config.max_tokens}, context):
         say(line)
     beyond: list[str] = []
     too_long = TooLong(config.too_long, context, beyond.append)

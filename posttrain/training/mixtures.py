@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from posttrain.config.held_out_sets import ONLY, held_out_sets
-from posttrain.config.mixture_options import parts_of, weights_of
+from posttrain.config.mixture_options import of_part, parts_of, weights_of
 from posttrain.config.training import RL, Passes
 from posttrain.core.types import UserError
 from posttrain.data.mixed_tasks import AnyTasks, MixedTasks
@@ -64,7 +64,7 @@ def mixed_tasks(
         try:
             found, unseen = split_tasks(own, None, **reading)
         except UserError as error:
-            raise UserError(f"part {name} of the mixture: {error}") from error
+            raise of_part(name, error) from error
         if isinstance(found, Stream):
             raise UserError(f"part {name} of the mixture has rows without end: set --mixture.{name}.limit")
         train[name] = found

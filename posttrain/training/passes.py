@@ -75,10 +75,11 @@ def sizes(
     device: torch.device,
 ) -> list[str]:
     """Describe the sizes of the run. `tasks`: (to train on, held out); `noun`: the unit of `--rows`."""
+    held_out = tasks[1].sizes if isinstance(tasks[1], MixedTasks) else len(tasks[1] or ())
     between = f", {build.backend(compiles())} between matrix products" if device.type == "cpu" else ""
     return [
         f"model {size_of(model)}, context {model.config.context}, vocabulary {model.config.vocab}",
-        f"{amount(tasks[0])}, {held_out_number(config, len(tasks[1] or ()))}",
+        f"{amount(tasks[0])}, {held_out_number(config, held_out)}",
         *share_lines(tasks[0], noun),
         f"{several(steps, 'step')} of {several(config.rows, noun.removesuffix('s'))}, "
         f"micro-batches of {microbatch_tokens(config, model)} tokens{between}",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from posttrain.config.inference import Chat, Check, Evaluation, Sample
-from posttrain.config.mixture_options import parts_of
+from posttrain.config.mixture_options import of_part, parts_of
 from posttrain.config.service_options import ScorerOption, named_services, options_of_services, process_model
 from posttrain.config.shared_options import StepRewardGroup
 from posttrain.config.training import RL, SFT
@@ -192,8 +192,16 @@ def _rehearsed_model(
     """Rehearse a few tasks; return the model without its weights. `tell`: prints warnings."""
     given, own = (config.mixture, parts_of(config)) if isinstance(config, RL) else ({}, {})
     for part in tasks.each() if isinstance(tasks, MixedTasks) else (tasks,):
-        shown = rehearse(pool, chat.of(part), tell or (lambda text: None), services, viewer_of(known))
-        for name in given.keys() & part.parts if isinstance(part, MixedTasks) else ():
+        names = given.keys() & part.parts if isinstance(part, MixedTasks) else ()
+        try:
+            shown = rehearse(pool, chat.of(part), tell or (lambda text: None), services, viewer_of(known))
+        except UserError as error:
+            if not names:
+                raise
+            [name] = names
+            more = "" if "env" in given[name] else f"; or give this part its own --mixture.{name}.env"
+            raise of_part(name, error, more) from error
+        for name in names:
             asked = own[name].chat if "chat" in given[name] else None
             chat.check(asked, shown, f"--mixture.{name}.chat")
     chat.check(config.chat, shown)

@@ -61,6 +61,7 @@ class Scored:
             self.report = self._labelled(items, of_items)
         for name, figure in self.report["figures"].items():
             stats.add(f"eval/{name.replace(' ', '_')}", figure["mean"])
+        stats.add("eval/tasks", len(items))
 
     def offset(self) -> float:
         """Return the offset that services add to scores. Comparisons do not define a score of 0; labels do."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -231,10 +231,13 @@ def amount(tasks: AnyTasks) -> str:
     return f"{len(tasks)} tasks ({', '.join(filter(None, said))})"
 
 
-def held_out_number(config: Training, count: int) -> str:
-    """Describe the number of held-out tasks: of few tasks it may be far from the share."""
+def held_out_number(config: Training, held_out: int | Mapping[str, int]) -> str:
+    """Describe the number of held-out tasks, of each part of a mixture: of few tasks it may be far from the share."""
+    parts = held_out if isinstance(held_out, Mapping) else {}
+    count = sum(parts.values()) if isinstance(held_out, Mapping) else held_out
+    each = f": {', '.join(f'{name} {own}' for name, own in parts.items())}" if parts else ""
     drawn = f" (each prompt with probability {config.held_out:g})" if count and config.held_out else ""
-    return f"{count} held out{drawn}"
+    return f"{count} held out{each}{drawn}"
 
 
 def rehearse(
@@ -422,10 +425,10 @@ def rate_note(plan: Optimization, adapted: bool, size: int) -> list[str]:
     return [f"--lr {lr:g} moves a model of {size / 1e6:.2g} million parameters little: {usual} is usual at this size"]
 
 
-def reply_length_note(max_tokens: int, context: int) -> list[str]:
-    """Return a line for the user if no reply can be as long as --max-tokens allows; else []."""
-    if max_tokens < context:
-        return []
+def reply_length_note(lengths: Mapping[str, int], context: int) -> list[str]:
+    """Return lines for the user about options, with their values, that allow replies as no model has them; else []."""
     return [
-        f"--max-tokens {max_tokens} is more than a reply can have: the model's context is {context} tokens, prompt included"
+        f"{option} {most} is more than a reply can have: the model's context is {context} tokens, prompt included"
+        for option, most in lengths.items()
+        if most >= context
     ]

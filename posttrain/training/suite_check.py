@@ -117,9 +117,8 @@ def _opened(
     """Read the tasks of a part, and start its environment."""
     config = part.config
     if wrong := next((name for name in OF_THE_RUN if name in config.given), None):
-        raise UserError(
-            f"{OPTION} [{part.name}] {wrong} has no place within training: leave it out, or use eval --suite"
-        )
+        instead = "give the run --forget ROWS instead" if wrong == "forget" else "leave it out, or use eval --suite"
+        raise UserError(f"{OPTION} [{part.name}] {wrong} has no place within training: {instead}")
     if config.env_workers is None:
         config = replace(config, env_workers=max(1, default_workers() // parts))
     try:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from posttrain.config.training import RL
-from posttrain.core.messages import clip, short
+from posttrain.core.messages import clip, in_row
 from posttrain.core.progress import doing
 from posttrain.core.seeds import seed_of
 from posttrain.core.types import Task, UserError
@@ -19,12 +19,13 @@ from posttrain.data.levels import Levels
 from posttrain.data.mixed_tasks import AnyTasks, MixedTasks
 from posttrain.data.rows import value_in
 from posttrain.data.tasks import Integers, Stream, Tasks
+from posttrain.runs.terminal.notices import warn
 from posttrain.system.user_code import describe_error, load_named
 from posttrain.training.sources.mixture import LearningProgress, Mixture
 from posttrain.training.sources.task_order import ByLevel, SolveRate, Stages, TaskOrder, Uniform
 
 MOST_STAGES = 1000
-SHOWN_STAGES = 8  # most stages whose numbers of tasks are shown
+SHOWN_STAGES = 8  # most stages that are named, with their numbers of tasks
 
 
 def task_order(config: RL, tasks: AnyTasks, success: float | None) -> TaskOrder:
@@ -75,7 +76,17 @@ def _order(config: RL, tasks: AnyTasks, success: float | None) -> TaskOrder:
                 f"the stage {config.curriculum_column} = {_shown(value)} has {len(places)} tasks, fewer than a step's "
                 f"--prompts {config.prompts}: give --prompts {len(places)} or fewer, or merge stages"
             )
-    return Stages(list(stages.values()), config.seed, config.curriculum_floor, *until)
+    names = list(map(_shown, stages))
+    if len(names) == 1:
+        raise UserError(
+            f"{config.curriculum_column} is {names[0]} in every row, which is one stage: name another column"
+        )
+    if not all(isinstance(value, float | int) for value in stages):
+        warn(
+            f"the stages by {config.curriculum_column} are texts, in alphabetical order: {_listed(names)}; give numbers for "
+            "another order"
+        )
+    return Stages(list(stages.values()), config.seed, config.curriculum_floor, *until, names)
 
 
 def order_lines(config: RL, order: TaskOrder) -> list[str]:
@@ -97,13 +108,16 @@ def order_lines(config: RL, order: TaskOrder) -> list[str]:
             f"{floor} are of earlier levels"
         ]
     if isinstance(order, Stages):
-        sizes = ", ".join(str(len(places)) for places in order.stages[:SHOWN_STAGES])
-        more = ", ..." if len(order.stages) > SHOWN_STAGES else ""
+        sizes = [f"{name} ({len(places)})" for name, places in zip(order.names, order.stages, strict=True)]
         return [
-            f"curriculum: {len(order.stages)} stages by {config.curriculum_column}, of {sizes}{more} tasks, each until an "
-            f"accuracy of {config.curriculum_accuracy:g}; {floor} are tasks of earlier stages"
+            f"curriculum: {len(sizes)} stages by {config.curriculum_column}: {_listed(sizes)}, each until an accuracy of "
+            f"{config.curriculum_accuracy:g}; {floor} are tasks of earlier stages"
         ]
     return []
+
+
+def _listed(stages: Sequence[str]) -> str:
+    return ", ".join(stages[:SHOWN_STAGES]) + (", ..." if len(stages) > SHOWN_STAGES else "")
 
 
 def stages_of(tasks: Tasks, column: str) -> dict[float | str, Integers]:
@@ -136,13 +150,21 @@ def stages_of(tasks: Tasks, column: str) -> dict[float | str, Integers]:
 
 def _value(tasks: Tasks, place: int, task: Task, column: str, function: Callable[[Task], Any] | None) -> float | str:
     try:
-        value = value_in(task, column) if function is None else called(function, task, column)
+        value = _in_row(tasks, place, task, column) if function is None else called(function, task, column)
         kept = isinstance(value, int | float | str) and value != ""
         if not kept or not (isinstance(value, str) or _number(value) is not None):
-            raise UserError(f"{column} is {short(value)}: a stage must be a finite number or a string")
+            raise UserError(f"{column} is {in_row(value)}: a stage must be a finite number or a string")
     except UserError as error:
         raise UserError(f"{tasks.where(place)}: {error}") from error
     return value
+
+
+def _in_row(tasks: Tasks, place: int, task: Task, column: str) -> Any:
+    """Return the value of a column of a task, or of its row, whose columns the error names."""
+    try:
+        return value_in(task, column)
+    except UserError:
+        return value_in(tasks.row(place), column)
 
 
 def called(function: Callable[[Task], Any], task: Task, name: str) -> Any:
@@ -154,7 +176,7 @@ def called(function: Callable[[Task], Any], task: Task, name: str) -> Any:
 
 
 def _shown(value: float | str) -> str:
-    return value if isinstance(value, str) else f"{value:g}"
+    return clip(value) if isinstance(value, str) else f"{value:g}"
 
 
 def _number(value: float | str) -> float | None:

@@ -289,8 +289,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({**two, "comparisons": [[0, 1, "x"]]}, "share or margin must be a finite number"),
     ({**two, "comparisons": [[0, 1, 1, 0, 7]]}, "comparisons has [0, 1, 1, 0, 7]"),
     ({**two, "ranks": [1, 2, 3]}, "ranks must be a list of 2 numbers"),
-    ({**two, "scores": [1, "2"]}, "each of scores must be a finite number"),
-    ({**two, "scores": [1, float("inf")]}, "each of scores must be a finite number"),
+    ({**two, "scores": [1, "2"]}, "value 2 of scores must be a finite number"),
+    ({**two, "scores": [1, float("inf")]}, "value 2 of scores must be a finite number"),
     ({"prompt": "p", "response": "a"}, "a response without a label"),
     ({"prompt": "p", "response": 3, "label": True}, "response must be text"),
     ({"prompt": "p", "response": "a", "label": "good"}, "label is 'good'; it must be true or false"),
@@ -303,6 +303,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         "mistake_index is 1; it must be null or the place of a step, 0 to 0",
     ),
     ({"prompt": "p", "steps": ["a"], "labels": [1, 0]}, "labels must be a list of 1"),
+    ({"prompt": "p", "steps": ["a", "b"], "labels": [1, 5]}, "label 2 is 5; it must be true or false"),
+    ({"prompt": "p", "steps": ["a", "b"], "labels": [1, None]}, "label 2 is null; it must be true or false"),
     ({"prompt": "p", "steps": ["a"]}, "steps without labels"),
 ]
 

@@ -114,6 +114,40 @@ def test_a_line_has_four_held_out_figures_at_most_and_the_evaluation_before_trai
     assert before.count("held-out") == line.count("held-out") == 4
 
 
+def test_a_line_shows_one_held_out_figure_of_every_part_of_a_mixture_also_of_one_that_scores_0() -> None:
+    out = io.StringIO()
+    display = Display(stream=out, clock=Clock())
+    display.start("GRPO", 1, [])
+    parts = {
+        f"eval/mixture/{part}/{what}": value
+        for part, value in {"maths": 0.447, "sums": 0.0, "code": 0.25}.items()
+        for what in ("length", "reward", "accuracy")
+    }
+    display.before({"eval/accuracy": 0.37, "eval/tasks": 46.0, "eval/reward": 0.4, "eval/length": 9.0, **parts})
+    line = out.getvalue().splitlines()[-1]
+    for told in ("accuracy 0.370", "maths accuracy 0.447", "sums accuracy 0.000", "code accuracy 0.250"):
+        assert line.count(f"held-out {told}") == 1
+    assert "maths reward" not in line and "tasks" not in line
+    first, last = {"step": 0, **parts}, {"step": 4, **parts}
+    assert outcome([first, last])[1] == "held-out sums accuracy 0.000 -> 0.000"
+
+
+def test_a_suite_and_texts_of_forget_are_on_the_line_and_at_the_end_with_their_values_before() -> None:
+    out = io.StringIO()
+    display = Display(stream=out, clock=Clock())
+    display.start("SFT", 1, [])
+    suite = {"suite/mean": 0.25, "suite/sums/accuracy": 0.5, "suite/sums/reward": 0.6, "suite/code/reward": 0.0}
+    figures_of_step = {**suite, "suite/sums/length": 9.0, "suite/code/tasks": 4.0, "forget/loss": 2.5}
+    display.before(figures_of_step)
+    display.step(1, {"loss": 1.0, **figures_of_step}, {})
+    display.close()
+    told = "suite mean 0.250  suite sums 0.500  suite code 0.000  loss of --forget 2.500"
+    _, before, line = out.getvalue().splitlines()
+    assert before == f"before training  {told}" and told in line
+    rows = [{"step": 0, **figures_of_step}, {"step": 1, **figures_of_step, "suite/sums/accuracy": 0.75}]
+    assert outcome(rows)[:2] == ["suite mean 0.250 -> 0.250", "suite sums 0.500 -> 0.750"]
+
+
 def test_a_line_has_one_speed_and_no_held_out_figure_that_a_more_exact_one_replaces() -> None:
     out = io.StringIO()
     display = Display(stream=out, clock=Clock())

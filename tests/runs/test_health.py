@@ -20,12 +20,14 @@ import posttrain
 from posttrain.algorithms.policy import Algorithm
 from posttrain.algorithms.preference import PreferenceAlgorithm
 from posttrain.algorithms.settings import flags
+from posttrain.apps.view.verdict_texts import verdicts
 from posttrain.cli.inspect_commands import rollouts
 from posttrain.config.training import RL, Prefer
 from posttrain.envs.builtin import arithmetic
 from posttrain.runs.health import Health, HealthFinding
 from posttrain.runs.health_checks import CHECKS
 from posttrain.runs.metric_history import READ, HealthLimits
+from posttrain.runs.metrics_table import QUESTIONS
 
 Rows = list[dict[str, float]]
 
@@ -552,3 +554,20 @@ def test_a_real_run_reports_what_the_checks_read_and_its_constant_reward_is_name
         "of a critic, of slow rewards, of a teacher, of preferences, of experts, of dynamic sampling, of other tasks"
     )
     assert [(f.step, f.name) for f in find(run.metrics)] == [(10, "signal")]
+
+
+@pytest.mark.parametrize(("tasks", "named_at"), [(20, []), (46, [10]), (400, [10])])
+def test_held_out_accuracy_that_falls_by_more_than_chance_is_named(tasks: int, named_at: list[int]) -> None:
+    """Newcombe's interval of 0.37 - 0.13 excludes 0 from some thirty tasks on."""
+    fallen = {"eval/accuracy": [0.37, 0.13], "eval/tasks": [float(tasks)] * 2}
+    found = find(evaluations(**fallen))
+    assert [(f.name, f.step) for f in found] == [("held_out", step) for step in named_at]
+    assert all("fell from 0.37 to 0.13" in f.message for f in found)
+    word = verdicts({"reward": [0.3, 0.3], **fallen}, {})[QUESTIONS[0]]["word"]
+    assert (word == "getting worse") == bool(named_at)
+
+
+def test_held_out_accuracy_that_is_low_once_is_noise_where_the_last_evaluation_is_not() -> None:
+    assert [
+        f.step for f in find(evaluations(**{"eval/accuracy": [0.5, 0.5, 0.2, 0.5, 0.2, 0.2], "eval/tasks": [99.0] * 6}))
+    ] == [50]

@@ -158,6 +158,12 @@ def test_a_run_whose_parts_have_changed_is_not_resumed_unnoticed(file: str, told
     trained("rl", "parts", resume=True, accept_changes=True)
 
 
+def test_texts_to_forget_belong_to_the_run_and_the_message_says_so() -> None:
+    Path("suite.toml").write_text(SUITE + 'forget = "near.jsonl"\n')
+    with pytest.raises(posttrain.UserError, match=r"forget has no place within training: give the run --forget ROWS"):
+        trained("sft", "refused")
+
+
 def test_parts_are_curves_of_the_overview() -> None:
     run = trained("rl", "with")
     questions = overview(OpenRun(run.path, "with"))["questions"]

@@ -14,6 +14,8 @@ import torch
 from conftest import tiny
 
 import posttrain
+from posttrain.apps.show import summary_page
+from posttrain.apps.show.run_summary import RunSummary
 from posttrain.cli.main import main
 from posttrain.config.mixture_options import parts_of, weights_of
 from posttrain.config.resolve import filled, validate
@@ -394,6 +396,15 @@ def test_run_of_a_mixture_keeps_shares_and_limits_and_a_resumed_one_repeats_it(p
     for part in ("sums", "words"):
         rewards = [row["reward"] for row in held if str(row["task"]).startswith(part)]
         assert rewards and last[f"eval/mixture/{part}/reward"] == pytest.approx(sum(rewards) / len(rewards))
+        assert last[f"eval/mixture/{part}/accuracy"] == pytest.approx(sum(r >= 0.3 for r in rewards) / len(rewards))
+    assert last["eval/tasks"] == len({row["task"] for row in held})
+    of_part = Counter(str(task).partition("/")[0] for task in {row["task"] for row in held})
+    sizes = "\n".join(read_run(run)["sizes"])
+    assert f"{len({row['task'] for row in held})} held out: sums {of_part['sums']}, words {of_part['words']} (" in sizes
+    page = "\n".join(summary_page.page(RunSummary.read(run)))
+    assert "rows in memory" not in page and "sums envs.py:digits, words envs.py:dialogue" in page
+    for part in ("sums", "words"):
+        assert f"{part} accuracy" in page and f"-> {last[f'eval/mixture/{part}/accuracy']:.3f}" in page
     for step in range(4, 7):
         shutil.rmtree(run / "checkpoints" / f"step-{step:06d}")
     assert main(["rl", "--out", run.name, "--resume", "--quiet"]) == 0
@@ -427,6 +438,85 @@ def test_shares_of_a_run_follow_from_the_results_before_and_a_resumed_one_repeat
         shutil.rmtree(run / "checkpoints" / f"step-{step:06d}")
     assert main(["rl", "--out", run.name, "--resume", "--quiet"]) == 0
     assert (run / "metrics.jsonl").read_bytes() == whole
+
+
+def test_the_command_line_replaces_an_entry_of_a_recipes_table_and_keeps_the_others(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place / "tables.toml").write_text(
+        '[rl.fields]\nprompt = "a"\nanswer = "b"\n[rl.settings]\n"surrogate.high" = 0.3\n"surrogate.low" = 0.1\n'
+        + RECIPE
+    )
+    seen: list[RL] = []
+    monkeypatch.setattr("posttrain.cli.training_commands.trained", lambda config: seen.append(config) or 0)
+    (place / "tables.toml").write_text(
+        (place / "tables.toml").read_text() + '[rl.mixture.words.fields]\nprompt = "p"\n'
+    )
+    given = "--mixture.words.fields.answer w --mixture.sums.weight 1 --mixture.words.max-tokens=7 --fields.prompt q"
+    given += " --mixture.more.tasks m.jsonl"
+    assert main(["rl", "--config", "tables.toml", *given.split(), "--set", "surrogate.high=0.5"]) == 0
+    (found,) = seen
+    texts = {name: {key: str(value) for key, value in own.items()} for name, own in PARTS.items()}
+    assert found.mixture == {
+        "sums": texts["sums"] | {"weight": "1"},
+        "words": {
+            **{k: v for k, v in texts["words"].items() if k != "max_tokens"},
+            "max-tokens": "7",
+            "fields": json.dumps({"answer": "w", "prompt": "p"}),
+        },
+        "more": {"tasks": "m.jsonl"},
+    }
+    assert found.fields == {"prompt": "q", "answer": "b"}
+    assert found.settings == {"surrogate.high": "0.5", "surrogate.low": "0.1"}
+
+
+def test_a_part_renames_columns_of_its_own_and_its_errors_name_its_options(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "asked.jsonl").write_text(
+        "".join(json.dumps({"q": row["prompt"], "a": row["answer"]}) + "\n" for row in SUMS)
+    )
+    (place / "needs.py").write_text(
+        "SUCCESS = 0.3\n\ndef reward(task, reply):\n    return float(task['final'] == reply)\n"
+    )
+    words = (
+        "rl --model start --prompts 2 --group 2 --steps 1 --env-workers 0 --threads 1 --out columns --overwrite".split()
+    )
+    parts = "--max-tokens 999 --mixture.a.max-tokens 2 --mixture.b.max-tokens 2".split()
+    parts += "--mixture.a.tasks words.jsonl --mixture.b.tasks asked.jsonl".split()
+    named = "--mixture.b.fields.prompt q --mixture.b.fields.answer=a".split()
+    assert main([*words, *parts, *named, "--env", "envs.py:digits"]) == 0
+    out = capsys.readouterr().out
+    assert "of at most 2 tokens" in out and "more than a reply can have" not in out
+    assert {row["prompt"] for row in read_rollouts(place / "columns", 1) if row["task"].startswith("b/")} <= {
+        row["prompt"] for row in SUMS
+    }
+    (place / "columns.toml").write_text(
+        '[rl.mixture.a]\ntasks = "words.jsonl"\n[rl.mixture.b]\ntasks = "asked.jsonl"\n'
+        'fields = { prompt = "q", answer = "a" }\n'
+    )
+    assert main([*words, "--env", "envs.py:digits", "--max-tokens", "2", "--config", "columns.toml"]) == 0
+    capsys.readouterr()
+    for more, said in (
+        (
+            [],
+            "part b of the mixture: asked.jsonl:1: no prompt; the row has: q, a; name its column: --mixture.b.fields.prompt",
+        ),
+        (
+            ["--fields.prompt", "q"],
+            "words.jsonl:1: no column 'q'; the columns are: prompt, answer; name it with --mixture.a.fields.prompt COLUMN",
+        ),
+        (["--mixture.b.fields", "q"], "--mixture.b.fields renames columns: write --mixture.b.fields.prompt COLUMN"),
+        (
+            [*named, "--mixture.b.env", "needs.py:reward"],
+            "part b of the mixture: the environment fails with every sample",
+        ),
+        (named, "; or give this part its own --mixture.a.env"),
+    ):
+        env = ["--env", "needs.py:reward"] if "or give" in said else ["--env", "envs.py:digits"]
+        assert main([*words, *parts, *env, *more]) == 2
+        error = " ".join(capsys.readouterr().err.split())
+        assert said in error, error
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from posttrain.config.training import RL
 from posttrain.core.batch import Stats
 from posttrain.core.types import UserError, succeeds
 from posttrain.data.levels import MOST_LEVELS, SPAN, Levels, makes_levels
+from posttrain.data.preference_examples import to_item
 from posttrain.data.tasks import Stream, Tasks, order, to_tasks
 from posttrain.data.tasks_from_rows import Conversion
 from posttrain.models.native.decoder_writer import save_model
@@ -56,7 +57,7 @@ def solve_rate(floor: float = 0.0, decay: float = 0.5, sharpness: float = 1.0, t
 
 
 def stages(floor: float = 0.25, decay: float = 0.5, accuracy: float = 0.8, least: float = 8.0) -> Stages:
-    return Stages([np.arange(0, 4), np.arange(4, 8), np.arange(8, 12)], 0, floor, decay, accuracy, least)
+    return Stages([np.arange(0, 4), np.arange(4, 8), np.arange(8, 12)], 0, floor, decay, accuracy, least, "abc")
 
 
 def results(*rows: tuple[int, int, int]) -> list[Solved]:
@@ -284,7 +285,7 @@ def test_stages_are_the_values_of_a_column_in_ascending_order() -> None:
 @pytest.mark.parametrize(
     ("levels", "told"),
     [
-        ((1, None), r"row 2: level is None \(NoneType\): a stage must be a finite number or a string"),
+        ((1, None), r"row 2: level is null: a stage must be a finite number or a string"),
         ((1, [2]), r"row 2: level is '\[2\]'|row 2: level is \[2\]"),
         ((1, float("nan")), "row 2: level is nan"),
         ((1, 10**400), "row 2: level is 1000"),
@@ -348,7 +349,32 @@ def test_curriculum_that_tasks_do_not_allow_is_refused_in_one_line() -> None:
     assert isinstance(task_order(config(), endless, None), Uniform), "the usual order needs nothing"
     found = task_order(by_stage, TASKS, 1.0)
     assert isinstance(found, Stages) and found.running.least == 3 * 4 * 0.6 / 2
-    assert "3 stages by level, of 4, 4, 4 tasks" in order_lines(by_stage, found)[0]
+    assert "3 stages by level: 1 (4), 2 (4), 3 (4), each until" in order_lines(by_stage, found)[0]
+    with pytest.raises(UserError, match="level is 1 in every row, which is one stage: name another column"):
+        task_order(by_stage, leveled(1, 1, 1, 1), 1.0)
+
+
+def test_stages_of_texts_are_named_in_their_order_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("posttrain.training.task_orders.warn", told.append)
+    how = config(**CURRICULA["stages"], prompts=2)
+    found = task_order(how, leveled(*["easy"] * 3, *["medium"] * 2, *["hard"] * 4), 1.0)
+    assert "3 stages by level: easy (3), hard (4), medium (2), each until" in order_lines(how, found)[0]
+    assert len(told) == 1 and "in alphabetical order: easy, hard, medium; give numbers" in told[0]
+    task_order(how, leveled(1, 1, 2, 2), 1.0)
+    assert len(told) == 1, "numbers have an order of their own"
+
+
+def test_a_missing_column_of_stages_is_refused_with_the_columns_of_the_file() -> None:
+    rows = to_tasks([{"question": "a", "solution": "b"}], fields={"prompt": "question", "response": "solution"})
+    with pytest.raises(UserError) as refused:
+        stages_of(rows, "nix")
+    assert str(refused.value) == "row 1: no column 'nix'; the columns are: question, solution"
+    with pytest.raises(UserError, match="no prompt; the row has: question, steps, step_labels; name its column"):
+        to_tasks(
+            [{"question": "a", "steps": ["x"], "step_labels": [1]}],
+            fields={"labels": "step_labels"}, convert=to_item, left_out="without labels",
+        )  # fmt: skip
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------

@@ -133,9 +133,9 @@ class RunSummary:
         return {"name": name, "first": fmean(values[:count]), "last": fmean(values[-count:])} if values else None
 
     def trained(self) -> list[dict[str, Any]]:
-        """Return what the run trained on, as `tenths`: its reward or loss, and its accuracy."""
+        """Return what the run trained on, as `tenths`: its reward or loss, its accuracy, and the stage of a curriculum."""
         found = next(filter(None, map(self.tenths, TRAINED)), None)
-        return [one for one in (found, self.tenths("accuracy")) if one is not None]
+        return [one for one in (found, *map(self.tenths, ("accuracy", "curriculum/stage"))) if one is not None]
 
     @property
     def no_signal(self) -> float | None:

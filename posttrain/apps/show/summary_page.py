@@ -14,12 +14,13 @@ from posttrain.apps.view.comparison_warnings import warnings_of
 from posttrain.config.service_options import implying
 from posttrain.core.intervals import Interval
 from posttrain.core.messages import dashed, readable, several
-from posttrain.runs.metrics_table import on_terminal
+from posttrain.runs.metrics_table import MEASURED, on_terminal
 from posttrain.runs.run_options import changed, differing, typed
 from posttrain.runs.terminal.live_region import fitted
 from posttrain.runs.terminal.output import wrapped
 
 WIDTH, LABEL = 80, 12
+PART = ("mixture/", "suite/")  # beginnings of the figures of parts
 HELD, FOUND, OPTIONS = 4, 3, 3  # most lines of held-out figures, of findings, of options
 ELSEWHERE = {"algorithm", "model", "tasks", "env", "steps", "out"}
 """Options that the page shows in lines of their own."""
@@ -38,17 +39,18 @@ def page(run: RunSummary) -> list[str]:
     lines.append(_line("model", f"{model} ({size})" if size else model))
     rows = next((line for line in sizes if line.endswith(" held out") or " held out" in line), "")
     rows = re.sub(r" \(.*?\)", "", rows)  # without the columns
-    lines.append(_line("data", ": ".join(filter(None, [str(config.get("tasks") or "rows in memory"), rows]))))
+    parts = {name: own for name, own in (config.get("mixture") or {}).items() if isinstance(own, dict)}
+    files = str(config.get("tasks") or ("" if parts else "rows in memory"))
+    lines += _flowed("data", [": ".join(filter(None, [files, rows]))], 2)
     scoring = implying(config)
     if config.get("env"):
         lines.append(_line("reward", " ".join(typed(run.about, scoring)) or str(config["env"])))
+    elif scored := [f"{name} {own['env']}" for name, own in parts.items() if own.get("env")]:
+        lines += _flowed("reward", [", ".join(scored)], 2)
     options = {name: value for name, value in changed(run.about).items() if name not in {*ELSEWHERE, *scoring}}
     if options:
         lines += _flowed("options", typed(run.about, options), OPTIONS)
-    figures = run.held_out()
-    lines += [_line("held out" if i == 0 else "", _figure(one)) for i, one in enumerate(figures[:HELD])]
-    if not figures:
-        lines.append(_line("held out", "nothing"))
+    lines += _held_out(run.held_out())
     trained = [f"{on_terminal(one['name'])} {one['first']:.3f} -> {one['last']:.3f}" for one in run.trained()]
     if trained:
         lines += _flowed("training", [f"{', '.join(trained)} (first -> last tenth)"], 2)
@@ -96,6 +98,15 @@ def _figure(figure: dict[str, Any]) -> str:
     return text if change is None else f"{text}, change {_change(change)} ({several(change['tasks'], 'task')})"
 
 
+def _held_out(figures: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the lines of the held-out figures; those of the parts of a mixture or suite together."""
+    parts = [one for one in figures if one["name"].startswith(PART)]
+    whole = [one for one in figures if one not in parts][:HELD]
+    lines = [_line("held out" if i == 0 else "", _figure(one)) for i, one in enumerate(whole)]
+    lines += _flowed("by part", [", ".join(map(_figure, parts))], HELD) if parts else []
+    return lines or [_line("held out", "nothing")]
+
+
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
@@ -108,7 +119,11 @@ def _change(change: dict[str, Any]) -> str:
 
 def _findings(run: RunSummary) -> list[str]:
     if not run.findings:
-        return [_line("health", "nothing found")]
+        fell = [
+            on_terminal(one["name"]) for one in run.held_out() if one["change"] and (one["change"]["high"] or 0) < 0
+        ]
+        said = f"held-out {' and '.join(fell)} fell by more than chance" if fell else "nothing found"
+        return [_line("health", said)]
     shown = run.findings[-FOUND:]
     lines = [f"step {one['step']}: {one['message'].partition(chr(10))[0]}" for one in shown]
     if left := len(run.findings) - len(shown):
@@ -154,7 +169,7 @@ def side_by_side(a: RunSummary, b: RunSummary) -> tuple[Table, Table, list[str]]
     own = [{figure["name"]: figure for figure in run.held_out()} for run in (a, b)]
     for name in islice(names_of_figures((a, b)), 8):
         cells = [None if name not in side else _ends(side[name]["before"], side[name]["after"]) for side in own]
-        figures.append([f"held-out {on_terminal(name)}", *cells])
+        figures.append([f"{'' if name.startswith(MEASURED) else 'held-out '}{on_terminal(name)}", *cells])
     for name in dict.fromkeys(one["name"] for run in (a, b) for one in run.trained()):
         both = [run.tenths(name) for run in (a, b)]
         cells = [None if of is None else _ends(of["first"], of["last"]) for of in both]

@@ -9,6 +9,7 @@ from typing import Any
 
 from posttrain.apps.view.reward_and_length import MORE, REWARD, Length
 from posttrain.apps.view.silent_defects import FOREIGN
+from posttrain.runs.health_checks import fallen
 from posttrain.runs.metrics_table import QUESTIONS
 
 Values = list[float | None]
@@ -76,6 +77,8 @@ def _learning(m: Mapping[str, Values]) -> Verdict:
                 return _verdict("look", "warn", text)
         else:
             text += "; nothing is held out"
+        if held == "eval/accuracy" and (fall := fallen(values, min(_all(m.get("eval/tasks")), default=0))):
+            return _verdict("getting worse", "bad", f"{text}: held-out accuracy {fall}")
         accuracy = _ends(m.get("accuracy"))
         if accuracy is not None and min(accuracy) > SOLVED:
             return _verdict(

@@ -13,6 +13,7 @@ from typing import TextIO
 
 from posttrain.core.messages import safe
 from posttrain.core.progress import watch
+from posttrain.runs.metrics_table import MEASURED
 from posttrain.runs.terminal.live_region import Line, Region, size
 from posttrain.runs.terminal.notices import show
 from posttrain.runs.terminal.output import Output, fancy, wrapped
@@ -74,7 +75,7 @@ class Display:
             self._first = number
             watch(None)
         self._number, self._stepped = number, self._clock()
-        held_out = {name: value for name, value in self._values.items() if name.startswith("eval/")}
+        held_out = {name: value for name, value in self._values.items() if name.startswith(MEASURED)}
         self._values = {**held_out, **metrics, **timing}
         if (value := metrics.get("reward", metrics.get("loss"))) is not None:
             self._history.append(value)
@@ -83,7 +84,7 @@ class Display:
         with self._lock:
             self._waiting = self._plain({**metrics, **timing})
             due = self._stepped - self._printed >= SECONDS_BETWEEN_LINES
-            evaluated = any(name.startswith("eval/") for name in metrics)
+            evaluated = any(name.startswith(MEASURED) for name in metrics)
             if due or evaluated or number in (self._first, self._steps):
                 self._print_waiting()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain.core.messages import several
 from posttrain.runs.metric_history import equal_groups
-from posttrain.runs.metrics_table import HELD_OUT, LEARNING, METRICS, measured
+from posttrain.runs.metrics_table import LEARNING, MEASURED, METRICS, measured
 from posttrain.runs.terminal.panel import figures
 
 LOST = 0.5  # share of rollouts in groups with equal rewards from which the end mentions it: half of the work is lost
@@ -31,7 +31,7 @@ def outcome(rows: Sequence[Mapping[str, Any]], tasks: int = 0) -> list[str]:
         shown.append(f"{label} {before} -> {after}" if len(values) > 1 else f"{label} {after}")
     if shown and tasks:
         shown[0] += f" ({several(tasks, 'task')})"
-    for name in (name for name in own if not name.startswith(HELD_OUT)):
+    for name in (name for name in own if not name.startswith(MEASURED)):
         shown += [f"{label} {value}" for label, value in figures({name: last[name]})] or [f"{name} {last[name]:.4g}"]
     return shown
 

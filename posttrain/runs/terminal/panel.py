@@ -6,24 +6,32 @@ Decides the order in which lines are dropped if there is little room. The bar, t
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from posttrain.core.messages import safe
-from posttrain.runs.metrics_table import BY_NAME, METRICS, Metric, on_terminal
+from posttrain.runs.metrics_table import (
+    BY_NAME,
+    MEASURED,
+    METRICS,
+    OF_PARTS,
+    SUITE,
+    Metric,
+    measured,
+    metric_named,
+    on_terminal,
+)
 from posttrain.runs.metrics_table import HELD_OUT as EVALUATED
 from posttrain.runs.terminal.live_region import Line, cells, fitted
 
 ESSENTIAL = 3  # number of figures shown at any size: reward, accuracy, entropy
 GAP = "   "
 HELD_OUT = "held-out"
-MOST_HELD_OUT = 4  # held-out figures in a line of a step: metrics.jsonl has all
+MOST_HELD_OUT, MOST_PARTS = 4, 8  # held-out figures in a line of a step, and of parts: metrics.jsonl has all
 EQUAL_GROUPS, ADVANTAGE = "groups/no_signal", "advantage/abs"
 BARS = "▁▂▃▄▅▆▇█"
 LONGEST_CURVE = 48
-_PART = re.compile(r"mixture/(.+)/(\w+)")  # a figure of a part of a mixture, or of a set of held-out tasks
 NARROWEST = 20  # columns needed for more than the steps and the remaining time
 
 
@@ -44,7 +52,7 @@ def compose(view: View, columns: int, rows: int) -> list[Line]:
     width = max(1, columns - 1)
     if columns < NARROWEST or rows < 3:
         return [_progress(view, width)]
-    held_out = {name: value for name, value in view.values.items() if name.startswith(EVALUATED)}
+    held_out = {name: value for name, value in view.values.items() if name.startswith(MEASURED)}
     own = figures({name: value for name, value in view.values.items() if name not in held_out})
     essential, others = _rows(own[:ESSENTIAL], own[ESSENTIAL:], width)
     parts: list[tuple[int, list[Line]]] = [  # (rank, lines), in the order of drawing
@@ -67,10 +75,20 @@ def figures(values: Mapping[str, float]) -> list[tuple[str, str]]:
     shown = [
         (metric.terminal, _figure(values[metric.name], metric.form))
         for metric in METRICS
-        if metric.terminal and metric.name in values and not metric.hidden(values)
+        if metric.terminal
+        and metric.name in values
+        and not metric.hidden(values)
+        and not metric.name.startswith(MEASURED)
         if (values[metric.name] or not metric.silent) and not (metric.name == EQUAL_GROUPS and _of_one(values))
     ]
-    return shown + [(f"{HELD_OUT} {label}", value) for label, value in _of_held_out(values)[:MOST_HELD_OUT]]
+    held_out = _names_of_held_out(values)
+    parts = [
+        name for name in held_out if (metric := metric_named(name)) is not None and metric.panel in (OF_PARTS, SUITE)
+    ]
+    others = [name for name in held_out if name not in parts][:MOST_HELD_OUT]
+    kept = [name for name in held_out if name in {*others, *parts[:MOST_PARTS]}]
+    said = [f"{HELD_OUT} " if name.startswith(EVALUATED) else "" for name in kept]
+    return shown + [(f"{x}{label}", value) for x, (label, value) in zip(said, _of_held_out(values, kept), strict=True)]
 
 
 def _of_one(values: Mapping[str, float]) -> bool:
@@ -78,15 +96,26 @@ def _of_one(values: Mapping[str, float]) -> bool:
     return values[EQUAL_GROUPS] == 1 and values.get(ADVANTAGE, 0.0) > 0
 
 
-def _of_held_out(values: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return (label without "held-out", value) pairs, in the order of the table."""
-    own = [name for name in (*BY_NAME, *values) if name.startswith(EVALUATED) and name in values]
-    own = [name for name in own if name not in BY_NAME or not BY_NAME[name].hidden(values)]
-    labels = {name: _PART.sub(r"\1 \2", on_terminal(name.removeprefix(EVALUATED))) for name in own}
+def _names_of_held_out(values: Mapping[str, float]) -> list[str]:
+    """Return the held-out figures to show: first those by which a run is judged, then those in the order of the table."""
+    found = []
+    for name in dict.fromkeys([*measured(values), *BY_NAME, *values]):
+        metric = metric_named(name)
+        evaluated = name.startswith(EVALUATED) or name in measured(values)  # of a suite, only the figure of each part
+        if name not in values or not evaluated:
+            continue
+        if metric is not None and metric.hidden(values):
+            continue
+        if values[name] or not name.endswith("/invalid"):
+            found.append(name)
+    return found
+
+
+def _of_held_out(values: Mapping[str, float], names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return (label without "held-out", value) pairs."""
     return [
-        (label, _figure(values[name], BY_NAME[name].form if name in BY_NAME else Metric.form))
-        for name, label in labels.items()
-        if label.rpartition(" ")[2] != "invalid" or values[name]
+        (on_terminal(name.removeprefix(EVALUATED)), _figure(values[name], (metric_named(name) or Metric).form))
+        for name in names
     ]
 
 
@@ -130,7 +159,7 @@ def _flowed(shown: Sequence[tuple[str, str]], width: int) -> list[Line]:
 
 def _held_out(values: Mapping[str, float], width: int) -> list[Line]:
     """Return rows of the held-out figures, with a label at the left."""
-    rows = _flowed(_of_held_out(values), width - len(HELD_OUT) - 1)
+    rows = _flowed(_of_held_out(values, _names_of_held_out(values)), width - len(HELD_OUT) - 1)
     return [[((HELD_OUT if i == 0 else " " * len(HELD_OUT)) + " ", "dim"), *row] for i, row in enumerate(rows)]
 
 

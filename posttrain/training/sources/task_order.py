@@ -244,10 +244,20 @@ class Stages:
     """
 
     def __init__(
-        self, stages: Sequence[Integers], seed: int, floor: float, decay: float, accuracy: float, least: float
+        self,
+        stages: Sequence[Integers],
+        seed: int,
+        floor: float,
+        decay: float,
+        accuracy: float,
+        least: float,
+        names: Sequence[str],
     ) -> None:
-        """`stages`: the places of each stage's tasks. `least`: rollouts that a stage needs before it may end."""
+        """`stages`: the places of each stage's tasks. `least`: rollouts that a stage needs before it may end. `names`: of
+        the stages.
+        """
         self.stages, self.seed, self.running = stages, seed, RunningAccuracy(decay, accuracy, least)
+        self.names = names
         self.of = {place: number for number, places in enumerate(stages) for place in places.tolist()}
         self.visits: dict[int, int] = {}
         self.floor = Floor(floor)

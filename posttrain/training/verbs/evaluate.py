@@ -297,3 +297,5 @@ def measured(rollouts: Sequence[Rollout], success: float | None, stats: Stats, r
             if rollout.side:
                 stats.add(f"eval/reward/{rollout.side}", rollout.reward)
         stats.add("eval/length", rollout.n_sampled)
+    if success is not None and (tasks := {r.task["id"] for r in rollouts if not isinstance(r.reward, Invalid)}):
+        stats.add("eval/tasks", len(tasks))

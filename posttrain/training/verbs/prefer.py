@@ -167,3 +167,4 @@ class _HeldOutEvaluation:
             for batch in self.source.batches(places, items, {}):
                 (outputs,) = self.source.learner.evaluate([batch], want=self.objective.wants)
                 self.objective.measure(outputs, batch, stats, "eval/")
+        stats.add("eval/tasks", len(self.places))

@@ -6,6 +6,7 @@ thin layers over it. `sft`, `prefer` and `reward_model` have modules of their ow
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -28,7 +29,7 @@ from posttrain.core.rollouts import Outcome, Rollout
 from posttrain.core.seeds import seed_of
 from posttrain.core.transcripts import Mask
 from posttrain.core.types import Task, UserError
-from posttrain.data.mixed_tasks import MixedTasks
+from posttrain.data.mixed_tasks import MixedTasks, part_of
 from posttrain.data.tasks import Stream, Tasks
 from posttrain.engines.open_engine import open_engine
 from posttrain.engines.pool.engine_pool import EnginePool
@@ -125,7 +126,9 @@ def rl(context: RunContext[RL]) -> RunParts:
     )
     source = _source(run, collector, learner, algorithm, tokenizer, opened_teachers)
     opened.push(partial(_leave, source, run.world))
-    tasks = f"{amount(train_tasks)}, {held_out_number(config, len(evaluated))}"
+    in_parts = isinstance(held_out, MixedTasks)
+    held_out_tasks = held_out_number(config, Counter(map(part_of, evaluated)) if in_parts else len(evaluated))
+    tasks = f"{amount(train_tasks)}, {held_out_tasks}"
     sizes = _sizes(config, algorithm, model, tasks, engine)
     sizes += [*order_lines(config, order), *known.lines, *ground.lines]
     sizes += source.recording.describe(algorithm.wants, Need.REFERENCE in algorithm.needs)
@@ -138,9 +141,7 @@ def rl(context: RunContext[RL]) -> RunParts:
         config.steps,
         sizes,
         describe(algorithm),
-        _measure(config, source, engine, evaluated, isinstance(held_out, MixedTasks), opened_teachers)
-        if evaluated
-        else None,
+        _measure(config, source, engine, evaluated, in_parts, opened_teachers) if evaluated else None,
         notifiers=(too_long, *filter(None, [source.watch]), *([engine] if isinstance(engine, EnginePool) else [])),
     )
 
@@ -296,6 +297,8 @@ def _learner(
 def _sizes(config: RL, algorithm: Algorithm, model: Model, tasks: str, engine: Engine) -> list[str]:
     """Describe the sizes of the run, with a note on a learning rate that is far from the usual ones."""
     rollouts = config.prompts * config.group
+    lengths = {f"--mixture.{name}.max-tokens": own.max_tokens for name, own in parts_of(config).items()}
+    lengths = lengths or {"--max-tokens": config.max_tokens}
     note: list[str] = []
     if algorithm.trust_region is None:  # otherwise the KL bounds the step, not the learning rate
         note = rate_note(optimization(config, 1), is_adapted(model), parameters(model))
@@ -303,10 +306,10 @@ def _sizes(config: RL, algorithm: Algorithm, model: Model, tasks: str, engine: E
         f"model {size_of(model)}, context {model.config.context}, vocabulary {model.config.vocab}",
         tasks,
         f"{several(config.steps, 'step')} of {several(config.prompts, 'prompt')} x {several(config.group, 'rollout')} = "
-        f"{several(rollouts, 'rollout')} of at most {several(config.max_tokens, 'token')}; "
+        f"{several(rollouts, 'rollout')} of at most {several(max(lengths.values()), 'token')}; "
         f"micro-batches of {microbatch_tokens(config, model)} tokens; "
         f"{min(config.slots, rollouts)} sampled at once by {engine.backend}",
-        *reply_length_note(config.max_tokens, model.config.context),
+        *reply_length_note(lengths, model.config.context),
         *note,
         *notes_on_steps(config, algorithm),
     ]

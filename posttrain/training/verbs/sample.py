@@ -138,7 +138,7 @@ def sample(config: Sample, rows: Any = None, env: Callable[..., Any] | None = No
             end_tokens(model, tokenizer)
             warn_unread(tokenizer, shown)
             context = model.config.context
-            said += reply_length_note(config.max_tokens, context)
+            said += reply_length_note({"--max-tokens": config.max_tokens}, context)
             options = EngineOptions(config.slots, config.precision, config.replicas)
             engine = opened.enter_context(closing(open_engine("local", model, tokenizer, options)))
             engine.load(model, 0)

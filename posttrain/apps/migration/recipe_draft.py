@@ -84,6 +84,9 @@ _SECRET = re.compile(
 )
 """Names of options whose values no file may repeat: tokens of a model are none."""
 
+_GUESS = re.compile(r"(, not known here: \w+'s default).*", re.DOTALL)
+"""A comment on a value that the script does not show: what would follow is true of the script's own value."""
+
 _UNKNOWN = re.compile(r"FILE\d*\.parquet")
 """Files in place of those whose names only a script computes."""
 
@@ -107,6 +110,9 @@ class RecipeDraft:
     without: dict[str, list[str]] = field(default_factory=dict)  # what to do -> options
     head: list[str] = field(default_factory=list)
     treated: set[str] = field(default_factory=set)
+    guessed: dict[str, str] = field(
+        default_factory=dict
+    )  # option there that has its default here -> what the script has
 
     def given(self, name: str) -> bool:
         return name in self.run.options
@@ -117,6 +123,8 @@ class RecipeDraft:
         value = self.run.options.get(name, self.defaults.get(name, otherwise))
         if isinstance(value, Unresolved):
             self.note(name, f"only the script computes its value, {value.text}: set it here")
+            if self.defaults.get(name) is not None:
+                self.guessed[self.run.names.get(name, name)] = value.text
             return self.defaults.get(name, otherwise)
         return value
 
@@ -154,7 +162,7 @@ class RecipeDraft:
         return f"{called}, not given: {self.run.framework}'s default"
 
     def put(self, option: str, value: Any, comment: str) -> None:
-        self.lines[option] = (value, comment)
+        self.lines[option] = (value, _GUESS.sub(r"\1; set that of the script", comment))
 
     def set(self, place: str, value: Any, comment: str) -> None:
         self.settings[place] = (value, comment)
@@ -304,8 +312,12 @@ class RecipeDraft:
                 found.append(
                     f"{option} {value[option]} is on the hub unless a folder has this name: without a network, give a folder"
                 )
+        if self.guessed:
+            listed = ", ".join(f"{name} ({inline(clip(text))})" for name, text in list(self.guessed.items())[:8])
+            found.append(f"set {listed}: only the script computes it, and here is {self.run.framework}'s default")
         if value.get("engine") == "vllm" and "engine_url" not in value:
-            found.append("install vLLM, or remove engine and correction: the local engine samples")
+            what = "engine and correction" if "correction" in value else "engine"
+            found.append(f"install vLLM, or remove {what}: the local engine samples")
         files = re.findall(r"(?:trl|verl):([\w/.-]+\.py)", str(value.get("env")))
         if files := [file for file in dict.fromkeys(files) if file not in self.run.files]:
             found.append(f"{', '.join(files)} must be here, with the functions that env names")

@@ -88,9 +88,10 @@ def read_script(text: str, name: str, given: dict[str, Any] | None = None) -> Fo
         raise UserError(f"{name} is not a Python script that can be read: {type(error).__name__}") from error
     if (long := next(filter(_is_unprintable, ast.walk(tree)), None)) is not None:
         raise UserError(f"{name}:{long.lineno} has an integer of more than 64 bits: correct it")
-    last = {name_of(call).rpartition(".")[2]: call for call in script.calls}
     for argument in [argument for argument in given or {} if argument in script.arguments]:
         script.arguments[argument] = ast.Constant((given or {}).pop(argument))
+    run_last = [call for call in script.calls if script.condition(script.branch_of[call]) is not None]
+    last = {name_of(call).rpartition(".")[2]: call for call in (*script.calls, *run_last)}
     config, call = _configuration(script, last, name)
     run = ForeignRun("TRL", CONFIGS[config], {} if call is None else _keywords(script, call), names=dict(_NAMES))
     if call is not None:
@@ -105,7 +106,7 @@ def read_script(text: str, name: str, given: dict[str, Any] | None = None) -> Fo
     if trainer is not None:
         _of_trainer(script, trainer, run, name, needs_training(tree) or _within_functions(script, tree, trainer))
         _copy_rewards(tree, text, run)
-    _of_adapters(script, last, run)
+    _of_adapters(script, last, run, config.replace("Config", "Trainer"))
     if "max_seq_length" in run.options:
         run.options.setdefault("max_length", run.options.pop("max_seq_length"))
         run.names["max_length"] = "max_seq_length"
@@ -165,7 +166,7 @@ def _copy_rewards(tree: ast.Module, text: str, run: ForeignRun) -> None:
             )
 
 
-def _of_adapters(script: ScriptValues, last: dict[str, ast.Call], run: ForeignRun) -> None:
+def _of_adapters(script: ScriptValues, last: dict[str, ast.Call], run: ForeignRun, trainer: str) -> None:
     """Add LoRA and the types of weights that a script gives to the model, not to the trainer."""
     for call in (last.get("BitsAndBytesConfig"), *_loads_of_models(script)):
         for word in ("load_in_4bit", "load_in_8bit"):
@@ -182,10 +183,24 @@ def _of_adapters(script: ScriptValues, last: dict[str, ast.Call], run: ForeignRu
     own = made is not None and any(word.arg == "r" for word in made.keywords)
     own = own or (made is not None and name_of(made).startswith("Fast"))
     for turned_on, lora in (("LoraConfig", last.get("LoraConfig")), ("get_peft_model", made if own else None)):
-        if lora is not None:
+        if lora is not None and (told := _used(script, lora, last.get(trainer))) is not None:
+            if told:
+                run.notes.append(f"whether adapters learn: {told}; without them, delete lora and its options")
             words = _keywords(script, lora)
             run.options |= {turned_on: True} | {_LORA.get(key, key): value for key, value in words.items()
                                                 if key not in _NOT_OF_LORA}  # fmt: skip
+
+
+def _used(script: ScriptValues, lora: ast.Call, trainer: ast.Call | None) -> str | None:
+    """Return None if a switch that is off keeps the script from adapters, "" if nothing does, else what decides it."""
+    told = script.condition(script.branch_of[lora])
+    words = {word.arg: word.value for word in trainer.keywords} if trainer is not None else {}
+    if told is None or "peft_config" not in words:
+        return told
+    chosen = script.origin(words["peft_config"])
+    if isinstance(chosen, ast.Constant) and chosen.value is None:
+        return None
+    return told or (ast.unparse(chosen)[:100] if isinstance(chosen, ast.IfExp) else "")
 
 
 def _loads_of_models(script: ScriptValues) -> list[ast.Call]:
@@ -204,12 +219,14 @@ def _of_configuration(script: ScriptValues, call: ast.Call, run: ForeignRun) -> 
         name = f"{name_of(call)}'s argument {place + 1}" if place else "output_dir"
         run.options.setdefault(name, script.value(argument) if not place else Unresolved(ast.unparse(argument)[:200]))
     names = {name for (_, name), assigned in script.values.items() if assigned.value is call}
-    for owner, name, node, branch in script.attributes:
+    for owner, name, node, branch, where in script.attributes:
         of_trainer = isinstance(owner, ast.Attribute) and owner.attr == "args" and name in run.options
         made = script.origin(owner)
         perhaps = isinstance(owner, ast.Name) and isinstance(made, ast.Name) and owner.id in names
-        if branch or perhaps:
-            value: Any = Unresolved(f"{ast.unparse(node)[:200]} {branch}".strip())
+        if (told := script.condition(branch, where)) is None:
+            continue
+        if told or perhaps:
+            value: Any = Unresolved(f"{ast.unparse(node)[:200]} {told}".strip())
         else:
             value = script.value(node)
         if of_trainer or perhaps or made is call:

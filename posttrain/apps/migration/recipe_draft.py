@@ -109,6 +109,7 @@ class RecipeDraft:
     parts: dict[str, tuple[str, str]] = field(default_factory=dict)  # of a mixture -> its file, comment
     without: dict[str, list[str]] = field(default_factory=dict)  # what to do -> options
     head: list[str] = field(default_factory=list)
+    first: list[str] = field(default_factory=list)  # what has to be put right before the first run
     treated: set[str] = field(default_factory=set)
     guessed: dict[str, str] = field(
         default_factory=dict
@@ -301,7 +302,7 @@ class RecipeDraft:
     def before_the_first_run(self) -> list[str]:
         """Return what has to be put right before the recipe runs, whatever machine imports it."""
         value = {name: content for name, (content, _) in self.lines.items()}
-        found: list[str] = []
+        found = list(self.first)
         unknown = [f"tasks of part {name}" for name, (file, _) in self.parts.items() if _UNKNOWN.fullmatch(file)]
         if unknown:
             found.append(f"name {' and '.join(unknown)}")

@@ -308,8 +308,10 @@ def _rewards(draft: RecipeDraft) -> None:
     ]
     _agent(draft, sum_of)
     models = [text for kind, text in terms if kind == "model"]
-    for _, text in (term for term in terms if term[0] == "unknown"):
-        draft.note("reward_funcs", f"{text}: write it as a function in rewards.py and name it in env")
+    if unknown := [text for kind, text in terms if kind == "unknown"]:
+        are = "are missing from env: write functions" if len(unknown) > 1 else "is missing from env: write a function"
+        file, them = draft.run.home or "rewards.py", "them" if len(unknown) > 1 else "it"
+        draft.first.append(f"reward_funcs: {', '.join(unknown)} {are} in {file} and add {them}")
     if models:
         draft.put("reward_model", models, "reward model of reward_funcs; without env its score is the reward")
         if sum_of:

@@ -75,10 +75,11 @@ _NAMES = {
 """Option of a command of TRL -> how a script gives it."""
 
 
-def read_script(text: str, name: str, given: dict[str, Any] | None = None) -> ForeignRun:
+def read_script(text: str, name: str, given: dict[str, Any] | None = None, beside: str = "") -> ForeignRun:
     """Return the run that a script of TRL starts. Raises UserError for another, or if its options are not in it.
 
-    `given`: what its command gives. Arguments that the script parses by itself are removed from it.
+    `given`: what its command gives. Arguments that the script parses by itself are removed from it. `beside`: beginning of
+    the names of files that are written with the recipe.
     """
     try:
         tree = ast.parse(text)
@@ -104,8 +105,12 @@ def read_script(text: str, name: str, given: dict[str, Any] | None = None) -> Fo
         )
     trainer = last.get(config.replace("Config", "Trainer"))
     if trainer is not None:
-        _of_trainer(script, trainer, run, name, needs_training(tree) or _within_functions(script, tree, trainer))
-        _copy_rewards(tree, text, run)
+        within = "it defines them in a function" if _within_functions(script, tree, trainer) else ""
+        why = needs_training(tree) or within
+        run.home = f"{beside}rewards.py" if why else name
+        _of_trainer(script, trainer, run, beside)
+        if why:
+            _copy_rewards(tree, text, run, f"{name} cannot be imported for them, as {why}")
     _of_adapters(script, last, run, config.replace("Config", "Trainer"))
     if "max_seq_length" in run.options:
         run.options.setdefault("max_length", run.options.pop("max_seq_length"))
@@ -149,21 +154,20 @@ def _within_functions(script: ScriptValues, tree: ast.Module, trainer: ast.Call)
     return bool(used & (script.functions | script.classes) - top)
 
 
-def _copy_rewards(tree: ast.Module, text: str, run: ForeignRun) -> None:
-    """Keep the functions that env names of rewards.py, with what they use."""
-    start = "trl:rewards.py:"
+def _copy_rewards(tree: ast.Module, text: str, run: ForeignRun, why: str) -> None:
+    """Keep the functions that env names of the file of rewards, with what they use."""
+    start = f"trl:{run.home}:"
     given = run.options.get("reward_funcs")
     terms = [term for term in given if isinstance(term, tuple) and len(term) == 2] if isinstance(given, list) else []
     names = [str(told).removeprefix(start) for kind, told in terms if kind == "function" and told.startswith(start)]
-    if run.home == "rewards.py":
-        agent = [run.options.get(argument) for argument in ("tools", "environment_factory")]
-        names += [name for part in agent if isinstance(part, str) for name in part.split("+")]
-    if names:
-        run.files["rewards.py"], missing = source_of(tree, text, names)
-        for name in missing:
-            run.notes.append(
-                f"{name} in rewards.py, which uses it: the script loads or computes it, so define it there"
-            )
+    agent = [run.options.get(argument) for argument in ("tools", "environment_factory")]
+    names += [name for part in agent if isinstance(part, str) for name in part.split("+")]
+    if not names:
+        return
+    run.files[run.home], missing = source_of(tree, text, names)
+    run.notes.append(f"{run.home}, which --out writes: it has copies of {', '.join(names)}: {why}")
+    for name in missing:
+        run.notes.append(f"{name} in {run.home}, which uses it: the script loads or computes it, so define it there")
 
 
 def _of_adapters(script: ScriptValues, last: dict[str, ast.Call], run: ForeignRun, trainer: str) -> None:
@@ -276,9 +280,8 @@ def _named_parts(script: ScriptValues, node: ast.expr) -> Any:
     return "+".join(names) if len(names) == len(parts) else Unresolved(ast.unparse(node)[:200])
 
 
-def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, name: str, runs: bool) -> None:
+def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, beside: str) -> None:
     """Add the arguments of the trainer itself: model, data, rewards."""
-    run.home = "rewards.py" if runs else name
     given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
     if call.args:
         given.setdefault("model", call.args[0])
@@ -298,7 +301,7 @@ def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, name: str
         if argument in given:
             _dataset(script, given[argument], run, prefix)
     if "reward_funcs" in given:
-        run.options["reward_funcs"] = _rewards(script, given["reward_funcs"], name, runs, run)
+        run.options["reward_funcs"] = _rewards(script, given["reward_funcs"], run)
     for argument in _OF_TRAINERS:
         if argument in given:
             run.options.setdefault(argument, script.value(given[argument]))
@@ -310,9 +313,10 @@ def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, name: str
             run.options[argument] = _named_parts(script, given[argument])
     if "environment_factory" in given and "train_dataset" not in given:
         rows = ({"prompt": [{"role": "user", "content": ""}], "seed": number} for number in range(_STARTS))
-        run.files["episodes.jsonl"] = "".join(f"{json.dumps(row)}\n" for row in rows)
-        run.options["dataset_name"] = "episodes.jsonl"
-        run.notes.append("episodes.jsonl, in place of the rows that the script has not: reset gets seed if it takes it")
+        file = f"{beside}episodes.jsonl"
+        run.files[file] = "".join(f"{json.dumps(row)}\n" for row in rows)
+        run.options["dataset_name"] = file
+        run.notes.append(f"{file}, in place of the rows that the script has not: reset gets seed if it takes it")
 
 
 def _dataset(script: ScriptValues, node: ast.expr, run: ForeignRun, prefix: str) -> None:
@@ -384,7 +388,7 @@ def _files(given: Any, split: Any) -> Any:
     return given.get(split, given) if isinstance(given, dict) and isinstance(split, str) else given
 
 
-def _rewards(script: ScriptValues, node: ast.expr, name: str, runs: bool, run: ForeignRun) -> Any:
+def _rewards(script: ScriptValues, node: ast.expr, run: ForeignRun) -> Any:
     """Return the reward functions as terms of --env, and models as ("model", name)."""
     node = script.origin(node)
     terms: list[Any] = []
@@ -394,9 +398,6 @@ def _rewards(script: ScriptValues, node: ast.expr, name: str, runs: bool, run: F
             terms.append(("model", value))
         elif isinstance(part, ast.Name) and part.id in script.functions:
             terms.append(("function", f"trl:{run.home}:{part.id}"))
-            if runs:
-                told = f"{name} trains or loads when it is imported, or defines it in a function"
-                run.notes.append(f"{part.id} in rewards.py, which --out writes: {told}")
         elif isinstance(part, ast.Name) and script.imported.get(part.id, "").startswith("trl"):
             terms.append(("function", f"trl:{part.id}"))
         elif isinstance(part, ast.Name) and part.id in script.imported:

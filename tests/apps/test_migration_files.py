@@ -152,6 +152,9 @@ VLLM = "trl grpo --dataset_name d --reward_funcs accuracy_reward --use_vllm true
     ("text", "rows", "lines", "told"),
     [
         (VLLM, None, {"correction": "sequence-truncate", "correction_cap": 3.0}, "larger weight out (weight 0)"),
+        (f"{VLLM} --vllm_importance_sampling_cap 2.0", None, {"correction_cap": 2.0}, "importance_sampling_cap = 2.0: "),
+        ("trl grpo --sync_ref_model True --beta 0.1 --num_iterations 4 --ref_model_sync_steps 10", None,
+         {"reference_every": 2}, "of which a step has 4: 2.5 steps, rounded"),
         (f"{VLLM} --vllm_importance_sampling_mode token_mask", None, {"correction": "icepop"}, "below 1 / cap"),
         ("trl dpo --dataset_name d --lr_scheduler_type cosine_with_min_lr", None, {"schedule": "cosine"},
          "it ends at 0 here, and at min_lr there"),
@@ -219,7 +222,7 @@ def test_options_of_trl_that_have_no_exact_equal_are_converted_or_told(
         (
             "reward_model.reward_manager=dapo algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc",
             {"dynamic_sampling": 10},
-            "groups with equal rewards are replaced",
+            "filter_groups.metric = acc: here it is the environment's reward that is compared",
             "no counterpart",
         ),
         (
@@ -243,6 +246,25 @@ def test_options_of_trl_that_have_no_exact_equal_are_converted_or_told(
         ),
         ("algorithm.rollout_correction.rollout_rs=token_k1", {"correction": None}, "no such rejection here", ""),
         ("reward_model.reward_manager=naive trainer.val_before_train=True", {}, "", "reward_manager"),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov actor_rollout_ref.actor.clip_ratio_high=0.28",
+            {"algorithm": "clip-cov", "clip_high": None},
+            "clip_ratio_low, clip_ratio_high (0.2, 0.28): verl's Clip-Cov keeps PPO's clip",
+            "",
+        ),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=gspo "
+            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
+            {"algorithm": "gspo", "aggregate": "constant"},
+            "",
+            "",
+        ),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean actor_rollout_ref.actor.loss_agg_mode=token-mean",
+            {"algorithm": "gmpo", "aggregate": None},
+            "loss_agg_mode = token-mean: no effect",
+            "",
+        ),
         ("trainer.val_before_train=True", {}, "", "val_before_train"),
         ("actor_rollout_ref.actor.fsdp_config.optimizer_offload=True", {"offload": ["optimizer"]}, "", ""),
     ],
@@ -254,6 +276,29 @@ def test_options_of_verl_vanish_neither_nor_say_the_opposite(
     recipe, table = imported(files(tmp_path, run_sh=text))
     assert {name: table.get(name) for name in lines} == lines and told in recipe
     assert not untold or untold not in recipe
+
+
+@pytest.mark.parametrize(
+    ("given", "epochs", "steps", "budget"),
+    [
+        ("data.gen_batch_size=48", 1, 2, 30),  # two whole batches of 48 in 100 rows; 10 of them are 30 times 16 prompts
+        ("data.gen_batch_size=48", 3, 6, 30),
+        ("data.gen_batch_size=20", 1, 5, 13),
+        ("data.gen_batch_size=null", 1, 6, 10),
+        ("data.gen_batch_size=4", 1, 6, 10),
+        ("data.gen_batch_size=48 algorithm.filter_groups.enable=False", 1, 6, None),
+    ],
+)
+def test_steps_of_dapo_are_those_of_the_batches_that_it_generates(
+    given: str, epochs: int, steps: int, budget: int | None, tmp_path: Path
+) -> None:
+    text = "python -m recipe.dapo.main_dapo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 "
+    text += (
+        "data.train_batch_size=16 algorithm.filter_groups.enable=True algorithm.filter_groups.max_num_gen_batches=10 "
+    )
+    recipe, table = imported(files(tmp_path, run_sh=f"{text} trainer.total_epochs={epochs} {given}"), rows=100)
+    assert (table["prompts"], table["steps"], table.get("dynamic_sampling")) == (16, steps, budget)
+    assert "gen_batch_size: no counterpart" not in recipe
 
 
 def test_what_has_to_be_put_right_before_the_first_run_is_one_list(

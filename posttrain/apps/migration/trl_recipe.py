@@ -450,6 +450,9 @@ def _penalties(draft: RecipeDraft, updates: int) -> None:
 def _correction(draft: RecipeDraft) -> None:
     """Write the weight for vLLM's probabilities. TRL's bounds are (none, clip_max) unless clip_min is given."""
     mode, name = draft.word("vllm_importance_sampling_mode"), "vllm_importance_sampling_clip_max"
+    older = "vllm_importance_sampling_cap"  # where it is given, TRL takes it in place of the newer one
+    if draft.run.options.get(older) is not None:
+        draft.run.options[name], draft.run.names[name] = draft.run.options.pop(older), older
     if not draft.read("vllm_importance_sampling_correction"):
         return
     kind, told, beyond = _CORRECTIONS.get(mode, ("truncate", "not known here: the nearest kind", ""))

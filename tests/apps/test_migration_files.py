@@ -167,6 +167,9 @@ VLLM = "trl grpo --dataset_name d --reward_funcs accuracy_reward --use_vllm true
         ("trl dpo --report_to wandb --run_name one", None, {"track": ["wandb"], "out": "runs/one"}, "pip install"),
         ("export WANDB_PROJECT='p q'\ntrl dpo --report_to wandb", None, {"track_project": "p q"}, ""),
         ("WANDB_PROJECT=p trl dpo --dataset_name d", None, {"track_project": None}, "no effect without a tracker"),
+        ("trl dpo --lr_scheduler_type constant --warmup_ratio 0.1", None, {"warmup": None}, "#   warmup_ratio: no effect"),
+        ("trl dpo --no_remove_unused_columns", None, {}, "= true: all columns of a row are kept"),
+        ("trl grpo --importance_sampling_level sequence", None, {"ratio": "sequence-mean"}, "GSPO's ratio; with one update"),
         ("trl grpo --scale_rewards none", None, {"scale": "none", "settings": None}, ""),
     ],
 )  # fmt: skip
@@ -299,6 +302,23 @@ def test_steps_of_dapo_are_those_of_the_batches_that_it_generates(
     recipe, table = imported(files(tmp_path, run_sh=f"{text} trainer.total_epochs={epochs} {given}"), rows=100)
     assert (table["prompts"], table["steps"], table.get("dynamic_sampling")) == (16, steps, budget)
     assert "gen_batch_size: no counterpart" not in recipe
+
+
+@pytest.mark.parametrize(
+    ("given", "told", "untold"),
+    [
+        ("actor_rollout_ref.rollout.multi_turn.enable=true actor_rollout_ref.rollout.multi_turn.tool_config_path=t.yaml",
+         "tools of t.yaml: env has one turn alone", "no counterpart"),
+        ("critic.ppo_epochs=3 critic.ppo_mini_batch_size=8 critic.optim.lr_warmup_steps_ratio=0.2",
+         "critic.ppo_mini_batch_size = 8; critic.optim.lr_warmup_steps_ratio = 0.2: the critic learns in", "--"),
+    ],
+)  # fmt: skip
+def test_options_of_turns_and_of_the_critic_are_not_answered_with_the_policys(
+    given: str, told: str, untold: str, tmp_path: Path
+) -> None:
+    run = f"python3 -m verl.trainer.main_ppo data.train_files=d.parquet actor_rollout_ref.model.path=m {given}\n"
+    recipe = imported(files(tmp_path, run_sh=run))[0]
+    assert told in recipe and untold not in recipe.partition("# Options of verl")[2]
 
 
 def test_what_has_to_be_put_right_before_the_first_run_is_one_list(

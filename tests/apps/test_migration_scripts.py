@@ -393,6 +393,30 @@ def test_an_expression_of_arguments_has_the_value_of_their_defaults(
 
 
 @pytest.mark.parametrize(
+    ("given", "reference"),
+    [
+        ("model, ref", "u/r"),
+        ("model=model, ref_model=ref", "u/r"),
+        ("model=model, ref_model=AutoModel.from_pretrained('u/m')", None),
+        ("model=model, ref_model=deepcopy(model)", None),
+        ("model=model, ref_model=create_reference_model(model)", None),
+        ("model, None", None),
+        ("model=model, ref_model=made()", "made()"),
+    ],
+)
+@pytest.mark.parametrize("trainer", ["DPO", "KTO"])
+def test_a_reference_that_is_another_model_is_told_before_the_first_run(
+    trainer: str, given: str, reference: str | None, tmp_path: Path
+) -> None:
+    loads = "model = AutoModel.from_pretrained('u/m')\nref = AutoModel.from_pretrained('u/r')\n"
+    call = f"{trainer}Trainer({given}, args={trainer}Config('o'), train_dataset=d).train(resume_from_checkpoint=True)"
+    _, text, table = recipe(tmp_path, f"from trl import {trainer}Config, {trainer}Trainer\n{loads}{call}")
+    assert table["model"] == "u/m" and ("ref_model" in text) == (reference is not None)
+    assert reference is None or f"{reference}: the reference here is the starting model" in text
+    assert "resume_from_checkpoint = true: --resume" in text
+
+
+@pytest.mark.parametrize(
     ("trainer", "told"),
     [
         ("GKDTrainer", "posttrain distill"),

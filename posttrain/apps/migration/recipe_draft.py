@@ -14,7 +14,7 @@ from posttrain.apps.migration.foreign_run import ForeignRun, Unresolved, is_know
 from posttrain.config.verbs import VERBS
 from posttrain.core.coerce import convert
 from posttrain.core.extras import install
-from posttrain.core.foreign_options import ELSEWHERE
+from posttrain.core.foreign_options import ANSWERS, ELSEWHERE
 from posttrain.core.messages import clip, inline, safe, safe_json
 from posttrain.core.option_aliases import answer, direct, entry
 from posttrain.core.several_files import names_of
@@ -78,6 +78,8 @@ _CHOICES: dict[str, Mapping[Any, Any]] = {
 
 _OF_OTHERS = re.compile(r"(critic|reward|reward_model|eval|distillation|.*\.ref|.*\.val_kwargs|.*\.profiler)\.")
 """Names of options of models that are not the policy: only an entry of their own takes them over."""
+
+_OF_THE_CRITIC = "the critic learns in the policy's updates here: it has no such option of its own"
 
 _SECRET = re.compile(
     r"(wandb\.key|wandb_key|use_wandb|(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<!stop_)(?<!image_)token|secret|password|api_key)$"
@@ -273,11 +275,13 @@ class RecipeDraft:
             if name in self.treated:
                 continue
             self.treated.add(name)
-            option = direct(name)
+            option, told = direct(name), answer(name)
             if not option and not answer(name) and (own := name.rpartition(".")[2]) in _kinds(self.verb):
                 option = own
-            if _OF_OTHERS.match(name) and "." not in entry(name, ELSEWHERE):
+            if _OF_OTHERS.match(name) and "." not in (here := entry(name, ELSEWHERE)):
                 option = ""
+                if here and len(here) >= len(entry(name, ANSWERS)):  # of the policy's own option
+                    told = _OF_THE_CRITIC if name.startswith("critic.") else "no counterpart in posttrain"
             if isinstance(value, Unresolved):
                 what = f" (here {option})" if option else ""
                 self.note(name, f"only the script computes its value, {value.text}: set it here{what}")
@@ -288,8 +292,8 @@ class RecipeDraft:
                 and value is not None
             ):
                 self.same(option, name)
-            elif value not in (None, False, "") or answer(name):
-                self.note(self.origin(name), answer(name) or "no counterpart in posttrain")
+            elif value not in (None, False, "") or told:
+                self.note(self.origin(name), told or "no counterpart in posttrain")
         self._leave_out_evaluations()
 
     def _leave_out_evaluations(self) -> None:

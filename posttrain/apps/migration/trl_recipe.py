@@ -397,9 +397,8 @@ def _grpo(draft: RecipeDraft, updates: int) -> None:
             "TRL divides by the tokens of a whole generation over its updates; posttrain by those of the update",
         )
     if level == "sequence" and kind in _AGGREGATES:
-        if updates == 1:
-            draft.note(draft.origin("importance_sampling_level"), "no effect: with one update a step every ratio is 1")
-        draft.put("ratio", "sequence-mean", f"{draft.origin('importance_sampling_level')}: GSPO's ratio")
+        told = "; with one update a step every ratio is 1, and it has no effect" * (updates == 1)
+        draft.put("ratio", "sequence-mean", f"{draft.origin('importance_sampling_level')}: GSPO's ratio{told}")
     elif kind in _AGGREGATES:
         draft.put("ratio", "token", f"{draft.origin('importance_sampling_level')}: same meaning")
     scale = draft.word("scale_rewards")

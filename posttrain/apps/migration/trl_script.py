@@ -52,6 +52,8 @@ _NOT_OF_LORA = (
     *("finetune_vision_layers", "finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules"),
 )
 """Words of LoRA's configuration, or of Unsloth's function, that change nothing for models of text."""
+_SECOND = {**dict.fromkeys(("grpo", "rloo"), "reward_funcs"), **dict.fromkeys(("dpo", "kto"), "ref_model")}
+"""Trainer -> what its second argument without a name is."""
 _STARTS = 256  # rows for episodes of an environment that makes its own tasks
 _OF_TRANSFORMERS = {"learning_rate": 5e-5, "gradient_checkpointing": False, "bf16": False}
 """Defaults of transformers' TrainingArguments that TRL's configurations change."""
@@ -109,6 +111,8 @@ def read_script(text: str, name: str, given: dict[str, Any] | None = None, besid
         why = needs_training(tree) or within
         run.home = f"{beside}rewards.py" if why else name
         _of_trainer(script, trainer, run, beside)
+        if (started := last.get("train")) is not None:
+            run.options |= {n: v for n, v in _keywords(script, started).items() if n == "resume_from_checkpoint"}
         if why:
             _copy_rewards(tree, text, run, f"{name} cannot be imported for them, as {why}")
     _of_adapters(script, last, run, config.replace("Config", "Trainer"))
@@ -137,7 +141,7 @@ def _configuration(script: ScriptValues, last: dict[str, ast.Call], name: str) -
     if not known:
         _refuse(script, trainers, name)
     trainer = last[known[0]]
-    most = 2 if known[0] in ("GRPOTrainer", "RLOOTrainer") else 1  # a model, and reward functions
+    most = 2 if CONFIGS[known[0].replace("Trainer", "Config")] in _SECOND else 1
     if len(trainer.args) > most or any(word.arg in ("args", None) for word in trainer.keywords):
         if (older := last.get("TrainingArguments")) is None:
             _refuse(script, known, name)
@@ -285,8 +289,8 @@ def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, beside: s
     given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
     if call.args:
         given.setdefault("model", call.args[0])
-    if len(call.args) > 1 and run.trainer in ("grpo", "rloo"):
-        given.setdefault("reward_funcs", call.args[1])
+    if len(call.args) > 1 and run.trainer in _SECOND:
+        given.setdefault(_SECOND[run.trainer], call.args[1])
     if "model" in given:
         value, (load, _) = script.value(given["model"]), script.source(given["model"])
         if load is not None:
@@ -300,6 +304,10 @@ def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, beside: s
     for argument, prefix in (("train_dataset", ""), ("eval_dataset", "eval_")):
         if argument in given:
             _dataset(script, given[argument], run, prefix)
+    if "ref_model" in given and not _is_own(script, given["ref_model"], given.get("model")):
+        load, _ = script.source(given["ref_model"])
+        value = script.value(given["ref_model"] if load is None else load.args[0] if load.args else None)
+        run.options["ref_model"] = value if isinstance(value, str) else ast.unparse(given["ref_model"])[:100]
     if "reward_funcs" in given:
         run.options["reward_funcs"] = _rewards(script, given["reward_funcs"], run)
     for argument in _OF_TRAINERS:
@@ -317,6 +325,20 @@ def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, beside: s
         run.files[file] = "".join(f"{json.dumps(row)}\n" for row in rows)
         run.options["dataset_name"] = file
         run.notes.append(f"{file}, in place of the rows that the script has not: reset gets seed if it takes it")
+
+
+def _is_own(script: ScriptValues, reference: ast.expr, model: ast.expr | None) -> bool:
+    """Return whether a reference is none, the policy itself, a copy of it, or loaded from the same place."""
+    found = script.origin(reference)
+    if model is None or script.value(reference) is None:
+        return script.value(reference) is None
+    if isinstance(found, ast.Call) and name_of(found).endswith(("deepcopy", "create_reference_model")) and found.args:
+        found = found.args[0]
+    (one, _), (other, _) = script.source(found), script.source(model)
+    places = [
+        script.value(load.args[0] if load and load.args else node) for load, node in ((one, found), (other, model))
+    ]
+    return places[0] == places[1]
 
 
 def _dataset(script: ScriptValues, node: ast.expr, run: ForeignRun, prefix: str) -> None:

@@ -61,9 +61,25 @@ def reward(draft: RecipeDraft) -> None:
     elif not model:
         chosen = "verl chooses a function by data_source: copy it to score.py (or verify:math, verify:numeric)"
         draft.put("env", "verl:score.py:compute_score", chosen)
+    _tools(draft)
     _manager(draft)
     _overlong(draft)
     _filter_groups(draft)
+
+
+def _tools(draft: RecipeDraft) -> None:
+    """Tell that a reward alone has one turn: tools and turns of verl are an environment's here."""
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    given = [name for name in draft.run.options if name.startswith(f"{turns}.")]
+    if not draft.read(f"{turns}.enable"):
+        return
+    file = draft.read(f"{turns}.tool_config_path")
+    tools = f", tools of {shown(file)}" if isinstance(file, str) else ""
+    draft.treated |= {name for name in given if not name.endswith(("max_assistant_turns", "max_user_turns"))}
+    draft.first.append(
+        f"multi_turn.enable = true{tools}: env has one turn alone, so write an environment with turns and tools, "
+        "--env my.py:play (docs/guides/environments.md)"
+    )
 
 
 def _manager(draft: RecipeDraft) -> None:

@@ -150,6 +150,9 @@ class CovarianceClip(TokenSelection):
     These are likely tokens with a high advantage, or unlikely ones with a low one: the entropy falls by the covariance of
     lp and A over all tokens of the step (Clip-Cov, arXiv 2505.22617). cov = (old - mean(old)) (A - mean(A)). Of the
     tokens with low < cov < high, share x (tokens of the step) get advantage 0, at least one.
+
+    The loss of the other tokens is the paper's -r A. verl's `clip_cov` keeps PPO's clip in it, max(-r A, -clip(r, 1 - low,
+    1 + high) A), and a token that it clips is no candidate.
     """
 
     share: float = setting(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from shlex import quote
 
@@ -40,11 +41,13 @@ def import_recipe(
     for name, number in (("--devices", devices), ("--rows", rows)):
         if number is not None and not 1 <= number <= 10**12:
             raise UserError(f"{name} must be at least 1, not {number}")
-    draft = recipe_for(source, devices, rows, trainer)
+    draft = recipe_for(source, devices, rows, trainer, "" if out is None else _beside(out))
     text = draft.toml(Path(source).name, out or "recipe.toml")
     if out is None:
         print(text, end="")
         return 0
+    for name, content in draft.run.files.items():
+        _refuse_others(name, content)
     try:
         _write(out, text)
     except FileExistsError:
@@ -52,12 +55,11 @@ def import_recipe(
     missing = sum(map(len, draft.without.values()))
     print(f"wrote       {out}: {len(draft.lines)} options")
     for name, content in draft.run.files.items():
-        place = str(Path(out).parent / name)
         try:
-            _write(place, content)
-            print(f"wrote       {place}: what {clip(Path(source).name)} has of it; read it")
+            _write(name, content)
+            print(f"wrote       {name}: what {clip(Path(source).name)} has of it; read it")
         except FileExistsError:
-            print(f"kept        {place}, which is there already")
+            print(f"kept        {name}: it has the same content")
     if missing:
         print(
             f"left out    {missing} option{'s'[: missing - 1]} of {draft.run.framework}: listed at the end of the recipe"
@@ -68,6 +70,28 @@ def import_recipe(
         print(f"first       {safe(line)}")
     print(f"run it      posttrain {draft.verb} --config {quote(str(Path(out)))}")
     return 0
+
+
+def _beside(out: str) -> str:
+    """Return the beginning of the names of files that belong to a recipe, as env can have it, where options have letters
+    of their own.
+    """
+    path = Path(out)
+    stem = re.sub(r"\W+", "_", path.stem)
+    return f"{path.parent}/{stem}_" if path.parent != Path() else f"{stem}_"
+
+
+def _refuse_others(name: str, content: str) -> None:
+    """Raise UserError if another file than the one to be written is there, or if env cannot have its name."""
+    if not re.fullmatch(r"[\w/.-]+", name):
+        raise UserError(f"--out is in a folder that env cannot name, {clip(name)}: use letters, digits, - and _")
+    try:
+        with user_files.opened(name, "rb") as file:
+            same = file.read(len(content.encode("utf-8", "replace")) + 1) == content.encode("utf-8", "replace")
+    except OSError:
+        return
+    if not same:
+        raise UserError(f"{clip(name)} is there already, with another content: choose another --out, or delete it")
 
 
 def _write(place: str, text: str) -> None:

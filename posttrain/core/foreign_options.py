@@ -443,7 +443,7 @@ ANSWERS = {
     ),
     **_alike(
         "remove_unused_columns no_remove_unused_columns",
-        "a reward gets all columns of its row in task",
+        "all columns of a row are kept, and a reward gets them in task",
     ),
     **_alike(
         "trust_remote_code external_lib",

@@ -152,6 +152,9 @@ VLLM = "trl grpo --dataset_name d --reward_funcs accuracy_reward --use_vllm true
     ("text", "rows", "lines", "told"),
     [
         (VLLM, None, {"correction": "sequence-truncate", "correction_cap": 3.0}, "larger weight out (weight 0)"),
+        (f"{VLLM} --vllm_importance_sampling_cap 2.0", None, {"correction_cap": 2.0}, "importance_sampling_cap = 2.0: "),
+        ("trl grpo --sync_ref_model True --beta 0.1 --num_iterations 4 --ref_model_sync_steps 10", None,
+         {"reference_every": 2}, "of which a step has 4: 2.5 steps, rounded"),
         (f"{VLLM} --vllm_importance_sampling_mode token_mask", None, {"correction": "icepop"}, "below 1 / cap"),
         ("trl dpo --dataset_name d --lr_scheduler_type cosine_with_min_lr", None, {"schedule": "cosine"},
          "it ends at 0 here, and at min_lr there"),
@@ -164,6 +167,9 @@ VLLM = "trl grpo --dataset_name d --reward_funcs accuracy_reward --use_vllm true
         ("trl dpo --report_to wandb --run_name one", None, {"track": ["wandb"], "out": "runs/one"}, "pip install"),
         ("export WANDB_PROJECT='p q'\ntrl dpo --report_to wandb", None, {"track_project": "p q"}, ""),
         ("WANDB_PROJECT=p trl dpo --dataset_name d", None, {"track_project": None}, "no effect without a tracker"),
+        ("trl dpo --lr_scheduler_type constant --warmup_ratio 0.1", None, {"warmup": None}, "#   warmup_ratio: no effect"),
+        ("trl dpo --no_remove_unused_columns", None, {}, "= true: all columns of a row are kept"),
+        ("trl grpo --importance_sampling_level sequence", None, {"ratio": "sequence-mean"}, "GSPO's ratio; with one update"),
         ("trl grpo --scale_rewards none", None, {"scale": "none", "settings": None}, ""),
     ],
 )  # fmt: skip
@@ -219,7 +225,7 @@ def test_options_of_trl_that_have_no_exact_equal_are_converted_or_told(
         (
             "reward_model.reward_manager=dapo algorithm.filter_groups.enable=True algorithm.filter_groups.metric=acc",
             {"dynamic_sampling": 10},
-            "groups with equal rewards are replaced",
+            "filter_groups.metric = acc: here it is the environment's reward that is compared",
             "no counterpart",
         ),
         (
@@ -243,6 +249,25 @@ def test_options_of_trl_that_have_no_exact_equal_are_converted_or_told(
         ),
         ("algorithm.rollout_correction.rollout_rs=token_k1", {"correction": None}, "no such rejection here", ""),
         ("reward_model.reward_manager=naive trainer.val_before_train=True", {}, "", "reward_manager"),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov actor_rollout_ref.actor.clip_ratio_high=0.28",
+            {"algorithm": "clip-cov", "clip_high": None},
+            "clip_ratio_low, clip_ratio_high (0.2, 0.28): verl's Clip-Cov keeps PPO's clip",
+            "",
+        ),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=gspo "
+            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
+            {"algorithm": "gspo", "aggregate": "constant"},
+            "",
+            "",
+        ),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean actor_rollout_ref.actor.loss_agg_mode=token-mean",
+            {"algorithm": "gmpo", "aggregate": None},
+            "loss_agg_mode = token-mean: no effect",
+            "",
+        ),
         ("trainer.val_before_train=True", {}, "", "val_before_train"),
         ("actor_rollout_ref.actor.fsdp_config.optimizer_offload=True", {"offload": ["optimizer"]}, "", ""),
     ],
@@ -254,6 +279,46 @@ def test_options_of_verl_vanish_neither_nor_say_the_opposite(
     recipe, table = imported(files(tmp_path, run_sh=text))
     assert {name: table.get(name) for name in lines} == lines and told in recipe
     assert not untold or untold not in recipe
+
+
+@pytest.mark.parametrize(
+    ("given", "epochs", "steps", "budget"),
+    [
+        ("data.gen_batch_size=48", 1, 2, 30),  # two whole batches of 48 in 100 rows; 10 of them are 30 times 16 prompts
+        ("data.gen_batch_size=48", 3, 6, 30),
+        ("data.gen_batch_size=20", 1, 5, 13),
+        ("data.gen_batch_size=null", 1, 6, 10),
+        ("data.gen_batch_size=4", 1, 6, 10),
+        ("data.gen_batch_size=48 algorithm.filter_groups.enable=False", 1, 6, None),
+    ],
+)
+def test_steps_of_dapo_are_those_of_the_batches_that_it_generates(
+    given: str, epochs: int, steps: int, budget: int | None, tmp_path: Path
+) -> None:
+    text = "python -m recipe.dapo.main_dapo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=4 "
+    text += (
+        "data.train_batch_size=16 algorithm.filter_groups.enable=True algorithm.filter_groups.max_num_gen_batches=10 "
+    )
+    recipe, table = imported(files(tmp_path, run_sh=f"{text} trainer.total_epochs={epochs} {given}"), rows=100)
+    assert (table["prompts"], table["steps"], table.get("dynamic_sampling")) == (16, steps, budget)
+    assert "gen_batch_size: no counterpart" not in recipe
+
+
+@pytest.mark.parametrize(
+    ("given", "told", "untold"),
+    [
+        ("actor_rollout_ref.rollout.multi_turn.enable=true actor_rollout_ref.rollout.multi_turn.tool_config_path=t.yaml",
+         "tools of t.yaml: env has one turn alone", "no counterpart"),
+        ("critic.ppo_epochs=3 critic.ppo_mini_batch_size=8 critic.optim.lr_warmup_steps_ratio=0.2",
+         "critic.ppo_mini_batch_size = 8; critic.optim.lr_warmup_steps_ratio = 0.2: the critic learns in", "--"),
+    ],
+)  # fmt: skip
+def test_options_of_turns_and_of_the_critic_are_not_answered_with_the_policys(
+    given: str, told: str, untold: str, tmp_path: Path
+) -> None:
+    run = f"python3 -m verl.trainer.main_ppo data.train_files=d.parquet actor_rollout_ref.model.path=m {given}\n"
+    recipe = imported(files(tmp_path, run_sh=run))[0]
+    assert told in recipe and untold not in recipe.partition("# Options of verl")[2]
 
 
 def test_what_has_to_be_put_right_before_the_first_run_is_one_list(

@@ -43,12 +43,12 @@ def test_rewards_are_copied_with_what_they_use_and_nothing_else(
     (tmp_path / "own.py").write_text(SCRIPT.format(trainer=trainer))
     (tmp_path / "to").mkdir()
     assert main(["import", "own.py", "--out", "to/recipe.toml"]) == 0
-    assert "wrote       to/rewards.py" in capsys.readouterr().out
-    assert "trl:rewards.py:counts" in (tmp_path / "to" / "recipe.toml").read_text()
-    module = runpy.run_path(str(tmp_path / "to" / "rewards.py"))
+    assert "wrote       to/recipe_rewards.py" in capsys.readouterr().out
+    assert "trl:to/recipe_rewards.py:counts" in (tmp_path / "to" / "recipe.toml").read_text()
+    module = runpy.run_path(str(tmp_path / "to" / "recipe_rewards.py"))
     assert module["counts"](["1 and 22", "none"]) == [4.0, 0.0]
     assert not {"UNUSED", "rows", "GRPOTrainer", "system"} & (module.keys() - {"system"})
-    assert "# the numbers" in (tmp_path / "to" / "rewards.py").read_text() and not (tmp_path / "RAN").exists()
+    assert "# the numbers" in (tmp_path / "to" / "recipe_rewards.py").read_text() and not (tmp_path / "RAN").exists()
 
 
 NAMES = """import contextlib
@@ -93,16 +93,16 @@ def test_names_that_a_reward_binds_itself_are_not_followed_and_names_that_are_lo
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(NAMES.format(call=CALL, last="main(3)"))
     assert main(["import", "own.py", "--out", "recipe.toml"]) == 0
-    module = runpy.run_path(str(tmp_path / "rewards.py"))
+    module = runpy.run_path(str(tmp_path / "recipe_rewards.py"))
     assert module["graded"](["a", "bcd"]) == [2, 6], "BONUS is 11, factor 2"
     assert not {"texts", "rewards", "weight", "n", "other", "tokenizer", "END", "limit", "main"} & module.keys()
     told = " ".join(capsys.readouterr().out.split())
     for name in ("tokenizer", "END", "limit"):
-        assert f"{name} in rewards.py, which uses it" in told
+        assert f"{name} in recipe_rewards.py, which uses it" in told
     assert told.count("which uses it") == 3
 
 
-def test_a_script_that_only_defines_is_named_itself_and_a_file_of_rewards_is_kept(
+def test_a_script_that_only_defines_is_named_itself_and_no_file_of_rewards_is_overwritten(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -113,16 +113,55 @@ def test_a_script_that_only_defines_is_named_itself_and_a_file_of_rewards_is_kep
     start = f"def main():\n    {library}    {call}"
     (tmp_path / "own.py").write_text(plain.format(trainer=start))
     assert main(["import", "own.py", "--out", "recipe.toml"]) == 0
-    assert "trl:own.py:counts" in (tmp_path / "recipe.toml").read_text() and not (tmp_path / "rewards.py").exists()
+    assert (
+        "trl:own.py:counts" in (tmp_path / "recipe.toml").read_text() and not (tmp_path / "recipe_rewards.py").exists()
+    )
     (tmp_path / "own.py").write_text(library + plain.format(trainer=f"def main():\n    {call}"))
     (tmp_path / "to").mkdir()
     assert main(["import", "own.py", "--out", "to/recipe.toml"]) == 0
-    assert "trl" not in (tmp_path / "to" / "rewards.py").read_text(), "TRL need not be installed"
-    (tmp_path / "rewards.py").write_text("mine = 1\n")
+    assert "trl" not in (tmp_path / "to" / "recipe_rewards.py").read_text(), "TRL need not be installed"
+    (tmp_path / "second_rewards.py").write_text("mine = 1\n")
     (tmp_path / "own.py").write_text(plain.format(trainer=f"{start}\nSFTTrainer()"))
     capsys.readouterr()
-    assert main(["import", "own.py", "--out", "second.toml"]) == 0
-    assert "kept        rewards.py" in capsys.readouterr().out and (tmp_path / "rewards.py").read_text() == "mine = 1\n"
+    assert main(["import", "own.py", "--out", "second.toml"]) == 2
+    assert "second_rewards.py is there already, with another content" in capsys.readouterr().err
+    assert (tmp_path / "second_rewards.py").read_text() == "mine = 1\n" and not (tmp_path / "second.toml").exists()
+
+
+def test_each_recipe_has_rewards_of_its_own_where_its_env_looks_for_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "to").mkdir()
+    trainer = "GRPOTrainer(model='u/m', reward_funcs=[counts], args=GRPOConfig(), train_dataset=rows).train()"
+    for number, out in enumerate(("one.toml", "other.toml", "to/one.toml")):
+        (tmp_path / "own.py").write_text(SCRIPT.replace("2.0", f"{number}.0").format(trainer=trainer))
+        assert main(["import", "own.py", "--out", out]) == 0
+        env = tomllib.loads((tmp_path / out).read_text())["rl"]["env"]
+        load_env(env)
+        assert runpy.run_path(env.split(":")[1])["counts"](["11"]) == [number], "that of its own script, from here"
+    told = capsys.readouterr().out
+    assert told.count("it has copies of counts: own.py cannot be imported for them, as it trains or loads") == 3
+    (tmp_path / "one.toml").unlink()
+    (tmp_path / "own.py").write_text(SCRIPT.replace("2.0", "0.0").format(trainer=trainer))
+    assert main(["import", "own.py", "--out", "one.toml"]) == 0 and "same content" in capsys.readouterr().out
+    (tmp_path / "a b").mkdir()
+    assert main(["import", "own.py", "--out", "a b/one.toml"]) == 2 and "env cannot name" in capsys.readouterr().err
+
+
+def test_rewards_that_env_lacks_are_told_before_the_first_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = "[book.accuracy, counts, made(3)], args=GRPOConfig(reward_weights=[1.0, 0.2, 0.5])"
+    trainer = f"book = Book()\nGRPOTrainer(model='u/m', reward_funcs={given}, train_dataset=rows).train()"
+    (tmp_path / "own.py").write_text(SCRIPT.format(trainer=trainer))
+    assert main(["import", "own.py", "--out", "recipe.toml"]) == 0
+    told = (
+        "reward_funcs: book.accuracy, made(3) are missing from env: write functions in recipe_rewards.py and add them"
+    )
+    assert f"first       {told}" in capsys.readouterr().out
+    assert tomllib.loads((tmp_path / "recipe.toml").read_text())["rl"]["env"] == "trl:recipe_rewards.py:counts*0.2"
 
 
 AGENT = """from trl import GRPOConfig, GRPOTrainer
@@ -159,12 +198,12 @@ def imported(folder: Path, trainer: str, **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("how", "given", "env", "turns"),
     [
-        ("", "reward_funcs=calls, tools=[twice, search]", "trl:rewards.py:calls,tools=twice+search", 1000),
+        ("", "reward_funcs=calls, tools=[twice, search]", "trl:recipe_rewards.py:calls,tools=twice+search", 1000),
         (", max_tool_calling_iterations=5", "reward_funcs=[calls], tools=[twice], environment_factory=Count",
-         "trl:rewards.py:calls,tools=twice,environment_factory=Count,max_tool_calling_iterations=5", None),
+         "trl:recipe_rewards.py:calls,tools=twice,environment_factory=Count,max_tool_calling_iterations=5", None),
         (", max_tool_calling_iterations=99, reward_weights=[2.0]", "reward_funcs=calls, tools=[twice]",
-         "trl:rewards.py:calls*2 + trl:rewards.py:tools=twice,max_tool_calling_iterations=99", 100),
-        ("", "environment_factory=both", "trl:rewards.py:environment_factory=both", 1000),
+         "trl:recipe_rewards.py:calls*2 + trl:recipe_rewards.py:tools=twice,max_tool_calling_iterations=99", 100),
+        ("", "environment_factory=both", "trl:recipe_rewards.py:environment_factory=both", 1000),
     ],
 )  # fmt: skip
 def test_tools_and_environments_of_a_script_are_copied_and_played(
@@ -175,7 +214,7 @@ def test_tools_and_environments_of_a_script_are_copied_and_played(
     found = imported(tmp_path, CALLED.format(how, given))
     assert (found["env"], found.get("max_turns"), found["max_episode_tokens"]) == (env, turns, 512)
     played = load_env(found["env"])
-    assert "GRPOTrainer" not in (tmp_path / "rewards.py").read_text()
+    assert "GRPOTrainer" not in (tmp_path / "recipe_rewards.py").read_text()
     if "environment_factory" in given:
         tasks = to_tasks(load_rows(found["tasks"]), need=("prompt",))
         assert len(tasks) == 256
@@ -193,7 +232,7 @@ def test_tools_and_environments_of_a_script_are_copied_and_played(
 def test_a_tool_without_a_name_is_told(given: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found = imported(tmp_path, CALLED.format("", f"reward_funcs=calls, {given}"))
-    assert told in (tmp_path / "recipe.toml").read_text() and found["env"] == "trl:rewards.py:calls"
+    assert told in (tmp_path / "recipe.toml").read_text() and found["env"] == "trl:recipe_rewards.py:calls"
 
 
 def test_an_environment_that_a_function_defines_is_copied_with_what_its_place_gives(
@@ -208,6 +247,6 @@ def test_an_environment_that_a_function_defines_is_copied_with_what_its_place_gi
     (tmp_path / "agent.py").write_text(f"{script}    {trainer}\nif __name__ == '__main__':\n    main()\n")
     assert main(["import", "agent.py", "--devices", "1", "--out", "recipe.toml"]) == 0
     found = tomllib.loads((tmp_path / "recipe.toml").read_text())["rl"]
-    assert found["env"] == "trl:rewards.py:environment_factory=Count"
+    assert found["env"] == "trl:recipe_rewards.py:environment_factory=Count"
     assert next(load_env(found["env"])({"id": "a", "seed": 1})).messages[0]["content"] == "to 3"
-    assert "args in rewards.py, which uses it" in " ".join(capsys.readouterr().out.split())
+    assert "args in recipe_rewards.py, which uses it" in " ".join(capsys.readouterr().out.split())

@@ -310,6 +310,112 @@ def test_a_mapping_becomes_a_table_of_toml(tmp_path: Path) -> None:
     assert tomllib.loads(text)["rl"]["chat_template_kwargs"] == {"enable_thinking": False}
 
 
+SWITCH = """
+import argparse
+from trl import SFTConfig, SFTTrainer
+{arguments}
+peft = None
+{made}
+SFTTrainer(model="u/m", args=SFTConfig("o"), train_dataset=d, peft_config=peft).train()
+"""
+PARSER = """p = argparse.ArgumentParser()
+p.add_argument("--use_lora", action="store_true")
+p.add_argument("--rank", type=int)
+p.add_argument("--method", default="full")
+a = p.parse_args()"""
+HELPER = "def parse():\n    " + PARSER.replace("\n", "\n    ") + "\n    return a\na = parse()"
+FIELDS = (
+    "@dataclass\nclass Own:\n    use_lora: bool = field(default=False)\n    rank: int = 0\n    method: str = 'full'\n"
+)
+FIELDS += "a = HfArgumentParser(Own).parse_args_into_dataclasses()[0]"
+
+
+@pytest.mark.parametrize("arguments", [PARSER, HELPER, FIELDS])
+@pytest.mark.parametrize(
+    ("made", "rank"),
+    [
+        ("if a.use_lora:\n    peft = LoraConfig(r=32)", None),
+        ("if not a.use_lora:\n    peft = LoraConfig(r=32)", 32),
+        ("peft = LoraConfig(r=32) if a.use_lora else None", None),
+        ("peft = None if not a.use_lora else LoraConfig(r=32)", None),
+        ("peft = LoraConfig(r=32) if a.method != 'lora' and not a.rank else None", 32),
+        ("def make():\n    return LoraConfig(r=32)\npeft = make() if a.method == 'lora' else None", None),
+        ("def make():\n    return LoraConfig(r=32)\npeft = make()", 32),
+    ],
+)
+def test_adapters_behind_a_switch_are_those_of_the_switch(
+    arguments: str, made: str, rank: int | None, tmp_path: Path
+) -> None:
+    _, text, table = recipe(tmp_path, SWITCH.format(arguments=arguments, made=made))
+    assert table.get("lora") == rank and "whether adapters learn" not in text
+    assert "a." not in made or "Check the arguments of own.py" in text, "defaults that are taken are told"
+
+
+@pytest.mark.parametrize(
+    "made", ["if often():\n    peft = LoraConfig(r=32)", "peft = LoraConfig(r=32) if often() else None"]
+)
+def test_adapters_behind_a_condition_that_only_the_script_knows_are_told(made: str, tmp_path: Path) -> None:
+    _, text, table = recipe(tmp_path, SWITCH.format(arguments=PARSER, made=made))
+    assert table["lora"] == 32 and "Check whether adapters learn: " in text and "if often()" in text
+
+
+def test_a_value_that_only_the_script_knows_is_never_called_the_same(tmp_path: Path) -> None:
+    options = "beta=choose(), loss_type=kind(), learning_rate=rate(), output_dir=place()"
+    path = tmp_path / "own.py"
+    path.write_text(f"from trl import DPOConfig\nDPOConfig({options})")
+    draft = recipe_for(str(path), 1, None, None)
+    text = draft.toml(path.name, "recipe.toml")
+    assert not [line for line in text.splitlines() if "not known here" in line and "same" in line.partition("#")[2]]
+    told = next(line for line in draft.before_the_first_run() if line.startswith("set "))
+    assert all(f"{name} (" in told for name in ("beta", "loss_type", "learning_rate")), told
+    assert "TRL's default" in told and "model" not in told and "output_dir" not in told
+
+
+@pytest.mark.parametrize(
+    ("value", "kl"),
+    [
+        ("0.0 if a.use_lora else 0.04", 0.04),
+        ("0.04 if not a.use_lora else 0.0", 0.04),
+        ("a.method == 'none' and 1.0 or 0.3", 0.3),
+        ("0.1 if a.rank is None else 0.2", 0.1),
+        ("0.1 if 3 > 2 else 0.2", 0.1),
+        ("0.1 if a.method in ('full', 'all') else 0.2", 0.1),
+        ("b", 0.5),
+    ],
+)
+@pytest.mark.parametrize("arguments", [PARSER, HELPER])
+def test_an_expression_of_arguments_has_the_value_of_their_defaults(
+    value: str, kl: float, arguments: str, tmp_path: Path
+) -> None:
+    before = "b = 0.5\nif a.use_lora:\n    b = 0.1"
+    script = f"import argparse\nfrom trl import GRPOConfig\n{arguments}\n{before}\nGRPOConfig(beta={value})"
+    assert recipe(tmp_path, script)[2]["kl"] == pytest.approx(kl)
+
+
+@pytest.mark.parametrize(
+    ("given", "reference"),
+    [
+        ("model, ref", "u/r"),
+        ("model=model, ref_model=ref", "u/r"),
+        ("model=model, ref_model=AutoModel.from_pretrained('u/m')", None),
+        ("model=model, ref_model=deepcopy(model)", None),
+        ("model=model, ref_model=create_reference_model(model)", None),
+        ("model, None", None),
+        ("model=model, ref_model=made()", "made()"),
+    ],
+)
+@pytest.mark.parametrize("trainer", ["DPO", "KTO"])
+def test_a_reference_that_is_another_model_is_told_before_the_first_run(
+    trainer: str, given: str, reference: str | None, tmp_path: Path
+) -> None:
+    loads = "model = AutoModel.from_pretrained('u/m')\nref = AutoModel.from_pretrained('u/r')\n"
+    call = f"{trainer}Trainer({given}, args={trainer}Config('o'), train_dataset=d).train(resume_from_checkpoint=True)"
+    _, text, table = recipe(tmp_path, f"from trl import {trainer}Config, {trainer}Trainer\n{loads}{call}")
+    assert table["model"] == "u/m" and ("ref_model" in text) == (reference is not None)
+    assert reference is None or f"{reference}: the reference here is the starting model" in text
+    assert "resume_from_checkpoint = true: --resume" in text
+
+
 @pytest.mark.parametrize(
     ("trainer", "told"),
     [

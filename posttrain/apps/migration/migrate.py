@@ -29,9 +29,14 @@ _FRAMEWORKS: dict[str, tuple[Rules, Mapping[str, Mapping[str, Any]], Mapping[str
 """Framework -> its rules, its defaults by trainer, the verbs of its trainers, and the verb of all others."""
 
 
-def recipe_for(source: str, devices: int | None, rows: int | None, trainer: str | None) -> RecipeDraft:
-    """Return the recipe for the run in a file. Raises UserError where it cannot be read or has no counterpart."""
-    run = read(source, trainer)
+def recipe_for(
+    source: str, devices: int | None, rows: int | None, trainer: str | None, beside: str = ""
+) -> RecipeDraft:
+    """Return the recipe for the run in a file. Raises UserError where it cannot be read or has no counterpart.
+
+    `beside`: beginning of the names of files that are written with the recipe, its folder included.
+    """
+    run = read(source, trainer, beside)
     for name, value in run.options.items():
         if has_wide_integer(value):
             raise UserError(

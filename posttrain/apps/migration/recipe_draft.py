@@ -14,7 +14,7 @@ from posttrain.apps.migration.foreign_run import ForeignRun, Unresolved, is_know
 from posttrain.config.verbs import VERBS
 from posttrain.core.coerce import convert
 from posttrain.core.extras import install
-from posttrain.core.foreign_options import ELSEWHERE
+from posttrain.core.foreign_options import ANSWERS, ELSEWHERE
 from posttrain.core.messages import clip, inline, safe, safe_json
 from posttrain.core.option_aliases import answer, direct, entry
 from posttrain.core.several_files import names_of
@@ -79,10 +79,15 @@ _CHOICES: dict[str, Mapping[Any, Any]] = {
 _OF_OTHERS = re.compile(r"(critic|reward|reward_model|eval|distillation|.*\.ref|.*\.val_kwargs|.*\.profiler)\.")
 """Names of options of models that are not the policy: only an entry of their own takes them over."""
 
+_OF_THE_CRITIC = "the critic learns in the policy's updates here: it has no such option of its own"
+
 _SECRET = re.compile(
     r"(wandb\.key|wandb_key|use_wandb|(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<!stop_)(?<!image_)token|secret|password|api_key)$"
 )
 """Names of options whose values no file may repeat: tokens of a model are none."""
+
+_GUESS = re.compile(r"(, not known here: \w+'s default).*", re.DOTALL)
+"""A comment on a value that the script does not show: what would follow is true of the script's own value."""
 
 _UNKNOWN = re.compile(r"FILE\d*\.parquet")
 """Files in place of those whose names only a script computes."""
@@ -106,7 +111,11 @@ class RecipeDraft:
     parts: dict[str, tuple[str, str]] = field(default_factory=dict)  # of a mixture -> its file, comment
     without: dict[str, list[str]] = field(default_factory=dict)  # what to do -> options
     head: list[str] = field(default_factory=list)
+    first: list[str] = field(default_factory=list)  # what has to be put right before the first run
     treated: set[str] = field(default_factory=set)
+    guessed: dict[str, str] = field(
+        default_factory=dict
+    )  # option there that has its default here -> what the script has
 
     def given(self, name: str) -> bool:
         return name in self.run.options
@@ -117,6 +126,8 @@ class RecipeDraft:
         value = self.run.options.get(name, self.defaults.get(name, otherwise))
         if isinstance(value, Unresolved):
             self.note(name, f"only the script computes its value, {value.text}: set it here")
+            if self.defaults.get(name) is not None:
+                self.guessed[self.run.names.get(name, name)] = value.text
             return self.defaults.get(name, otherwise)
         return value
 
@@ -154,7 +165,7 @@ class RecipeDraft:
         return f"{called}, not given: {self.run.framework}'s default"
 
     def put(self, option: str, value: Any, comment: str) -> None:
-        self.lines[option] = (value, comment)
+        self.lines[option] = (value, _GUESS.sub(r"\1; set that of the script", comment))
 
     def set(self, place: str, value: Any, comment: str) -> None:
         self.settings[place] = (value, comment)
@@ -264,11 +275,13 @@ class RecipeDraft:
             if name in self.treated:
                 continue
             self.treated.add(name)
-            option = direct(name)
+            option, told = direct(name), answer(name)
             if not option and not answer(name) and (own := name.rpartition(".")[2]) in _kinds(self.verb):
                 option = own
-            if _OF_OTHERS.match(name) and "." not in entry(name, ELSEWHERE):
+            if _OF_OTHERS.match(name) and "." not in (here := entry(name, ELSEWHERE)):
                 option = ""
+                if here and len(here) >= len(entry(name, ANSWERS)):  # of the policy's own option
+                    told = _OF_THE_CRITIC if name.startswith("critic.") else "no counterpart in posttrain"
             if isinstance(value, Unresolved):
                 what = f" (here {option})" if option else ""
                 self.note(name, f"only the script computes its value, {value.text}: set it here{what}")
@@ -279,8 +292,8 @@ class RecipeDraft:
                 and value is not None
             ):
                 self.same(option, name)
-            elif value not in (None, False, "") or answer(name):
-                self.note(self.origin(name), answer(name) or "no counterpart in posttrain")
+            elif value not in (None, False, "") or told:
+                self.note(self.origin(name), told or "no counterpart in posttrain")
         self._leave_out_evaluations()
 
     def _leave_out_evaluations(self) -> None:
@@ -293,7 +306,7 @@ class RecipeDraft:
     def before_the_first_run(self) -> list[str]:
         """Return what has to be put right before the recipe runs, whatever machine imports it."""
         value = {name: content for name, (content, _) in self.lines.items()}
-        found: list[str] = []
+        found = list(self.first)
         unknown = [f"tasks of part {name}" for name, (file, _) in self.parts.items() if _UNKNOWN.fullmatch(file)]
         if unknown:
             found.append(f"name {' and '.join(unknown)}")
@@ -304,8 +317,12 @@ class RecipeDraft:
                 found.append(
                     f"{option} {value[option]} is on the hub unless a folder has this name: without a network, give a folder"
                 )
+        if self.guessed:
+            listed = ", ".join(f"{name} ({inline(clip(text))})" for name, text in list(self.guessed.items())[:8])
+            found.append(f"set {listed}: only the script computes it, and here is {self.run.framework}'s default")
         if value.get("engine") == "vllm" and "engine_url" not in value:
-            found.append("install vLLM, or remove engine and correction: the local engine samples")
+            what = "engine and correction" if "correction" in value else "engine"
+            found.append(f"install vLLM, or remove {what}: the local engine samples")
         files = re.findall(r"(?:trl|verl):([\w/.-]+\.py)", str(value.get("env")))
         if files := [file for file in dict.fromkeys(files) if file not in self.run.files]:
             found.append(f"{', '.join(files)} must be here, with the functions that env names")

@@ -39,8 +39,9 @@ _COMMAND = re.compile(r"(\s*)(?:\w+\s*=\s*)?[!%]")  # !pip install x, %env A=b, 
 _NODES = {"--nnodes", "--num_machines", "--num_nodes"}
 
 
-def read(source: str, trainer: str | None = None) -> ForeignRun:
-    """Return the run that a file describes. `trainer`: that of a configuration of TRL, which does not name it.
+def read(source: str, trainer: str | None = None, beside: str = "") -> ForeignRun:
+    """Return the run that a file describes. `trainer`: that of a configuration of TRL, which does not name it. `beside`:
+    beginning of the names of files that are written with the recipe.
 
     Raises UserError for a file that cannot be read, or that is none of these.
     """
@@ -56,9 +57,9 @@ def read(source: str, trainer: str | None = None) -> ForeignRun:
     except OSError as error:
         raise UserError(f"{clip(source)} cannot be read: {error.strerror or one_line(error)}") from None
     if path.suffix == ".py":
-        return read_script(text, path.name)
+        return read_script(text, path.name, beside=beside)
     if path.suffix == ".ipynb":
-        return read_script(_cells(text, path.name), path.name)
+        return read_script(_cells(text, path.name), path.name, beside=beside)
     if path.suffix == ".toml":
         raise UserError(
             f"{clip(source)} is TOML, which TRL, verl and OpenRLHF do not read: configurations of prime-rl are not "
@@ -69,7 +70,7 @@ def read(source: str, trainer: str | None = None) -> ForeignRun:
     words: list[str] = []
     rest = commands(text)
     for command in rest:
-        if (run := _of_command(command, path)) is not None:
+        if (run := _of_command(command, path, beside)) is not None:
             if more := _more(rest, path):
                 run.notes.append(
                     f"that you mean this command, the first of {more + 1} in {path.name}: give another a file of its own"
@@ -102,7 +103,7 @@ def _more(rest: Iterable[list[str]], path: Path) -> int:
     return found
 
 
-def _of_command(words: list[str], path: Path) -> ForeignRun | None:
+def _of_command(words: list[str], path: Path, beside: str = "") -> ForeignRun | None:
     """Return the run of a command, or None if it is of no trainer that is known here."""
     for place, word in enumerate(words):
         module = re.sub(r"\.py$", "", word).replace("/", ".").rpartition(".")
@@ -121,7 +122,7 @@ def _of_command(words: list[str], path: Path) -> ForeignRun | None:
         ):
             return _launched_by(_of_trl_command(module[2], after, path), words[:place], path)
         if Path(word).suffix == ".py" and _is_trl_script(path.parent / word):
-            return _launched_by(_with_script(path.parent / word, after, path), words[:place], path)
+            return _launched_by(_with_script(path.parent / word, after, path, beside), words[:place], path)
         if words[place - 1 : place] == ["trl"] and re.fullmatch(r"[a-z][\w-]*", word):
             if told := answer_to(words):
                 raise UserError(told.removeprefix("; "))
@@ -229,13 +230,13 @@ def _is_trl_script(place: Path) -> bool:
         return False
 
 
-def _with_script(place: Path, words: list[str], path: Path) -> ForeignRun:
+def _with_script(place: Path, words: list[str], path: Path, beside: str) -> ForeignRun:
     """Return the run of a script of one's own, with the options of its command over its own."""
     text = user_files.text(place, LARGEST)
     given = _of_arguments(words)
     rest = dict(given)  # less what the script parses by itself
     try:
-        run = read_script(text, place.name, rest)
+        run = read_script(text, place.name, rest, beside)
     except UserError:
         if (config := next((name for name in CONFIGS if re.search(rf"\b{name}\b", text)), None)) is None:
             raise

@@ -16,15 +16,15 @@ _DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
 _IMPORTS = (ast.Import, ast.ImportFrom)
 
 
-def needs_training(tree: ast.Module) -> bool:
-    """Whether importing a script would train or load, or needs a library of its training, which may not be installed:
-    outside functions and the guard of `__main__`.
+def needs_training(tree: ast.Module) -> str:
+    """Return why a script cannot be imported for its rewards, outside functions and the guard of `__main__`: it trains or
+    loads, or needs a library of its training, which may not be installed. "" if it can.
     """
-    return any(
-        _trains(node) or bool(_LIBRARIES & _modules(node))
-        for node in tree.body
-        if not _is_guard(node) and not isinstance(node, _DEFINITIONS)
-    )
+    outside = [node for node in tree.body if not _is_guard(node) and not isinstance(node, _DEFINITIONS)]
+    if any(map(_trains, outside)):
+        return "it trains or loads when it is imported"
+    libraries = sorted({name for node in outside for name in _LIBRARIES & _modules(node)})
+    return f"it imports {', '.join(libraries)}" if libraries else ""
 
 
 class _Block:

@@ -9,8 +9,19 @@ from typing import NamedTuple
 
 Scope = tuple[str, ...]
 """The functions, classes and comprehensions around a statement, outermost first; () is the module."""
-Branch = tuple[tuple[int, str], ...]
-"""The branches around a statement, outermost first: a number of its own, and its condition as words."""
+
+
+class Arm(NamedTuple):
+    """One side of a branch."""
+
+    number: int  # its own
+    text: str  # its condition as words
+    test: ast.expr | None  # None: nothing that a script's text could decide, such as a loop
+    wanted: bool  # the value of the test with which it runs
+
+
+Branch = tuple[Arm, ...]
+"""The branches around a statement, outermost first."""
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _Comprehension = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
@@ -20,10 +31,11 @@ _LONGEST_CHAIN = 100  # names that are set to one another
 
 
 class Assigned(NamedTuple):
-    """An expression that a name is set to, and the branch in which it is."""
+    """An expression that a name is set to, the branch in which it is, and what the name was set to before."""
 
     value: ast.expr
     branch: Branch
+    before: Assigned | None = None
 
 
 class _Parameter(NamedTuple):
@@ -43,6 +55,7 @@ class ScriptNames(ast.NodeVisitor):
 
     def __init__(self) -> None:
         self.calls: list[ast.Call] = []
+        self.branch_of: dict[ast.Call, Branch] = {}
         self.functions: set[str] = set()
         self.classes: set[str] = set()
         self.values: dict[tuple[Scope, str], Assigned] = {}  # the last of each scope
@@ -51,28 +64,56 @@ class ScriptNames(ast.NodeVisitor):
         self._count = 0
         self._reads: dict[ast.Name, tuple[Scope, Branch, Assigned | None]] = {}
         self._parameters: dict[tuple[Scope, str], _Parameter] = {}
+        self._returns: dict[str, list[tuple[ast.expr | None, Branch]]] = {}  # function -> what it returns, and where
+        self._function: list[tuple[str, Branch]] = []  # those around a statement, with the branch of their definition
+
+    def truth(self, test: ast.expr) -> bool | None:
+        """Return the truth of a condition; None where only running the script would give it."""
+        raise NotImplementedError
+
+    def condition(self, of: Branch, where: Branch = ()) -> str | None:
+        """Return "" if branch `of` runs wherever branch `where` does, None if it never runs, else the innermost condition
+        that is not known.
+        """
+        told = ""
+        for place, arm in enumerate(of, 1):
+            if where[:place] != of[:place]:
+                found = None if arm.test is None else self.truth(arm.test)
+                if found is not None and found != arm.wanted:
+                    return None
+                told = arm.text if found is None else told
+        return told
 
     def set_target(self, target: ast.expr, value: ast.expr) -> None:
         """Take an assignment to a name. Others are of the class that inherits from this one."""
         if isinstance(target, ast.Name):
-            self.values[self.scope, target.id] = Assigned(value, self.branch)
+            before = self.values.get((self.scope, target.id))
+            self.values[self.scope, target.id] = Assigned(value, self.branch, before)
 
     def found(self, name: ast.Name) -> tuple[ast.expr, str] | None:
         """Return the expression of a name where it is read, and "" or the branch in which alone it has it."""
         if name not in self._reads:
             return None
-        scope, branch, assigned = self._reads[name]
-        while assigned is None:
+        scope, where, assigned = self._reads[name]
+        while (found := self._that_runs(assigned, where)) is None:
             if (parameter := self._parameters.get((scope, name.id))) is not None:
                 argument = self._argument_of(parameter)
                 return None if argument is None else (argument, "")
-            assigned = self.values.get((scope, name.id))
-            if not scope:
+            found = self._that_runs(self.values.get((scope, name.id)), where)
+            if found is not None or not scope:
                 break
-            scope = scope[:-1]
+            scope, assigned = scope[:-1], None
             while scope and scope[-1].startswith("class "):  # functions do not see the names of their class
                 scope = scope[:-1]
-        return None if assigned is None else (assigned.value, condition(assigned.branch, branch))
+        return found
+
+    def _that_runs(self, assigned: Assigned | None, where: Branch) -> tuple[ast.expr, str] | None:
+        """Return the last expression of a name whose branch can run, with its condition, or None."""
+        while assigned is not None:
+            if (told := self.condition(assigned.branch, where)) is not None:
+                return assigned.value, told
+            assigned = assigned.before
+        return None
 
     def assigned(self, name: ast.Name) -> ast.expr | None:
         """Return the expression of a name: one without a value where a branch decides, None if nothing sets it."""
@@ -82,12 +123,26 @@ class ScriptNames(ast.NodeVisitor):
         return unknown(f"{ast.unparse(value)[:200]} {branch}") if branch else value
 
     def origin(self, node: ast.expr) -> ast.expr:
-        """Return the expression of a name, through other names; any other expression is its own."""
+        """Return the expression of a name, or of a call of the script's own function; any other expression is its own."""
         for _ in range(_LONGEST_CHAIN):
-            if not isinstance(node, ast.Name) or (assigned := self.assigned(node)) is None:
+            if isinstance(node, ast.IfExp) and (found := self.truth(node.test)) is not None:
+                node = node.body if found else node.orelse
+                continue
+            assigned = self.assigned(node) if isinstance(node, ast.Name) else self.returned(node)
+            if assigned is None:
                 break
             node = assigned
         return node
+
+    def returned(self, node: ast.expr) -> ast.expr | None:
+        """Return what a call of the script's own function returns, if this does not depend on a branch."""
+        name = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+        found = [
+            (value, told)
+            for value, branch in self._returns.get(name, ())
+            if (told := self.condition(branch)) is not None
+        ]
+        return found[0][0] if len(found) == 1 and not found[0][1] else None
 
     def _argument_of(self, parameter: _Parameter) -> ast.expr | None:
         """Return what a function gets for a parameter, if the script calls it once."""
@@ -110,9 +165,9 @@ class ScriptNames(ast.NodeVisitor):
         yield
         self.scope = outer
 
-    def _visit_branch(self, text: str, *parts: ast.AST) -> None:
+    def _visit_branch(self, text: str, *parts: ast.AST, test: ast.expr | None = None, wanted: bool = True) -> None:
         outer, self._count = self.branch, self._count + 1
-        self.branch = (*outer, (self._count, text))
+        self.branch = (*outer, Arm(self._count, text, test, wanted))
         self._visit_all(*parts)
         self.branch = outer
 
@@ -162,8 +217,14 @@ class ScriptNames(ast.NodeVisitor):
         if "__name__" in test:
             self._visit_all(*node.body)
         else:
-            self._visit_branch(f"if {test}", *node.body)
-        self._visit_branch(f"if not ({test})", *node.orelse)
+            self._visit_branch(f"if {test}", *node.body, test=node.test)
+        self._visit_branch(f"if not ({test})", *node.orelse, test=node.test, wanted=False)
+
+    def visit_IfExp(self, node: ast.IfExp) -> None:
+        self.visit(node.test)
+        test = ast.unparse(node.test)[:100]
+        self._visit_branch(f"if {test}", node.body, test=node.test)
+        self._visit_branch(f"if not ({test})", node.orelse, test=node.test, wanted=False)
 
     def visit_While(self, node: ast.While) -> None:
         self._visit_branch(f"while {ast.unparse(node.test)[:100]}", node.test, *node.body, *node.orelse)
@@ -190,6 +251,13 @@ class ScriptNames(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         self.generic_visit(node)
         self.calls.append(node)
+        self.branch_of[node] = self.branch
+
+    def visit_Return(self, node: ast.Return) -> None:
+        self._visit_all(node.value)
+        if self._function:
+            name, outer = self._function[-1]
+            self._returns.setdefault(name, []).append((node.value, self.branch[len(outer) :]))
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         self.classes.add(node.name)
@@ -206,7 +274,9 @@ class ScriptNames(ast.NodeVisitor):
         self._visit_all(*node.args.defaults, *node.args.kw_defaults)
         with self._within("function"):
             self._set_parameters(name, node.args)
+            self._function.append((name, self.branch))
             self._visit_all(*(node.body if isinstance(node.body, list) else [node.body]))
+            self._function.pop()
 
     visit_AsyncFunctionDef = visit_FunctionDef
     visit_Lambda = visit_FunctionDef
@@ -232,8 +302,3 @@ class ScriptNames(ast.NodeVisitor):
 
     def visit_comprehension(self, node: ast.comprehension) -> None:
         self._visit_all(node.iter, node.target, *node.ifs)
-
-
-def condition(of: Branch, where: Branch) -> str:
-    """Return "" if what is set in branch `of` is set wherever branch `where` runs, else the innermost condition."""
-    return "" if where[: len(of)] == of else of[-1][1]

@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import ast
 import operator
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from posttrain.apps.migration.foreign_run import DEEPEST, MOST_VALUES, Unresolved, value_of
-from posttrain.apps.migration.script_names import Assigned, ScriptNames, condition, unknown
+from posttrain.apps.migration.foreign_run import DEEPEST, MOST_VALUES, Unresolved, is_known, value_of
+from posttrain.apps.migration.script_names import Assigned, Branch, ScriptNames, unknown
 
 _LOADS = ("load_dataset", "load_from_disk", "from_pretrained")
 _WRAPS = ("get_peft_model", "prepare_model_for_kbit_training")
 """Functions that return the model of their first argument, changed."""
 _PARSES = ("parse_args", "parse_known_args", "parse_args_into_dataclasses", "parse_args_and_config")
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv}
+_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Is: operator.is_,
+    ast.IsNot: operator.is_not,
+    ast.In: lambda left, right: left in right,
+    ast.NotIn: lambda left, right: left not in right,
+}
+_MOST_TESTS = 5  # conditions that depend on one another
 _LONGEST_CHAIN = 100  # methods that are called on rows one after another, and names that stand for them
 _LONGEST = 10_000  # characters or elements of a value that an operator makes
 
@@ -24,16 +39,21 @@ class ScriptValues(ScriptNames):
     def __init__(self) -> None:
         super().__init__()
         self.imported: dict[str, str] = {}  # name -> module
-        self.attributes: list[tuple[ast.expr, str, ast.expr, str]] = []  # object, attribute, value, its condition
+        self.attributes: list[tuple[ast.expr, str, ast.expr, Branch, Branch]] = []
+        """Object, attribute, value, the branch in which it is set, and that in which the object is made."""
         self.environment: dict[str, ast.expr] = {}
         self.arguments: dict[str, ast.expr | None] = {}  # of its command line -> the default; None: without one
+        self.omitted: set[str] = set()  # arguments that are None unless they are given
         self.used: dict[str, Any] = {}  # arguments whose default is used -> the default
         self._seen = 0  # parts of the expression whose value is being found
+        self._truths: dict[ast.expr, bool | None] = {}
+        self._tests = 0  # conditions whose truth is being found
 
     def set_target(self, target: ast.expr, value: ast.expr) -> None:
         super().set_target(target, value)
         if isinstance(target, ast.Attribute):
-            self.attributes.append((target.value, target.attr, value, self._condition(target.value)))
+            made = self.values.get((self.scope, target.value.id)) if isinstance(target.value, ast.Name) else None
+            self.attributes.append((target.value, target.attr, value, self.branch, made.branch if made else ()))
         elif isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant):
             self._set_item(target.value, target.slice, value)
 
@@ -45,16 +65,13 @@ class ScriptValues(ScriptNames):
             scope = self.scope
             while scope and (scope, target.id) not in self.values:
                 scope = scope[:-1]
-            before, branch = self.values.get((scope, target.id), (None, ()))
+            made = self.values.get((scope, target.id))
+            before, branch = (None, ()) if made is None else (made.value, made.branch)
             if isinstance(before, ast.Dict) or (before is not None and _is_dict(before)):
-                told = condition(self.branch, branch) or "in another function" * (scope != self.scope)
+                inner = branch[: len(self.branch)] != self.branch
+                told = self.branch[-1].text if inner else "in another function" * (scope != self.scope)
                 value = unknown(f"{ast.unparse(value)[:200]} {told}") if told else value
-                self.values[scope, target.id] = Assigned(ast.Dict([None, key], [before, value]), branch)
-
-    def _condition(self, owner: ast.expr) -> str:
-        """Return the branch in which an object is changed here; "" if it is made in the same one."""
-        made = self.values.get((self.scope, owner.id)) if isinstance(owner, ast.Name) else None
-        return condition(self.branch, () if made is None else made.branch)
+                self.values[scope, target.id] = Assigned(ast.Dict([None, key], [before, value]), branch, made)
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         """Take the fields of a dataclass as arguments: HfArgumentParser makes them so."""
@@ -71,6 +88,8 @@ class ScriptValues(ScriptNames):
         super().visit_Call(node)
         if name_of(node).endswith(".add_argument"):
             self._argument(node)
+        elif name_of(node).endswith(".set_defaults"):
+            self.arguments |= {word.arg: word.value for word in node.keywords if word.arg}
         if (
             name_of(node).endswith("environ.setdefault")
             and len(node.args) == 2
@@ -88,6 +107,8 @@ class ScriptValues(ScriptNames):
         default = words.get("default")
         if default is None and isinstance(action, ast.Constant) and action.value in ("store_true", "store_false"):
             default = ast.Constant(action.value == "store_false")
+        if default is None and flag.startswith("-") and "required" not in words:
+            self.omitted.add(str(name))
         kind = words.get("type")
         if isinstance(default, ast.Constant) and isinstance(default.value, str) and isinstance(kind, ast.Name):
             default = ast.Constant(value_of(default.value)) if kind.id in ("int", "float") else default
@@ -111,8 +132,15 @@ class ScriptValues(ScriptNames):
         if isinstance(node, ast.Constant):
             plain = isinstance(node.value, (bool, int, float, str)) or node.value is None
             return node.value if plain else Unresolved(ast.unparse(node))
-        if isinstance(node, ast.Name) and (assigned := self.assigned(node)) is not None:
+        assigned = self.assigned(node) if isinstance(node, ast.Name) else self.returned(node)
+        if assigned is not None:
             return self.value(assigned, depth + 1)
+        if isinstance(node, ast.IfExp) and (truth := self.truth(node.test)) is not None:
+            return self.value(node.body if truth else node.orelse, depth + 1)
+        if isinstance(node, (ast.BoolOp, ast.Compare)) or (
+            isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+        ):
+            return self._logical(node, depth)
         if isinstance(node, (ast.List, ast.Tuple)):
             return [self.value(part, depth + 1) for part in node.elts]
         if isinstance(node, ast.Dict) or _is_dict(node):
@@ -126,12 +154,47 @@ class ScriptValues(ScriptNames):
             return self._sum(node, depth)
         if isinstance(node, ast.Call) and name_of(node).endswith(("environ.get", "getenv")) and len(node.args) == 2:
             return self.value(node.args[1], depth + 1)
-        given = self.arguments.get(node.attr) if isinstance(node, ast.Attribute) else None
-        if isinstance(node, ast.Attribute) and given is not None and self._is_parsed(node.value):
-            found = self.value(given, depth + 1)
-            if not isinstance(found, Unresolved):
-                self.used[node.attr] = found
-                return found
+        if isinstance(node, ast.Attribute) and self._is_parsed(node.value):
+            return self._argument_value(node, depth)
+        return Unresolved(ast.unparse(node)[:200])
+
+    def _argument_value(self, node: ast.Attribute, depth: int) -> Any:
+        """Return the value of an argument of the command line: as given, or its default."""
+        given = self.arguments.get(node.attr)
+        found = Unresolved("") if given is None else self.value(given, depth + 1)
+        if given is None and self._tests and node.attr in self.omitted:
+            found = None  # a switch or a name that is not given; elsewhere it must have been, or the script would fail
+        if isinstance(found, Unresolved):
+            return Unresolved(ast.unparse(node)[:200])
+        self.used[node.attr] = found
+        return found
+
+    def truth(self, test: ast.expr) -> bool | None:
+        if test not in self._truths and self._tests < _MOST_TESTS:
+            self._truths[test] = None  # of one that depends on itself
+            self._tests += 1
+            found = self.value(test, 1)
+            self._tests -= 1
+            self._truths[test] = None if isinstance(found, Unresolved) else bool(found)
+        return self._truths.get(test)
+
+    def _logical(self, node: ast.expr, depth: int) -> Any:
+        """Return the value of not, and, or, or one comparison."""
+        left, right = None, None
+        if isinstance(node, ast.UnaryOp):
+            left = self.value(node.operand, depth + 1)
+            return Unresolved(ast.unparse(node)[:200]) if isinstance(left, Unresolved) else not left
+        if isinstance(node, ast.BoolOp):
+            for part in node.values:
+                left = self.value(part, depth + 1)
+                if isinstance(left, Unresolved) or bool(left) == isinstance(node.op, ast.Or):
+                    return left
+            return left
+        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARISONS:
+            left, right = self.value(node.left, depth + 1), self.value(node.comparators[0], depth + 1)
+            if is_known(left) and is_known(right):
+                with suppress(TypeError):
+                    return _COMPARISONS[type(node.ops[0])](left, right)
         return Unresolved(ast.unparse(node)[:200])
 
     def _is_parsed(self, node: ast.expr) -> bool:
@@ -188,6 +251,10 @@ class ScriptValues(ScriptNames):
                 node = value
             elif isinstance(node, ast.Call) and name_of(node).rpartition(".")[2] in _LOADS:
                 return node, after
+            elif isinstance(node, ast.IfExp) and (truth := self.truth(node.test)) is not None:
+                node = node.body if truth else node.orelse
+            elif node is not None and (made := self.returned(node)) is not None:
+                node = made
             elif isinstance(node, ast.Call) and (model := wrapped(node)) is not None:
                 node = model
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):

@@ -253,8 +253,11 @@ def devices_of(draft: RecipeDraft, devices: int | None, need: bool) -> int:
 def moving_reference(draft: RecipeDraft, updates: int) -> None:
     """Write how TRL's reference follows the policy, in a run of so many updates a step."""
     if draft.read("sync_ref_model"):
-        every = max(1, round(draft.number("ref_model_sync_steps") / updates))
-        draft.put("reference_every", every, f"{draft.origin('ref_model_sync_steps')} updates")
+        exact = draft.number("ref_model_sync_steps") / updates
+        every = max(1, round(exact))
+        told = f"{draft.origin('ref_model_sync_steps')} updates, of which a step has {updates}"
+        rounded = f": {exact:g} steps, rounded" if every != exact else ""
+        draft.put("reference_every", every, told + rounded)
         rate = float(draft.number("ref_model_mixup_alpha"))
         draft.put("reference_update_rate", rate, f"{draft.origin('ref_model_mixup_alpha')}: same meaning")
     draft.treated |= {"ref_model_sync_steps", "ref_model_mixup_alpha"}

@@ -31,7 +31,8 @@ def warm_up_of(draft: RecipeDraft, updates: int, steps: int | None) -> None:
     """Write a warm-up of so many updates, or of a share of them."""
     first, share = draft.number("warmup_steps"), draft.number("warmup_ratio")
     if (first or share) and draft.read("lr_scheduler_type") == "constant":
-        draft.note("warmup_steps", "no effect: the schedule constant of transformers has no warm-up")
+        named = [name for name in ("warmup_steps", "warmup_ratio") if draft.given(name)]
+        draft.note(" and ".join(named), "no effect: the schedule constant of transformers has no warm-up")
         return
     if 0 < first < 1:
         warm_up(draft, "warmup_steps", first, None if steps is None else steps * updates)
@@ -119,6 +120,10 @@ def _preferences(draft: RecipeDraft) -> None:
         _direct_preferences(draft, kinds, weights)
     if trainer in ("dpo", "kto"):
         moving_reference(draft, 1)
+        if reference := draft.read("ref_model"):
+            draft.first.append(
+                f"ref_model = {shown(reference)}: the reference here is the starting model, and no option names another"
+            )
     draft.put("beta", beta, f"{draft.origin('beta')}: same meaning")
 
 

@@ -308,8 +308,10 @@ def _rewards(draft: RecipeDraft) -> None:
     ]
     _agent(draft, sum_of)
     models = [text for kind, text in terms if kind == "model"]
-    for _, text in (term for term in terms if term[0] == "unknown"):
-        draft.note("reward_funcs", f"{text}: write it as a function in rewards.py and name it in env")
+    if unknown := [text for kind, text in terms if kind == "unknown"]:
+        are = "are missing from env: write functions" if len(unknown) > 1 else "is missing from env: write a function"
+        file, them = draft.run.home or "rewards.py", "them" if len(unknown) > 1 else "it"
+        draft.first.append(f"reward_funcs: {', '.join(unknown)} {are} in {file} and add {them}")
     if models:
         draft.put("reward_model", models, "reward model of reward_funcs; without env its score is the reward")
         if sum_of:
@@ -395,9 +397,8 @@ def _grpo(draft: RecipeDraft, updates: int) -> None:
             "TRL divides by the tokens of a whole generation over its updates; posttrain by those of the update",
         )
     if level == "sequence" and kind in _AGGREGATES:
-        if updates == 1:
-            draft.note(draft.origin("importance_sampling_level"), "no effect: with one update a step every ratio is 1")
-        draft.put("ratio", "sequence-mean", f"{draft.origin('importance_sampling_level')}: GSPO's ratio")
+        told = "; with one update a step every ratio is 1, and it has no effect" * (updates == 1)
+        draft.put("ratio", "sequence-mean", f"{draft.origin('importance_sampling_level')}: GSPO's ratio{told}")
     elif kind in _AGGREGATES:
         draft.put("ratio", "token", f"{draft.origin('importance_sampling_level')}: same meaning")
     scale = draft.word("scale_rewards")
@@ -448,6 +449,9 @@ def _penalties(draft: RecipeDraft, updates: int) -> None:
 def _correction(draft: RecipeDraft) -> None:
     """Write the weight for vLLM's probabilities. TRL's bounds are (none, clip_max) unless clip_min is given."""
     mode, name = draft.word("vllm_importance_sampling_mode"), "vllm_importance_sampling_clip_max"
+    older = "vllm_importance_sampling_cap"  # where it is given, TRL takes it in place of the newer one
+    if draft.run.options.get(older) is not None:
+        draft.run.options[name], draft.run.names[name] = draft.run.options.pop(older), older
     if not draft.read("vllm_importance_sampling_correction"):
         return
     kind, told, beyond = _CORRECTIONS.get(mode, ("truncate", "not known here: the nearest kind", ""))

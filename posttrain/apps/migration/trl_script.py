@@ -52,6 +52,8 @@ _NOT_OF_LORA = (
     *("finetune_vision_layers", "finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules"),
 )
 """Words of LoRA's configuration, or of Unsloth's function, that change nothing for models of text."""
+_SECOND = {**dict.fromkeys(("grpo", "rloo"), "reward_funcs"), **dict.fromkeys(("dpo", "kto"), "ref_model")}
+"""Trainer -> what its second argument without a name is."""
 _STARTS = 256  # rows for episodes of an environment that makes its own tasks
 _OF_TRANSFORMERS = {"learning_rate": 5e-5, "gradient_checkpointing": False, "bf16": False}
 """Defaults of transformers' TrainingArguments that TRL's configurations change."""
@@ -75,10 +77,11 @@ _NAMES = {
 """Option of a command of TRL -> how a script gives it."""
 
 
-def read_script(text: str, name: str, given: dict[str, Any] | None = None) -> ForeignRun:
+def read_script(text: str, name: str, given: dict[str, Any] | None = None, beside: str = "") -> ForeignRun:
     """Return the run that a script of TRL starts. Raises UserError for another, or if its options are not in it.
 
-    `given`: what its command gives. Arguments that the script parses by itself are removed from it.
+    `given`: what its command gives. Arguments that the script parses by itself are removed from it. `beside`: beginning of
+    the names of files that are written with the recipe.
     """
     try:
         tree = ast.parse(text)
@@ -88,9 +91,10 @@ def read_script(text: str, name: str, given: dict[str, Any] | None = None) -> Fo
         raise UserError(f"{name} is not a Python script that can be read: {type(error).__name__}") from error
     if (long := next(filter(_is_unprintable, ast.walk(tree)), None)) is not None:
         raise UserError(f"{name}:{long.lineno} has an integer of more than 64 bits: correct it")
-    last = {name_of(call).rpartition(".")[2]: call for call in script.calls}
     for argument in [argument for argument in given or {} if argument in script.arguments]:
         script.arguments[argument] = ast.Constant((given or {}).pop(argument))
+    run_last = [call for call in script.calls if script.condition(script.branch_of[call]) is not None]
+    last = {name_of(call).rpartition(".")[2]: call for call in (*script.calls, *run_last)}
     config, call = _configuration(script, last, name)
     run = ForeignRun("TRL", CONFIGS[config], {} if call is None else _keywords(script, call), names=dict(_NAMES))
     if call is not None:
@@ -103,9 +107,15 @@ def read_script(text: str, name: str, given: dict[str, Any] | None = None) -> Fo
         )
     trainer = last.get(config.replace("Config", "Trainer"))
     if trainer is not None:
-        _of_trainer(script, trainer, run, name, needs_training(tree) or _within_functions(script, tree, trainer))
-        _copy_rewards(tree, text, run)
-    _of_adapters(script, last, run)
+        within = "it defines them in a function" if _within_functions(script, tree, trainer) else ""
+        why = needs_training(tree) or within
+        run.home = f"{beside}rewards.py" if why else name
+        _of_trainer(script, trainer, run, beside)
+        if (started := last.get("train")) is not None:
+            run.options |= {n: v for n, v in _keywords(script, started).items() if n == "resume_from_checkpoint"}
+        if why:
+            _copy_rewards(tree, text, run, f"{name} cannot be imported for them, as {why}")
+    _of_adapters(script, last, run, config.replace("Config", "Trainer"))
     if "max_seq_length" in run.options:
         run.options.setdefault("max_length", run.options.pop("max_seq_length"))
         run.names["max_length"] = "max_seq_length"
@@ -131,7 +141,7 @@ def _configuration(script: ScriptValues, last: dict[str, ast.Call], name: str) -
     if not known:
         _refuse(script, trainers, name)
     trainer = last[known[0]]
-    most = 2 if known[0] in ("GRPOTrainer", "RLOOTrainer") else 1  # a model, and reward functions
+    most = 2 if CONFIGS[known[0].replace("Trainer", "Config")] in _SECOND else 1
     if len(trainer.args) > most or any(word.arg in ("args", None) for word in trainer.keywords):
         if (older := last.get("TrainingArguments")) is None:
             _refuse(script, known, name)
@@ -148,24 +158,23 @@ def _within_functions(script: ScriptValues, tree: ast.Module, trainer: ast.Call)
     return bool(used & (script.functions | script.classes) - top)
 
 
-def _copy_rewards(tree: ast.Module, text: str, run: ForeignRun) -> None:
-    """Keep the functions that env names of rewards.py, with what they use."""
-    start = "trl:rewards.py:"
+def _copy_rewards(tree: ast.Module, text: str, run: ForeignRun, why: str) -> None:
+    """Keep the functions that env names of the file of rewards, with what they use."""
+    start = f"trl:{run.home}:"
     given = run.options.get("reward_funcs")
     terms = [term for term in given if isinstance(term, tuple) and len(term) == 2] if isinstance(given, list) else []
     names = [str(told).removeprefix(start) for kind, told in terms if kind == "function" and told.startswith(start)]
-    if run.home == "rewards.py":
-        agent = [run.options.get(argument) for argument in ("tools", "environment_factory")]
-        names += [name for part in agent if isinstance(part, str) for name in part.split("+")]
-    if names:
-        run.files["rewards.py"], missing = source_of(tree, text, names)
-        for name in missing:
-            run.notes.append(
-                f"{name} in rewards.py, which uses it: the script loads or computes it, so define it there"
-            )
+    agent = [run.options.get(argument) for argument in ("tools", "environment_factory")]
+    names += [name for part in agent if isinstance(part, str) for name in part.split("+")]
+    if not names:
+        return
+    run.files[run.home], missing = source_of(tree, text, names)
+    run.notes.append(f"{run.home}, which --out writes: it has copies of {', '.join(names)}: {why}")
+    for name in missing:
+        run.notes.append(f"{name} in {run.home}, which uses it: the script loads or computes it, so define it there")
 
 
-def _of_adapters(script: ScriptValues, last: dict[str, ast.Call], run: ForeignRun) -> None:
+def _of_adapters(script: ScriptValues, last: dict[str, ast.Call], run: ForeignRun, trainer: str) -> None:
     """Add LoRA and the types of weights that a script gives to the model, not to the trainer."""
     for call in (last.get("BitsAndBytesConfig"), *_loads_of_models(script)):
         for word in ("load_in_4bit", "load_in_8bit"):
@@ -182,10 +191,24 @@ def _of_adapters(script: ScriptValues, last: dict[str, ast.Call], run: ForeignRu
     own = made is not None and any(word.arg == "r" for word in made.keywords)
     own = own or (made is not None and name_of(made).startswith("Fast"))
     for turned_on, lora in (("LoraConfig", last.get("LoraConfig")), ("get_peft_model", made if own else None)):
-        if lora is not None:
+        if lora is not None and (told := _used(script, lora, last.get(trainer))) is not None:
+            if told:
+                run.notes.append(f"whether adapters learn: {told}; without them, delete lora and its options")
             words = _keywords(script, lora)
             run.options |= {turned_on: True} | {_LORA.get(key, key): value for key, value in words.items()
                                                 if key not in _NOT_OF_LORA}  # fmt: skip
+
+
+def _used(script: ScriptValues, lora: ast.Call, trainer: ast.Call | None) -> str | None:
+    """Return None if a switch that is off keeps the script from adapters, "" if nothing does, else what decides it."""
+    told = script.condition(script.branch_of[lora])
+    words = {word.arg: word.value for word in trainer.keywords} if trainer is not None else {}
+    if told is None or "peft_config" not in words:
+        return told
+    chosen = script.origin(words["peft_config"])
+    if isinstance(chosen, ast.Constant) and chosen.value is None:
+        return None
+    return told or (ast.unparse(chosen)[:100] if isinstance(chosen, ast.IfExp) else "")
 
 
 def _loads_of_models(script: ScriptValues) -> list[ast.Call]:
@@ -204,12 +227,14 @@ def _of_configuration(script: ScriptValues, call: ast.Call, run: ForeignRun) -> 
         name = f"{name_of(call)}'s argument {place + 1}" if place else "output_dir"
         run.options.setdefault(name, script.value(argument) if not place else Unresolved(ast.unparse(argument)[:200]))
     names = {name for (_, name), assigned in script.values.items() if assigned.value is call}
-    for owner, name, node, branch in script.attributes:
+    for owner, name, node, branch, where in script.attributes:
         of_trainer = isinstance(owner, ast.Attribute) and owner.attr == "args" and name in run.options
         made = script.origin(owner)
         perhaps = isinstance(owner, ast.Name) and isinstance(made, ast.Name) and owner.id in names
-        if branch or perhaps:
-            value: Any = Unresolved(f"{ast.unparse(node)[:200]} {branch}".strip())
+        if (told := script.condition(branch, where)) is None:
+            continue
+        if told or perhaps:
+            value: Any = Unresolved(f"{ast.unparse(node)[:200]} {told}".strip())
         else:
             value = script.value(node)
         if of_trainer or perhaps or made is call:
@@ -259,14 +284,13 @@ def _named_parts(script: ScriptValues, node: ast.expr) -> Any:
     return "+".join(names) if len(names) == len(parts) else Unresolved(ast.unparse(node)[:200])
 
 
-def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, name: str, runs: bool) -> None:
+def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, beside: str) -> None:
     """Add the arguments of the trainer itself: model, data, rewards."""
-    run.home = "rewards.py" if runs else name
     given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
     if call.args:
         given.setdefault("model", call.args[0])
-    if len(call.args) > 1 and run.trainer in ("grpo", "rloo"):
-        given.setdefault("reward_funcs", call.args[1])
+    if len(call.args) > 1 and run.trainer in _SECOND:
+        given.setdefault(_SECOND[run.trainer], call.args[1])
     if "model" in given:
         value, (load, _) = script.value(given["model"]), script.source(given["model"])
         if load is not None:
@@ -280,8 +304,12 @@ def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, name: str
     for argument, prefix in (("train_dataset", ""), ("eval_dataset", "eval_")):
         if argument in given:
             _dataset(script, given[argument], run, prefix)
+    if "ref_model" in given and not _is_own(script, given["ref_model"], given.get("model")):
+        load, _ = script.source(given["ref_model"])
+        value = script.value(given["ref_model"] if load is None else load.args[0] if load.args else None)
+        run.options["ref_model"] = value if isinstance(value, str) else ast.unparse(given["ref_model"])[:100]
     if "reward_funcs" in given:
-        run.options["reward_funcs"] = _rewards(script, given["reward_funcs"], name, runs, run)
+        run.options["reward_funcs"] = _rewards(script, given["reward_funcs"], run)
     for argument in _OF_TRAINERS:
         if argument in given:
             run.options.setdefault(argument, script.value(given[argument]))
@@ -293,9 +321,24 @@ def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, name: str
             run.options[argument] = _named_parts(script, given[argument])
     if "environment_factory" in given and "train_dataset" not in given:
         rows = ({"prompt": [{"role": "user", "content": ""}], "seed": number} for number in range(_STARTS))
-        run.files["episodes.jsonl"] = "".join(f"{json.dumps(row)}\n" for row in rows)
-        run.options["dataset_name"] = "episodes.jsonl"
-        run.notes.append("episodes.jsonl, in place of the rows that the script has not: reset gets seed if it takes it")
+        file = f"{beside}episodes.jsonl"
+        run.files[file] = "".join(f"{json.dumps(row)}\n" for row in rows)
+        run.options["dataset_name"] = file
+        run.notes.append(f"{file}, in place of the rows that the script has not: reset gets seed if it takes it")
+
+
+def _is_own(script: ScriptValues, reference: ast.expr, model: ast.expr | None) -> bool:
+    """Return whether a reference is none, the policy itself, a copy of it, or loaded from the same place."""
+    found = script.origin(reference)
+    if model is None or script.value(reference) is None:
+        return script.value(reference) is None
+    if isinstance(found, ast.Call) and name_of(found).endswith(("deepcopy", "create_reference_model")) and found.args:
+        found = found.args[0]
+    (one, _), (other, _) = script.source(found), script.source(model)
+    places = [
+        script.value(load.args[0] if load and load.args else node) for load, node in ((one, found), (other, model))
+    ]
+    return places[0] == places[1]
 
 
 def _dataset(script: ScriptValues, node: ast.expr, run: ForeignRun, prefix: str) -> None:
@@ -367,7 +410,7 @@ def _files(given: Any, split: Any) -> Any:
     return given.get(split, given) if isinstance(given, dict) and isinstance(split, str) else given
 
 
-def _rewards(script: ScriptValues, node: ast.expr, name: str, runs: bool, run: ForeignRun) -> Any:
+def _rewards(script: ScriptValues, node: ast.expr, run: ForeignRun) -> Any:
     """Return the reward functions as terms of --env, and models as ("model", name)."""
     node = script.origin(node)
     terms: list[Any] = []
@@ -377,9 +420,6 @@ def _rewards(script: ScriptValues, node: ast.expr, name: str, runs: bool, run: F
             terms.append(("model", value))
         elif isinstance(part, ast.Name) and part.id in script.functions:
             terms.append(("function", f"trl:{run.home}:{part.id}"))
-            if runs:
-                told = f"{name} trains or loads when it is imported, or defines it in a function"
-                run.notes.append(f"{part.id} in rewards.py, which --out writes: {told}")
         elif isinstance(part, ast.Name) and script.imported.get(part.id, "").startswith("trl"):
             terms.append(("function", f"trl:{part.id}"))
         elif isinstance(part, ast.Name) and part.id in script.imported:

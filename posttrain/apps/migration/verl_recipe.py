@@ -272,8 +272,10 @@ def _policy(draft: RecipeDraft, updates: int) -> None:
         raise UserError(
             f"verl's {draft.origin(f'{ACTOR}.loss_agg_mode')} has no counterpart; supported: {', '.join(AGGREGATES)}"
         )
-    if mode not in ("gspo", "geo_mean"):  # theirs are means over replies whatever is given
+    if mode != "geo_mean":
         draft.put("aggregate", aggregate, f"{draft.origin(f'{ACTOR}.loss_agg_mode')}: {formula}")
+    elif draft.given(f"{ACTOR}.loss_agg_mode"):
+        draft.note(draft.origin(f"{ACTOR}.loss_agg_mode"), "no effect: the loss of geo_mean is a mean over replies")
     if (length := draft.number(f"{ACTOR}.loss_scale_factor")) and aggregate == "constant":
         draft.set("aggregate.length", int(length), f"{draft.origin(f'{ACTOR}.loss_scale_factor')}: same meaning")
     _clip(draft, mode, updates)
@@ -303,6 +305,8 @@ def _clip(draft: RecipeDraft, mode: str, updates: int) -> None:
         draft.put("clip_high", high, f"{names}: the weight is at most 1 + clip_high")
     elif mode in ("clip_cov", "kl_cov"):
         draft.same(mode, f"{ACTOR}.policy_loss.{mode}_ratio")
+        if mode == "clip_cov":
+            _keeps_clip(draft, updates, f"clip_ratio_low, clip_ratio_high ({low:g}, {high:g})")
     elif mode == "geo_mean":
         draft.note(
             f"{names} ({low:g}, {high:g})",
@@ -311,6 +315,17 @@ def _clip(draft: RecipeDraft, mode: str, updates: int) -> None:
     for place, name in (("positive", "tau_pos"), ("negative", "tau_neg")):
         if mode == "sapo" and draft.given(f"{ACTOR}.{name}"):
             draft.set(f"surrogate.{place}", float(draft.number(f"{ACTOR}.{name}")), f"{name}: same meaning")
+
+
+def _keeps_clip(draft: RecipeDraft, updates: int, names: str) -> None:
+    """Note that verl's Clip-Cov keeps the clip of PPO, which that of the paper has not."""
+    if updates == 1:
+        return draft.note(names, "no effect: with one update a step every ratio is 1, and nothing is clipped")
+    draft.note(
+        names,
+        "verl's Clip-Cov keeps PPO's clip, and tokens that it clips are no candidates; clip-cov here is the paper's r A: "
+        "--surrogate clip with --clip-low and --clip-high clips it, without an effect on the candidates",
+    )
 
 
 def _advantage(draft: RecipeDraft, estimator: str) -> None:
@@ -410,7 +425,8 @@ def _optimizer(draft: RecipeDraft, prompts: int, updates: int, rows: int | None)
         draft.put("steps", int(most), f"{draft.origin('trainer.total_training_steps')}: same meaning")
         steps: int | None = int(most)
     else:
-        steps = steps_of(draft, passes, "trainer.total_epochs", prompts, rows, prompts)
+        together = verl_reward.generated_together(draft)
+        steps = steps_of(draft, passes, "trainer.total_epochs", together, rows, together)
     warm, share = draft.number(f"{OPTIMIZER}.lr_warmup_steps"), draft.number(f"{OPTIMIZER}.lr_warmup_steps_ratio")
     told = f"verl counts steps, of which each has {updates} update{'s'[: updates != 1]}; its first step has the rate 0"
     if warm is not None and warm > 0:

@@ -5,6 +5,7 @@ Names are those of version 0.9, below `reward`; those of earlier versions are re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from posttrain.apps.migration.foreign_run import shown
@@ -60,9 +61,25 @@ def reward(draft: RecipeDraft) -> None:
     elif not model:
         chosen = "verl chooses a function by data_source: copy it to score.py (or verify:math, verify:numeric)"
         draft.put("env", "verl:score.py:compute_score", chosen)
+    _tools(draft)
     _manager(draft)
     _overlong(draft)
     _filter_groups(draft)
+
+
+def _tools(draft: RecipeDraft) -> None:
+    """Tell that a reward alone has one turn: tools and turns of verl are an environment's here."""
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    given = [name for name in draft.run.options if name.startswith(f"{turns}.")]
+    if not draft.read(f"{turns}.enable"):
+        return
+    file = draft.read(f"{turns}.tool_config_path")
+    tools = f", tools of {shown(file)}" if isinstance(file, str) else ""
+    draft.treated |= {name for name in given if not name.endswith(("max_assistant_turns", "max_user_turns"))}
+    draft.first.append(
+        f"multi_turn.enable = true{tools}: env has one turn alone, so write an environment with turns and tools, "
+        "--env my.py:play (docs/guides/environments.md)"
+    )
 
 
 def _manager(draft: RecipeDraft) -> None:
@@ -92,6 +109,16 @@ def _overlong(draft: RecipeDraft) -> None:
         draft.note(draft.origin("reward.reward_kwargs.max_resp_len"), "the penalty ends at max_tokens here")
 
 
+def generated_together(draft: RecipeDraft) -> int:
+    """Return the prompts of a generation. Before verl 0.9, a run of DAPO may generate for more than it learns from, and its
+    steps are those of the loader of these larger batches; 0.9 takes only whole parts of a step, and they change nothing.
+    """
+    prompts = draft.count("data.train_batch_size")
+    draft.treated.add("data.gen_batch_size")
+    given = draft.count("data.gen_batch_size", prompts)
+    return max(prompts, given) if draft.read("algorithm.filter_groups.enable") else prompts
+
+
 def _filter_groups(draft: RecipeDraft) -> None:
     """Write that groups with equal rewards are replaced."""
     enabled, metric = draft.read("algorithm.filter_groups.enable"), draft.read("algorithm.filter_groups.metric")
@@ -100,10 +127,15 @@ def _filter_groups(draft: RecipeDraft) -> None:
         return
     if draft.count("actor_rollout_ref.rollout.n") == 1:
         return draft.note("algorithm.filter_groups", "no effect: a reply without others is always kept")
-    told = (
-        "filter_groups: at most so many times the prompts (0 there: no limit); groups with equal rewards are replaced"
+    prompts, together = draft.count("data.train_batch_size"), generated_together(draft)
+    told = "filter_groups: at most so many times the prompts (0 there: no limit)"
+    if together != prompts:
+        told += f", which are {rounds:g} generations of {together} prompts for {prompts}"
+    if metric in ("acc", "score"):
+        told += f"; filter_groups.metric = {metric}: here it is the environment's reward that is compared"
+    draft.put(
+        "dynamic_sampling", math.ceil(rounds * together / prompts), f"{told}; groups with equal rewards are replaced"
     )
-    draft.put("dynamic_sampling", int(rounds), told)
     if metric is not None and metric not in _BEFORE_PENALTY:
         what = "groups are compared by the environment's reward here, before the overlong penalty"
         draft.note(draft.origin("algorithm.filter_groups.metric"), what)

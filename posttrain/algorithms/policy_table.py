@@ -73,7 +73,7 @@ _ALGORITHMS = (
         kl=KL("k1", 0.01, "reward"),
         stated="not stated in the paper",
         idea="Whitened returns, KL in the reward",
-        best_for="right-or-wrong rewards; ahead of grpo on worked sums",
+        best_for="one baseline for the whole batch; ahead of grpo on worked sums",
     ),
     Algorithm(
         "reinforce++-baseline",
@@ -255,7 +255,7 @@ _ALGORITHMS = (
         aggregate=TokenMean(),
         stated="not stated in the paper",
         idea="Group mean, batch standard deviation, token mean",
-        best_for="right-or-wrong rewards with many lopsided groups",
+        best_for="groups that are mostly right or mostly wrong",
     ),
     Algorithm(
         "pass-at-k",

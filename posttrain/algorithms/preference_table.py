@@ -84,7 +84,7 @@ _ALGORITHMS = (
         "Identity preference optimization, per token as its authors confirmed (IPO, arXiv 2310.12036)",
         link=Square(0.1),
         score=LogRatio(mean=True),
-        idea="A target for the difference, not infinity",
+        idea="The difference approaches a target, not infinity",
         best_for="labels without noise, which dpo would overfit",
     ),
     PreferenceAlgorithm(
@@ -157,14 +157,14 @@ _ALGORITHMS = (
         "apo-zero",
         "Anchored preference optimization, zero (APO, arXiv 2408.06266)",
         link=AnchoredUp(0.1),
-        idea="Chosen responses go up, rejected ones down",
+        idea="Chosen responses become likelier, rejected ones unlikelier",
         best_for="chosen responses better than the policy's own",
     ),
     PreferenceAlgorithm(
         "apo-down",
         "Anchored preference optimization, down (APO, arXiv 2408.06266)",
         link=AnchoredDown(0.1),
-        idea="Both go down, rejected ones more",
+        idea="Both responses become unlikelier, the rejected one more",
         best_for="chosen responses worse than the policy's own",
     ),
     PreferenceAlgorithm(

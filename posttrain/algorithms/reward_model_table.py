@@ -137,7 +137,7 @@ _ALGORITHMS = (
         "A reward model from all comparisons of a prompt as one element (InstructGPT, arXiv 2203.02155, eq. 1)",
         link=Sigmoid(1.0),
         denominator=PerPrompt(),
-        idea="All comparisons of a prompt are one element",
+        idea="All comparisons of a prompt weigh as one",
         best_for="many comparisons per prompt",
     ),
     RewardModelAlgorithm(
@@ -145,7 +145,7 @@ _ALGORITHMS = (
         "A reward model from rankings (Plackett 1975; arXiv 2305.18290, appendix A.3)",
         link=PlackettLuce(),
         denominator=PerPrompt(),
-        idea="A ranking is a row of choices",
+        idea="The best of the rest is chosen, repeatedly",
         best_for="rankings of several responses",
     ),
     RewardModelAlgorithm(

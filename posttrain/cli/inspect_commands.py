@@ -37,6 +37,7 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
         Write a page for every algorithm into this folder.
     """
     from posttrain.algorithms.all_algorithms import EVERY, beside, find_any
+    from posttrain.algorithms.choices import FIRST
     from posttrain.algorithms.describe import (
         as_data,
         curves_in,
@@ -51,6 +52,7 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
     from posttrain.algorithms.policy_table import TABLE
     from posttrain.algorithms.preference_table import PREFERENCES
     from posttrain.algorithms.reward_model_table import REWARD_MODELS
+    from posttrain.runs.terminal.printing import table
 
     if pages is not None:
         folder = Path(pages)
@@ -67,6 +69,7 @@ def algorithms(name: str | None = None, *, json: bool = False, pages: str | None
         if json:
             print(dumps([as_data(algorithm) for algorithm in EVERY.values()], indent=1))
         else:
+            table("Which one (posttrain ...)", ["you have", "start with"], [[c.have, c.command] for c in FIRST])
             _show_table("Algorithms (one of them in full: posttrain algorithms NAME)", TABLE.values())
             _show_table("From preferences, without sampling (posttrain prefer)", PREFERENCES.values())
             _show_table("Reward models (posttrain reward-model)", REWARD_MODELS.values())

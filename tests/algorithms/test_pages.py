@@ -9,7 +9,8 @@ import pytest
 from places import ROOT
 
 from posttrain.algorithms.algorithm_base import AlgorithmBase
-from posttrain.algorithms.all_algorithms import EVERY, beside
+from posttrain.algorithms.all_algorithms import EVERY, beside, verb_of
+from posttrain.algorithms.choices import FIRST, FURTHER, choice_table
 from posttrain.algorithms.describe import (
     COMMON_TASKS,
     as_data,
@@ -31,6 +32,8 @@ from posttrain.algorithms.preference import PreferenceAlgorithm
 from posttrain.algorithms.preference_table import PREFERENCES
 from posttrain.algorithms.reward_model_table import REWARD_MODELS
 from posttrain.algorithms.settings import change
+from posttrain.cli.argument_errors import option_names
+from posttrain.cli.command_table import COMMANDS
 from posttrain.cli.main import main
 
 PAGES = ROOT / "docs" / "algorithms"
@@ -106,6 +109,29 @@ def test_settings_as_they_are_listed_change_nothing_when_they_are_given(row: Alg
     given = dict(line.split()[0].split("=", 1) for line in settings(row))
     assert change(row, given) == row
     assert given.keys() == as_data(row)["settings"].keys()
+
+
+def test_each_choice_is_a_command_with_options_and_an_algorithm_that_there_are() -> None:
+    for command in "; ".join(choice.command for choice in (*FIRST, *FURTHER)).split("; "):
+        verb, *words = command.split()
+        assert verb in {known.name for known in COMMANDS}
+        given = [word[2:].replace("-", "_") for word in words if word.startswith("--")]
+        assert set(given) <= set(option_names(verb)), command
+        if "algorithm" in given:
+            name = words[words.index("--algorithm") + 1]
+            assert verb_of(EVERY[name]) == verb.replace("distill", "rl")
+    assert {"rl", "prefer", "sft", "distill", "reward-model"} <= {choice.command.split()[0] for choice in FIRST}
+
+
+def test_guide_shows_every_choice_and_the_command_shows_the_first_ones_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    guide = (ROOT / "docs" / "guides" / "algorithms.md").read_text(encoding="utf-8")
+    assert choice_table() in guide, "put posttrain.algorithms.choices.choice_table() into the guide"
+    assert main(["algorithms"]) == 0
+    shown = capsys.readouterr().out.splitlines()[: len(FIRST) + 2]
+    assert all(choice.command in line for choice, line in zip(FIRST, shown[2:], strict=True))
+    assert max(map(len, shown)) <= 80 and len(FIRST) == 10
 
 
 def test_algorithms_verb_prints_the_table_a_row_and_data(capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,7 +210,7 @@ def test_table_of_algorithms_is_as_wide_as_the_screen(
     monkeypatch.setenv("COLUMNS", str(columns))
     assert main(["algorithms"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(EVERY) + 6 and max(map(len, lines)) <= columns
+    assert len(lines) == len(FIRST) + len(EVERY) + 8 and max(map(len, lines)) <= columns
     for row in EVERY.values():
         [line] = [line for line in lines if line.split()[0] == row.name]
         assert row.idea in line and (cited(row) in line) == papers

@@ -298,7 +298,7 @@ def test_the_panel_has_everything_at_80_by_24() -> None:
         "reward 0.500   accuracy 0.250   entropy 1.50   length 120.0   KL 0.0100",
         "invalid 0.1   tok/s 12,345",
         "reward ▁▁▁▁▂▂▂▂▂▂▂▃▃▃▃▃▃▃▄▄▄▄▄▄▅▅▅▅▅▅▅▆▆▆▆▆▆▆▇▇▇▇▇▇████",
-        "held-out accuracy 0.200   reward 0.300   length 99.000",
+        "held-out accuracy 0.200   reward 0.300   length 99.0",
     ]
 
 

@@ -220,6 +220,7 @@ class RunFolder(Generic[AnyTraining]):
         with writing(self.path):
             if self.checkpoint is not None:
                 self.stepped()
+                checkpoints.delete_drafts(self.path)
                 step = checkpoints.step_of(self.checkpoint)
                 return RunRecord.resume(self.path, step, options, told, self._noted)
             if self._lock is None:

@@ -245,3 +245,22 @@ def test_the_reason_of_a_hook_is_shown_on_one_line_without_control_codes() -> No
     hooks = Hooks([stops, fails])
     [told] = hooks.step(1, {}, [])
     assert hooks.stop == r"hook stops: \x1b[31mred line2" and r": ValueError: \x1b[31mred line2 (" in told
+
+
+def test_a_run_whose_folder_was_moved_away_ends_in_one_line_and_goes_on_when_it_is_back(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    class Moves:
+        def on_checkpoint(self, path: Path) -> None:
+            if path.name == "step-000001":
+                (tmp_path / "run").rename(tmp_path / "elsewhere")
+
+    with pytest.raises(
+        UserError, match=r"run is no longer there: put it back; fix it and continue after step 1 "
+    ) as told:
+        rl(tmp_path, tokenizer, "run", hook=Moves(), save_every=1)
+    assert "\n" not in str(told.value) and not (tmp_path / "run").exists()
+    (tmp_path / "elsewhere").rename(tmp_path / "run")
+    unfinished = tmp_path / "run" / "checkpoints" / ".step-000002.draft"
+    unfinished.mkdir()
+    assert rl(tmp_path, tokenizer, "run", resume=True).final["step"] == 4 and not unfinished.exists()

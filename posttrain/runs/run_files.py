@@ -200,7 +200,7 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def gone(folder: Path) -> str | None:
-    """Return what to tell the user if a run's folder was moved away or deleted, else None."""
+    """Return the message about a run's folder that was moved away or deleted; None if it is there."""
     return None if folder.is_dir() else f"{folder} is no longer there: put it back"
 
 

@@ -378,7 +378,7 @@ def test_tokens_that_an_expression_discards_are_spent(tokenizer: Tokenizer) -> N
     """They were sampled: a budget counts them, though no reply has them."""
     engine = LocalEngine(tiny(tokenizer, context=200), tokenizer, slots=4)
     counting = Counting(engine)
-    plan = SearchPlan("beam", SearchSettings(2, 2), None, "", re.compile("[aeiou]"))
+    plan = SearchPlan("beam", SearchSettings(2, 2), None, "", "/[aeiou]/")
     search = SearchEngine(counting, tokenizer, engine.eos_ids, 200, plan, lambda _, reply, tell: tell(len(reply) / 99))  # type: ignore[arg-type]
     search.submit(0, tokenizer.encode("say", start=True), Sampling(max_tokens=40, seed=3))
     kept, step = list[int](), search._step

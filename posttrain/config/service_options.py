@@ -131,7 +131,7 @@ def check_delimiter(delimiter: str) -> None:
     if (expression := expression_of(delimiter)) is not None:
         try:
             re.compile(expression)
-        except re.error as error:
+        except (re.error, RecursionError, OverflowError) as error:
             raise UserError(f"--step-delimiter {delimiter} is not a regular expression: {error}") from error
     elif "\\n" in delimiter:
         raise UserError(

@@ -38,8 +38,8 @@ def message_of(error: BaseException) -> str:
 
 
 def inline(text: str) -> str:
-    """Return the text for use in a message: without line ends, and cut short."""
-    return clip(SYSTEM.sub("", " ".join(text.split())), 300)
+    """Return the text for use in a message: without line ends, with control codes made visible, and cut short."""
+    return clip(safe(SYSTEM.sub("", " ".join(text.split()))), 300)
 
 
 def one_line(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -31,3 +32,19 @@ def scored_steps(notes: Mapping[str, Any]) -> list[str]:
         f"{', '.join(f'{n} {v:.4f}' for n, v in step.items() if n != 'text')} │ {' '.join(step['text'].split())}"
         for step in (steps if isinstance(steps, list) else ())  # text: too long for a note
     ]
+
+
+def places(delimiter: str, text: str) -> list[tuple[int, int]]:
+    """Return where the delimiter is in a text: the start and the end of each match. A regular expression may take
+    unbounded time.
+    """
+    return [match.span() for match in re.finditer(_pattern(delimiter), text)]
+
+
+def _pattern(delimiter: str) -> str:
+    if delimiter in (REPLY, SPANS):
+        return r"(?!)"  # matches nowhere
+    if delimiter == LINE:
+        return "\n"
+    expression = expression_of(delimiter)
+    return re.escape(delimiter) if expression is None else expression

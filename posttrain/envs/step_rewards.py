@@ -8,18 +8,18 @@ or the reply earns their sum, mean, minimum, product or last one. So algorithms 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.core.reply_steps import LINE, REPLY, SCORED_STEPS, SPANS, Aggregate, expression_of
+from posttrain.core.reply_steps import LINE, REPLY, SCORED_STEPS, SPANS, Aggregate, places
 from posttrain.core.types import OUTCOME, Ask, Graded, Invalid, Reply, SpanReward, Task, Turn, UserError, succeeds
 from posttrain.envs.play.call_recording import note
 from posttrain.envs.play.env_outputs import MOST_SPANS, Done, read_verdict
 from posttrain.envs.play.group_rewards import scores_groups
 from posttrain.envs.play.load_env import is_async, is_generator_env, lift, lift_async, load_env, pack_env, unpack_env
 from posttrain.envs.play.service_client import Services
+from posttrain.system.bounded_places import bounded_places
 
 PROCESS = "process"
 """The name of the reward's part from a process reward model."""
@@ -60,17 +60,23 @@ class Step:
     text: str
 
 
-def split_steps(reply: str, delimiter: str, cut: bool = False) -> list[Step]:
+Places = Callable[[str, str], Sequence[tuple[int, int]]]
+"""Finds a delimiter in a text: (delimiter, text) -> start and end of each match."""
+
+
+def split_steps(reply: str, delimiter: str, cut: bool = False, find: Places = places) -> list[Step]:
     """Return the steps of a reply, without blank ones and, if the reply was cut off, without the last one.
+
+    The default of `find` is for processes with a time limit of their own, such as the workers of environments.
 
     >>> split_steps("1+1=2\\n\\n2+2=4", "line")
     [Step(end=6, text='1+1=2'), Step(end=12, text='2+2=4')]
     """
     found, start = [], 0
-    for match in re.finditer(_pattern(delimiter), reply):
-        if (text := reply[start : match.start()]).strip():
-            found.append(Step(match.end(), text))
-        start = max(start, match.end())
+    for begin, end in find(delimiter, reply):
+        if (text := reply[start:begin]).strip():
+            found.append(Step(end, text))
+        start = max(start, end)
     if reply[start:].strip() and not (cut and delimiter != REPLY):
         found.append(Step(len(reply), reply[start:]))
     return found
@@ -81,20 +87,6 @@ def split_at(reply: str, ends: Sequence[int]) -> list[Step]:
     places = sorted({end for end in ends if 0 < end <= len(reply)})
     steps = [Step(end, reply[start:end]) for start, end in zip([0, *places], places, strict=False)]
     return [step for step in steps if step.text.strip()]
-
-
-def delimits(delimiter: str, reply: str) -> bool:
-    """Return whether the delimiter is in a reply."""
-    return re.search(_pattern(delimiter), reply) is not None
-
-
-def _pattern(delimiter: str) -> str:
-    if delimiter in (REPLY, SPANS):
-        return r"(?!)"  # matches nowhere
-    if delimiter == LINE:
-        return "\n"
-    expression = expression_of(delimiter)
-    return re.escape(delimiter) if expression is None else expression
 
 
 def with_step_rewards(env: str | Callable[..., Any], how: StepScoring) -> Callable[..., Any]:
@@ -290,8 +282,11 @@ class StepScorer:
     aggregate: Aggregate
 
     def __call__(self, context: Mapping[str, Any], reply: str, tell: Callable[[float | Invalid], None]) -> None:
-        """Request the value of a reply so far, and pass it to `tell`. A reply without a step has the value 0."""
-        steps = [step.text for step in split_steps(reply, self.delimiter)]
+        """Request the value of a reply so far, and pass it to `tell`. A reply without a step has the value 0.
+
+        Raises UserError for a delimiter that takes too long.
+        """
+        steps = [step.text for step in split_steps(reply, self.delimiter, find=bounded_places)]
         if not steps:
             tell(0.0)
             return

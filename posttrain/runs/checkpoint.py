@@ -16,13 +16,13 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from posttrain.core import user_files
 from posttrain.core.types import UserError
-from posttrain.runs.run_files import CHECKPOINTS, RUN, step_name, sync
+from posttrain.runs.run_files import CHECKPOINTS, RUN, gone, step_name, sync
 from posttrain.runs.run_files import step_of as step_of_name
 from posttrain.runs.terminal.notices import warn
 
@@ -43,10 +43,11 @@ class Draft:
         """
         self.run, self.step = run, step
         self.final = run / CHECKPOINTS / step_name(step)
-        self.path = self.final.with_name(f".{self.final.name}.draft")
+        self.path = _draft_of(self.final)
         with self._given_up():
             shutil.rmtree(self.path, ignore_errors=True)
-            self.path.mkdir(parents=True)
+            self.path.parent.mkdir(exist_ok=True)
+            self.path.mkdir()
             write(self.path)
 
     def finish(self, keep: int, write: Callable[[Path], None] = lambda folder: None) -> Path:
@@ -61,7 +62,9 @@ class Draft:
         there = listed(self.run)
         number = there.index(self.final) + 1
         for old in [*there[: max(0, number - keep)], *there[number:]]:
-            shutil.rmtree(old, ignore_errors=True)
+            with suppress(OSError):
+                old.rename(_draft_of(old))  # so that a kill during the deletion leaves no half of a checkpoint
+        delete_drafts(self.run)
         return self.final
 
     def _finish(self, write: Callable[[Path], None]) -> None:
@@ -86,7 +89,17 @@ class Draft:
             shutil.rmtree(self.path, ignore_errors=True)
             if not is_disk_error(error):
                 raise
-            raise UserError(f"could not save checkpoint {self.final}: {error}") from error
+            raise UserError(gone(self.run) or f"could not save checkpoint {self.final}: {error}") from error
+
+
+def delete_drafts(run: Path) -> None:
+    """Delete checkpoints that are not whole: those whose writing or deletion a kill has interrupted."""
+    for draft in (run / CHECKPOINTS).glob(_draft_of(Path("step-*")).name):
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _draft_of(checkpoint: Path) -> Path:
+    return checkpoint.with_name(f".{checkpoint.name}.draft")
 
 
 def listed(run: Path) -> list[Path]:

@@ -7,6 +7,7 @@ label, their mean is drawn with its 95% interval. Findings of the health check a
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 
 from posttrain.core import user_files
 from posttrain.core.intervals import student_interval
+from posttrain.core.messages import inline
 from posttrain.core.types import UserError
 from posttrain.runs.metrics_table import BY_NAME, METRICS, REWARDS
 from posttrain.runs.run_files import CURVES, Folder
@@ -58,7 +60,10 @@ def curves(runs: Folder | Mapping[str, Folder | Sequence[Folder]], out: Folder |
         told = ", ".join(str(folder) for own in folders.values() for folder in own)
         raise UserError(f"{told}: no metric was recorded yet, so nothing can be drawn")
     path = Path(out) if out is not None else Path(next(iter(folders.values()))[0]) / CURVES
-    _figure(lines, names).savefig(user_files.writable(path))
+    figure = _figure(lines, names)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")  # it draws a box
+        figure.savefig(user_files.writable(path))
     return path
 
 
@@ -218,6 +223,7 @@ def _curve(axes: Axes, runs: Sequence[Points], colour: str, label: str) -> None:
 
     For several runs: their mean over the steps that all have, with its interval.
     """
+    label = _as_written(label)
     if len(runs) > 1:
         steps = sorted(set.intersection(*(set(own.tolist()) for own, _ in runs)))
         smooth = [_smoothed(values) for _, values in runs]
@@ -234,6 +240,12 @@ def _curve(axes: Axes, runs: Sequence[Points], colour: str, label: str) -> None:
         return
     axes.plot(where, values, color=colour, linewidth=0.7, alpha=0.25)
     axes.plot(where, _smoothed(values), color=colour, linewidth=1.6, label=label)
+
+
+def _as_written(label: str) -> str:
+    """Return a label for matplotlib, which would read formulas in it, and leave it out for an underscore in front."""
+    text = inline(label).replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
 
 
 def _smoothed(values: np.ndarray) -> np.ndarray:

@@ -188,13 +188,20 @@ def _move(source: Path, target: Path) -> None:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Context manager that turns errors of a full or write-protected disk into a UserError."""
+    """Context manager that turns errors of a full or write-protected disk, and of a missing folder, into a UserError."""
     try:
         yield
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and (missing := gone(folder)) is not None:
+            raise UserError(missing) from error
         where = error.filename if isinstance(error.filename, str | os.PathLike) else folder
         way = "; make room there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         raise UserError(f"cannot write to {os.fspath(where)}: {error.strerror or error}{way}") from error
+
+
+def gone(folder: Path) -> str | None:
+    """Return the message about a run's folder that was moved away or deleted; None if it is there."""
+    return None if folder.is_dir() else f"{folder} is no longer there: put it back"
 
 
 @contextmanager

@@ -220,6 +220,7 @@ class RunFolder(Generic[AnyTraining]):
         with writing(self.path):
             if self.checkpoint is not None:
                 self.stepped()
+                checkpoints.delete_drafts(self.path)
                 step = checkpoints.step_of(self.checkpoint)
                 return RunRecord.resume(self.path, step, options, told, self._noted)
             if self._lock is None:
@@ -258,18 +259,16 @@ class RunFolder(Generic[AnyTraining]):
         self.config = chosen
         before = run.get("inputs", {})
         other = fingerprint.changed(before, self._inputs)
-        refused = [self._named(name) for name in other]
+        refused = dict.fromkeys(map(self._named, other))  # a file may be read for several parts of a suite
         if refused and not config.accept_changes:
             raise UserError(
                 f"cannot resume {self.path}: {', '.join(refused)} changed since the run began; restore them, start a new "
                 "run in another --out, or continue with the changes with --accept-changes"
             )
-        for name in other:
-            warn(
-                f"{self._named(name)} changed since the run began: the run continues with the change, and {RUN} notes it"
-            )
-        for name in fingerprint.rewritten(before, self._inputs):
-            tell(f"{self._named(name)} was rewritten since the run began, with the same size and samples")
+        for name in refused:
+            warn(f"{name} changed since the run began: the run continues with the change, and {RUN} notes it")
+        for name in dict.fromkeys(map(self._named, fingerprint.rewritten(before, self._inputs))):
+            tell(f"{name} was rewritten since the run began, with the same size and samples")
         self._noted = {
             **({"changed": {name: before[name] for name in other}} if other else {}),
             **({"lost": lost} if lost else {}),
@@ -314,9 +313,10 @@ class RunFolder(Generic[AnyTraining]):
 
     def _named(self, option: str) -> str:
         """Return the option with its value, for messages."""
-        kind, _, entry = option.partition(" ")
-        value = self.start if option == "model" else getattr(self.config, kind)
-        return f"{dashed(kind)} {dict(_paths(self.config, kind))[option] if entry else value}"
+        kind = option.partition(" ")[0]
+        files = dict(_paths(self.config, kind))
+        value = self.start if option == "model" else files.get(option) or getattr(self.config, kind)
+        return f"{dashed(kind)} {value}"
 
 
 def _without_step(folder: Path) -> bool:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
 import torch
 
+from posttrain.core.messages import inline, message_of
 from posttrain.core.rollouts import Rollout
 from posttrain.core.types import StopRun, UserError
-from posttrain.system.user_code import describe_error, load_named, source_file
+from posttrain.system.user_code import describe_error, is_of_kind, load_named, source_file
 
 METHODS = ("on_step", "on_evaluation", "on_checkpoint")
+_NEVER_RUN = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
 
 
 class RolloutCopies(Sequence[Rollout]):
@@ -64,37 +69,66 @@ class Hooks:
     def _call(self, method: str, *given: Any) -> list[str]:
         failed = []
         for hook in self._hooks:
-            function = getattr(hook, method, hook if method == "on_step" and not _methods(hook) else None)
+            function = hook.functions.get(method)
             if function is None:
                 continue
-            name = getattr(hook, "__name__", type(hook).__name__)
             try:  # each gets its own metrics, so that a hook cannot change those of the next
-                with torch.enable_grad():  # the mode that a hook leaves ends with it
+                with _torch_kept():
                     function(*(dict(value) if isinstance(value, dict) else value for value in given))
             except StopRun as asked:
-                self.stop = self.stop or f"hook {name}: {str(asked) or 'no reason is given'}"
+                self.stop = self.stop or f"hook {hook.name}: {inline(message_of(asked)) or 'no reason is given'}"
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # the user's code may raise anything
-                message = f"hook {name} failed, and the run continues: {describe_error(error, source_file(function))}"
+                why = describe_error(error, source_file(function))
+                message = f"hook {hook.name} failed, and the run continues: {why}"
                 failed += [message] if message not in self._shown else []
                 self._shown.add(message)
         return failed
 
 
-def _methods(hook: Any) -> list[str]:
-    return [name for name in METHODS if callable(getattr(hook, name, None))]
+@dataclass(frozen=True)
+class _Hook:
+    name: str
+    functions: Mapping[str, Callable[..., Any]]  # by the method's name
 
 
-def _opened(given: Any) -> Any:
+@contextmanager
+def _torch_kept() -> Iterator[None]:
+    """Context manager after which torch's settings are what they were before it."""
+    dtype, threads, device = torch.get_default_dtype(), torch.get_num_threads(), torch.get_default_device()
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+        if torch.get_default_device() != device:
+            torch.set_default_device(device)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+
+
+def _opened(given: Any) -> _Hook:
     hook = load_named(given) if isinstance(given, str) else given
-    if isinstance(hook, type):
-        try:
-            hook = hook()
-        except Exception as error:
-            raise UserError(f"--hook {given}: {describe_error(error, None)}") from error
-    if not callable(hook) and not _methods(hook):
+    try:
+        hook = hook() if isinstance(hook, type) else hook
+        found = {name: getattr(hook, name, None) for name in METHODS}
+        name = inline(str(getattr(hook, "__name__", type(hook).__name__)))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the user's code may raise anything
+        raise UserError(f"--hook {given}: {describe_error(error, None)}") from error
+    functions = {name: function for name, function in found.items() if callable(function)}
+    if not functions and callable(hook):
+        functions = {"on_step": hook}
+    if not functions:
         raise UserError(
             f"--hook {given} is not a hook: write a function (step, metrics, rollouts), or {', '.join(METHODS)}"
         )
-    return hook
+    for method, function in functions.items():
+        if any(is_of_kind(function, kind) for kind in _NEVER_RUN):
+            raise UserError(
+                f"--hook {given}: {method if function is not hook else name} is written with async def or yield, and "
+                "would never run: write it with def, and without yield"
+            )
+    return _Hook(name, functions)

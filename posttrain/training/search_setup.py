@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,7 +80,7 @@ def searching(
     checkpoint of the model.
     """
     delimiter, aggregate = steps_of_search(config)
-    expression = expression_of(delimiter)
+    expression = "" if expression_of(delimiter) is None else delimiter
     settings = SearchSettings(
         config.search_width,
         config.search_proposals,
@@ -92,8 +91,8 @@ def searching(
         name,
         settings,
         config.search_tokens,
-        "\n" if delimiter == LINE else "" if expression is not None or delimiter == REPLY else delimiter,
-        None if expression is None else re.compile(expression),
+        "\n" if delimiter == LINE else "" if expression or delimiter == REPLY else delimiter,
+        expression,
         "best" if config.choose == "verified" else config.choose,
     )
     verifier = SelfVerifier(model, tokenizer, config.verify_question) if config.choose == "verified" else None

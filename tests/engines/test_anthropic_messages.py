@@ -177,6 +177,14 @@ def test_anthropics_own_client_reads_answers_streams_counts_and_errors(showing: 
             client.messages.create(**{**body, "model": "other"})
 
 
+def test_the_tokens_of_a_prompt_longer_than_the_context_are_counted(showing: Tokenizer) -> None:
+    with served(Scripted(showing, []), showing, 20) as server:
+        for words in (100, 20_000):  # the second is longer than any text that could fit
+            messages = [user("fox " * words)]
+            expected = len(showing.encode(showing.render(messages, True), start=True))
+            assert server.ask(COUNT, {"model": "tiny", "messages": messages}) == (200, {"input_tokens": expected})
+
+
 PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
 HOSTILE: dict[str, tuple[Any, int, str]] = {
     "no JSON": (b"{", 400, "not JSON"),

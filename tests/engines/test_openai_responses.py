@@ -212,7 +212,7 @@ def test_openais_own_client_reads_responses_streams_and_errors(showing: Tokenize
         assert by_items.usage == by_id.usage and by_id.usage.input_tokens > whole.usage.input_tokens
         with pytest.raises(BadRequestError, match="maximum context length") as refused:
             client.responses.create(model="tiny", input="fox " * 900)
-        assert refused.value.code == "context_length_exceeded"
+        assert refused.value.code == "context_length_exceeded" and refused.value.param == "input"
 
 
 HOSTILE: dict[str, tuple[Any, str | None, str]] = {

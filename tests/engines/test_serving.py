@@ -176,7 +176,7 @@ def test_the_openai_client_reads_answers_and_streams_alike(server: Served) -> No
         assert "".join(choice.text for piece in streamed for choice in piece.choices) == text.choices[0].text
         with pytest.raises(BadRequestError, match="maximum context length") as refused:
             client.completions.create(model="tiny", prompt="fox " * CONTEXT)
-        assert refused.value.code == "context_length_exceeded"
+        assert refused.value.code == "context_length_exceeded" and refused.value.param == "prompt"
 
 
 HOSTILE: dict[str, tuple[str, Any, int, str | None]] = {

@@ -127,6 +127,15 @@ def test_a_reward_that_the_server_does_not_give_is_invalid(verdict: Any, reason:
     assert isinstance(found.reward, Invalid) and reason in found.reason
 
 
+@pytest.mark.parametrize("info", [["x"], "x", {"tool_outputs": "x"}, {"tool_outputs": ["x"]}, {"tool_outputs": 7}])
+@pytest.mark.parametrize("path", ["reset", "step"])
+def test_an_answer_of_another_form_is_invalid(path: str, info: Any) -> None:
+    with resources_server(steps=True) as server:
+        setattr(server, f"step_{path}", lambda session, row: (200, {"reward": 0.0, "info": info}))
+        found = scripted(at(server.url), GAME, ["1", "7"])
+    assert isinstance(found.reward, Invalid) and f"the answer of {server.url}/{path} is malformed" in found.reason
+
+
 def test_a_server_that_is_not_there_and_rows_of_another_form_are_told() -> None:
     began = time.monotonic()
     found = scripted(at("http://127.0.0.1:9"), ROW, ["x"])

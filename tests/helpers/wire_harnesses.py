@@ -249,7 +249,7 @@ async def messages_refusals(task: Task, endpoint: PolicyEndpoint) -> dict[str, f
     status, full = await ask(endpoint, {**body, "messages": [user("on " * 900)]}, "/v1/messages")
     assert status == 400 and full["error"]["message"].startswith("prompt is too long") and full["type"] == "error"
     status, other = await ask(endpoint, {"input": "on " * 900}, "/v1/responses")
-    assert status == 400 and other["error"]["code"] == "context_length_exceeded"
+    assert status == 400 and other["error"]["code"] == "context_length_exceeded" and other["error"]["param"] == "input"
     return {"reward": 1.0, "tokens": float(answer["usage"]["output_tokens"])}
 
 

@@ -9,6 +9,7 @@ import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -119,6 +120,35 @@ def test_saving_an_earlier_step_takes_the_place_of_damaged_later_ones(tmp_path: 
     assert checkpoint.newest(tmp_path) == saved and names(tmp_path) == ["step-000002"]
 
 
+def test_a_kill_while_old_checkpoints_are_deleted_leaves_no_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    deleting = shutil.rmtree
+
+    def killed(folder: Path, **how: Any) -> None:
+        if (folder / "model.safetensors").exists():
+            (folder / "model.safetensors").unlink()
+            raise KeyboardInterrupt
+        deleting(folder, **how)
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 4, keep=2)
+    monkeypatch.undo()
+    assert [path.name for path in checkpoint.listed(tmp_path)] == ["step-000003", "step-000004"]
+    assert all(checkpoint.damaged(path) is None for path in checkpoint.listed(tmp_path))
+    checkpoint.delete_drafts(tmp_path)
+    assert names(tmp_path) == ["step-000003", "step-000004"]
+
+
+def test_a_checkpoint_is_not_saved_where_the_run_no_longer_is(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="run is no longer there: put it back"):
+        save(tmp_path / "run", 1)
+    assert not (tmp_path / "run").exists()
+
+
 def test_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     (save(tmp_path, 4) / "model.safetensors").unlink()
     assert checkpoint.damaged(save(tmp_path, 4)) is None
@@ -135,6 +165,7 @@ def test_state_and_random_generator_come_back(tmp_path: Path) -> None:
 
 def test_run_stands_for_its_newest_checkpoint_and_any_other_folder_for_itself(tmp_path: Path) -> None:
     run = tmp_path / "run"
+    run.mkdir()
     saved = save(run, 3)
     assert checkpoint.resolve(str(run)) == run
     (run / "run.json").write_text("{}")

@@ -101,3 +101,14 @@ def test_the_picture_is_written(tmp_path: Path, steps: int) -> None:
     run = recorded(tmp_path / "a", [{"reward": float(n)} for n in range(steps)])
     assert curves(run).read_bytes().startswith(b"\x89PNG")
     assert curves({"two": [run, run]}, tmp_path / "two.png").stat().st_size > 5_000
+
+
+@pytest.mark.filterwarnings("error")
+def test_names_of_parts_are_drawn_as_they_are_written(tmp_path: Path) -> None:
+    names = ["_private", r"$\nothing$", "\x1b[31mred", "中文"]
+    run = recorded(tmp_path / "a", [{f"reward/{name}": n + len(name) for name in names} for n in range(3)])
+    legend = figure(run).axes[-1].get_legend()
+    assert {text.get_text().strip().replace(r"\$", "$") for text in legend.get_texts()} == {
+        "_private", r"$\nothing$", r"\x1b[31mred", "中文"
+    }  # fmt: skip
+    assert curves(run).stat().st_size > 1000

@@ -147,14 +147,24 @@ def test_a_resumed_run_has_the_metrics_of_one_that_was_not_interrupted(
 
 
 @pytest.mark.parametrize(
-    ("file", "told"), [("near.jsonl", "--eval-suite near.jsonl"), ("rewards.py", "--eval-suite rewards.py:even")]
+    ("file", "told"),
+    [
+        ("near.jsonl", "--eval-suite near.jsonl"),
+        ("rewards.py", "--eval-suite rewards.py:even"),
+        ("held.jsonl", "--eval-tasks held.jsonl changed since the run began"),
+    ],
 )
 def test_a_run_whose_parts_have_changed_is_not_resumed_unnoticed(file: str, told: str) -> None:
-    trained("rl", "parts", steps=2)
+    held: dict[str, Any] = {}
+    if file == "held.jsonl":
+        Path(file).write_text('{"prompt": "nine"}\n')
+        held = {"eval_tasks": (file,)}
+    trained("rl", "parts", steps=2, **held)
     with Path(file).open("a") as more:
         more.write('{"prompt": "eight"}\n' if file.endswith("l") else "\n# judged otherwise\n")
-    with pytest.raises(posttrain.UserError, match=f"cannot resume parts: .*{re.escape(told)}.* changed since the run"):
+    with pytest.raises(posttrain.UserError, match=f"cannot resume parts: .*{re.escape(told)}") as refused:
         trained("rl", "parts", resume=True)
+    assert str(refused.value).count(told) == 1
     trained("rl", "parts", resume=True, accept_changes=True)
 
 

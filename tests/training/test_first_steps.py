@@ -11,6 +11,7 @@ from posttrain.config.resolve import validate
 from posttrain.config.training import RL
 from posttrain.core.rollouts import Rollout
 from posttrain.core.types import UserError
+from posttrain.system import bounded_places
 from posttrain.training.adjust import adjust
 from posttrain.training.sources.first_steps import LOOKED, FirstSteps
 from posttrain.training.verbs.rl import notes_on_steps
@@ -80,3 +81,10 @@ def test_rewards_of_steps_that_are_not_read_as_steps_are_told() -> None:
     assert notes(**apart) == []
     with pytest.raises(UserError, match="step-weight"):
         validate(RL(**steps, step_weight=-1.0))
+
+
+def test_an_expression_that_never_ends_is_told_once_and_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_places, "SECONDS", 0.2)
+    (line,) = told("/(a|a)+b/", *[replies("a" * 60)] * LOOKED)
+    assert "its regular expression takes more than 0.2 s" in line and "\n" not in line
+    assert told("/(a|a)+b/", replies("aab")) == [], "the next search works"

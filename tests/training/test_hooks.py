@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from posttrain.envs.builtin import arithmetic
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_reading import read_health, read_metrics
+from posttrain.training.hooks import Hooks, RolloutCopies
 from posttrain.training.trainer import Run
 
 
@@ -170,11 +172,95 @@ def test_a_hook_is_named_on_the_command_line_for_every_verb_and_kept_by_resume(
 
 
 def test_copies_of_rollouts_are_made_when_they_are_asked_for() -> None:
-    from posttrain.training.hooks import Hooks, RolloutCopies
-
     rollout = Rollout({"prompt": "a"}, "g", [], 1.0)
     copies = RolloutCopies([rollout, rollout])
     copies[0].task["prompt"] = "b"
     assert rollout.task == {"prompt": "a"} and copies[0] == rollout and copies[0] is not rollout
     with pytest.raises(UserError, match="is not a hook"):
         Hooks([3])
+
+
+async def asks(step: int, metrics: dict[str, float], rollouts: Any) -> None: ...
+
+
+def yields(step: int, metrics: dict[str, float], rollouts: Any) -> Any:
+    yield step
+
+
+class Asks:
+    async def on_checkpoint(self, path: Path) -> None: ...
+
+
+class Streams:
+    async def __call__(self, step: int, metrics: dict[str, float], rollouts: Any) -> Any:
+        yield step
+
+
+@pytest.mark.parametrize("hook", [asks, yields, Asks, Asks(), Streams(), functools.partial(asks, 1)])
+def test_a_hook_that_would_never_run_is_refused(hook: Any) -> None:
+    with pytest.raises(UserError, match="would never run: write it with def"):
+        Hooks([hook])
+
+
+def test_a_hook_whose_methods_cannot_be_read_is_refused_in_one_line() -> None:
+    class Unready:
+        @property
+        def on_step(self) -> Any:
+            raise RuntimeError("no\ndatabase")
+
+    class Exits:
+        def __init__(self) -> None:
+            raise SystemExit(0)
+
+    with pytest.raises(UserError, match=r"RuntimeError: no database \(test_hooks.py:"):
+        Hooks([Unready])
+    with pytest.raises(UserError, match=r"SystemExit: 0 \(test_hooks.py:"):
+        Hooks([Exits])
+
+
+def test_what_a_hook_sets_in_torch_ends_with_it() -> None:
+    def settings() -> tuple[Any, ...]:
+        return torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads(), torch.is_grad_enabled()
+
+    def spoils(step: int, metrics: dict[str, float], rollouts: Any) -> None:
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        torch.set_grad_enabled(False)
+        assert step == 1, "a hook that fails"
+
+    before = settings()
+    for step in (1, 2):
+        Hooks([spoils]).step(step, {}, [])
+        assert settings() == before
+
+
+def test_the_reason_of_a_hook_is_shown_on_one_line_without_control_codes() -> None:
+    def stops(step: int, metrics: dict[str, float], rollouts: Any) -> None:
+        raise StopRun("\x1b[31mred\nline2")
+
+    def fails(step: int, metrics: dict[str, float], rollouts: Any) -> None:
+        raise ValueError("\x1b[31mred\nline2")
+
+    hooks = Hooks([stops, fails])
+    [told] = hooks.step(1, {}, [])
+    assert hooks.stop == r"hook stops: \x1b[31mred line2" and r": ValueError: \x1b[31mred line2 (" in told
+
+
+def test_a_run_whose_folder_was_moved_away_ends_in_one_line_and_goes_on_when_it_is_back(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    class Moves:
+        def on_checkpoint(self, path: Path) -> None:
+            if path.name == "step-000001":
+                (tmp_path / "run").rename(tmp_path / "elsewhere")
+
+    with pytest.raises(
+        UserError, match=r"run is no longer there: put it back; fix it and continue after step 1 "
+    ) as told:
+        rl(tmp_path, tokenizer, "run", hook=Moves(), save_every=1)
+    assert "\n" not in str(told.value) and not (tmp_path / "run").exists()
+    (tmp_path / "elsewhere").rename(tmp_path / "run")
+    unfinished = tmp_path / "run" / "checkpoints" / ".step-000002.draft"
+    unfinished.mkdir()
+    assert rl(tmp_path, tokenizer, "run", resume=True).final["step"] == 4 and not unfinished.exists()

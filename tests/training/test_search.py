@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import posttrain
 from posttrain.cli.main import main
-from posttrain.core.types import Completion, Invalid, Sampling
+from posttrain.core.types import Completion, Invalid, Sampling, UserError
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.search.critic_value import CriticValue
 from posttrain.engines.search.search_engine import SearchEngine, SearchPlan, step_end
@@ -34,6 +33,7 @@ from posttrain.models.native.decoder import Decoder, causal
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
 from posttrain.services.reward_model_service import RewardModelService
+from posttrain.system import bounded_places
 from posttrain.training.evaluated_model import UNVALUED
 from posttrain.verify.answer import voted_answer
 
@@ -362,8 +362,8 @@ def test_steps_go_on_from_kept_state(tokenizer: Tokenizer) -> None:
 def test_rollouts_are_greedy_and_what_an_expression_discards_is_short(tokenizer: Tokenizer, delimiter: str) -> None:
     engine = LocalEngine(tiny(tokenizer, context=64), tokenizer, slots=4)
     counting = Counting(engine)
-    pattern = re.compile("e") if delimiter == "/e/" else None
-    plan = SearchPlan("lookahead", SearchSettings(1, 2), 200, "" if pattern else "e", pattern)
+    ends = {"expression": delimiter, "stop": ""} if delimiter == "/e/" else {"stop": delimiter}
+    plan = SearchPlan("lookahead", SearchSettings(1, 2), 200, **ends)
     search = SearchEngine(counting, tokenizer, engine.eos_ids, 64, plan, lambda _, reply, tell: tell(0.5))  # type: ignore[arg-type]
     for id in range(5):
         search.submit(id, tokenizer.encode("say", start=True), Sampling(max_tokens=20, seed=id))
@@ -371,14 +371,14 @@ def test_rollouts_are_greedy_and_what_an_expression_discards_is_short(tokenizer:
     while done < 5:
         done += len(search.poll())
     assert {own.temperature for own in counting.asked} == {0.0, 1.0}
-    assert max(own.max_tokens for own in counting.asked) == (8 if pattern else 20)
+    assert max(own.max_tokens for own in counting.asked) == (8 if delimiter == "/e/" else 20)
 
 
 def test_tokens_that_an_expression_discards_are_spent(tokenizer: Tokenizer) -> None:
     """They were sampled: a budget counts them, though no reply has them."""
     engine = LocalEngine(tiny(tokenizer, context=200), tokenizer, slots=4)
     counting = Counting(engine)
-    plan = SearchPlan("beam", SearchSettings(2, 2), None, "", re.compile("[aeiou]"))
+    plan = SearchPlan("beam", SearchSettings(2, 2), None, "", "/[aeiou]/")
     search = SearchEngine(counting, tokenizer, engine.eos_ids, 200, plan, lambda _, reply, tell: tell(len(reply) / 99))  # type: ignore[arg-type]
     search.submit(0, tokenizer.encode("say", start=True), Sampling(max_tokens=40, seed=3))
     kept, step = list[int](), search._step
@@ -413,10 +413,20 @@ def test_searches_that_are_cancelled_leave_nothing(tokenizer: Tokenizer, value: 
 
 
 def test_a_step_ends_where_the_expression_first_matches_behind_text() -> None:
-    pattern = re.compile("(?=Step [0-9])")
-    assert step_end("Step 1: a Step 2: b Step 3", pattern) == 10
-    assert step_end("Step 1: a", pattern) is None
-    assert step_end("\n\na\nb", re.compile("\n")) == 4
+    delimiter = "/(?=Step [0-9])/"
+    assert step_end("Step 1: a Step 2: b Step 3", delimiter) == 10
+    assert step_end("Step 1: a", delimiter) is None
+    assert step_end("\n\na\nb", "/\n/") == 4
+
+
+def test_an_expression_that_never_ends_ends_a_search_in_one_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_places, "SECONDS", 0.2)
+    slow: dict[str, Any] = {**SEARCH, "step_delimiter": "/(.|.)+(?!)/", "max_tokens": 40}
+    for name in ("beam", "best-of-n"):
+        with pytest.raises(
+            UserError, match=r"--step-delimiter: its regular expression takes more than 0.2 s for a reply"
+        ):
+            sample(f"{name}.jsonl", **slow, search=(name,))
 
 
 def test_answers_vote_by_what_they_end_with() -> None:
@@ -435,6 +445,7 @@ def test_contradicting_options_are_refused(place: Path) -> None:
         ("--reward-model FOLDER", {"search": ("best-of-n",), "reward_model": ()}),
         ("--temperature 0", {"search": ("beam",), "temperature": (0.0,)}),
         ("not a regular expression", {"search": ("beam",), "step_delimiter": "/(/"}),
+        ("not a regular expression", {"search": ("beam",), "step_delimiter": "/a{99999999999}/"}),
         ("--step-delimiter", {"search": ("beam",), "step_delimiter": "spans"}),
         ("--search has 'beam' twice", {"search": ("beam", "beam")}),
         ("search is one of", {"search": ("dfs",)}),

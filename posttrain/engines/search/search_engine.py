@@ -7,7 +7,6 @@ proposal, so a result depends on no other request.
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +28,7 @@ from posttrain.engines.search.tree_search import (
     SearchTree,
 )
 from posttrain.models.tokenizer.tokenizer import Tokenizer
+from posttrain.system.bounded_places import bounded_places
 from posttrain.verify.answer import voted_answer
 
 PIECE = 8  # tokens between two looks for a regular expression
@@ -51,7 +51,7 @@ class SearchPlan:
     settings: SearchSettings
     budget: int | None = None  # sampled tokens per reply; None: width x proposals replies of full length
     stop: str = "\n"  # the text that ends a step; "": none
-    pattern: re.Pattern[str] | None = None  # or what ends a step
+    expression: str = ""  # or a regular expression between slashes for it
     choice: Choice = "best"
 
 
@@ -243,9 +243,9 @@ class SearchEngine:
         search, own, asked = part.search, part.search.sampling, part.search.asked
         assert asked is not None, "steps are sampled where they were proposed"
         known = len(part.tokens)
-        whole, pattern = asked.whole, self.plan.pattern
+        whole = asked.whole
         tokens = part.most - known
-        if pattern is not None and not whole:
+        if self.plan.expression and not whole:
             tokens = min(tokens, PIECE)
         stop = own.stop if whole or not self.plan.stop else (self.plan.stop, *own.stop)
         heat = 0.0 if asked.greedy else own.temperature
@@ -275,8 +275,8 @@ class SearchEngine:
             ended, count = stopped is not None, stopped or sampled
         found = ended or completion.stop is StopReason.STOP
         assert search.asked is not None, "steps are sampled where they were proposed"
-        if not found and self.plan.pattern is not None and not search.asked.whole:
-            place = step_end(self.tokenizer.decode(part.tokens), self.plan.pattern)
+        if not found and self.plan.expression and not search.asked.whole:
+            place = step_end(self.tokenizer.decode(part.tokens), self.plan.expression)
             found = place is not None
             if place is not None:
                 count = self._tokens_of(part.tokens, place)
@@ -351,12 +351,12 @@ class SearchEngine:
         del self._searches[search.id]
 
 
-def step_end(text: str, pattern: re.Pattern[str]) -> int | None:
-    """Return the end of the first step of a text, its delimiter included; None: it has not ended. Blank text is no step."""
-    for match in pattern.finditer(text):
-        if text[: match.start()].strip():
-            return match.end()
-    return None
+def step_end(text: str, delimiter: str) -> int | None:
+    """Return the end of the first step of a text, its delimiter included; None: it has not ended. Blank text is no step.
+
+    Raises UserError for a delimiter that takes too long.
+    """
+    return next((end for begin, end in bounded_places(delimiter, text) if text[:begin].strip()), None)
 
 
 if TYPE_CHECKING:

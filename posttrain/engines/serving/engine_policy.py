@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import math
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -65,7 +66,7 @@ class EnginePolicy:
         tokens, ends = await self._read(prompt, asked)
         room = self.context - len(tokens)
         if room <= 0:
-            raise self._too_long(f"{len(tokens)} tokens")
+            raise self._too_long(f"{len(tokens)} tokens", asked)
         most = min(self.max_tokens, room)  # a reply that is cut off reports so
         seed = secrets.randbelow(SEEDS) if asked.seed is None else asked.seed
         sampling = Sampling(
@@ -93,15 +94,15 @@ class EnginePolicy:
         return await together(reply(number) for number in range(asked.count))
 
     async def count(self, prompt: Prompt, asked: PolicyRequest) -> int:
-        tokens, _ = await self._read(prompt, asked)
+        tokens, _ = await self._read(prompt, asked, math.inf)
         return len(tokens)
 
-    def _too_long(self, size: str) -> RequestRefused:
+    def _too_long(self, size: str, asked: PolicyRequest) -> RequestRefused:
         return RequestRefused(
             f"This model's maximum context length is {self.context} tokens; the prompt has {size}, which leaves no room "
             "for a reply: shorten it",
             code="context_length_exceeded",
-            parameter="messages",
+            parameter=asked.prompt_field,
         )
 
     def _said(
@@ -163,8 +164,13 @@ class EnginePolicy:
         ]
         return calls, form.start(completion.text) if form is not None and calls else None
 
-    async def _read(self, prompt: Prompt, asked: PolicyRequest) -> tuple[Sequence[int], dict[int, str]]:
-        """Tokenize a prompt. Return its ids, and the text of each requested stop token, without the model's own EOS."""
+    async def _read(
+        self, prompt: Prompt, asked: PolicyRequest, most: float | None = None
+    ) -> tuple[Sequence[int], dict[int, str]]:
+        """Tokenize a prompt. Return its ids, and the text of each requested stop token, without the model's own EOS.
+
+        `most`: maximum of characters; None: as many as may fit into the context.
+        """
 
         def read() -> tuple[Sequence[int], dict[int, str]]:
             ends = {id: self._end(id) for id in asked.stop_ids if id not in self.eos_ids}
@@ -173,8 +179,8 @@ class EnginePolicy:
             text = prompt
             if not isinstance(text, str):
                 text = self.tokenizer.with_kwargs(asked.chat_template_kwargs).render(text, True, asked.tools)
-            if len(text) > self._most_characters:
-                raise self._too_long(f"{len(text):,} characters")
+            if len(text) > (self._most_characters if most is None else most):
+                raise self._too_long(f"{len(text):,} characters", asked)
             return self.tokenizer.encode(text, start=True), ends
 
         return await asyncio.get_running_loop().run_in_executor(self._texts, read)

@@ -116,7 +116,7 @@ def read_completion(body: Mapping[str, Any]) -> PolicyRequest:
     several = isinstance(given, list) and given and not isinstance(given[0], int)
     prompts = tuple(_read_prompt(fields, one) for one in (given if several else [given]))  # type: ignore[union-attr]
     logprobs, most = _read_logprobs(fields), fields.whole("max_tokens", 1) or COMPLETION_TOKENS
-    return read_sampling(fields, prompts, most, logprobs=logprobs)
+    return read_sampling(fields, prompts, most, logprobs=logprobs, prompt="prompt")
 
 
 def read_generate(body: Mapping[str, Any]) -> PolicyRequest:
@@ -132,7 +132,7 @@ def read_generate(body: Mapping[str, Any]) -> PolicyRequest:
     fields = RequestFields(params, "sampling_params.")
     _refuse(fields, SAMPLED)
     logprobs, most = _read_logprobs(fields), fields.whole("max_tokens", 1)
-    return read_sampling(fields, (prompt,), most, logprobs=logprobs, request=request)
+    return read_sampling(fields, (prompt,), most, logprobs=logprobs, request=request, prompt="token_ids")
 
 
 def _read_logprobs(fields: RequestFields) -> bool:

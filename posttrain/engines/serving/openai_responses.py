@@ -71,7 +71,8 @@ def read_response(body: Mapping[str, Any], stored: StoredConversations) -> Polic
         raise fields.wrong("input", "one that ends with a message to the policy, or the result of a call")
     most, include = fields.whole("max_output_tokens", 1), _read_include(fields)
     tools, shown = read_tools(fields)
-    asked = read_sampling(fields, (prompt,), most, logprobs=LOGPROBS in include, tools=tools if shown else ())
+    shown_tools = tools if shown else ()
+    asked = read_sampling(fields, (prompt,), most, logprobs=LOGPROBS in include, tools=shown_tools, prompt="input")
     keeps = fields.body.get("store") is None or fields.flag("store")
     parallel = fields.body.get("parallel_tool_calls") is None or fields.flag("parallel_tool_calls")
     echo = {

@@ -168,9 +168,10 @@ def read_sampling(
     tools: tuple[dict[str, Any], ...] = (),
     request: RequestFields | None = None,
     stop: str = "stop",
+    prompt: str = "messages",
 ) -> PolicyRequest:
     """Read the fields that all formats have. `request`: the whole request, if the format has sampling in a nested
-    object; `stop`: the name of the field with stop strings.
+    object; `stop`, `prompt`: the names of the fields with stop strings and with the prompt.
     """
     request = request or fields
     top_k = fields.whole("top_k", -1, MOST_TOP_K)
@@ -201,6 +202,7 @@ def read_sampling(
         request.flag("stream"),
         isinstance(options, dict) and RequestFields(options, "stream_options.").flag("include_usage"),
         tools,
+        prompt_field=prompt,
     )
 
 

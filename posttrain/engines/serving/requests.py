@@ -57,6 +57,7 @@ class PolicyRequest:
     # not what is asked, so neither compared nor shown: equal requests get equal replies
     watch: Callable[[int, Any], None] | None = _own(default=None)
     """Called with the number of a reply to the prompt and the reply: in progress, if the policy shows that, or ended."""
+    prompt_field: str = _own(default="messages")  # the name of the request's field with the prompt
     key: str = _own(default_factory=lambda: secrets.token_hex(16))  # for ids that the server gives
     arrived: int = _own(default_factory=lambda: int(time.time()))
 

@@ -280,7 +280,9 @@ class _Session:
         self.told = self.told or over
         if over and reply.stop is StopReason.CONTEXT and self.overflow == "error":
             told = "the maximum context length of this model is exceeded: shorten the conversation"
-            request.said.set_exception(RequestRefused(told, code="context_length_exceeded", parameter="messages"))
+            request.said.set_exception(
+                RequestRefused(told, code="context_length_exceeded", parameter=request.asked.prompt_field)
+            )
             request.said.exception()  # marks it as retrieved, in case no client waits
         else:
             request.said.set_result(_said(reply, request.asked, request.turn))

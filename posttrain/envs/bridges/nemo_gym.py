@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from posttrain.core.messages import clip, inline
+from posttrain.core.messages import clip, inline, short
 from posttrain.core.thoughts import split_thoughts
 from posttrain.core.types import Invalid, Reply, Task, Turn, UserError
 from posttrain.engines.serving.openai_responses import read_input, read_tools, with_instructions
@@ -89,9 +89,18 @@ async def _begin(task: Task, server: _Server, longest: int) -> _Episode:
     if await server.ask("/seed_session", conversation.row, missing=True) is not None:
         return _Episode(conversation, server, conversation.first())
     begun = await server.required("/reset", conversation.row)
-    return _GymnasiumEpisode(
-        conversation, server, conversation.first(begun.get("observation")), begun.get("info") or {}
-    )
+    info = _info(begun, f"{server.url}/reset")
+    return _GymnasiumEpisode(conversation, server, conversation.first(begun.get("observation")), info)
+
+
+def _info(answer: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the info of an answer, with a list of objects as its tool_outputs. Raises BridgeError for another form."""
+    info = answer.get("info") or {}
+    outputs = (info.get("tool_outputs") or []) if isinstance(info, dict) else None
+    if not isinstance(outputs, list) or not all(isinstance(output, dict) for output in outputs):
+        expected = "info must be an object, and its tool_outputs a list of objects"
+        raise BridgeError(f"the answer of {where} is malformed: {expected}, not {short(answer.get('info'))}")
+    return {**info, "tool_outputs": outputs}
 
 
 @dataclass
@@ -153,7 +162,7 @@ class _GymnasiumEpisode(_Episode):
         self.last_reward = number_of(step.get("reward"), "the server's reward")
         if step.get("terminated") or step.get("truncated"):
             return None
-        outputs = (step.get("info") or {}).get("tool_outputs") or []
+        outputs = _info(step, f"{self.server.url}/step")["tool_outputs"]
         answers = [(str(output.get("call_id", "")), str(output.get("output", ""))) for output in outputs]
         return self.conversation.answered(answers, step.get("observation"), self.last_reward)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Any
 
-from posttrain.core.messages import short
+from posttrain.core.messages import safe, short
 from posttrain.core.pictures import PictureError, has_parts, parts
 from posttrain.core.tool_calls import CALLS, read_calls
 from posttrain.core.types import (
@@ -422,6 +422,6 @@ def unreadable(reason: str) -> Invalid:
 
 
 def cleaned(text: Any) -> str:
-    """Return a user's text on one line of bounded length, which can be written to a file."""
-    line = " ".join(str(text)[: 2 * LONGEST_REASON].split()).encode("utf-8", "replace").decode()
+    """Return a user's text on one line of bounded length, with control codes made visible."""
+    line = safe(" ".join(str(text)[: 2 * LONGEST_REASON].split())).encode("utf-8", "replace").decode()
     return line if len(line) <= LONGEST_REASON else line[:LONGEST_REASON] + "..."

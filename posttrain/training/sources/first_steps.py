@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from posttrain.core.reply_steps import REPLY, SPANS
 from posttrain.core.rollouts import Rollout
-from posttrain.envs.step_rewards import delimits
+from posttrain.core.types import UserError
+from posttrain.system.bounded_places import bounded_places
 
 LOOKED = 3  # steps of training
 
@@ -38,11 +39,18 @@ class FirstSteps:
             return
         self._steps += 1
         self._rollouts += len(rollouts)
-        self._undelimited = self._undelimited and not any(delimits(self.delimiter, own.text) for own in rollouts)
+        self._undelimited = self._undelimited and not any(map(self._delimited, rollouts))
         asked = {name for rollout in rollouts for name, _ in rollout.answers}
         self._unasked = {name: option for name, option in self._unasked.items() if name not in asked}
         if self._steps == LOOKED and self._rollouts:
             self._report()
+
+    def _delimited(self, rollout: Rollout) -> bool:
+        try:
+            return bool(bounded_places(self.delimiter, rollout.text))
+        except UserError as slow:
+            self.say(str(slow))
+            return True  # nobody can tell, and one such message is enough
 
     def _report(self) -> None:
         if self._undelimited:

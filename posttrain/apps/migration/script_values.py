@@ -199,9 +199,10 @@ class ScriptValues(ScriptNames):
 
     def _is_parsed(self, node: ast.expr) -> bool:
         """Whether it is the object of a parser: one of its calls, or a name that the script does not set otherwise."""
+        return isinstance(self.origin(node), ast.Name) or self.is_made_by_parser(node)
+
+    def is_made_by_parser(self, node: ast.expr) -> bool:
         node = self.origin(node)
-        if isinstance(node, ast.Name):
-            return True
         made = ast.unparse(node) if isinstance(node, (ast.Call, ast.Subscript)) else ""
         return any(f".{way}(" in made for way in _PARSES)
 

@@ -80,8 +80,8 @@ _NAMES = {
 def read_script(text: str, name: str, given: dict[str, Any] | None = None, beside: str = "") -> ForeignRun:
     """Return the run that a script of TRL starts. Raises UserError for another, or if its options are not in it.
 
-    `given`: what its command gives. Arguments that the script parses by itself are removed from it. `beside`: beginning of
-    the names of files that are written with the recipe.
+    `given`: what its command gives. Arguments that the script parses by itself, for itself alone, are removed from it.
+    `beside`: beginning of the names of files that are written with the recipe.
     """
     try:
         tree = ast.parse(text)
@@ -91,11 +91,15 @@ def read_script(text: str, name: str, given: dict[str, Any] | None = None, besid
         raise UserError(f"{name} is not a Python script that can be read: {type(error).__name__}") from error
     if (long := next(filter(_is_unprintable, ast.walk(tree)), None)) is not None:
         raise UserError(f"{name}:{long.lineno} has an integer of more than 64 bits: correct it")
-    for argument in [argument for argument in given or {} if argument in script.arguments]:
-        script.arguments[argument] = ast.Constant((given or {}).pop(argument))
+    own = {argument: value for argument, value in (given or {}).items() if argument in script.arguments}
+    script.arguments |= {argument: ast.Constant(value) for argument, value in own.items()}
     run_last = [call for call in script.calls if script.condition(script.branch_of[call]) is not None]
     last = {name_of(call).rpartition(".")[2]: call for call in (*script.calls, *run_last)}
-    config, call = _configuration(script, last, name)
+    parsed = _parsed_configuration(last) if given is not None else ""
+    config, call = (parsed, None) if parsed else _configuration(script, last, name)
+    if given is not None and not parsed:
+        for argument in own:
+            del given[argument]
     run = ForeignRun("TRL", CONFIGS[config], {} if call is None else _keywords(script, call), names=dict(_NAMES))
     if call is not None:
         _of_configuration(script, call, run)
@@ -105,6 +109,10 @@ def read_script(text: str, name: str, given: dict[str, Any] | None = None, besid
         run.notes.append(
             f"that you mean the run of {config}: {name} calls {' and '.join(others)} too, which need a script of their own"
         )
+    if parsed and (
+        later := [attribute for owner, attribute, *_ in script.attributes if script.is_made_by_parser(owner)]
+    ):
+        run.notes.append(f"{', '.join(dict.fromkeys(later))}, which {name} sets after it has read its command")
     trainer = last.get(config.replace("Config", "Trainer"))
     if trainer is not None:
         within = "it defines them in a function" if _within_functions(script, tree, trainer) else ""
@@ -128,6 +136,16 @@ def read_script(text: str, name: str, given: dict[str, Any] | None = None, besid
 def _is_unprintable(node: ast.AST) -> TypeGuard[ast.Constant]:
     """Whether it is an integer that Python does not write out, as it has thousands of digits."""
     return isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value.bit_length() > 10_000
+
+
+def _parsed_configuration(last: dict[str, ast.Call]) -> str:
+    """Return the configuration that a parser of the script makes of its command; "" if it calls one itself, or none."""
+    parser = last.get("TrlParser", last.get("HfArgumentParser"))
+    if parser is None or CONFIGS.keys() & last.keys():
+        return ""
+    names = [part.attr if isinstance(part, ast.Attribute) else part.id for part in ast.walk(parser)
+             if isinstance(part, (ast.Name, ast.Attribute))]  # fmt: skip
+    return next((name for name in names if name in CONFIGS), "")
 
 
 def _configuration(script: ScriptValues, last: dict[str, ast.Call], name: str) -> tuple[str, ast.Call | None]:

@@ -416,6 +416,16 @@ def test_a_reference_that_is_another_model_is_told_before_the_first_run(
     assert "resume_from_checkpoint = true: --resume" in text
 
 
+@pytest.mark.parametrize("load", ["rows()", "load_dataset('u/d').map(shape)"])
+def test_a_class_under_another_name_is_found_and_columns_of_rows_that_a_script_makes_are_told(
+    load: str, tmp_path: Path
+) -> None:
+    script = "from trl.experimental.kto import KTOConfig as K2, KTOTrainer as Trainer\n"
+    verb, text, table = recipe(tmp_path, f"{script}Trainer('u/m', args=K2(beta=0.3), train_dataset={load}).train()")
+    assert (verb, table["algorithm"], table["beta"], table["model"]) == ("prefer", "kto", 0.3, "u/m")
+    assert "to a file with the columns prompt, completion and label" in text
+
+
 @pytest.mark.parametrize(
     ("trainer", "told"),
     [

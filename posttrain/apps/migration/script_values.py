@@ -39,6 +39,7 @@ class ScriptValues(ScriptNames):
     def __init__(self) -> None:
         super().__init__()
         self.imported: dict[str, str] = {}  # name -> module
+        self.renamed: dict[str, str] = {}  # name -> what its module calls it
         self.attributes: list[tuple[ast.expr, str, ast.expr, Branch, Branch]] = []
         """Object, attribute, value, the branch in which it is set, and that in which the object is made."""
         self.environment: dict[str, ast.expr] = {}
@@ -117,6 +118,7 @@ class ScriptValues(ScriptNames):
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         for alias in node.names:
             self.imported[alias.asname or alias.name] = "." * node.level + (node.module or "")
+            self.renamed[alias.asname or alias.name] = alias.name
 
     def value(self, node: ast.expr | None, depth: int = 0) -> Any:
         """Return the value of an expression of constants, lists, names and sums of these; `Unresolved` for any other."""

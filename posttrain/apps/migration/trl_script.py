@@ -54,6 +54,14 @@ _NOT_OF_LORA = (
 """Words of LoRA's configuration, or of Unsloth's function, that change nothing for models of text."""
 _SECOND = {**dict.fromkeys(("grpo", "rloo"), "reward_funcs"), **dict.fromkeys(("dpo", "kto"), "ref_model")}
 """Trainer -> what its second argument without a name is."""
+_PAIRS = "the columns chosen and rejected, and prompt where they do not repeat it"
+_COLUMNS = {
+    **dict.fromkeys(("grpo", "rloo"), "the column prompt, and those that its rewards take"),
+    **dict.fromkeys(("dpo", "orpo", "cpo", "reward"), _PAIRS),
+    "kto": "the columns prompt, completion and label",
+    "sft": "the column messages, or prompt and completion, or text",
+}
+"""Trainer -> what its rows have."""
 _STARTS = 256  # rows for episodes of an environment that makes its own tasks
 _OF_TRANSFORMERS = {"learning_rate": 5e-5, "gradient_checkpointing": False, "bf16": False}
 """Defaults of transformers' TrainingArguments that TRL's configurations change."""
@@ -94,7 +102,8 @@ def read_script(text: str, name: str, given: dict[str, Any] | None = None, besid
     own = {argument: value for argument, value in (given or {}).items() if argument in script.arguments}
     script.arguments |= {argument: ast.Constant(value) for argument, value in own.items()}
     run_last = [call for call in script.calls if script.condition(script.branch_of[call]) is not None]
-    last = {name_of(call).rpartition(".")[2]: call for call in (*script.calls, *run_last)}
+    called = ((name_of(call).rpartition(".")[2], call) for call in (*script.calls, *run_last))
+    last = {script.renamed.get(name, name): call for name, call in called}
     parsed = _parsed_configuration(last) if given is not None else ""
     config, call = (parsed, None) if parsed else _configuration(script, last, name)
     if given is not None and not parsed:
@@ -363,6 +372,8 @@ def _dataset(script: ScriptValues, node: ast.expr, run: ForeignRun, prefix: str)
     load, after = script.source(node)
     if load is None:
         run.options[f"{prefix}dataset_name"] = Unresolved(ast.unparse(node)[:200])
+        if not prefix:
+            run.notes.append(f"the rows, which the script makes: write them to a file with {_COLUMNS[run.trainer]}")
         return
     named = {k.arg: script.value(k.value) for k in load.keywords}
     path = script.value(load.args[0]) if load.args else named.get("path")
@@ -400,7 +411,8 @@ def _dataset(script: ScriptValues, node: ast.expr, run: ForeignRun, prefix: str)
         "rename_column",
     }:
         run.notes.append(
-            "the rows: the script changes them after loading (map, filter ...); write them to a file, or use fields"
+            "the rows: the script changes them after loading (map, filter ...); write them to a file with "
+            f"{_COLUMNS[run.trainer]}, or use fields"
         )
         if "map" in methods and any(
             isinstance(part, ast.Constant) and part.value == "role" for part in ast.walk(methods["map"])

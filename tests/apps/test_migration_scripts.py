@@ -352,6 +352,22 @@ def test_adapters_behind_a_switch_are_those_of_the_switch(
 
 
 @pytest.mark.parametrize(
+    ("words", "rank"), [("", 32), ("--full", None), ("--full --rank 8", None), ("-r 8", 8), ("--rank 16", 16)]
+)
+def test_switches_of_a_command_have_the_value_that_their_action_gives_them(
+    words: str, rank: int | None, tmp_path: Path
+) -> None:
+    parser = "p = argparse.ArgumentParser()\np.add_argument('--full', action='store_false', dest='lora')\n"
+    parser += "p.add_argument('-r', '--rank', type=int, default=32)\na = p.parse_args()"
+    made = "peft = LoraConfig(r=a.rank) if a.lora else None"
+    (tmp_path / "own.py").write_text(SWITCH.format(arguments=parser, made=made))
+    (tmp_path / "run.sh").write_text(f"python own.py {words}\n")
+    draft = recipe_for(str(tmp_path / "run.sh"), 1, None, None)
+    text = draft.toml("run.sh", "recipe.toml")
+    assert tomllib.loads(text)["sft"].get("lora") == rank and "no counterpart" not in text
+
+
+@pytest.mark.parametrize(
     "made", ["if often():\n    peft = LoraConfig(r=32)", "peft = LoraConfig(r=32) if often() else None"]
 )
 def test_adapters_behind_a_condition_that_only_the_script_knows_are_told(made: str, tmp_path: Path) -> None:

@@ -44,6 +44,9 @@ class ScriptValues(ScriptNames):
         """Object, attribute, value, the branch in which it is set, and that in which the object is made."""
         self.environment: dict[str, ast.expr] = {}
         self.arguments: dict[str, ast.expr | None] = {}  # of its command line -> the default; None: without one
+        self.flags: dict[
+            str, tuple[str, bool]
+        ] = {}  # as a command writes it -> its argument, and its value without one
         self.omitted: set[str] = set()  # arguments that are None unless they are given
         self.used: dict[str, Any] = {}  # arguments whose default is used -> the default
         self._seen = 0  # parts of the expression whose value is being found
@@ -110,6 +113,8 @@ class ScriptValues(ScriptNames):
             default = ast.Constant(action.value == "store_false")
         if default is None and flag.startswith("-") and "required" not in words:
             self.omitted.add(str(name))
+        off = isinstance(action, ast.Constant) and action.value == "store_false"
+        self.flags |= {part.lstrip("-").replace("-", "_"): (str(name), not off) for part in flags}
         kind = words.get("type")
         if isinstance(default, ast.Constant) and isinstance(default.value, str) and isinstance(kind, ast.Name):
             default = ast.Constant(value_of(default.value)) if kind.id in ("int", "float") else default

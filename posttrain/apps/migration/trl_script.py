@@ -99,16 +99,20 @@ def read_script(text: str, name: str, given: dict[str, Any] | None = None, besid
         raise UserError(f"{name} is not a Python script that can be read: {type(error).__name__}") from error
     if (long := next(filter(_is_unprintable, ast.walk(tree)), None)) is not None:
         raise UserError(f"{name}:{long.lineno} has an integer of more than 64 bits: correct it")
-    own = {argument: value for argument, value in (given or {}).items() if argument in script.arguments}
-    script.arguments |= {argument: ast.Constant(value) for argument, value in own.items()}
+    own = {
+        name: value for name, value in (given or {}).items() if name in script.arguments.keys() | script.flags.keys()
+    }
+    for flag, value in own.items():
+        argument, alone = script.flags.get(flag, (flag, True))
+        script.arguments[argument] = ast.Constant(alone if value is True else value)
     run_last = [call for call in script.calls if script.condition(script.branch_of[call]) is not None]
     called = ((name_of(call).rpartition(".")[2], call) for call in (*script.calls, *run_last))
     last = {script.renamed.get(name, name): call for name, call in called}
     parsed = _parsed_configuration(last) if given is not None else ""
     config, call = (parsed, None) if parsed else _configuration(script, last, name)
     if given is not None and not parsed:
-        for argument in own:
-            del given[argument]
+        for flag in own:
+            del given[flag]
     run = ForeignRun("TRL", CONFIGS[config], {} if call is None else _keywords(script, call), names=dict(_NAMES))
     if call is not None:
         _of_configuration(script, call, run)

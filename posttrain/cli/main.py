@@ -7,6 +7,7 @@ saved), 130 interrupted by Ctrl-C, SIGTERM or SIGHUP (and saved).
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
@@ -282,10 +283,11 @@ def _take_defaults(file: Path, verb: str, words: list[str]) -> list[str]:
     if verb not in VERBS:
         raise UserError(f"--config works only with {', '.join(VERBS)}: posttrain rl --config recipe.toml")
     content = _read_recipe(file)
-    trained = [name for name in sampling() if name in content] if verb == "eval" else []
+    trained = [name for name in sampling() if name in content] if verb in _OF_TRAINING else []
     if verb not in content and len(trained) != 1:
         raise UserError(f"{file} has no table [{verb}]; it has {', '.join(f'[{t:.60}]' for t in content) or 'none'}")
-    options = dict(content[verb]) if verb in content else _as_trained(file, trained[0], content[trained[0]], words)
+    read = _OF_TRAINING.get(verb)
+    options = dict(content[verb]) if verb in content or not read else read(file, trained[0], content[trained[0]], words)
     if hasattr(VERBS[verb].options, "epochs"):  # it trains in passes, whose number either option gives
         for given, other in (("steps", "epochs"), ("epochs", "steps")):
             if given in _given(words):
@@ -369,6 +371,21 @@ def _as_trained(file: Path, verb: str, table: dict[str, Any], words: list[str]) 
     model = {} if "model" in given else {"model": options.get("model", "")}
     tell(f"taken from {where}: {', '.join([*model, *found])}")
     return {**model, **found}
+
+
+def _as_checked(file: Path, verb: str, table: dict[str, Any], words: list[str]) -> dict[str, Any]:
+    """Return options of check for the rows and the environment that the table of `verb` trains with."""
+    from posttrain.runs.terminal.notices import tell
+
+    known = {own.name for own in dataclasses.fields(VERBS["check"].options)} - {"limit"}  # there of all rows
+    found = {name.replace("-", "_"): value for name, value in table.items()}
+    found = {name: value for name, value in found.items() if name in known - _given(words).keys()}
+    tell(f"taken from [{verb}] of {file}: {', '.join(found)}")
+    return found
+
+
+_OF_TRAINING = {"eval": _as_trained, "check": _as_checked}
+"""Verb -> its options where a recipe has the table of a training instead of its own."""
 
 
 def _given(words: list[str]) -> dict[str, str]:

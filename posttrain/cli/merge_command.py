@@ -10,6 +10,7 @@ from shlex import quote
 
 import torch
 
+from posttrain.apps.publishing.hub_folder import readable
 from posttrain.core.messages import one_line
 from posttrain.core.protocols import Model
 from posttrain.core.types import UserError
@@ -57,7 +58,7 @@ def merge_adapter(adapter: str, out: Path, dtype: str | None = None) -> None:
         model.save(draft)
         tokenizer.save(draft)
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
-    print(f"checkpoint  {out}, {size / 1e6:,.0f} MB in {str(model.head.dtype).removeprefix('torch.')}")
+    print(f"checkpoint  {out}, {readable(size)} in {str(model.head.dtype).removeprefix('torch.')}")
     if not scores:
         print(
             f"serve it    posttrain serve-policy --model {quote(str(out))}",

@@ -164,6 +164,41 @@ def test_rewards_that_env_lacks_are_told_before_the_first_run(
     assert tomllib.loads((tmp_path / "recipe.toml").read_text())["rl"]["env"] == "trl:recipe_rewards.py:counts*0.2"
 
 
+PARSED = """from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser
+def accuracy(completions, **kwargs):
+    return [float(len(c)) for c in completions]
+def short(completions, **kwargs):
+    return [1.0 for c in completions]
+def main(script_args, training_args, model_args):
+    training_args.model_init_kwargs = dict(dtype=model_args.dtype)
+    rows = load_dataset("u/own", split="train")
+    GRPOTrainer(model=model_args.model_name_or_path, args=training_args, reward_funcs=[accuracy, short],
+                train_dataset=rows, peft_config=get_peft_config(model_args)).train()
+if __name__ == "__main__":
+    parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))
+    script_args, training_args, model_args = parser.parse_args_and_config()
+    main(script_args, training_args, model_args)
+"""
+
+
+def test_a_script_whose_options_its_command_gives_has_rewards_and_rows_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "grpo_args.py").write_text(PARSED)
+    command = "python grpo_args.py --model_name_or_path u/m --beta 0.1 --reward_weights 1.0 0.5"
+    (tmp_path / "run.sh").write_text(command)
+    assert main(["import", "run.sh", "--out", "recipe.toml"]) == 0
+    table = tomllib.loads((tmp_path / "recipe.toml").read_text())["rl"]
+    assert table["env"] == "trl:recipe_rewards.py:accuracy + trl:recipe_rewards.py:short*0.5"
+    assert (table["model"], table["tasks"], table["split"], table["kl"]) == ("u/m", "u/own", "train", 0.1)
+    told = capsys.readouterr().out
+    assert "check       model_init_kwargs, which grpo_args.py sets after it has read its command" in told
+    assert runpy.run_path("recipe_rewards.py")["accuracy"](["abc"]) == [3.0] and "decides too" not in told
+    assert main(["import", "grpo_args.py"]) == 2, "the command has the options"
+
+
 AGENT = """from trl import GRPOConfig, GRPOTrainer
 from helpers_of_mine import search
 LIMIT = 6

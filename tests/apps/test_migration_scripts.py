@@ -352,6 +352,22 @@ def test_adapters_behind_a_switch_are_those_of_the_switch(
 
 
 @pytest.mark.parametrize(
+    ("words", "rank"), [("", 32), ("--full", None), ("--full --rank 8", None), ("-r 8", 8), ("--rank 16", 16)]
+)
+def test_switches_of_a_command_have_the_value_that_their_action_gives_them(
+    words: str, rank: int | None, tmp_path: Path
+) -> None:
+    parser = "p = argparse.ArgumentParser()\np.add_argument('--full', action='store_false', dest='lora')\n"
+    parser += "p.add_argument('-r', '--rank', type=int, default=32)\na = p.parse_args()"
+    made = "peft = LoraConfig(r=a.rank) if a.lora else None"
+    (tmp_path / "own.py").write_text(SWITCH.format(arguments=parser, made=made))
+    (tmp_path / "run.sh").write_text(f"python own.py {words}\n")
+    draft = recipe_for(str(tmp_path / "run.sh"), 1, None, None)
+    text = draft.toml("run.sh", "recipe.toml")
+    assert tomllib.loads(text)["sft"].get("lora") == rank and "no counterpart" not in text
+
+
+@pytest.mark.parametrize(
     "made", ["if often():\n    peft = LoraConfig(r=32)", "peft = LoraConfig(r=32) if often() else None"]
 )
 def test_adapters_behind_a_condition_that_only_the_script_knows_are_told(made: str, tmp_path: Path) -> None:
@@ -414,6 +430,16 @@ def test_a_reference_that_is_another_model_is_told_before_the_first_run(
     assert table["model"] == "u/m" and ("ref_model" in text) == (reference is not None)
     assert reference is None or f"{reference}: the reference here is the starting model" in text
     assert "resume_from_checkpoint = true: --resume" in text
+
+
+@pytest.mark.parametrize("load", ["rows()", "load_dataset('u/d').map(shape)"])
+def test_a_class_under_another_name_is_found_and_columns_of_rows_that_a_script_makes_are_told(
+    load: str, tmp_path: Path
+) -> None:
+    script = "from trl.experimental.kto import KTOConfig as K2, KTOTrainer as Trainer\n"
+    verb, text, table = recipe(tmp_path, f"{script}Trainer('u/m', args=K2(beta=0.3), train_dataset={load}).train()")
+    assert (verb, table["algorithm"], table["beta"], table["model"]) == ("prefer", "kto", 0.3, "u/m")
+    assert "to a file with the columns prompt, completion and label" in text
 
 
 @pytest.mark.parametrize(

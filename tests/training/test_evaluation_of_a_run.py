@@ -189,6 +189,17 @@ def test_a_recipe_of_rl_alone_evaluates_its_model_before_it_has_run_and_its_run_
     assert set(json.loads((place / "found.json").read_text())["rewards"]) == held_out(held_out=0.3, seed=5)
 
 
+def test_check_reads_the_rows_and_the_environment_of_a_recipe_of_rl(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = ['tasks = "sums.jsonl"', 'env = "my.py:reward,most=2"', "limit = 1000", "prompts = 2", 'algorithm = "grpo"']
+    (place / "recipe.toml").write_text("\n".join(["[rl]", *lines, ""]))
+    assert main(["check", "--config", "recipe.toml"]) == 0
+    assert "taken from [rl] of recipe.toml: tasks, env" in capsys.readouterr().err
+    assert main(["check", "--config", "recipe.toml", "--tasks", "missing.jsonl"]) == 2
+    assert "missing.jsonl" in capsys.readouterr().err, "what is given decides"
+
+
 def test_a_model_without_a_chat_template_is_compared_in_that_of_the_other(place: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": row["prompt"]}], "answer": row["answer"]} for row in SUMS[:3]]
     learned = [{"prompt": row["prompt"], "response": row["response"]} for row in SUMS]

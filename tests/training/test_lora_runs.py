@@ -181,6 +181,7 @@ def test_merged_checkpoint_opens_in_transformers_with_equal_logits(
     ran(SFT, "run")
     assert main(["merge", "run", "--out", "merged"]) == 0
     assert "in float32\n" in (said := capsys.readouterr().out) and "vllm serve merged" in said
+    assert " 0 MB" not in said and f"{(Path('merged') / 'model.safetensors').stat().st_size / 1e3:.1f} kB" in said
     assert main(["merge", "run", "--out", "small", "--dtype", "bfloat16"]) == 0
     whole, small = (load_file(f"{name}/model.safetensors") for name in ("merged", "small"))
     assert small.keys() == whole.keys()

@@ -39,10 +39,14 @@ class ScriptValues(ScriptNames):
     def __init__(self) -> None:
         super().__init__()
         self.imported: dict[str, str] = {}  # name -> module
+        self.renamed: dict[str, str] = {}  # name -> what its module calls it
         self.attributes: list[tuple[ast.expr, str, ast.expr, Branch, Branch]] = []
         """Object, attribute, value, the branch in which it is set, and that in which the object is made."""
         self.environment: dict[str, ast.expr] = {}
         self.arguments: dict[str, ast.expr | None] = {}  # of its command line -> the default; None: without one
+        self.flags: dict[
+            str, tuple[str, bool]
+        ] = {}  # as a command writes it -> its argument, and its value without one
         self.omitted: set[str] = set()  # arguments that are None unless they are given
         self.used: dict[str, Any] = {}  # arguments whose default is used -> the default
         self._seen = 0  # parts of the expression whose value is being found
@@ -109,6 +113,8 @@ class ScriptValues(ScriptNames):
             default = ast.Constant(action.value == "store_false")
         if default is None and flag.startswith("-") and "required" not in words:
             self.omitted.add(str(name))
+        off = isinstance(action, ast.Constant) and action.value == "store_false"
+        self.flags |= {part.lstrip("-").replace("-", "_"): (str(name), not off) for part in flags}
         kind = words.get("type")
         if isinstance(default, ast.Constant) and isinstance(default.value, str) and isinstance(kind, ast.Name):
             default = ast.Constant(value_of(default.value)) if kind.id in ("int", "float") else default
@@ -117,6 +123,7 @@ class ScriptValues(ScriptNames):
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         for alias in node.names:
             self.imported[alias.asname or alias.name] = "." * node.level + (node.module or "")
+            self.renamed[alias.asname or alias.name] = alias.name
 
     def value(self, node: ast.expr | None, depth: int = 0) -> Any:
         """Return the value of an expression of constants, lists, names and sums of these; `Unresolved` for any other."""
@@ -199,9 +206,10 @@ class ScriptValues(ScriptNames):
 
     def _is_parsed(self, node: ast.expr) -> bool:
         """Whether it is the object of a parser: one of its calls, or a name that the script does not set otherwise."""
+        return isinstance(self.origin(node), ast.Name) or self.is_made_by_parser(node)
+
+    def is_made_by_parser(self, node: ast.expr) -> bool:
         node = self.origin(node)
-        if isinstance(node, ast.Name):
-            return True
         made = ast.unparse(node) if isinstance(node, (ast.Call, ast.Subscript)) else ""
         return any(f".{way}(" in made for way in _PARSES)
 

@@ -54,6 +54,14 @@ _NOT_OF_LORA = (
 """Words of LoRA's configuration, or of Unsloth's function, that change nothing for models of text."""
 _SECOND = {**dict.fromkeys(("grpo", "rloo"), "reward_funcs"), **dict.fromkeys(("dpo", "kto"), "ref_model")}
 """Trainer -> what its second argument without a name is."""
+_PAIRS = "the columns chosen and rejected, and prompt where they do not repeat it"
+_COLUMNS = {
+    **dict.fromkeys(("grpo", "rloo"), "the column prompt, and those that its rewards take"),
+    **dict.fromkeys(("dpo", "orpo", "cpo", "reward"), _PAIRS),
+    "kto": "the columns prompt, completion and label",
+    "sft": "the column messages, or prompt and completion, or text",
+}
+"""Trainer -> what its rows have."""
 _STARTS = 256  # rows for episodes of an environment that makes its own tasks
 _OF_TRANSFORMERS = {"learning_rate": 5e-5, "gradient_checkpointing": False, "bf16": False}
 """Defaults of transformers' TrainingArguments that TRL's configurations change."""
@@ -80,8 +88,8 @@ _NAMES = {
 def read_script(text: str, name: str, given: dict[str, Any] | None = None, beside: str = "") -> ForeignRun:
     """Return the run that a script of TRL starts. Raises UserError for another, or if its options are not in it.
 
-    `given`: what its command gives. Arguments that the script parses by itself are removed from it. `beside`: beginning of
-    the names of files that are written with the recipe.
+    `given`: what its command gives. Arguments that the script parses by itself, for itself alone, are removed from it.
+    `beside`: beginning of the names of files that are written with the recipe.
     """
     try:
         tree = ast.parse(text)
@@ -91,11 +99,20 @@ def read_script(text: str, name: str, given: dict[str, Any] | None = None, besid
         raise UserError(f"{name} is not a Python script that can be read: {type(error).__name__}") from error
     if (long := next(filter(_is_unprintable, ast.walk(tree)), None)) is not None:
         raise UserError(f"{name}:{long.lineno} has an integer of more than 64 bits: correct it")
-    for argument in [argument for argument in given or {} if argument in script.arguments]:
-        script.arguments[argument] = ast.Constant((given or {}).pop(argument))
+    own = {
+        name: value for name, value in (given or {}).items() if name in script.arguments.keys() | script.flags.keys()
+    }
+    for flag, value in own.items():
+        argument, alone = script.flags.get(flag, (flag, True))
+        script.arguments[argument] = ast.Constant(alone if value is True else value)
     run_last = [call for call in script.calls if script.condition(script.branch_of[call]) is not None]
-    last = {name_of(call).rpartition(".")[2]: call for call in (*script.calls, *run_last)}
-    config, call = _configuration(script, last, name)
+    called = ((name_of(call).rpartition(".")[2], call) for call in (*script.calls, *run_last))
+    last = {script.renamed.get(name, name): call for name, call in called}
+    parsed = _parsed_configuration(last) if given is not None else ""
+    config, call = (parsed, None) if parsed else _configuration(script, last, name)
+    if given is not None and not parsed:
+        for flag in own:
+            del given[flag]
     run = ForeignRun("TRL", CONFIGS[config], {} if call is None else _keywords(script, call), names=dict(_NAMES))
     if call is not None:
         _of_configuration(script, call, run)
@@ -105,6 +122,10 @@ def read_script(text: str, name: str, given: dict[str, Any] | None = None, besid
         run.notes.append(
             f"that you mean the run of {config}: {name} calls {' and '.join(others)} too, which need a script of their own"
         )
+    if parsed and (
+        later := [attribute for owner, attribute, *_ in script.attributes if script.is_made_by_parser(owner)]
+    ):
+        run.notes.append(f"{', '.join(dict.fromkeys(later))}, which {name} sets after it has read its command")
     trainer = last.get(config.replace("Config", "Trainer"))
     if trainer is not None:
         within = "it defines them in a function" if _within_functions(script, tree, trainer) else ""
@@ -128,6 +149,16 @@ def read_script(text: str, name: str, given: dict[str, Any] | None = None, besid
 def _is_unprintable(node: ast.AST) -> TypeGuard[ast.Constant]:
     """Whether it is an integer that Python does not write out, as it has thousands of digits."""
     return isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value.bit_length() > 10_000
+
+
+def _parsed_configuration(last: dict[str, ast.Call]) -> str:
+    """Return the configuration that a parser of the script makes of its command; "" if it calls one itself, or none."""
+    parser = last.get("TrlParser", last.get("HfArgumentParser"))
+    if parser is None or CONFIGS.keys() & last.keys():
+        return ""
+    names = [part.attr if isinstance(part, ast.Attribute) else part.id for part in ast.walk(parser)
+             if isinstance(part, (ast.Name, ast.Attribute))]  # fmt: skip
+    return next((name for name in names if name in CONFIGS), "")
 
 
 def _configuration(script: ScriptValues, last: dict[str, ast.Call], name: str) -> tuple[str, ast.Call | None]:
@@ -345,6 +376,8 @@ def _dataset(script: ScriptValues, node: ast.expr, run: ForeignRun, prefix: str)
     load, after = script.source(node)
     if load is None:
         run.options[f"{prefix}dataset_name"] = Unresolved(ast.unparse(node)[:200])
+        if not prefix:
+            run.notes.append(f"the rows, which the script makes: write them to a file with {_COLUMNS[run.trainer]}")
         return
     named = {k.arg: script.value(k.value) for k in load.keywords}
     path = script.value(load.args[0]) if load.args else named.get("path")
@@ -382,7 +415,8 @@ def _dataset(script: ScriptValues, node: ast.expr, run: ForeignRun, prefix: str)
         "rename_column",
     }:
         run.notes.append(
-            "the rows: the script changes them after loading (map, filter ...); write them to a file, or use fields"
+            "the rows: the script changes them after loading (map, filter ...); write them to a file with "
+            f"{_COLUMNS[run.trainer]}, or use fields"
         )
         if "map" in methods and any(
             isinstance(part, ast.Constant) and part.value == "role" for part in ast.walk(methods["map"])

@@ -68,7 +68,7 @@ def reward(draft: RecipeDraft) -> None:
 
 
 def _tools(draft: RecipeDraft) -> None:
-    """Tell that a reward alone has one turn: tools and turns of verl are an environment's here."""
+    """Note that a reward alone has one turn: tools and turns of verl are an environment's here."""
     turns = "actor_rollout_ref.rollout.multi_turn"
     given = [name for name in draft.run.options if name.startswith(f"{turns}.")]
     if not draft.read(f"{turns}.enable"):

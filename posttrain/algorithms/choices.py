@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Choice:
-    """What a user has, the command to start with (without "posttrain"), and why, in Markdown."""
+    """Command to start with (without "posttrain") for what a user has, and why, in Markdown."""
 
     have: str
     command: str

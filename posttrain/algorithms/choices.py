@@ -94,12 +94,13 @@ FURTHER = (
     Choice(
         "agents that revisit the same states",
         "rl --algorithm gigpo",
-        "also compares turns that began in the same state; no gain has been measured on such a task",
+        "also compares turns that began in the same state; [on guessing](../results/agents.md#credit-for-single-guesses) "
+        "it did not help",
     ),
     Choice(
         "such agents, in states that one observation does not determine",
         "rl --algorithm hgpo",
-        "turns with a longer shared history weigh more; not measured either",
+        "turns with a longer shared history weigh more; no gain there either",
     ),
 )
 """The rows that only the guide shows."""

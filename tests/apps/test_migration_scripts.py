@@ -341,6 +341,8 @@ FIELDS += "a = HfArgumentParser(Own).parse_args_into_dataclasses()[0]"
         ("peft = LoraConfig(r=32) if a.method != 'lora' and not a.rank else None", 32),
         ("def make():\n    return LoraConfig(r=32)\npeft = make() if a.method == 'lora' else None", None),
         ("def make():\n    return LoraConfig(r=32)\npeft = make()", 32),
+        ("class A:\n    def b(self):\n        return None\npeft = LoraConfig(r=32) if not a.rank else None", 32),
+        ("class A:\n    def b(self):\n        return None\npeft = A().make(LoraConfig(r=32))", 32),
     ],
 )
 def test_adapters_behind_a_switch_are_those_of_the_switch(

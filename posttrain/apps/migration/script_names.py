@@ -255,7 +255,7 @@ class ScriptNames(ast.NodeVisitor):
 
     def visit_Return(self, node: ast.Return) -> None:
         self._visit_all(node.value)
-        if self._function:
+        if self._function and self._function[-1][0]:  # of no method: which one a call means is not known
             name, outer = self._function[-1]
             self._returns.setdefault(name, []).append((node.value, self.branch[len(outer) :]))
 

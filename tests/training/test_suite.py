@@ -277,7 +277,7 @@ def test_a_disk_that_is_full_meanwhile_costs_no_figures(
         write(path, content)
 
     monkeypatch.setattr(evaluate, "replace", limited)
-    assert main(["eval", "--suite", "suite.toml", "--model", "model", "--out", "disk.json"]) == 2
+    assert main(["eval", "--suite", "suite.toml", "--model", "model", "--out", "disk.json", "--overwrite"]) == 2
     said = capsys.readouterr()
     assert f"--out {full} cannot be written: No space left on device; the figures so far are above" in said.err
     assert "near" in said.out.partition("\nmodel\n")[2] and Path(full).read_text() == "of an earlier evaluation"

@@ -135,7 +135,8 @@ def test_several_models_are_each_compared_as_alone_and_corrected_together(capsys
     words = ["eval", "--suite", "suite.toml", "--model", "model", "--against", "other", "third", "--out", "three.json"]
     assert main(words) == 0
     printed = capsys.readouterr().out
-    assert "corrected for 4 comparisons by Holm's method" in " ".join(printed.split())
+    assert "p corrected: for 4 comparisons, by Holm's method" in printed
+    assert all(len(line) <= 80 for line in printed.splitlines() if "sign test" in line or "Holm" in line)
     parts = json.loads(Path("three.json").read_text())["parts"].values()
     wins = [one["wins"] for part in parts for one in part["against"]]
     assert [one["p_holm"] for one in wins] == holm([one["p"] for one in wins])

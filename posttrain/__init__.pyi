@@ -970,6 +970,8 @@ class EvaluationOptions(
     """Reward from which a reply counts as right. Default: the environment's own SUCCESS."""
     out: str | None
     """JSON file for all figures and rewards. The rollouts go into a file beside it that ends in .rollouts.parquet."""
+    overwrite: bool
+    """Replace the file at --out."""
     inspect_log: str | None
     """Log that inspect-ai opens (inspect view, read_eval_log): FILE.eval or FILE.json, with a sample for each reply.
     The models of --against, the parts of a suite and --harness each get a log of their own beside it."""

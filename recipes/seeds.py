@@ -61,10 +61,19 @@ def one(options: argparse.Namespace, seed: int) -> dict[str, Any]:
     rest = ["--model", start, "--out", str(folder / "rl"), "--overwrite"]
     run("rl", *_verb("rl"), *config, *own, *tasks.get("rl", []), *rest)
     both = ["--model", str(folder / "rl"), "--against", start, *own, "--split-seed", str(seed)]
-    run("eval", *_verb("eval"), *config, *both, *tasks.get("eval", []), "--out", str(folder / "eval.json"))
+    run(
+        "eval",
+        *_verb("eval"),
+        *config,
+        *both,
+        *tasks.get("eval", []),
+        "--out",
+        str(folder / "eval.json"),
+        "--overwrite",
+    )
     found["eval"] = _figures(folder / "eval.json")
     if options.also:
-        also = ["--tasks", options.also, "--held-out", "0", "--out", str(folder / "also.json")]
+        also = ["--tasks", options.also, "--held-out", "0", "--out", str(folder / "also.json"), "--overwrite"]
         run("also", *_verb("eval"), *config, *both, *also)
         found["also"] = _figures(folder / "also.json")
     return found

@@ -13,6 +13,7 @@ from shlex import quote
 from typing import Annotated, Literal
 
 from posttrain.cli.training_commands import Options, read
+from posttrain.config.harness_tasks import harness_tasks
 from posttrain.config.inference import (
     Chat,
     Check,
@@ -25,6 +26,7 @@ from posttrain.config.inference import (
 )
 from posttrain.config.resolve import check_bounds, validate
 from posttrain.config.scale import Launch, Memory, Plan
+from posttrain.config.suite_file import suite_of
 from posttrain.config.training import Training
 from posttrain.config.verbs import VERBS, training
 from posttrain.core import user_files
@@ -35,23 +37,11 @@ from posttrain.runs.trained_options import as_trained
 
 def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  # noqa: B008
     """Mean reward, accuracy and pass@k on a set of tasks, with intervals; --against compares checkpoints."""
-    if config.suite is None and (config.harness is None or config.tasks):
-        validate(trained := as_trained(config, rows_given=False)[0])  # first, as libraries take seconds to load
-        from posttrain.cli.named_files import check_files
-
-        check_files(trained)
+    _check_evaluation(config)  # first, as libraries take seconds to load
     from posttrain.cli.evaluation_tables import evaluate_harness, evaluate_suite, show_figures
     from posttrain.runs.terminal.printing import examples, say
     from posttrain.training.verbs import evaluate
 
-    for option, file in (("--out", config.out), ("--inspect-log", config.inspect_log)):
-        if file and os.path.isdir(file):
-            raise UserError(f"{option} {file:.100} is a folder: name a file, such as {Path(file) / 'eval.json'}")
-        try:
-            if file:
-                user_files.creatable(file)
-        except OSError as error:
-            raise UserError(f"{option} {file:.100} cannot be written: {error.strerror}") from error
     if config.suite is not None:
         return evaluate_suite(config)
     if config.harness is not None and not config.tasks:
@@ -66,6 +56,32 @@ def evaluate(*, config: Annotated[Evaluation, Options] = Evaluation()) -> int:  
         rollouts = evaluate.save(found, Path(config.out))
         say(f"figures     {config.out}", *(f"look at it  posttrain rollouts {quote(str(file))}" for file in rollouts))
     return 0
+
+
+def _check_evaluation(config: Evaluation) -> None:
+    """Raise the UserError of an evaluation whose options, or the files that they name, are wrong."""
+    for option, file in (("--out", config.out), ("--inspect-log", config.inspect_log)):
+        if file and os.path.isdir(file):
+            raise UserError(f"{option} {file:.100} is a folder: name a file, such as {Path(file) / 'eval.json'}")
+        try:
+            if file:
+                user_files.creatable(file)
+        except OSError as error:
+            raise UserError(f"{option} {file:.100} cannot be written: {error.strerror}") from error
+    if config.out and os.path.isfile(config.out) and not config.overwrite:
+        raise UserError(f"{config.out:.100} already exists: --overwrite replaces it, or choose another --out")
+    from posttrain.cli.named_files import check_files
+
+    if config.suite is not None:
+        for part in suite_of(config):
+            with part.named():
+                check_files(part.config)
+        return
+    if config.harness is not None:
+        harness_tasks(config.harness)
+    if config.harness is None or config.tasks:
+        validate(trained := as_trained(config, rows_given=False)[0])
+        check_files(trained)
 
 
 def sample(*, config: Annotated[Sample, Options] = Sample()) -> int:  # noqa: B008

@@ -112,8 +112,8 @@ def _compared(title: str, head: Sequence[str], rows: Sequence[Row], what: str = 
         return
     what = what or " or ".join(dict.fromkeys(wins["by"] for _, wins in rows))
     several = len(rows) > 1  # then p is corrected
-    title += f" (won, lost, tied: tasks, by {what}; p: sign test"
-    title += f", corrected for {len(rows)} comparisons by Holm's method)" if several else ")"
+    title += f"\nwon, lost, tied: tasks, by {what}; p: sign test"
+    title += f"\np corrected: for {len(rows)} comparisons, by Holm's method" if several else ""
     columns = [*head, "won", "lost", "tied", "p", *(["p corrected"] if several else []), "verdict"]
     keys = ["won", "lost", "tied", "p", *(["p_holm"] if several else []), "verdict"]
     table(title, columns, [[*cells, *(wins[key] for key in keys)] for cells, wins in rows], upright=True)
@@ -183,7 +183,7 @@ def _suite_tables(config: Evaluation, found: suite.EvaluatedSuite) -> None:
         lost = [(name, called[one["model"]], one["differences"].get(TEXT_LOSS)) for name, one in each]
         rows_of_texts = [[name, model, _cell(gap)] for name, model, gap in lost if gap is not None]
         if rows_of_texts:
-            title = f"{called[config.model]} minus other models: {TEXT_LOSS}, nats per token"
+            title = f"{called[config.model]} minus other models: {TEXT_LOSS}, nats per token (lower is better)"
             table(title, ["part", "minus", "difference"], rows_of_texts, upright=True)
         rated = [(name, called[one["model"]], one["win_rate"]) for name, one in each if "win_rate" in one]
         rows = [([name, model, _cell(rate)], rate["wins"]) for name, model, rate in rated]

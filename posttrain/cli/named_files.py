@@ -17,7 +17,10 @@ from posttrain.data.rows import find_rows
 from posttrain.envs.play.load_env import BUILTIN, task_set
 from posttrain.envs.reward_sums import PREFIXES, is_sum
 from posttrain.models.checkpoint_location import find_checkpoint
+from posttrain.models.critic_file import critic_file
+from posttrain.runs.checkpoint import resolve
 from posttrain.services.judge_recipe import Generative, read_recipe
+from posttrain.system.hub import HubName
 from posttrain.system.user_code import require_file
 
 MODELS = ("model", "against")
@@ -52,12 +55,29 @@ def check_files(config: Any) -> None:
             _check_rows(getattr(config, option, None) or "")
     for option in MODELS:
         check_models(getattr(config, option, None))
+    if getattr(config, "search", ()):
+        _check_search(config)
     _check_teachers(config)
     check_services(config)
     for option, field in SCORERS.items():
         scorer = ScorerOption(getattr(config, field, ""))
         check_services(scorer, option)
         _check_code(scorer.env)
+
+
+def _check_search(config: Any) -> None:
+    """Raise UserError for a model that lacks what its search needs: a critic, or tokens of a verdict."""
+    for name in (config.model,) if isinstance(config.model, str) else config.model:
+        folder = find_checkpoint(name)
+        if isinstance(folder, HubName):
+            continue
+        if config.search_value == "critic":
+            critic_file(resolve(str(folder)))
+        if config.choose == "verified":
+            from posttrain.engines.search.verdict_tokens import verdict_tokens
+            from posttrain.models.tokenizer.tokenizer import Tokenizer
+
+            verdict_tokens(Tokenizer.load(resolve(str(folder))))
 
 
 def _check_teachers(config: Any) -> None:

@@ -104,10 +104,12 @@ def trained(config: AnyTraining) -> int:
         watch(None)
     from posttrain.cli.named_files import check_files
     from posttrain.runs.run_files import holds_run
-    from posttrain.runs.run_folder import RunFolder
+    from posttrain.runs.run_folder import RunFolder, resumed
 
     if "RANK" not in os.environ:
-        if not (config.resume and holds_run(Path(config.out))):
+        if config.resume and holds_run(Path(config.out)):
+            resumed(config)  # refuses other options before torch is loaded
+        else:
             RunFolder(config).close()  # refuses a folder before torch is loaded
         if not config.resume:
             check_files(config)

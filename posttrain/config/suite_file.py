@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, get_origin, get_type_hints
 
@@ -18,7 +19,7 @@ from posttrain.core import user_files
 from posttrain.core.messages import dashed, toml_problem
 from posttrain.core.types import UserError
 
-OF_THE_SUITE = ("suite", "model", "against", "harness", "out", "inspect_log")
+OF_THE_SUITE = ("suite", "model", "against", "harness", "out", "overwrite", "inspect_log")
 """Options of the whole suite, which a part may not set."""
 MARK = "out_of_distribution"
 PARTS = 1000  # most parts of a suite
@@ -31,6 +32,28 @@ class Part:
     name: str
     config: Evaluation
     out_of_distribution: bool = False
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Context manager in which a user's mistake is one of this part."""
+        try:
+            yield
+        except UserError as error:
+            raise UserError(f"[{self.name}] {error}") from None
+
+
+def suite_of(config: Evaluation) -> list[Part]:
+    """Read the parts of `config.suite`, with the options given.
+
+    Raises UserError as `read_suite` does, and for options that do not go with a suite.
+    """
+    assert config.suite is not None
+    given = {name: getattr(config, name) for name in config.given if name not in OF_THE_SUITE}
+    if config.harness is not None:
+        raise UserError("--harness does not go with --suite: give it in a command of its own")
+    if "tasks" in given:
+        raise UserError("--tasks does not go with --suite, whose parts name their own tasks: leave it out")
+    return read_suite(config.suite, given | {"model": config.model, "against": config.against})
 
 
 def read_suite(file: str, given: Mapping[str, Any], option: str = "--suite") -> list[Part]:

@@ -34,7 +34,8 @@ from posttrain.learners.repeated_bits import repeated_bits
 from posttrain.learners.rounded_weights import RoundedOptimizer, widen_gradients
 from posttrain.learners.router_losses import RouterLosses, Routing
 from posttrain.models.backbone import Backbone
-from posttrain.models.critic import STORED, Critic
+from posttrain.models.critic import Critic
+from posttrain.models.critic_file import STORED
 from posttrain.models.gpu_placement import working_on
 from posttrain.models.hf.experts import Routed, watching
 from posttrain.models.losses.divergence import FORWARD, REVERSE, measured_divergence

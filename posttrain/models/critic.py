@@ -21,13 +21,13 @@ from posttrain.core.protocols import TRAINING, Model
 from posttrain.core.types import UserError
 from posttrain.models.backbone import Backbone
 from posttrain.models.checkpoint_folder import load_backbone
+from posttrain.models.critic_file import STORED, critic_file
 from posttrain.models.losses.likelihood import Hidden, Temperature, soft_values
 from posttrain.models.native.head import Head
 from posttrain.models.row_shards import here
 from posttrain.models.tensor_files import open_tensors
 from posttrain.models.weight_files import check_finite
 
-STORED = "critic.safetensors"  # in the folder TRAINING of a checkpoint
 NEAR_ZERO = 1e-3  # standard deviation of a new head's weights, times 1 / sqrt(D)
 
 
@@ -193,11 +193,7 @@ def stored_critic(folder: Path, policy: Model) -> ValueModel:
 
     Raises UserError if there is none, if it has values of actions alone, or another model than the policy's.
     """
-    file = folder / TRAINING / STORED
-    if not file.exists():
-        raise UserError(
-            f"{folder} has no critic ({TRAINING}/{STORED}): give a run of an algorithm that learns one, such as ppo"
-        )
+    file = critic_file(folder)
     left = _read_stored(file)
     if "heads" in left:
         raise UserError(

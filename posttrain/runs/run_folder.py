@@ -243,12 +243,7 @@ class RunFolder(Generic[AnyTraining]):
 
     def _continued(self, config: AnyTraining) -> AnyTraining:
         """Return the options of the run, after checking that it can continue unchanged."""
-        if not (self.path / RUN).exists():
-            raise UserError(f"{self.path} holds no run to resume: leave out --resume, or give the --out of one")
-        run = read_run(self.path)
-        if run["verb"] != config.verb:
-            raise UserError(f"{self.path} is a run of posttrain {run['verb']}: resume it with that verb")
-        chosen = continued(config, run["config"])
+        run, chosen = resumed(config)
         self.checkpoint = self._newest(chosen)
         lost = missing_steps(self.path, checkpoints.step_of(self.checkpoint))
         if lost and not config.accept_changes:
@@ -317,6 +312,20 @@ class RunFolder(Generic[AnyTraining]):
         files = dict(_paths(self.config, kind))
         value = self.start if option == "model" else files.get(option) or getattr(self.config, kind)
         return f"{dashed(kind)} {value}"
+
+
+def resumed(config: AnyTraining) -> tuple[dict[str, Any], AnyTraining]:
+    """Return run.json of the run that `config` resumes, and the options with which the run continues.
+
+    Raises UserError if there is none, if another verb made it, or if it cannot continue with other options.
+    """
+    folder = Path(config.out)
+    if not (folder / RUN).exists():
+        raise UserError(f"{folder} holds no run to resume: leave out --resume, or give the --out of one")
+    run = read_run(folder)
+    if run["verb"] != config.verb:
+        raise UserError(f"{folder} is a run of posttrain {run['verb']}: resume it with that verb")
+    return run, continued(config, run["config"])
 
 
 def _without_step(folder: Path) -> bool:

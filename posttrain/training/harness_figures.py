@@ -7,8 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from posttrain.config.harness_tasks import harness_tasks
 from posttrain.config.inference import Evaluation
-from posttrain.core.extras import install, installed
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 from posttrain.training.inspect_log import LogContent, file_of_each, result, write_log
@@ -18,20 +18,6 @@ BOOTSTRAP = 1000  # resamples for the standard error of a figure that is no mean
 
 Figures = dict[str, dict[str, dict[str, float | None]]]
 """Task -> figure, such as "acc" or "exact_match (flexible-extract)" -> {"mean": 0.5, "stderr": 0.03}."""
-
-
-def harness_tasks(harness: str) -> list[str]:
-    """Return the tasks that `--harness` names. Raises UserError for any other form, and if lm_eval is not installed."""
-    name, _, tasks = harness.partition(":")
-    listed = [task.strip() for task in tasks.split(",")]
-    if name != "lm-eval" or not all(listed):
-        raise UserError(
-            f"--harness {harness:.60} must name tasks of lm-evaluation-harness: lm-eval:hellaswag,arc_easy, or files of "
-            "tasks, lm-eval:my_task.yaml"
-        )
-    if not installed("lm_eval"):
-        raise UserError(f"--harness lm-eval needs lm-evaluation-harness: {install('lm-eval')}")
-    return listed
 
 
 def harness_figures(config: Evaluation) -> dict[str, Figures]:

@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.config.resolve import as_dict
+from posttrain.config.training import RL as RLOptions
+from posttrain.models.tokenizer.tokenizer import Tokenizer
+
 RL = "rl --tasks rows.jsonl --model model --env my.py:reward"
+SAMPLE = "sample --tasks rows.jsonl --model model --search best-of-n"
 DISTILL = "distill --tasks rows.jsonl --model model --teacher"
 REFUSED = {
     f"{RL} --held-out 0.5 --eval-every 2 --forget texst.jsonl": "--forget: there is no file texst.jsonl",
@@ -28,6 +33,15 @@ REFUSED = {
     "label --items rows.jsonl --with reward-model=rm": "--with: rm: no such folder",
     "label --items rows.jsonl --with no.py:reward": "there is no file no.py",
     "eval --tasks rows.jsonl --model model --env my.py:reward --scorer judge=no.toml": "the judge's recipe no.toml",
+    "eval --suite broken.toml --model model": "--suite broken.toml is not valid TOML",
+    "eval --suite unknown.toml --model model": "unknown option 'smaples'",
+    "eval --suite absent.toml --model model": "[sums] there is no file no.jsonl",
+    "eval --suite broken.toml --tasks rows.jsonl --model model": "--tasks does not go with --suite",
+    "eval --harness other:sums --model model": "must name tasks of lm-evaluation-harness",
+    "eval --tasks rows.jsonl --model model --env my.py:reward --out own.toml": "own.toml already exists: --overwrite",
+    f"{SAMPLE} --search-value critic": "model has no critic",
+    f"{SAMPLE} --choose verified": "lacks a token for part of 'Yes': give another --choose",
+    "rl --out begun --resume --lr 0.5": "cannot resume begun with other options (lr was",
 }
 FOUND = [
     f"{RL} --algorithm ppo-ptx --ptx rows.jsonl --forget rows.jsonl --reward-model a=model b=org/name --judge own.toml",
@@ -44,6 +58,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "response": "2", "responses": ["2", "3"]}\n')
     (tmp_path / "typo.toml").write_text('modle = "m"\nendpoint = "http://127.0.0.1:1/v1"\n')
     (tmp_path / "own.toml").write_text('model = "nowhere"\ntemplate = "{response}"\n')
+    (tmp_path / "broken.toml").write_text("samples = [")
+    (tmp_path / "unknown.toml").write_text('[sums]\ntasks = "rows.jsonl"\nenv = "my.py:reward"\nsmaples = 2\n')
+    (tmp_path / "absent.toml").write_text('[sums]\ntasks = "no.jsonl"\nenv = "my.py:reward"\n')
+    Tokenizer.train(["no"], 8, "characters").save(tmp_path / "model")
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "run.json").write_text(json.dumps({"verb": "rl", "config": as_dict(RLOptions(out="begun"))}))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -17,7 +17,8 @@ from posttrain.core.protocols import TRAINING
 from posttrain.core.types import UserError
 from posttrain.models.adapters.lora import LoRA, attach, begin, merge
 from posttrain.models.checkpoint_folder import load_model
-from posttrain.models.critic import STORED, ValueModel, new_critic
+from posttrain.models.critic import ValueModel, new_critic
+from posttrain.models.critic_file import STORED
 from posttrain.models.hf.backed import Backed
 from posttrain.models.reward_model import ScoreShape, load_reward_model, new_reward_model, settle
 from posttrain.models.tensor_files import write_state

@@ -133,7 +133,7 @@ def test_a_part_of_a_suite_reports_the_loss_of_its_texts_paired_with_other_model
         "text loss" not in parts["plain"]["figures"] and "text loss" not in parts["plain"]["against"][0]["differences"]
     )
     printed = capsys.readouterr().out
-    assert "model minus other models: text loss, nats per token" in printed
+    assert "model minus other models: text loss, nats per token (lower is better)" in printed
     rows = EvaluationFile.read(Path("s.json")).page["rows"]
     assert rows[0]["means"]["text loss"]["mean"] == parts["told"]["figures"]["text loss"]["mean"]
     assert rows[1]["means"]["difference in text loss"]["low"] == found["low"]

@@ -249,7 +249,7 @@ def test_a_mistake_is_one_line(
     harness_option: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(harness_figures, "installed", lambda library: False)
+    monkeypatch.setattr("posttrain.config.harness_tasks.installed", lambda library: False)
     assert main(["eval", "--harness", harness_option, "--model", "nowhere"]) == 2
     assert told in " ".join(capsys.readouterr().err.split())
     assert main(["eval", "--harness", harness_option, "--model", "nowhere", "--suite", "suite.toml"]) == 2

@@ -150,7 +150,7 @@ def test_several_models_are_compared_by_their_scores_and_corrected_together(caps
     printed, told = capsys.readouterr().out, json.loads(Path("found.json").read_text())["against"]
     assert [one["win_rate"] for one in told] == [one.win_rate for one in found.against]
     assert (
-        "How often rewards.py:picky prefers the reply of model, ties half (won, lost, tied: tasks, by win rate;"
+        "How often rewards.py:picky prefers the reply of model, ties half\nwon, lost, tied: tasks, by win rate;"
         in printed
     )
 

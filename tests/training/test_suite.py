@@ -135,7 +135,8 @@ def test_several_models_are_each_compared_as_alone_and_corrected_together(capsys
     words = ["eval", "--suite", "suite.toml", "--model", "model", "--against", "other", "third", "--out", "three.json"]
     assert main(words) == 0
     printed = capsys.readouterr().out
-    assert "corrected for 4 comparisons by Holm's method" in " ".join(printed.split())
+    assert "p corrected: for 4 comparisons, by Holm's method" in printed
+    assert all(len(line) <= 80 for line in printed.splitlines() if "sign test" in line or "Holm" in line)
     parts = json.loads(Path("three.json").read_text())["parts"].values()
     wins = [one["wins"] for part in parts for one in part["against"]]
     assert [one["p_holm"] for one in wins] == holm([one["p"] for one in wins])
@@ -277,7 +278,7 @@ def test_a_disk_that_is_full_meanwhile_costs_no_figures(
         write(path, content)
 
     monkeypatch.setattr(evaluate, "replace", limited)
-    assert main(["eval", "--suite", "suite.toml", "--model", "model", "--out", "disk.json"]) == 2
+    assert main(["eval", "--suite", "suite.toml", "--model", "model", "--out", "disk.json", "--overwrite"]) == 2
     said = capsys.readouterr()
     assert f"--out {full} cannot be written: No space left on device; the figures so far are above" in said.err
     assert "near" in said.out.partition("\nmodel\n")[2] and Path(full).read_text() == "of an earlier evaluation"

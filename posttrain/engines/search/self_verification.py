@@ -11,11 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.core.protocols import Model
-from posttrain.core.types import UserError
+from posttrain.engines.search.verdict_tokens import verdict_tokens
 from posttrain.models.losses.continuations import continuation_logp
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-
-YES, NO = ("Yes", "yes"), ("No", "no")
 
 
 class SelfVerifier:
@@ -24,14 +22,7 @@ class SelfVerifier:
     def __init__(self, model: Model, tokenizer: Tokenizer, question: str) -> None:
         """Raises UserError if the tokenizer cannot write one of the verdicts."""
         self.model, self.tokenizer, self.question = model, tokenizer, question
-        self._yes, self._no = self._spelled(YES), self._spelled(NO)
-
-    def _spelled(self, words: Sequence[str]) -> list[list[int]]:
-        found = [self.tokenizer.encode(word) for word in words]
-        found = [tokens for tokens in found if self.tokenizer.unknown_id not in tokens]
-        if not found:
-            raise UserError(f"--choose verified: the model's tokenizer lacks a token for part of {words[0]!r}")
-        return found
+        self._yes, self._no = verdict_tokens(tokenizer)
 
     def __call__(self, context: Mapping[str, Any], reply: str) -> float | None:
         """Return the value of a reply; None if the model's context has no room for it with the question. `context`: its

@@ -56,7 +56,7 @@ def table(
     out = Output(stream or sys.stdout)
     cells, columns = [[_cell(value) for value in row] for row in rows], [safe(name) for name in columns]
     right = [any(_numeric(row[i]) for row in rows) for i in range(len(columns))]
-    title = wrapped(title, columns_of(out))
+    title = "\n".join(wrapped(line, columns_of(out)) for line in title.split("\n"))
     if upright and rows and _too_wide(columns, cells, columns_of(out)):
         out.write("\n".join([title, *_upright(columns, cells, columns_of(out))]) + "\n")
         out.flush()

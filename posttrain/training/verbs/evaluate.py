@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from posttrain.config.harness_tasks import harness_tasks
 from posttrain.config.inference import Evaluation
 from posttrain.config.resolve import validate
 from posttrain.core import run_date, user_files
@@ -28,7 +29,7 @@ from posttrain.runs.terminal.notices import warn
 from posttrain.runs.trained_options import as_trained
 from posttrain.training.evaluated_model import EvaluatedModel, invalid_notes, sampled
 from posttrain.training.evaluation_figures import figures_of
-from posttrain.training.harness_figures import Figures, harness_figures, harness_tasks
+from posttrain.training.harness_figures import Figures, harness_figures
 from posttrain.training.held_out_check import overlap, split_seed_of
 from posttrain.training.inspect_log import LoggedModel, file_of_each, write_inspect_log
 from posttrain.training.model_comparison import ModelComparison, Played, compare, with_verdicts

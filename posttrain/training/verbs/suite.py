@@ -12,7 +12,7 @@ from typing import Any
 
 from posttrain.config.inference import Evaluation
 from posttrain.config.resolve import filled
-from posttrain.config.suite_file import OF_THE_SUITE, Part, read_suite
+from posttrain.config.suite_file import Part, suite_of
 from posttrain.core.intervals import Interval, stated
 from posttrain.core.types import UserError
 from posttrain.training.model_comparison import verdicts_of_rates, with_verdicts
@@ -60,22 +60,16 @@ def evaluate_suite(
     whole result at the end. Raises UserError before anything is sampled if the suite, or the rows or environment of a
     part, cannot be read; for a part's other mistakes, an UnfinishedSuite with the parts before it.
     """
-    assert config.suite is not None
-    given = {name: getattr(config, name) for name in config.given if name not in OF_THE_SUITE}
-    if config.harness is not None:
-        raise UserError("--harness does not go with --suite: give it in a command of its own")
-    if "tasks" in given:
-        raise UserError("--tasks does not go with --suite, whose parts name their own tasks: leave it out")
-    parts = read_suite(config.suite, given | {"model": config.model, "against": config.against})
+    parts = suite_of(config)
     for part in parts:
-        with _named(part):
+        with part.named():
             evaluate.read(part.config)  # a mistake in the last part does not cost the samples of the others
     told: dict[str, dict[str, Any]] = {}
     evaluated: dict[str, Evaluated] = {}
     for part in parts:
         began = time.perf_counter()
         try:
-            with _named(part):
+            with part.named():
                 found = evaluate.evaluate_as_given(_logged(config, part))
         except UserError as error:
             if not told:
@@ -95,15 +89,6 @@ def evaluate_suite(
         with _unwritten(lambda: result):
             write_figures(Path(config.out), content)
     return result
-
-
-@contextmanager
-def _named(part: Part) -> Iterator[None]:
-    """Context manager in which a user's mistake is one of this part."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"[{part.name}] {error}") from None
 
 
 @contextmanager

@@ -76,7 +76,7 @@ def main() -> None:
     given = parser.parse_args()
     file = write(given.out, given, 4 if given.small else 100)
     words = ["eval", "--suite", str(file), "--model", given.trained, "--against", given.model or str(fetched())]
-    words += ["--precision", given.precision, "--out", str(given.out / "suite.json")]
+    words += ["--precision", given.precision, "--out", str(given.out / "suite.json"), "--overwrite"]
     raise SystemExit(posttrain(words))
 
 

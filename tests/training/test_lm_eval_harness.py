@@ -232,6 +232,7 @@ def test_a_real_model_is_judged_as_by_the_harness_itself(tmp_path: Path) -> None
 def test_the_folder_of_the_figures_is_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = {"one": {"sums": {"acc": {"mean": 0.5, "stderr": None}}}}
     monkeypatch.setattr(evaluation_tables, "harness_figures", lambda config: figures)
+    monkeypatch.setattr("posttrain.config.harness_tasks.installed", lambda library: True)
     out = tmp_path / "new" / "found.json"
     assert main(["eval", "--harness", "lm-eval:sums", "--model", "one", "--out", str(out)]) == 0
     assert json.loads(out.read_text()) == {"harness": figures}

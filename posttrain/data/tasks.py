@@ -204,7 +204,11 @@ class Stream(TaskSequence):
             except BaseException as error:  # the user's function may raise anything, or call exit()
                 raise UserError(f"the row generator failed after {number}: {describe_error(error, None)}") from error
             if kept == before:
-                raise UserError(f"the row generator ended after {number}, and none of them makes a task")
+                raise UserError(
+                    f"the row generator ended after {number} rows, and none of them makes a task"
+                    if number
+                    else "the row generator gives no rows"
+                )
 
 
 def to_tasks(

@@ -94,12 +94,9 @@ def order_lines(config: RL, order: TaskOrder) -> list[str]:
     floor = f"{config.curriculum_floor:.0%} of the prompts"
     if isinstance(order, Mixture):
         shares = ", ".join(f"{name} {share:.1%}" for name, share in order.shares.items())
-        of = (
-            f"{config.mixture_floor:.0%} of the prompts, the others by learning progress"
-            if order.progress
-            else "the prompts"
-        )
-        return [f"mixture: {shares} of {of}", *order_lines(config, next(iter(order.orders.values())))]
+        which = f"{config.mixture_floor:.0%} of the prompts" if order.progress else "the prompts"
+        rest = "; learning progress decides on the other prompts" if order.progress else ""
+        return [f"mixture: {shares} of {which}{rest}", *order_lines(config, next(iter(order.orders.values())))]
     if isinstance(order, SolveRate):
         return [f"curriculum: tasks that are solved half of the time come first; {floor} are all tasks in turn"]
     if isinstance(order, ByLevel):

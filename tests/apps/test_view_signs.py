@@ -183,7 +183,7 @@ def test_where_a_model_gives_the_reward_nothing_vouches_for_it() -> None:
     run: dict[str, Any] = {"reward": [0.2, 0.2, 0.6, 0.6], "eval/reward": [0.2, None, None, 0.6]}
     assert verdicts(run, {})["Is it honest?"]["word"] == "no sign of a loophole"
     told = verdicts(run, {"judged": True})["Is it honest?"]
-    assert told["word"] == "a model judges" and told["tone"] == "plain" and "other means" in told["text"]
+    assert told["word"] == "judged by a model" and told["tone"] == "plain" and "other means" in told["text"]
     assert verdicts({**run, "truncated": [0.5] * 4}, {"judged": True})["Is it honest?"]["word"] == "look"
 
 

@@ -622,7 +622,7 @@ def test_run_by_levels_makes_new_tasks_and_a_resumed_run_repeats_them(start: str
 @pytest.mark.parametrize(
     ("tasks", "how", "told"),
     [
-        ("my.py:tasks", {}, "makes rows for posttrain rl --curriculum levels: give both a default"),
+        ("my.py:tasks", {}, "has the parameters seed and level: add --curriculum levels"),
         ("my.py:tasks", {"curriculum": "levels", "limit": 4}, "as many tasks as the run needs: leave out --limit"),
         ("my.py:tasks", {"curriculum": "levels", "held_out": 0.1}, "evaluate on --eval-tasks, without --held-out"),
         ("rows.jsonl", {"curriculum": "levels"}, r"a function tasks\(seed, level\) that returns rows"),

@@ -87,7 +87,7 @@ def _learning(m: Mapping[str, Values]) -> Verdict:
         shift = values[-1] - values[0] if held in ("eval/accuracy", "eval/reward") and values else 0.0
         alike = math.copysign(shift, shift * gained) > 2 * GAIN  # held-out rewards have moved in the same direction
         if GAIN * scale < abs(gained) < NOISE * _error(_all(m[name])) and not alike:
-            return _verdict("not yet", "warn", f"{text}; its steps differ as much by chance")
+            return _verdict("not yet", "warn", f"{text}; single steps vary as much by chance")
         if gained > GAIN * scale:
             return _verdict("yes", "good", text)
         if gained < 0 and shift > GAIN * scale:
@@ -142,7 +142,7 @@ def _honest(m: Mapping[str, Values], own: Mapping[str, Any]) -> Verdict:
         return _verdict("nothing to game", "plain", "no reward is maximised here")
     if own.get("judged"):
         text = "; ".join(["a model gives the reward or a part of it, held-out too", *said])
-        return _verdict("a model judges", "plain", f"{text}: read the best replies, and check some by other means")
+        return _verdict("judged by a model", "plain", f"{text}: read the best replies, and check some by other means")
     said.append("one part, one check" if len(own.get("parts") or {}) < 2 else "no part rises while another falls")
     said.append("held-out follows" if held is not None else "nothing is held out to compare with")
     return _verdict(
@@ -184,7 +184,7 @@ def _exploring(m: Mapping[str, Values]) -> Verdict:
     text, limit = f"entropy at {share:.0%} of its start", ALONE
     if accuracy is not None and accuracy[0] < 1 and max(accuracy) > 0.05:
         left = min(1.0, (1 - accuracy[1]) / (1 - accuracy[0]))
-        text += f"; {left:.1%} of the mistakes are left"
+        text += f"; {left:.1%} as many wrong replies as at the start"
         limit = COLLAPSED * left
     return _verdict("yes", "good", text) if share > limit else _verdict("collapsed", "bad", text)
 

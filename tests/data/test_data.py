@@ -497,7 +497,7 @@ def test_failures_of_a_stream_name_the_row() -> None:
     refused(lambda: Stream(failing, Conversion())[1], "row 2: prompt must be text")
     refused(lambda: Stream(lambda: ["text"], Conversion())[0], "row 1", "must be an object")
     refused(lambda: Stream(broken, Conversion())[1], "failed after 1", "KeyError: 'b'", "test_data.py")
-    refused(lambda: Stream(lambda: [], Conversion())[0], "none of them makes a task")
+    refused(lambda: Stream(lambda: [], Conversion())[0], "gives no rows")
 
 
 def test_some_of_the_beginning_of_a_stream_is_held_out_and_not_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -552,7 +552,7 @@ def on_terminal(answers: list[str], columns: int, rows: int) -> str:
         (["--items", "items.jsonl", "--with", "my.py:never", "--env-workers", "0"], "the service is down"),
         (["--items", "rows.jsonl", "--with", "my.py:reward"], "rows.jsonl:1: the row has id, prompt, answer"),
         (["--items", "items.jsonl", "--best", "b.jsonl"], "items.jsonl:1: the responses have no labels"),
-        (["--items", "wrong.jsonl", "--best", "b.jsonl"], "wrong.jsonl:2: value 2 of scores must be a finite number"),
+        (["--items", "wrong.jsonl", "--best", "b.jsonl"], "wrong.jsonl:2: value 1 of scores must be a finite number"),
         (["--items", "my.py", "--with", "my.py:reward"], "my.py"),
         (["--items", "items.jsonl", "--with", "my.py:reward", "--out", "items.jsonl"], "are both items.jsonl"),
         (["--items", "items.jsonl", "--with", "my.py:reward", "--margin", "1"], "--margin has no effect"),

@@ -13,7 +13,8 @@ In use:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from dataclasses import fields
 from inspect import Parameter, Signature
 from os import PathLike
 from textwrap import fill
@@ -118,10 +119,13 @@ def _read(verb: Verb, given: Mapping[str, Any]) -> tuple[Any, Any, Any]:
             env = given[option]
             name = getattr(env, "__qualname__", repr(env))
             options[option] = f"{getattr(env, '__module__', '')}:{name}" if option == "with_" else name
-    for option in {"model", "teacher", "against"} & given.keys():
-        value = given[option]
-        values = tuple(map(str, [value] if isinstance(value, str | PathLike) else value))
-        options[option] = values if isinstance(getattr(verb.options, option), tuple) else values[0]
+    for field in fields(verb.options):
+        if field.name in {"model", "teacher", "against"} & given.keys():
+            value, several = given[field.name], isinstance(field.default, tuple)
+            values = value if several and isinstance(value, list | tuple) else [value]
+            if not all(isinstance(one, str | PathLike) for one in values):
+                raise UserError(f"{field.name} is {value!r:.60}; it must be a path{' or several' * several}")
+            options[field.name] = tuple(map(str, values)) if several else str(value)
     return filled(verb.options, options), rows, env
 
 
@@ -144,6 +148,8 @@ def _named(rows: Any) -> tuple[str, Any]:
     if isinstance(rows, Iterator):
         listed = list(rows)
         return f"{len(listed)} rows in memory", listed
+    if not isinstance(rows, Iterable):
+        raise UserError(f"the rows are {rows!r:.60}; give a path, rows in memory, or a function that makes them")
     return f"rows of {type(rows).__name__}", rows.__iter__  # without a length, and it can begin again
 
 

@@ -90,7 +90,9 @@ def validate(config: Training | Evaluation | Check | Sample | Label | Chat | Ser
 
 
 def _validate_texts(config: Any) -> None:
-    for name in ("stop", "prompt_template", "response_template", "teacher_prompt_template"):
+    if getattr(config, "out", None) == "":
+        raise UserError("--out is empty: give a name")
+    for name in ("out", "stop", "prompt_template", "response_template", "teacher_prompt_template"):
         value = getattr(config, name, None) or ()
         for text in (value,) if isinstance(value, str) else value:
             if text != text.encode("utf-8", "replace").decode():
@@ -440,7 +442,10 @@ def filled(kind: type[AnyConfig], options: Mapping[str, Any], where: str = "") -
             raise UserError(f"{where}unknown option {name!r}{hint}")
         else:
             given[name] = _texts_of_parts(value) if name == "mixture" else value
-            if get_origin(known[name]) is not dict:
+            if get_origin(known[name]) is dict:
+                if not isinstance(value, Mapping):
+                    raise UserError(f"{where}{name} must be a dict, not {value!r:.60}")
+            else:
                 given[name] = convert(value, known[name], f"{where}{name}")
     if chosen:
         given["settings"] = chosen

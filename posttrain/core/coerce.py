@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import types
 from collections.abc import Iterable
 from typing import Any, Literal, Union, get_args, get_origin
@@ -36,6 +37,8 @@ def convert(value: Any, hint: Any, name: str) -> Any:
     if hint in (int, float) and isinstance(value, str):
         value = _number(value, hint)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        if value.bit_length() >= sys.float_info.max_exp:
+            raise UserError(f"{name} is too large a number")
         return float(value)
     if hint in (bool, int, float, str) and type(value) is hint:
         return value

@@ -146,8 +146,12 @@ class RunFolder(Generic[AnyTraining]):
             raise
 
     def __enter__(self) -> Self:
-        PICTURES.begin(self.path / run_files.PICTURES)
-        self._dated.enter_context(run_date.fixed(self.day))
+        try:
+            PICTURES.begin(self.path / run_files.PICTURES)
+            self._dated.enter_context(run_date.fixed(self.day))  # may download the model
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -211,9 +211,9 @@ class Judge:
 
 def _written(body: dict[str, Any]) -> bytes:
     """Encode a request; equal requests give equal bytes, the cache's key. Keys keep their order, by which models write
-    reasons first.
+    reasons first. An answer that is asked about again may have half of a surrogate pair, which UTF-8 has no bytes for.
     """
-    return json.dumps(body, ensure_ascii=False).encode()
+    return json.dumps(body, ensure_ascii=False).encode("utf-8", "backslashreplace")
 
 
 if TYPE_CHECKING:

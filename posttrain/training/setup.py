@@ -175,8 +175,8 @@ def load_tasks(
         if makes_levels(rows):
             if not isinstance(config, RL) or config.curriculum != "levels":
                 raise UserError(
-                    "the row function has the parameters seed and level: add --curriculum levels (posttrain rl), or give both "
-                    "parameters a default value"
+                    "the row function has the parameters seed and level: add --curriculum levels (posttrain rl), or give "
+                    "both parameters a default value"
                 )
             if config.limit is not None:
                 raise UserError("--curriculum levels makes as many tasks as the run needs: leave out --limit")

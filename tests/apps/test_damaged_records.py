@@ -296,3 +296,17 @@ def test_view_ends_though_a_question_does_not(folder: Path, tmp_path: Path) -> N
             view.send_signal(signal.SIGINT)
             assert view.wait(20) in (0, 130)
     assert not list((tmp_path / "tmp").iterdir())
+
+
+def test_numbers_and_texts_that_no_json_has_are_exported_as_null_or_told(
+    folder: Path, tmp_path: Path, capsys: Any
+) -> None:
+    alter(folder, reward=float("inf"))
+    assert main(["view", str(folder), "--export", str(tmp_path / "run.html")]) == 0
+    table = parquet.read_table(second(folder))
+    bad = b"\xff" * len(table)
+    offsets = pa.array(range(len(table) + 1), pa.int32()).buffers()[1]
+    texts = pa.Array.from_buffers(pa.string(), len(table), [None, offsets, pa.py_buffer(bad)])
+    put(folder, table.set_column(table.schema.get_field_index("text"), "text", texts))
+    assert main(["rollouts", str(folder), "--step", "2"]) == 2
+    assert "not valid rollouts" in capsys.readouterr().err

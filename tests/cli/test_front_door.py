@@ -179,6 +179,25 @@ def test_evaluation_compares_two_checkpoints_on_the_same_tasks(imitated: Run, tm
     }
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"teacher": "http://localhost"}, "unknown option 'teacher'"),
+        ({"model": {}}, "model is {}; it must be a path"),
+        ({"model": [None]}, "must be a path"),
+        ({"fields": 5}, "fields must be a dict"),
+        ({"lr": 10**400}, "lr is too large a number"),
+        ({"out": ""}, "--out is empty"),
+        ({"out": "run\ud800"}, "is not valid text"),
+        ({"tasks": 5}, "the rows are 5"),
+    ],
+)
+def test_values_of_a_wrong_type_are_user_errors(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(posttrain.UserError) as error:
+        posttrain.rl(**{"tasks": [{"prompt": "a"}], "env": lambda task, reply: 1.0, "model": "none", **options})
+    assert told in str(error.value)
+
+
 def test_unknown_option_is_refused_with_a_suggestion(imitated: Run) -> None:
     with pytest.raises(posttrain.UserError, match="unknown option 'promts'; did you mean 'prompts'"):
         posttrain.rl(TASKS, even, str(imitated.path), promts=3)

@@ -165,3 +165,19 @@ def test_wherever_a_move_is_interrupted_the_next_one_completes_it(
         if len(changes) < at:
             break
     assert at > 6
+
+
+def test_a_run_that_cannot_begin_gives_its_folder_back(
+    earlier: tuple[Path, dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, before = earlier
+
+    def fail(start: Any) -> str:
+        raise UserError("the model cannot be downloaded")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("posttrain.runs.run_folder.day_of", fail)
+        with pytest.raises(UserError, match="cannot be downloaded"):
+            trained(folder, 2, 1, overwrite=True)
+    assert files(folder) == before
+    assert trained(folder, 1, 1, overwrite=True).metrics

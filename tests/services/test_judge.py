@@ -235,6 +235,12 @@ def test_rubbish_is_asked_again_once_with_what_was_wrong(judge_of: Callable[...,
     assert "no JSON object" in second["messages"][3]["content"]
 
 
+def test_an_answer_with_half_of_a_surrogate_pair_is_asked_about_again(judge_of: Callable[..., Judge]) -> None:
+    with serving(lambda request, number: by_length(request) if number else Said("Seven \ud800")) as server:
+        assert asked(judge_of(server), [question("abc")]) == [4.0]
+        assert server.asked[1]["messages"][2]["content"] == "Seven \ud800"
+
+
 def test_an_answer_comes_with_the_texts_that_it_was_read_from_cached_or_not(
     judge_of: Callable[..., Judge], tmp_path: Path
 ) -> None:

@@ -271,7 +271,9 @@ def test_a_part_is_shown_in_its_own_form(place: Path, tokenizer: Tokenizer) -> N
     assert recorded == {
         "on": True, "system": "be", "parts": {"own": {"on": True, "system": "add"}, "bare": {"on": False, "system": None}}
     }  # fmt: skip
-    with pytest.raises(UserError, match="part own of the mixture: --mixture.own.system needs prompts in a chat template"):
+    with pytest.raises(
+        UserError, match="part own of the mixture: --mixture.own.system needs prompts in a chat template"
+    ):
         posttrain.rl(model="start", out="x", mixture={"own": {**rows, "system": "add"}}, success=0.3, **env, **how)
 
 

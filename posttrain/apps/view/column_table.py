@@ -276,11 +276,11 @@ class RolloutColumns:
 
         counted = ~self.baseline[order]
         reward = np.where(counted, self.number("reward")[order], np.nan)
-        known = ~np.isnan(reward)
+        known = np.isfinite(reward)  # a damaged record may hold infinity
         rows, n, valid = np.diff(np.append(begins, len(order))), total(counted), total(known)
         low, high = np.fmin.reduceat(reward, begins), np.fmax.reduceat(reward, begins)
         mean = np.where(low == high, low, total(np.where(known, reward, 0.0)) / _nonzero(valid))
-        apart = np.where(known, reward - np.repeat(mean, rows), 0.0)
+        apart = np.where(known, np.where(known, reward, 0.0) - np.repeat(mean, rows), 0.0)
         return {
             "n": n,
             "valid": valid,

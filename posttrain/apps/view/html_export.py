@@ -23,6 +23,7 @@ from posttrain.apps.view.picture_files import picture
 from posttrain.apps.view.rollout_files import RolloutPart
 from posttrain.apps.view.rollout_filters import ViewQuestion
 from posttrain.core.types import UserError
+from posttrain.runs.record.rollout_reading import plainly
 
 STATIC = Path(__file__).parent / "static"
 ROLLOUTS = 200
@@ -127,7 +128,7 @@ def _latest(run: OpenRun, rollouts: int) -> int:
 
 def packed(kept: Mapping[str, Any]) -> bytes:
     """Return the HTML page with everything inside. The content is data: it is compressed, and only parsed as JSON."""
-    data = json.dumps(kept, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
+    data = json.dumps(plainly(kept), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
         "utf-8", "backslashreplace"
     )
     packed = b64encode(gzip.compress(data, 9, mtime=0)).decode("ascii")

@@ -79,7 +79,7 @@ def rows_of(table: pa.Table) -> list[Row]:
     """
     try:
         return _rows_of(table)
-    except (TypeError, AttributeError, LookupError) as error:
+    except (TypeError, AttributeError, LookupError, UnicodeDecodeError) as error:
         raise UserError(
             f"these are not valid rollouts of posttrain ({one_line(error)[:100]}): put a copy of the file back"
         ) from error

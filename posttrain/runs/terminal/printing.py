@@ -38,7 +38,7 @@ def say(*lines: str) -> None:
     """
     width = columns_of(Output(sys.stdout))
     for line in "\n".join(lines).split("\n") if lines else ():
-        print(wrapped(line, width, 12))
+        print(wrapped(safe(line), width, 12))
 
 
 def table(

@@ -92,7 +92,7 @@ def of_suite(row: dict[str, Any]) -> dict[str, Any]:
 
 def alone(model: str) -> dict[str, float]:
     """The same from `posttrain eval --suite` on a checkpoint."""
-    words = f"eval --suite suite.toml --model {model} --against model --threads 1 --out alone.json"
+    words = f"eval --suite suite.toml --model {model} --against model --threads 1 --out alone.json --overwrite"
     assert main(words.split()) == 0
     content = json.loads(Path("alone.json").read_text())
     found = {"suite/mean": content["averages"]["all"]["mean"]}

@@ -98,7 +98,7 @@ def test_an_evaluation_leaves_no_tables_of_an_older_one(place: Path, capsys: pyt
     assert main([*words, "--against", "file", "start"]) == 0
     tables = [place / f"ev{side}.rollouts.parquet" for side in ("", ".against", ".against-2")]
     assert all(table.exists() for table in tables)
-    assert main(words) == 0
+    assert main([*words, "--overwrite"]) == 0
     assert [table.exists() for table in tables] == [True, False, False] and all(o.read_text() == "mine" for o in others)
     assert "at --temperature 0 the 2 samples of a task are the same reply" in capsys.readouterr().err
 
@@ -173,7 +173,7 @@ def test_a_recipe_of_rl_alone_evaluates_its_model_before_it_has_run_and_its_run_
     lines = ['model = "start"', 'tasks = "sums.jsonl"', 'env = "my.py:reward,most=2"', "held-out = 0.3", "seed = 5"]
     recipe = place / "recipe.toml"
     recipe.write_text("\n".join(["[rl]", *lines, "max_tokens = 2", "prompts = 2", "group = 2", 'out = "later"', ""]))
-    words = "eval --config recipe.toml --samples 1 --threads 1 --no-compiled --out found.json".split()
+    words = "eval --config recipe.toml --samples 1 --threads 1 --no-compiled --out found.json --overwrite".split()
     assert main(words) == 0
     told = capsys.readouterr()
     assert "taken from [rl] of recipe.toml: model, " in told.err and "start" in told.out

@@ -510,3 +510,11 @@ def test_the_trainer_of_a_file_that_names_it_is_refused(tmp_path: Path, capsys: 
     (tmp_path / "run.sh").write_text("trl sft --model_name_or_path a/b --dataset_name c/d\n")
     assert main(["import", str(tmp_path / "run.sh"), "--trainer", "dpo"]) == 2
     assert "--trainer is of a YAML configuration" in capsys.readouterr().err
+
+
+def test_older_names_and_lists_with_spaces_of_verls_sft_are_read(tmp_path: Path) -> None:
+    words = "data.train_files='[a.parquet, b.parquet]' optim.warmup_steps_ratio=0.05 trainer.total_training_steps=400"
+    _, _, table = imported(command(tmp_path, f"torchrun --nproc_per_node=1 -m verl.trainer.fsdp_sft_trainer {words}"))
+    assert table["warmup"] == 20
+    assert [part["tasks"] for part in table["mixture"].values()] == ["a.parquet", "b.parquet"]
+

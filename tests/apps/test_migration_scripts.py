@@ -456,3 +456,25 @@ def test_a_class_under_another_name_is_found_and_columns_of_rows_that_a_script_m
 def test_a_trainer_that_is_another_verb_here_is_refused_with_this_verb(trainer: str, told: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=told):
         recipe(tmp_path, f"{trainer}(model='m', args={trainer.replace('Trainer', 'Config')}())")
+
+
+@pytest.mark.parametrize(
+    ("config", "before", "after", "told"),
+    [
+        ("DPOConfig('o', **B)", "B = dict(beta=0.1)\nB.update(beta=0.4)", "", "which changes B: B.update(beta=0.4)"),
+        ("DPOConfig('o')", "", "args.set_training(learning_rate=3e-6)", "which changes args: args.set_training("),
+        ("DPOConfig('o')", "", "setattr(args, 'seed', 7)", "which changes args: setattr(args, 'seed', 7)"),
+        ("DPOConfig('o')", "", "vars(args).update(seed=7)", "which changes args: vars(args).update(seed=7)"),
+        ("DPOConfig('o', **read())", "", "", "the options in **read(), which only the script knows"),
+    ],
+)
+def test_options_that_a_script_changes_or_computes_otherwise_are_to_be_checked(
+    config: str, before: str, after: str, told: str, tmp_path: Path
+) -> None:
+    text, _ = imported(tmp_path, config, after, before)
+    assert any(line.startswith("# Check") and told in line for line in text.splitlines()), text
+
+
+def test_other_mappings_may_change(tmp_path: Path) -> None:
+    text, _ = imported(tmp_path, "DPOConfig('o', beta=0.2)", before="other = {}\nother.update(beta=0.4)")
+    assert "changes" not in text

@@ -211,7 +211,7 @@ class RecipeDraft:
                 place = "FILE.parquet" if len(files) == 1 else f"FILE{number}.parquet"
                 found.append((place, f"{name}: {shown(file)}, which only the script knows: name yours"))
             else:
-                found.append((self.fitted("tasks", str(file)), f"{name}: same file"))
+                found.append((self.fitted("tasks", str(file).strip()), f"{name}: same file"))
         if len(files) == 1:
             return self.put("tasks", *found[0])
         self.parts = dict(zip(names_of([place for place, _ in found]), found, strict=True))

@@ -65,6 +65,8 @@ _COLUMNS = {
 _STARTS = 256  # rows for episodes of an environment that makes its own tasks
 _OF_TRANSFORMERS = {"learning_rate": 5e-5, "gradient_checkpointing": False, "bf16": False}
 """Defaults of transformers' TrainingArguments that TRL's configurations change."""
+_CHANGES = ("update", "pop", "popitem", "setdefault", "clear")
+"""Methods that change a mapping."""
 _OF_TRAINERS = (
     "max_seq_length",
     "max_length",
@@ -115,6 +117,7 @@ def read_script(text: str, name: str, given: dict[str, Any] | None = None, besid
             del given[flag]
     run = ForeignRun("TRL", CONFIGS[config], {} if call is None else _keywords(script, call), names=dict(_NAMES))
     if call is not None:
+        run.notes += _not_read(tree, call, run)
         _of_configuration(script, call, run)
         if name_of(call).endswith("TrainingArguments"):
             run.defaults = _OF_TRANSFORMERS
@@ -302,6 +305,37 @@ def _keywords(script: ScriptValues, call: ast.Call) -> dict[str, Any]:
         else:
             found[f"**{ast.unparse(keyword.value)[:100]}"] = value
     return found
+
+
+def _not_read(tree: ast.Module, call: ast.Call, run: ForeignRun) -> list[str]:
+    """Return what to check: mappings of options whose values only the script knows, and calls that change the options."""
+    found = [
+        f"the options in {name}, which only the script knows: defaults here may be others there"
+        for name in run.options
+        if name.startswith("**")
+    ]
+    mapped = [node for word in call.keywords if word.arg is None for node in ast.walk(word.value)]
+    names = {node.id for node in mapped if isinstance(node, ast.Name)}
+    made = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and node.value is call]
+    names |= {target.id for node in made for target in node.targets if isinstance(target, ast.Name)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (changed := _changed(node)) in names:
+            found.append(f"line {node.lineno} of the script, which changes {changed}: {ast.unparse(node)[:80]}")
+    return found
+
+
+def _changed(node: ast.Call) -> str | None:
+    """Return the name that this call changes, if it is one of those that change a mapping or a configuration."""
+    if isinstance(node.func, ast.Attribute):
+        method, owner = node.func.attr, node.func.value
+        if isinstance(owner, ast.Call) and name_of(owner) == "vars" and owner.args:
+            owner = owner.args[0]
+        owner = owner.value if isinstance(owner, ast.Attribute) and owner.attr == "__dict__" else owner
+        if isinstance(owner, ast.Name) and (method in _CHANGES or method.startswith("set_")):
+            return owner.id
+    first = node.args[0] if node.args else None
+    replaced = name_of(node) in ("setattr", "replace", "dataclasses.replace")
+    return first.id if replaced and isinstance(first, ast.Name) else None
 
 
 def _named_parts(script: ScriptValues, node: ast.expr) -> Any:

@@ -49,6 +49,8 @@ def verl_sft(draft: RecipeDraft, rows: int | None) -> None:
     draft.same(
         "schedule", "optim.lr_scheduler" if "optim.lr_scheduler" in draft.defaults else "optim.lr_scheduler_type"
     )
+    if "optim.warmup_steps_ratio" in draft.run.options:  # the name of older versions
+        draft.run.options["optim.lr_warmup_steps_ratio"] = draft.run.options.pop("optim.warmup_steps_ratio")
     first, share = draft.number("optim.lr_warmup_steps"), draft.number("optim.lr_warmup_steps_ratio")
     if first is not None and first > 0:
         draft.put("warmup", int(first), f"{draft.origin('optim.lr_warmup_steps')} updates{FIRST_RATE}")

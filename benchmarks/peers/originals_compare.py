@@ -13,7 +13,7 @@ import math
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -254,24 +254,25 @@ def first_updates(run: str, ours: list[dict[str, Any]], theirs: list[dict[str, A
         yield f"| {number} | {' | '.join(cells)} |"
 
 
+def finished(runs: Iterable[Any], folder: Path) -> Iterator[tuple[Any, Path, Any, Any]]:
+    """Yield (run, its folder, ours, theirs) of the runs that both sides have made."""
+    for run in runs:
+        place = folder / run.folder
+        if (place / "theirs.json").exists():
+            ours, theirs = (json.loads((place / f"{side}.json").read_text()) for side in ("ours", "theirs"))
+            yield run, place, ours, theirs
+        else:
+            print(f"{run.name}: not run", file=sys.stderr)
+
+
 def main(folder: Path) -> int:
     findings, recipes, tables = [], {}, list[str]()
-    for own in ORIGINALS:
-        place = folder / own.folder
-        if not (place / "theirs.json").exists():
-            print(f"{own.name}: not run", file=sys.stderr)
-            continue
-        ours, theirs = (json.loads((place / f"{side}.json").read_text()) for side in ("ours", "theirs"))
+    for own, place, ours, theirs in finished(ORIGINALS, folder):
         recipes[own.name] = recipe_of(own, place, ours)
         findings += of_trl(own, ours, theirs)
         if own.name in SHOWN:
             tables += first_updates(own.name, ours["updates"], theirs["updates"])
-    for verl_run in VERL_RUNS:
-        place = folder / verl_run.folder
-        if not (place / "theirs.json").exists():
-            print(f"{verl_run.name}: not run", file=sys.stderr)
-            continue
-        ours, theirs = (json.loads((place / f"{side}.json").read_text()) for side in ("ours", "theirs"))
+    for verl_run, place, ours, theirs in finished(VERL_RUNS, folder):
         recipes[verl_run.name] = imported(verl_run, place).toml("run.sh", "recipe.toml")
         findings += of_verl(verl_run.name, ours, theirs)
         tables += verl_compare.steps_table(verl_run, ours, theirs)

@@ -37,7 +37,7 @@ SMALL: Mapping[str, Any] = {
     "trainer.logger": '["console"]',
     "reward.custom_reward_function.name": "compute_score",
 }
-"""What of the published command is smaller, for both sides."""
+"""Options that differ from the published command in both runs: smaller sizes, no checkpoints."""
 ADDED = (f"{ACTOR}.fsdp_config.mixed_precision.param_dtype",)  # options that verl's files do not list
 ON_CPU: Mapping[str, Any] = {
     "data.max_prompt_length": LONGEST,

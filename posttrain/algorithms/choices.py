@@ -1,4 +1,4 @@
-"""Which command to start with: for what a user has, a command and the reason.
+"""Table of commands to start with, by the data and rewards that a user has.
 
 `posttrain algorithms` and the guide to algorithms show this table. `best_for` of an algorithm is more exact.
 """

@@ -517,4 +517,3 @@ def test_older_names_and_lists_with_spaces_of_verls_sft_are_read(tmp_path: Path)
     _, _, table = imported(command(tmp_path, f"torchrun --nproc_per_node=1 -m verl.trainer.fsdp_sft_trainer {words}"))
     assert table["warmup"] == 20
     assert [part["tasks"] for part in table["mixture"].values()] == ["a.parquet", "b.parquet"]
-

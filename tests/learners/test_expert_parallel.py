@@ -163,7 +163,7 @@ def deep(out: Path, together: Processes) -> None:
 
 
 def memory(out: Path, together: Processes) -> None:
-    """What lasts in a process is estimated as it is counted, with critic and reference."""
+    """The estimate of weights, gradients and moments equals their count, with critic and reference."""
     with InDouble():
         many, counted = learner(out / "qwen3_moe", together, together.size), [0]
     held = [p for part in many.parts for p in part.parameters.values()]

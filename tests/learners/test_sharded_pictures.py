@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from picture_envs import drawn, looking, message
+from picture_tokenizer import picture_tokenizer
 from processes import in_processes
 from ranks import free_port, joined
 from safetensors.torch import load_file
@@ -21,18 +22,10 @@ from posttrain.core.pictures import PICTURES
 from posttrain.learners import process_group
 from posttrain.learners.fsdp import FSDPLearner
 from posttrain.models.row_shards import is_sharded
-from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.timeout(600)  # a module's processes start in its first test
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
-    "{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
-    "{% if m.role == 'assistant' %}<|eos|>{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-SPECIAL = ("<fake_token_around_image>", "<global-img>", "<image>", "<video>")
-LETTERS = "0123456789+-*/= .abcdefghijklmnopqrstuvwxyz<>?_"
 TASKS = [{"id": str(shade), "shade": shade} for shade in range(0, 250, 25)]
 KINDS: dict[str, dict[str, Any]] = {
     "frozen tower": {},
@@ -91,7 +84,7 @@ def ranks(rank: int, port: int, out: Path) -> None:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("runs")
-    reader = Tokenizer.train([LETTERS], 64, "characters", SPECIAL).templated(TEMPLATE, "the template")
+    reader = picture_tokenizer()
     reader.save(make_seeing("qwen3_vl", out / "start", vocab_size=reader.vocab_size))
     for kind in KINDS:
         play(out / "one" / kind, out / "start", kind)

@@ -54,7 +54,7 @@ def inside(body: Callable[[BubblewrapContainer], Coroutine[Any, Any, Any]], sour
 
 
 def printed(*commands: str, source: Path | str = "debian:12") -> list[str]:
-    """What commands in one container print, each after the other."""
+    """Return the outputs of commands that run in one container, in their order."""
 
     async def body(container: BubblewrapContainer) -> list[str]:
         return [(await container.run(command, 30)).output.decode() for command in commands]

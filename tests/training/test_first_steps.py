@@ -1,4 +1,4 @@
-"""What options name and no rollout of the first steps has is told once: a delimiter, a request to a service."""
+"""A delimiter or a service that no rollout of the first steps uses is reported once."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from conftest import CHATML
 from picture_envs import drawn, hostile, looking, message
+from picture_tokenizer import TEMPLATE, picture_tokenizer
 from PIL import Image
 from safetensors.torch import load_file
 from tiny_models import make, make_seeing
@@ -37,19 +38,12 @@ from posttrain.runs.record.rollout_reading import read_rollouts
 
 transformers = pytest.importorskip("transformers")
 
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
-    "{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endif %}"
-    "{% if m.role == 'assistant' %}<|eos|>{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-SPECIAL = ("<fake_token_around_image>", "<global-img>", "<image>", "<video>")
-LETTERS = "0123456789+-*/= .abcdefghijklmnopqrstuvwxyz<>?_"
 HOW: dict[str, Any] = {"threads": 1, "quiet": True}
 
 
 @pytest.fixture(scope="module")
 def reader() -> Tokenizer:
-    return Tokenizer.train([LETTERS], 64, "characters", SPECIAL).templated(TEMPLATE, "the template")
+    return picture_tokenizer()
 
 
 @pytest.fixture(scope="module")

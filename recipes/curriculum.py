@@ -10,11 +10,12 @@ already are not repeated. With --page the recipe writes its part of that page.
 from __future__ import annotations
 
 import argparse
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pages import over_seeds, write_page
+from results_file import ResultsFile
 
 import posttrain
 from posttrain.core.types import Task
@@ -39,14 +40,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--page", type=Path, help="page whose marked part is replaced")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / "results.json"
-    found: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.exists() else {}
+    found = ResultsFile(options.out)
     for seed in options.seeds:
         for name in ("imitation", *ORDERS):
-            if f"{name} {seed}" not in found:
-                found[f"{name} {seed}"] = one(options.out, name, seed, options.steps)
-                file.write_text(json.dumps(found, indent=1) + "\n")
+            found.once(f"{name} {seed}", partial(one, options.out, name, seed, options.steps))
     lines = table(found, options.seeds)
     print("\n".join(lines))
     if options.page:

@@ -20,6 +20,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from results_file import ResultsFile
+
 import posttrain
 from posttrain.cli.demo_command import demonstrations
 from posttrain.core.intervals import student_interval
@@ -40,12 +42,9 @@ def main() -> None:
     parser.add_argument("--out", default="runs/distill")
     options = parser.parse_args()
     out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "results.json"
-    results = json.loads(path.read_text()) if path.exists() else {}
+    results = ResultsFile(out)
     for seed in options.seeds:
-        results[str(seed)] = one(out / f"seed-{seed}", seed)
-        path.write_text(json.dumps(results, indent=1) + "\n")
+        results.add(str(seed), one(out / f"seed-{seed}", seed))
     print(report(results))
 
 

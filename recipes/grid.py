@@ -17,13 +17,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 from common_tasks import SUMS
 from pages import over_seeds, with_seeds, write_page
+from results_file import ResultsFile
 
 import posttrain
 from posttrain import Invalid, Rollout
@@ -343,29 +344,18 @@ def main() -> None:
     parser.add_argument("--sft-rate", type=float, default=SFT_RATE)
     parser.add_argument("--page", type=Path, help="page whose marked part is replaced")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / "results.json"
-    found: dict[str, float] = json.loads(file.read_text()) if file.exists() else {}
-
-    def once(name: str, work: Any) -> None:
-        if name not in found:
-            found[name] = work()
-            print(f"{name}: {found[name]:.3f}", flush=True)
-            file.write_text(json.dumps(found, indent=1) + "\n")
-
+    found = ResultsFile(options.out)
     with served_judge(options.out) as judge:
         for seed in options.seeds:
             grid = Grid(options.out, seed, options.dpo_rate, options.sft_rate)
-            once(f"start {seed}", lambda grid=grid: grid.measured(grid.start))
+            found.once(f"start {seed}", partial(grid.measured, grid.start))
             for source in SOURCES:
                 if source in options.sources and source != TEACHER:
-                    once(f"{source} agrees {seed}", lambda g=grid, s=source: g.agreement(s, judge))
+                    found.once(f"{source} agrees {seed}", partial(grid.agreement, source, judge))
             for source, credit in cells():
                 if source in options.sources:
-                    once(
-                        f"{source}, {credit} {seed}",
-                        lambda g=grid, s=source, c=credit: g.measured(g.trained(s, c, judge)),
-                    )
+                    work = lambda g=grid, s=source, c=credit: g.measured(g.trained(s, c, judge))  # noqa: E731
+                    found.once(f"{source}, {credit} {seed}", work)
                     shutil.rmtree(Path(grid.folder(source, credit)) / "tensorboard", ignore_errors=True)
     lines = table(found, options.seeds)
     print("\n".join(lines))

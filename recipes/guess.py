@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pages import over_seeds, with_seeds
+from results_file import ResultsFile
 
 import posttrain
 from posttrain import Rollout
@@ -50,12 +51,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     options = parser.parse_args()
     out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "results.json"
-    results = json.loads(path.read_text()) if path.exists() else {}
+    results = ResultsFile(out)
     for seed in options.seeds:
-        results[str(seed)] = one(out / f"seed-{seed}", seed, options.steps)
-        path.write_text(json.dumps(results, indent=1) + "\n")
+        results.add(str(seed), one(out / f"seed-{seed}", seed, options.steps))
     print(report(results))
 
 

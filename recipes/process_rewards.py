@@ -16,6 +16,7 @@ import argparse
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import numpy as np
 from common_tasks import LONG_LINES, NUMBERS, WORKED_SUMS
 from grid import OFFLINE, SAMPLED, SFT_RATE, agreement, best_and_worst, chosen
 from pages import over_seeds, with_seeds, write_page
+from results_file import ResultsFile
 
 import posttrain
 from posttrain import Rollout
@@ -88,9 +90,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="page whose marked part is replaced")
     parser.add_argument("--grid", type=Path, help="run the cells of the grid instead, and write its part of this page")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / "results.json"
-    found: dict[str, dict[str, float]] = json.loads(file.read_text()) if file.exists() else {}
+    found = ResultsFile(options.out)
     for seed in options.seeds:
         start = options.starts / f"seed-{seed}" / "sft"
         if not start.exists():
@@ -98,10 +98,7 @@ def main() -> None:
                 f"{start} is missing: python recipes/algorithms.py start --task worked-sums --seeds {seed}"
             )
         for name in (MODEL, "start", *(CELLS if options.grid else options.arms)):
-            if f"{name} {seed}" not in found:
-                found[f"{name} {seed}"] = one(options.out, start, name, seed)
-                print(f"{name}, seed {seed}: {found[f'{name} {seed}']}", flush=True)
-                file.write_text(json.dumps(found, indent=1) + "\n")
+            found.once(f"{name} {seed}", partial(one, options.out, start, name, seed))
     lines = grid_table(found, options.seeds) if options.grid else table(found, options.seeds)
     print("\n".join(lines))
     if page := options.grid or options.page:

@@ -18,7 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from staleness import kept, prepared
+from results_file import ResultsFile
+from staleness import prepared
 
 from posttrain.core.intervals import student_interval
 from posttrain.runs.run_reading import read_metrics, read_timing
@@ -42,11 +43,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--out", default="runs/scale")
     options = parser.parse_args()
-    out, results = Path(options.out), dict[str, Any]()
+    out = Path(options.out)
+    results = ResultsFile(out)
     for seed in options.seeds:
         _, start = prepared(out, seed)
         for way in WAYS:
-            kept(out, f"{way}; {seed}", partial(one, out, start, way, seed, options.steps), results)
+            results.once(f"{way}; {seed}", partial(one, out, start, way, seed, options.steps))
     print(report(results, options.seeds))
 
 

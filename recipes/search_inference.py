@@ -22,6 +22,7 @@ from typing import Any
 import process_rewards
 from common_tasks import WORKED_SUMS
 from pages import over_seeds, write_page
+from results_file import ResultsFile
 
 import posttrain
 from posttrain.core.intervals import wilson_interval
@@ -72,17 +73,14 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(SEARCHES), choices=list(SEARCHES))
     parser.add_argument("--page", type=Path, help="page whose marked part is replaced")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / "results.json"
-    found: dict[str, dict[str, float]] = json.loads(file.read_text()) if file.exists() else {}
+    found = ResultsFile(options.out)
     for seed in options.seeds:
         for budget, name in product(BUDGETS, options.only):
             if key(name, budget, seed) not in found:
                 start, model = _policy(options, name, seed), options.models / f"reward-model-{seed}"
                 if "reward_model" in settings(name, budget) and not (model / "report.json").exists():
                     process_rewards.one(options.models, start, process_rewards.MODEL, seed)
-                found[key(name, budget, seed)] = one(options.out, start, model, name, budget, seed)
-                file.write_text(json.dumps(found, indent=1) + "\n")
+                found.add(key(name, budget, seed), one(options.out, start, model, name, budget, seed))
     lines = table(found, options.seeds)
     print("\n".join(lines))
     if options.page:

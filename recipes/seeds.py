@@ -17,6 +17,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from results_file import ResultsFile
+
 from posttrain.core.intervals import student_interval, told
 
 HERE = Path(__file__).resolve().parent
@@ -29,11 +31,9 @@ def main() -> None:
     parser.add_argument("--also", help="further tasks to evaluate on, all of them")
     parser.add_argument("--threads", default="2")
     options = parser.parse_args()
-    results = {str(seed): one(options, seed) for seed in options.seeds}
-    path = Path("runs") / options.recipe / "results.json"
-    before = json.loads(path.read_text()) if path.exists() else {}
-    results = {**before, **results}
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    results = ResultsFile(Path("runs") / options.recipe)
+    for seed in options.seeds:
+        results.add(str(seed), one(options, seed))
     print(report(results))
 
 

@@ -16,6 +16,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from results_file import ResultsFile
+
 import posttrain
 from posttrain.core.intervals import student_interval
 from posttrain.envs.builtin.shapes import KINDS, tasks
@@ -41,14 +43,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     options = parser.parse_args()
     out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "results.json"
-    results = json.loads(path.read_text()) if path.exists() else {}
+    results = ResultsFile(out)
     for seed in options.seeds:
+        found = results.get(str(seed), {})
         for blind in (False, True):
             place = out / f"seed-{seed}{'-blind' if blind else ''}"
-            results.setdefault(str(seed), {})["blind" if blind else "seeing"] = one(place, seed, blind, options)
-            path.write_text(json.dumps(results, indent=1) + "\n")
+            found["blind" if blind else "seeing"] = one(place, seed, blind, options)
+            results.add(str(seed), found)
     print(report(results))
 
 

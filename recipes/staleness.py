@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from results_file import ResultsFile
 
 import posttrain
 from posttrain.cli.demo_command import demonstrations
@@ -34,12 +36,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--out", default="runs/staleness")
     options = parser.parse_args()
-    out, results = Path(options.out), dict[str, Any]()
+    out = Path(options.out)
+    results = ResultsFile(out)
     for seed in options.seeds:
         practice, start = prepared(out, seed)
         for row, ahead, accounting in kinds(options.rows):
             make = partial(one, practice, start, out, row, ahead, accounting, seed, options.steps)
-            kept(out, f"{row} {accounting} {ahead} {seed}", make, results)
+            results.once(f"{row} {accounting} {ahead} {seed}", make)
     print(report(results, options.rows, options.seeds))
 
 
@@ -51,17 +54,6 @@ def prepared(out: Path, seed: int) -> tuple[list[Task], str]:
     for name, tasks in (("practice", practice), ("unseen", unseen)):
         (out / f"{name}-{seed}.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
     return practice, imitated(practice, out / f"start-{seed}", seed)
-
-
-def kept(out: Path, name: str, make: Callable[[], dict[str, Any]], results: dict[str, Any]) -> None:
-    """Put the figures of one run among those of OUT/results.json; without them, `make()` computes and adds them."""
-    path = out / "results.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
-    if name not in known:
-        known[name] = make()
-        path.write_text(json.dumps(known, indent=1) + "\n")
-        print(name, known[name]["curve"][-1], flush=True)
-    results[name] = known[name]
 
 
 def kinds(rows: Sequence[str]) -> list[tuple[str, int, str]]:

@@ -17,6 +17,7 @@ import json
 import os
 import subprocess
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from posttrain.runs.run_files import CHECKPOINTS, step_name
 from posttrain.runs.run_reading import read_timing
 from recipes.pages import over_seeds, write_page
 from recipes.real.study import ROOT
+from recipes.results_file import ResultsFile
 
 HELD_OUT, SAMPLES = 40, 4
 PROMPTS, GROUP, LONGEST, RATE, EVERY = 8, 8, 24, 1e-5, 5
@@ -101,9 +103,7 @@ def main() -> None:
     parser.add_argument("--trl", type=Path, default=ROOT / "runs/peers/env-trl", help="TRL's environment")
     parser.add_argument("--docs", type=Path, help="folder of the documents: writes the page and the picture")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / "results.json"
-    found: Found = json.loads(file.read_text()) if file.exists() else {}
+    found = ResultsFile(options.out)
     model = options.out / "model"
     if not (model / "config.json").exists():
         decoder = load_model(fetched())
@@ -118,9 +118,7 @@ def main() -> None:
                 else:
                     python = options.trl / "bin" / "python"
                     theirs(out, python, str(model), seed, options.steps, options.out / f"{SIDES[0]}-{seed}")
-                found[f"{side} {seed}"] = curve(out, side, model, seed, options.steps)
-                file.write_text(json.dumps(found, indent=1) + "\n")
-                print(f"{side}, seed {seed}: {found[f'{side} {seed}']}", flush=True)
+                found.once(f"{side} {seed}", partial(curve, out, side, model, seed, options.steps))
     lines = table(found, options.seeds)
     print("\n".join(lines))
     if options.docs:

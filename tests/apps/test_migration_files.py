@@ -331,7 +331,7 @@ def test_what_has_to_be_put_right_before_the_first_run_is_one_list(
     assert "# Before the first run: " in recipe and all(words in recipe for words in told)
     assert main(["import", str(run), "--out", str(tmp_path / "a.toml")]) == 0
     out = capsys.readouterr().out
-    assert out.count("first       ") == 4 and all(words in out for words in told)
+    assert out.count("first       ") == 5 and all(words in out for words in told)
     plain = files(tmp_path, dpo_sh="trl dpo --model_name_or_path runs/sft --dataset_name pairs.jsonl")
     assert "Before the first run" not in imported(plain)[0]
 

@@ -79,12 +79,35 @@ _CHOICES: dict[str, Mapping[Any, Any]] = {
 _OF_OTHERS = re.compile(r"(critic|reward|reward_model|eval|distillation|.*\.ref|.*\.val_kwargs|.*\.profiler)\.")
 """Names of options of models that are not the policy: only an entry of their own takes them over."""
 
+_NONE = "no counterpart in posttrain"
 _OF_THE_CRITIC = "the critic learns in the policy's updates here: it has no such option of its own"
 
 _SECRET = re.compile(
     r"(wandb\.key|wandb_key|use_wandb|(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<!stop_)(?<!image_)token|secret|password|api_key)$"
 )
 """Names of options whose values no file may repeat: tokens of a model are none."""
+
+_SAME_IN_ANY_CASE = re.compile(
+    r"(?!.*(qat|aux_|freeze|dropout(?!_fusion)|moe_router))("
+    r"(transfer_queue|skip|ray_kwargs|logger|eval|ckpt|vllm|wandb|ds|global_profiler)\.|.*\.(fsdp_config|fsdp|megatron|checkpoint|checkpoint_engine|"
+    r"prometheus|trace|disaggregation|engine_kwargs|profiler|val_kwargs|fused_kernel_options|tiled_mlp)\.|"
+    r"(.*\.)?(eval_|val_|save_|log|hub_|push_|fsdp|ddp_|deep(speed|compile)|vllm_|sglang_|dataloader_|tpu_|include_|torch_|ref_log|"
+    r"async_save|nnodes|num_(workers|nodes|gpus)|WANDB|output_dir|default_local_dir|out$|max_(num|mem|colocate)|n_gpus|resume|report_to|wandb|swanlab|use_(shm|ms|torch|cpu|"
+    r"mbridge|remove|prefix|legacy)|enable_(prefix|chunked|sleep|ema)|calculate_|balance_|profile|test_freq|default_hdfs|validation)|"
+    r".*(micro_batch|per_gpu|worker|dynamic_b|memory|gpu|parallel|offload|shard|compile|flash|attn|attention_backend|eager|cuda|"
+    r"nccl|kernel|chunk|prefetch|timeout|address|colocate|sleep|sync_|determinis|load_format|recompute|checkpointing|tensorboard|"
+    r"hybrid_engine|_fusion|use_reward_loop|overlap_|use_precision_aware|wake_up|_metrics|_ckpt|pad_to_|local_rank|experiment|project|run_name|run_id|trust_remote|fast_tokenizer|disable_log|image_patch_size)|"
+    r"(.*\.)?(\w*seed|device|mode|reward_fn_key|return_raw_\w+|strategy|tf32|max_concurrent|skip_tokenizer_init|ema_beta|actor\.shuffle|"
+    r"scheduling_policy|num_proc)$)"
+)
+"""Names of options that change memory, speed, logs, checkpoints or evaluations, and not what is learned."""
+
+_LEARNED = re.compile(
+    r"(shuffle|shuffle_dataset|min_lr_ratio|lr_scheduler_kwargs|lora_dropout|neftune_noise_alpha|ref_model|ref_pretrain|"
+    r"ref_model_name_or_path|reference_model|min_p|repetition_penalty|suppress_tokens|normalize_reward|normalize_enable|"
+    r"reward_clip_range|override_config|interaction_config_path|partial_rollout|partial_rollout_enable)"
+)
+"""Last parts of names that have an answer in the table of option names, and change what is learned."""
 
 _GUESS = re.compile(r"(, not known here: \w+'s default).*", re.DOTALL)
 """A comment on a value that the script does not show: what would follow is true of the script's own value."""
@@ -109,7 +132,9 @@ class RecipeDraft:
     lines: dict[str, tuple[Any, str]] = field(default_factory=dict)  # option -> its value, comment
     settings: dict[str, tuple[Any, str]] = field(default_factory=dict)  # of the algorithm, by place
     parts: dict[str, tuple[str, str]] = field(default_factory=dict)  # of a mixture -> its file, comment
+    shares: tuple[list[float], str] = field(default=([], ""))  # weights of the parts, comment
     without: dict[str, list[str]] = field(default_factory=dict)  # what to do -> options
+    changes: dict[str, list[str]] = field(default_factory=dict)  # as `without`: of options that change what is learned
     head: list[str] = field(default_factory=list)
     first: list[str] = field(default_factory=list)  # what has to be put right before the first run
     treated: set[str] = field(default_factory=set)
@@ -125,7 +150,8 @@ class RecipeDraft:
         self.treated.add(name)
         value = self.run.options.get(name, self.defaults.get(name, otherwise))
         if isinstance(value, Unresolved):
-            self.note(name, f"only the script computes its value, {value.text}: set it here")
+            note = self.note if _SAME_IN_ANY_CASE.match(name) else self.differs
+            note(name, f"only the script computes its value, {value.text}: set it here")
             if self.defaults.get(name) is not None:
                 self.guessed[self.run.names.get(name, name)] = value.text
             return self.defaults.get(name, otherwise)
@@ -172,19 +198,26 @@ class RecipeDraft:
 
     def note(self, name: str, text: str) -> None:
         """Note an option that has no counterpart in posttrain, with what to do."""
-        names, called = self.without.setdefault(text, []), self.run.names.get(name, name)
+        self._listed(self.without, name, text)
+
+    def differs(self, name: str, text: str) -> None:
+        """Note an option without which the recipe learns something else: the command prints it, to be checked."""
+        self._listed(self.changes, name, text)
+
+    def _listed(self, found: dict[str, list[str]], name: str, text: str) -> None:
+        names, called = found.setdefault(text, []), self.run.names.get(name, name)
         if called not in names:
             names.append(called)
 
     def same(self, option: str, name: str, why: str = "same meaning") -> None:
         """Take over an option's value: as given, or the default there where ours is another one."""
         value = self.read(name)
-        if value is None:
+        if value is None or value == "":
             return
         try:
             value = self.fitted(option, value)
         except UserError as error:
-            self.note(self.origin(name), f"not taken over as {option}: {inline(str(error))}")
+            self.differs(self.origin(name), f"not taken over as {option}: {inline(str(error))}")
             return
         if self.given(name) and not isinstance(self.run.options[name], Unresolved):
             self.put(option, value, f"{self.origin(name)}: {why}")
@@ -215,9 +248,8 @@ class RecipeDraft:
         if len(files) == 1:
             return self.put("tasks", *found[0])
         self.parts = dict(zip(names_of([place for place, _ in found]), found, strict=True))
-        self.head.append(
-            f"Rows: {len(files)} files as parts of a mixture, each as often as its size, as one file would be."
-        )
+        often = "by the weights given" if self.shares[0] else "as often as its size, as one file would be"
+        self.head.append(f"Rows: {len(files)} files as parts of a mixture, each {often}.")
 
     def fitted(self, option: str, value: Any) -> Any:
         """Return the value as an option here takes it. Raises UserError for one that it cannot take."""
@@ -281,10 +313,11 @@ class RecipeDraft:
             if _OF_OTHERS.match(name) and "." not in (here := entry(name, ELSEWHERE)):
                 option = ""
                 if here and len(here) >= len(entry(name, ANSWERS)):  # of the policy's own option
-                    told = _OF_THE_CRITIC if name.startswith("critic.") else "no counterpart in posttrain"
+                    told = _OF_THE_CRITIC if name.startswith("critic.") else _NONE
             if isinstance(value, Unresolved):
                 what = f" (here {option})" if option else ""
-                self.note(name, f"only the script computes its value, {value.text}: set it here{what}")
+                note = self.note if _SAME_IN_ANY_CASE.match(name) else self.differs
+                note(name, f"only the script computes its value, {value.text}: set it here{what}")
             elif (
                 option
                 and option not in self.lines
@@ -293,8 +326,14 @@ class RecipeDraft:
             ):
                 self.same(option, name)
             elif value not in (None, False, "") or told:
-                self.note(self.origin(name), told or "no counterpart in posttrain")
+                unknown = told in ("", _NONE, _OF_THE_CRITIC) and not _SAME_IN_ANY_CASE.match(name)
+                last = name.rpartition(".")[2]
+                learned = unknown or (
+                    bool(_LEARNED.fullmatch(last)) and (not last.startswith("shuffle") or value is False)
+                )
+                (self.differs if learned else self.note)(self.origin(name), told or _NONE)
         self._leave_out_evaluations()
+        self.run.notes += [f"what is learned: {line}" for line in map(_grouped, self.changes.items())]
 
     def _leave_out_evaluations(self) -> None:
         """Leave out how often to evaluate, where nothing is held out: posttrain would refuse it."""
@@ -306,7 +345,7 @@ class RecipeDraft:
     def before_the_first_run(self) -> list[str]:
         """Return what has to be put right before the recipe runs, whatever machine imports it."""
         value = {name: content for name, (content, _) in self.lines.items()}
-        found = list(self.first)
+        found = []
         unknown = [f"tasks of part {name}" for name, (file, _) in self.parts.items() if _UNKNOWN.fullmatch(file)]
         if unknown:
             found.append(f"name {' and '.join(unknown)}")
@@ -317,13 +356,14 @@ class RecipeDraft:
                 found.append(
                     f"{option} {value[option]} is on the hub unless a folder has this name: without a network, give a folder"
                 )
+        found += self.first
         if self.guessed:
             listed = ", ".join(f"{name} ({inline(clip(text))})" for name, text in list(self.guessed.items())[:8])
             found.append(f"set {listed}: only the script computes it, and here is {self.run.framework}'s default")
         if value.get("engine") == "vllm" and "engine_url" not in value:
             what = "engine and correction" if "correction" in value else "engine"
             found.append(f"install vLLM, or remove {what}: the local engine samples")
-        files = re.findall(r"(?:trl|verl):([\w/.-]+\.py)", str(value.get("env")))
+        files = re.findall(r"(?:^|[ +:])([\w/.-]+\.py)(?=$|[:, ])", str(value.get("env")))
         if files := [file for file in dict.fromkeys(files) if file not in self.run.files]:
             found.append(f"{', '.join(files)} must be here, with the functions that env names")
         if tracked := value.get("track"):
@@ -342,8 +382,9 @@ class RecipeDraft:
         out = [_comment(line) for line in head]
         out += ["", f"[{self.verb}]"]
         out += [_line(option, value, comment) for option, (value, comment) in self.lines.items()]
-        for name, (file, comment) in self.parts.items():
+        for number, (name, (file, comment)) in enumerate(self.parts.items()):
             out += ["", f"[{self.verb}.mixture.{name}]", _line("tasks", file, comment)]
+            out += [_line("weight", weight, self.shares[1]) for weight in self.shares[0][number : number + 1]]
         if self.settings:
             out += ["", f"[{self.verb}.settings]"]
             out += [_line(json.dumps(place), value, comment) for place, (value, comment) in self.settings.items()]

@@ -32,6 +32,7 @@ def steps_of(
             own,
             f"{told}: here steps, not passes: set {formula} (or import with --rows ROWS); {own} is the default",
         )
+        draft.first.append(f"set steps to {formula}, or import with --rows ROWS: {own} is the default here")
         return None
     used = rows if together is None else max(together, rows // together * together)
     per_pass = used / prompts if together is None else math.ceil(used / prompts)
@@ -50,7 +51,7 @@ def warm_up(draft: RecipeDraft, name: str, share: float, updates: int | None) ->
     if not share:
         return
     if updates is None:
-        draft.note(draft.origin(name), f"warmup is a number of updates here: {share:g} x all updates")
+        draft.differs(draft.origin(name), f"warmup is a number of updates here: {share:g} x all updates")
         return
     draft.put("warmup", math.ceil(share * updates), f"{draft.origin(name)}: {share:g} of {updates} updates{FIRST_RATE}")
 
@@ -71,6 +72,8 @@ def frequency(draft: RecipeDraft, option: str, name: str, updates: int) -> None:
     """Write how often to save or to evaluate: there in updates, here in steps."""
     value = draft.read(name)
     never = NEVER if option == "save_every" else 0
+    if isinstance(value, str):
+        return draft.note(draft.origin(name), f"{option} is a number of steps here: set it")
     if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
         if value is not None:
             draft.put(option, never, f"{draft.origin(name)}: only at the end")
@@ -199,13 +202,15 @@ def chat_variables(draft: RecipeDraft, name: str) -> None:
     """Write the variables of the chat template: a mapping, or a dotted name for each."""
     given = draft.read(name) if draft.given(name) else {}
     values = dict(given) if isinstance(given, dict) else {}
+    if given and not values:
+        draft.differs(draft.origin(name), "variables of the chat template: set them as chat_template_kwargs")
     values |= {key.removeprefix(f"{name}."): draft.read(key) for key in draft.run.options if key.startswith(f"{name}.")}
     for variable, value in values.items():
         if isinstance(value, (bool, int, float, str)) and re.fullmatch(r"\w+", variable, re.ASCII):
             told = f"{name}.{variable} = {shown(value)}: same meaning"
             draft.put(f"chat_template_kwargs.{variable}", value, told)
         elif value is not None:
-            draft.note(
+            draft.differs(
                 f"{name}.{variable} = {shown(value)}", "a variable is a number, a truth value or a text: set it here"
             )
 

@@ -1,6 +1,7 @@
 """Reads the commands of a shell script without running it: words, quotes, continuations, and the variables that it sets.
 
-Not a shell: branches are read one after the other, and what another program would print stays as it is written.
+Not a shell: branches are read one after the other, and what another program would print stays as it is written. So does a
+variable that a branch sets, since nothing here knows which branch runs.
 """
 
 from __future__ import annotations
@@ -20,8 +21,18 @@ LONGEST_REFERENCE = 4000  # characters of ${...} or $((...))
 
 _NAME = re.compile(r"(?:export\s+|local\s+|declare\s+(?:-\w+\s+)*|readonly\s+)?([A-Za-z_]\w*)(\+?)=")
 _HEREDOC = re.compile(r"<<(-?)\s*(['\"]?)(\w+)\2[^\n]*\n(.*?)\n[ \t]*\3[ \t]*(?:\n|$)", re.DOTALL)
+BRANCH = "\x02"
+"""Beginning of a word that only a branch of the script adds to an array: "ARRAY: words"."""
+_COMMENT = re.compile(r"^([ \t]*#[^\n]*?)\\+$", re.MULTILINE)  # a backslash at its end continues nothing
+_LEADING = re.compile(r"(?:(?:do|\{|!)\s+)+")
+_IN_BRANCH = re.compile(r"(?:(?:then|else|elif|if|do|\{|!|case\s+\S+\s+in)\s+)*(?:\(?[\w*|\"'.+ -]+\)\s*(?=\w+\+?=))?")
+_NESTS = re.compile(r"\S*\b(?:bash|sh|zsh) -\w*c")
 _READ = re.compile(r"\bread\s+(?:-\w+\s+(?:''\s+|\"\"\s+)?)*([A-Za-z_]\w*)\s*$")
 _BRACED = re.compile(r"([A-Za-z_]\w*|\d)(?:\[[@*]\])?(?:(:?[-=])(.*))?", re.DOTALL)
+_REDIRECTS = re.compile(r"[>]&|.&>", re.DOTALL)  # 2>&1, &> file: no end of a statement
+_REDIRECTION = re.compile(r"(?:\d*|&)(?:>>?|<)&?(.*)", re.DOTALL)
+_ESCAPED = re.compile(r"\\(.)", re.DOTALL)
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
 _KEYWORDS = {"if", "then", "else", "elif", "fi", "do", "done", "{", "}", "nohup", "exec", "time", "sudo", "env", "!"}
 _OPERATORS = {
     ast.Add: operator.add,
@@ -33,38 +44,61 @@ _OPERATORS = {
 }
 
 
-def commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of each command of a script, variables in place.
+def commands(text: str, depth: int = 0) -> Iterator[list[str]]:
+    """Yield the words of each command of a script, variables in place; of `bash -c` and `eval`, those in their text.
 
     Raises UserError for a script that grows beyond any command.
     """
     variables = {name: os.environ[name] for name in ("HOME",) if name in os.environ}
     arrays: dict[str, list[str]] = {}
-    text = re.sub(r"\\\n", " ", text)
+    text = re.sub(r"\\\n", " ", _COMMENT.sub(r"\1", text))
     text, documents = _without_documents(text)
-    for statement in _statements(text):
+    branches, tests = 0, False
+    for statement, joined in _statements(text):
         if found := re.search(r"\x00(\d+)", statement):
             head = statement[: found.start()]
             if reads := _READ.search(head):
                 variables[reads[1]] = _expanded(documents[int(found[1])], variables)
             continue
-        while assignment := _NAME.match(statement):
-            name, adds = assignment[1], bool(assignment[2])
-            rest = statement[assignment.end() :]
-            if rest.startswith("("):
-                inside, rest = _bracketed(rest)
-                new = _words(inside, variables, arrays)
-                arrays[name] = [*arrays.get(name, []), *new] if adds else new
-            else:
-                value, rest = _first_word(rest)
-                text_of = "".join(_unquoted(value, variables, arrays)[:1])
-                variables[name] = _bounded(variables.get(name, "") + text_of if adds else text_of)
-            statement = rest.lstrip()
-        words = _words(statement, variables, arrays)
+        first = statement.split(None, 1)[0]
+        branches = max(0, branches + (first in ("if", "case")) - (first in ("fi", "esac")))
+        tests = first in ("[", "[[", "test") or (tests and joined)
+        statement = (_IN_BRANCH if branches else _LEADING).sub("", statement)
+        words = _words(_assigned(statement, variables, arrays, bool(branches) or (tests and joined)), variables, arrays)
         while words and words[0] in _KEYWORDS:
             words = words[1:]
-        if words:
+        inner = next(
+            (words[i + 1] for i, word in enumerate(words[:-1]) if _NESTS.fullmatch(f"{words[i - 1]} {word}")), ""
+        )
+        if words[:1] == ["eval"]:
+            inner = " ".join(words[1:])
+        if inner and depth < 3:
+            yield from commands(inner, depth + 1)
+        elif words:
             yield words
+
+
+def _assigned(statement: str, variables: dict[str, str], arrays: dict[str, list[str]], unsure: bool) -> str:
+    """Set the variables that a statement begins with, and return the rest of it. `unsure`: perhaps it does not run."""
+    while assignment := _NAME.match(statement):
+        name, adds = assignment[1], bool(assignment[2])
+        rest = statement[assignment.end() :]
+        if rest.startswith("("):
+            inside, rest = _bracketed(rest)
+            new = _words(inside, variables, arrays)
+            if unsure and new:
+                new = [f"{BRANCH}{name}: {' '.join(new)}"]
+            arrays[name] = [*arrays.get(name, []), *new] if adds or unsure else new
+        else:
+            value, rest = _first_word(rest)
+            text = "".join(_unquoted(value, variables, arrays)[:1])
+            text = _bounded(variables.get(name, "") + text if adds else text)
+            if unsure and rest.strip() == "" and variables.get(name) != text:
+                variables.pop(name, None)
+            else:
+                variables[name] = text
+        statement = rest.lstrip()
+    return statement
 
 
 def _bounded(text: str) -> str:
@@ -85,9 +119,12 @@ def _without_documents(text: str) -> tuple[str, list[str]]:
     return _HEREDOC.sub(taken, text) if few else text, documents
 
 
-def _statements(text: str) -> Iterator[str]:
-    """Yield the statements: ends of lines, ;, && and | end one, outside quotes and brackets. Comments are left out."""
-    start, place, depth, before = 0, 0, 0, ""
+def _statements(text: str) -> Iterator[tuple[str, bool]]:
+    """Yield the statements, and whether && or || joins each to the one before.
+
+    Ends of lines, ;, &, && and | end one, outside quotes and brackets. Comments are left out.
+    """
+    start, place, depth, before, joined = 0, 0, 0, "", False
     while place < len(text):
         character = text[place]
         if character == "\\":
@@ -104,21 +141,23 @@ def _statements(text: str) -> Iterator[str]:
             before, start = before + text[start:place], len(text) if end < 0 else end
             place = start
             continue
-        elif depth == 0 and character in "\n;&|":
+        elif depth == 0 and character in "\n;&|" and not (character == "&" and _REDIRECTS.match(text, place - 1)):
             if statement := (before + text[start:place]).strip():
-                yield statement
+                yield statement, joined
+                joined = text[place : place + 2] in ("&&", "||")
             before, start = "", place + 1
         place += 1
     if statement := (before + text[start:]).strip():
-        yield statement
+        yield statement, joined
 
 
 def _end_of_quote(text: str, place: int) -> int:
     """Return the place of the quote that ends the one here; of the text's last character if none does."""
     quote = text[place]
+    escapes = quote != "'" or text[max(0, place - 1) : place] == "$"  # $'...'
     place += 1
     while place < len(text) and text[place] != quote:
-        place += 2 if text[place] == "\\" and quote != "'" else 1
+        place += 2 if text[place] == "\\" and escapes else 1
     return min(place, len(text) - 1)
 
 
@@ -159,6 +198,9 @@ def _words(text: str, variables: dict[str, str], arrays: dict[str, list[str]]) -
     words: list[str] = []
     while text := text.lstrip():
         word, text = _first_word(text)
+        if redirected := _REDIRECTION.fullmatch(word):
+            text = text if redirected[1] else _first_word(text.lstrip())[1]
+            continue
         words += _unquoted(word, variables, arrays)
         if len(words) > MOST_WORDS:
             raise UserError(f"the script has more than {MOST_WORDS:,} words: give the command itself")
@@ -188,6 +230,10 @@ def _unquoted(word: str, variables: dict[str, str], arrays: dict[str, list[str]]
         elif character == "\\":
             text += word[place + 1 : place + 2]
             place += 1
+        elif word[place : place + 2] == "$'":
+            end = _end_of_quote(word, place + 1)
+            text += _ESCAPED.sub(lambda found: _ESCAPES.get(found[1], found[0]), word[place + 2 : end])
+            place = end
         elif character == "$":
             taken, length = _variable(word[place : place + LONGEST_REFERENCE], variables)
             text += taken
@@ -238,8 +284,11 @@ def _variable(text: str, variables: dict[str, str], depth: int = 0) -> tuple[str
             return variables[found[1]], length
         if found[2]:
             other = found[3].strip("\"'")
-            return (_variable(other, variables, depth + 1)[0] if other.startswith("$") and re.fullmatch(
-                r"\$\{?\w+\}?", other) else _expanded(other, variables)), length  # fmt: skip
+            bare = re.fullmatch(r"\$\{?\w+\}?", other)
+            value = _variable(other, variables, depth + 1)[0] if bare else _expanded(other, variables)
+            if found[2].endswith("="):
+                variables[found[1]] = value
+            return value, length
         return text[:length], length
     if found := re.match(r"\$([A-Za-z_]\w*)", text):
         return variables.get(found[1], found[0]), found.end()

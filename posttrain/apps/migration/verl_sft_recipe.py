@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from posttrain.apps.migration.recipe_draft import RecipeDraft
-from posttrain.apps.migration.shared_rules import FIRST_RATE, adapters, frequency, optimizer
+from posttrain.apps.migration.shared_rules import FIRST_RATE, adapters, frequency, kept_checkpoints, optimizer
 
-DECAYED = "same meaning; of all weights there, of matrices alone here"
+DECAYED = "same value; of all weights there, of matrices alone here"
 
 
 def verl_sft(draft: RecipeDraft, rows: int | None) -> None:
@@ -13,6 +13,10 @@ def verl_sft(draft: RecipeDraft, rows: int | None) -> None:
     draft.same("fields.messages", "data.messages_key")
     if draft.lines.get("fields.messages", ("",))[0] == "messages":
         del draft.lines["fields.messages"]
+    thinks = draft.read("data.enable_thinking_default")
+    if isinstance(thinks, bool):
+        told = f"{draft.origin('data.enable_thinking_default')}: same meaning"
+        draft.put("chat_template_kwargs.enable_thinking", thinks, told)
     draft.same("fields.prompt", "data.prompt_key")
     draft.same("fields.response", "data.response_key")
     for option, name in (("prompt", "prompt_dict_keys"), ("response", "response_dict_keys")):
@@ -34,6 +38,9 @@ def verl_sft(draft: RecipeDraft, rows: int | None) -> None:
     draft.head.append(f"An update: {size} rows.")
     draft.put("rows", size, f"{draft.origin('data.train_batch_size')}: rows of an update")
     most, passes = draft.number("trainer.total_training_steps"), draft.number("trainer.total_epochs")
+    if limit := max(0, draft.number("data.train_max_samples", 0)):  # -1: all
+        draft.put("limit", int(limit), f"{draft.origin('data.train_max_samples')}: the first ones here")
+        rows = None if rows is None else min(rows, int(limit))
     updates = None if rows is None else int(rows // size * passes)
     if most:
         updates = int(most)
@@ -55,7 +62,7 @@ def verl_sft(draft: RecipeDraft, rows: int | None) -> None:
     if first is not None and first > 0:
         draft.put("warmup", int(first), f"{draft.origin('optim.lr_warmup_steps')} updates{FIRST_RATE}")
     elif share and updates is None:
-        draft.note(draft.origin("optim.lr_warmup_steps_ratio"), f"warmup = {share:g} x all updates")
+        draft.differs(draft.origin("optim.lr_warmup_steps_ratio"), f"warmup = {share:g} x all updates")
     elif share and updates is not None:
         told = f"{draft.origin('optim.lr_warmup_steps_ratio')} of {updates} updates{FIRST_RATE}"
         draft.put("warmup", int(share * updates), told)
@@ -64,8 +71,13 @@ def verl_sft(draft: RecipeDraft, rows: int | None) -> None:
     draft.put("precision", draft.fitted("precision", draft.read("engine.dtype", "bfloat16")), "verl's type of products")
     draft.same("max_length", "data.max_length")
     draft.put("too_long", draft.fitted("too_long", draft.read("data.truncation")), draft.origin("data.truncation"))
+    if draft.read("data.truncation") == "left":
+        draft.differs(
+            draft.origin("data.truncation"), "rows keep their end there; here a demonstration keeps its start"
+        )
     adapters(draft, "model.lora_rank", "model.lora_alpha", "model.target_modules")
     draft.same("seed", "trainer.seed")
     frequency(draft, "save_every", "trainer.save_freq", 1)
     frequency(draft, "eval_every", "trainer.test_freq", 1)
+    kept_checkpoints(draft, "trainer.max_ckpt_to_keep")
     draft.same("out", "trainer.default_local_dir")

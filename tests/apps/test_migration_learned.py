@@ -48,6 +48,12 @@ def imported(folder: Path, text: str, rows: int = 2048) -> tuple[RecipeDraft, di
         (f"{VERL} $MORE", "the options in $MORE: only the script knows them"),
         (f"{VERL} '+data.apply_chat_template_kwargs=[1]'", "variables of the chat template"),
         (VERL.replace("verl.trainer", "recipe.one_step_off_policy"), "recipe.one_step_off_policy has a trainer of its own"),
+        (f"{VERL} algorithm.adv_estimator=remax algorithm.use_kl_in_reward=True", "remax a token has the KL from it on"),
+        (f"{VERL} algorithm.adv_estimator=reinforce_plus_plus_baseline actor_rollout_ref.rollout.n=4 "
+         "algorithm.use_kl_in_reward=True", "a token has the KL of the whole reply there"),
+        (f"{VERL} algorithm.adv_estimator=gpg actor_rollout_ref.rollout.n=4", "those with a reward other than 0 there"),
+        (f"{VERL} actor_rollout_ref.actor.policy_loss.loss_mode=cispo actor_rollout_ref.rollout.n=4",
+         "a weight is at least 0.8 there too"),
         ("python -m verl.trainer.sft_trainer data.truncation=left", "data.truncation = left: rows keep their end there"),
         (f"{PPO} --top_p 0.9", "top_p = 0.9: training samples from the model's own"),
         (f"{PPO} --rollout_batch_size 100 --train_batch_size 96", "of 100 rollouts the last 4 are no update of their own"),
@@ -119,6 +125,9 @@ def test_memory_speed_logs_and_evaluations_are_nothing_to_check(text: str, tmp_p
         (f"{VERL} data.train_max_samples=512 data.train_batch_size=256 trainer.total_epochs=3", {"limit": 512, "steps": 6}),
         (f"{VERL} actor_rollout_ref.model.lora.rank=16 '+actor_rollout_ref.model.lora.target_modules=[linear_qkv]'",
          {"lora": 16, "lora_alpha": 32.0, "lora_targets": ["q_proj", "k_proj", "v_proj"]}),
+        (f"{VERL} algorithm.adv_estimator=reinforce_plus_plus_baseline actor_rollout_ref.rollout.n=4 algorithm.gamma=0.9",
+         {"algorithm": "reinforce++-baseline", "gamma": 1.0}),
+        (f"{VERL} algorithm.use_kl_in_reward=True algorithm.kl_penalty=k3+", {"kl_where": "reward", "kl_estimator": "k3"}),
         (f"{VERL} actor_rollout_ref.actor.optim.lr_decay_style=cosine", {"schedule": "cosine"}),
         (f"{VERL} '+data.apply_chat_template_kwargs={{enable_thinking:False,effort:low}}'",
          {"chat_template_kwargs": {"enable_thinking": False, "effort": "low"}}),
@@ -166,6 +175,10 @@ def test_files_of_ones_own_are_named_before_the_first_run(tmp_path: Path) -> Non
     ("script", "words"),
     [
         ("M=z\nif [ $1 ]; then\n  M=a\nelse\n  M=b\nfi\nrun $M x=$M", ["run", "$M", "x=$M"]),
+        ('B=fsdp\nif [[ $B == "megatron" ]]; then\n M=a\n run no\nelse\n M=b\nfi\nrun x=$M', ["run", "x=b"]),
+        ('B=3\nif [ "$B" -lt 2 ]; then M=a; elif [ $B = 3 ]; then M=b; else M=c; fi\nrun x=$M', ["run", "x=b"]),
+        ("if [ a = a ] && [ $Q ]; then M=1; fi\nrun x=$M", ["run", "x=$M"]),
+        ('B=""\n[ -z "$B" ] && M=a\n[ -n "$B" ] && M=b\n[ -n "$B" ] || N=c\nrun $M $N', ["run", "a", "c"]),
         ("M=z\n[ -z $X ] && M=a\nrun x=$M", ["run", "x=$M"]),
         ("export M=z && run x=$M", ["run", "x=z"]),
         ("case $1 in\n a) M=1;;\n b)\n M=2 ;;\nesac\nrun x=$M", ["run", "x=$M"]),
@@ -187,4 +200,6 @@ def test_options_of_a_branch_are_left_out_and_named(tmp_path: Path) -> None:
     text = f'A=(data.train_batch_size=64)\nif [ "$1" ]; then\n  A+=(algorithm.gamma=0.9)\nfi\n{VERL} "${{A[@]}}" "$@"\n'
     draft, table = imported(tmp_path, text)
     assert table["prompts"] == 64
+    plain = text.replace("A=(", 'A="').replace("=64)", '=64"').replace("A+=(", 'A="$A ').replace("=0.9)", '=0.9"')
+    assert imported(tmp_path, plain.replace('"${A[@]}"', "$A"))[0].run.notes == draft.run.notes
     assert any("of a branch of the script, A: algorithm.gamma=0.9" in note for note in draft.run.notes)

@@ -96,7 +96,7 @@ _SAME_IN_ANY_CASE = re.compile(
     r"mbridge|remove|prefix|legacy)|enable_(prefix|chunked|sleep|ema)|calculate_|balance_|profile|test_freq|default_hdfs|validation)|"
     r".*(micro_batch|per_gpu|worker|dynamic_b|memory|gpu|parallel|offload|shard|compile|flash|attn|attention_backend|eager|cuda|"
     r"nccl|kernel|chunk|prefetch|timeout|address|colocate|sleep|sync_|determinis|load_format|recompute|checkpointing|tensorboard|"
-    r"hybrid_engine|_fusion|use_reward_loop|overlap_|use_precision_aware|wake_up|_metrics|_ckpt|pad_to_|local_rank|experiment|project|run_name|run_id|trust_remote|fast_tokenizer|disable_log|image_patch_size)|"
+    r"hybrid_engine|_fusion|use_reward_loop|overlap_|use_precision_aware|wake_up|_metrics|_ckpt|pad_to_|local_rank|experiment|project|run_name|run_id|trust_remote|fast_tokenizer|disable_log|image_patch_size|rollout\.(prompt|response)_length)|"
     r"(.*\.)?(\w*seed|device|mode|reward_fn_key|return_raw_\w+|strategy|tf32|max_concurrent|skip_tokenizer_init|ema_beta|actor\.shuffle|"
     r"scheduling_policy|num_proc)$)"
 )

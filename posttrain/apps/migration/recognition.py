@@ -117,7 +117,8 @@ def _of_command(words: list[str], path: Path, beside: str = "") -> ForeignRun | 
     run = _of_words([word for place, word in enumerate(words) if place not in unknown], path, beside)
     if run is not None:
         for word in (words[place] for place in unknown):
-            what = f"of a branch of the script, {word[1:]}" if word.startswith(BRANCH) else f"in {word}"
+            branch = word[1:].replace(BRANCH, " ")
+            what = f"of a branch of the script, {branch}" if word.startswith(BRANCH) else f"in {word}"
             run.notes.append(f"the options {clip(what)}: only the script knows them, so add those that you want")
     return run
 

@@ -1,7 +1,7 @@
 """Reads the commands of a shell script without running it: words, quotes, continuations, and the variables that it sets.
 
-Not a shell: branches are read one after the other, and what another program would print stays as it is written. So does a
-variable that a branch sets, since nothing here knows which branch runs.
+Not a shell: what another program would print stays as it is written. So does a variable that a branch sets, unless the
+condition compares texts that are known.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import ast
 import operator
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from posttrain.core.types import UserError
 
@@ -22,7 +23,11 @@ LONGEST_REFERENCE = 4000  # characters of ${...} or $((...))
 _NAME = re.compile(r"(?:export\s+|local\s+|declare\s+(?:-\w+\s+)*|readonly\s+)?([A-Za-z_]\w*)(\+?)=")
 _HEREDOC = re.compile(r"<<(-?)\s*(['\"]?)(\w+)\2[^\n]*\n(.*?)\n[ \t]*\3[ \t]*(?:\n|$)", re.DOTALL)
 BRANCH = "\x02"
-"""Beginning of a word that only a branch of the script adds to an array: "ARRAY: words"."""
+"""Beginning of a word that only a branch adds to a variable: its name and the words, each after another beginning."""
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    **{"=": operator.eq, "==": operator.eq, "!=": operator.ne, "-eq": operator.eq, "-ne": operator.ne},
+    **{"-lt": operator.lt, "-le": operator.le, "-gt": operator.gt, "-ge": operator.ge},
+}
 _COMMENT = re.compile(r"^([ \t]*#[^\n]*?)\\+$", re.MULTILINE)  # a backslash at its end continues nothing
 _LEADING = re.compile(r"(?:(?:do|\{|!)\s+)+")
 _IN_BRANCH = re.compile(r"(?:(?:then|else|elif|if|do|\{|!|case\s+\S+\s+in)\s+)*(?:\(?[\w*|\"'.+ -]+\)\s*(?=\w+\+?=))?")
@@ -53,18 +58,18 @@ def commands(text: str, depth: int = 0) -> Iterator[list[str]]:
     arrays: dict[str, list[str]] = {}
     text = re.sub(r"\\\n", " ", _COMMENT.sub(r"\1", text))
     text, documents = _without_documents(text)
-    branches, tests = 0, False
+    branches = _Branches()
     for statement, joined in _statements(text):
         if found := re.search(r"\x00(\d+)", statement):
             head = statement[: found.start()]
             if reads := _READ.search(head):
                 variables[reads[1]] = _expanded(documents[int(found[1])], variables)
             continue
-        first = statement.split(None, 1)[0]
-        branches = max(0, branches + (first in ("if", "case")) - (first in ("fi", "esac")))
-        tests = first in ("[", "[[", "test") or (tests and joined)
-        statement = (_IN_BRANCH if branches else _LEADING).sub("", statement)
-        words = _words(_assigned(statement, variables, arrays, bool(branches) or (tests and joined)), variables, arrays)
+        runs = branches.enter(statement, joined, variables, arrays)
+        statement = (_IN_BRANCH if branches.states else _LEADING).sub("", statement)
+        if runs is False:
+            continue
+        words = _words(_assigned(statement, variables, arrays, runs is None), variables, arrays)
         while words and words[0] in _KEYWORDS:
             words = words[1:]
         inner = next(
@@ -78,6 +83,64 @@ def commands(text: str, depth: int = 0) -> Iterator[list[str]]:
             yield words
 
 
+class _Branches:
+    """The branches around a statement and the tests before it: whether it runs, None where only a run knows."""
+
+    def __init__(self) -> None:
+        self.states: list[
+            list[bool | None]
+        ] = []  # of each `if` and `case`: whether its branches run, the last one here
+        self.condition = False  # the statement before was one
+        self.test: list[bool | None] = []  # that of a chain [ ... ] && ..., if the statements before are one
+
+    def enter(
+        self, statement: str, joined: str, variables: dict[str, str], arrays: dict[str, list[str]]
+    ) -> bool | None:
+        """Return whether a statement runs. `joined`: && or || before it, or ""."""
+        first, _, rest = statement.partition(" ")
+        first = first.split()[0]
+        after_condition, self.condition = self.condition, first in ("if", "elif")
+        known = _truth(rest if self.condition else statement, variables, arrays)
+        if first in ("if", "case"):
+            self.states.append([known if first == "if" else None])
+        elif first in ("fi", "esac"):
+            self.states[-1:] = []
+        elif first in ("elif", "else") and self.states:
+            known, before = known if first == "elif" else True, self.states[-1]
+            before.append(False if True in before or known is False else None if None in before else known)
+        elif after_condition and joined:
+            self.states[-1][-1], self.condition = None, True
+        runs = [branches[-1] for branches in self.states]
+        if joined and self.test:
+            runs.append(self.test[0] if joined == "&&" or self.test[0] is None else not self.test[0])
+        if first in ("[", "[[", "test"):
+            self.test = [None if joined else known]
+        elif not joined:
+            self.test = []
+        return False if False in runs else None if None in runs else True
+
+
+def _truth(statement: str, variables: dict[str, str], arrays: dict[str, list[str]]) -> bool | None:
+    """Return whether a test holds that compares known texts or numbers; None for any other."""
+    found = re.fullmatch(r"(!\s+)?\[\[?\s+(.*?)\s+\]?\]", statement.strip(), re.DOTALL)
+    words = _words(found[2], variables, arrays) if found else []
+    if found is None or any(character in word for word in words for character in "$`*?"):
+        return None
+    if len(words) == 2 and words[0] in ("-z", "-n"):
+        value = (words[1] == "") == (words[0] == "-z")
+    elif len(words) == 3 and words[1] in _COMPARISONS:
+        sides = (words[0], words[2])
+        if not words[1].startswith("-"):
+            value = _COMPARISONS[words[1]](*sides)
+        elif all(re.fullmatch(r"-?\d{1,18}", side) for side in sides):
+            value = _COMPARISONS[words[1]](*map(int, sides))
+        else:
+            return None
+    else:
+        return None
+    return value != bool(found[1])
+
+
 def _assigned(statement: str, variables: dict[str, str], arrays: dict[str, list[str]], unsure: bool) -> str:
     """Set the variables that a statement begins with, and return the rest of it. `unsure`: perhaps it does not run."""
     while assignment := _NAME.match(statement):
@@ -87,18 +150,24 @@ def _assigned(statement: str, variables: dict[str, str], arrays: dict[str, list[
             inside, rest = _bracketed(rest)
             new = _words(inside, variables, arrays)
             if unsure and new:
-                new = [f"{BRANCH}{name}: {' '.join(new)}"]
+                new = [_of_branch(name, " ".join(new))]
             arrays[name] = [*arrays.get(name, []), *new] if adds or unsure else new
         else:
             value, rest = _first_word(rest)
-            text = "".join(_unquoted(value, variables, arrays)[:1])
-            text = _bounded(variables.get(name, "") + text if adds else text)
-            if unsure and rest.strip() == "" and variables.get(name) != text:
-                variables.pop(name, None)
-            else:
+            text, before = "".join(_unquoted(value, variables, arrays)[:1]), variables.get(name, "")
+            text = _bounded(before + text if adds else text)
+            if not unsure or rest.strip() or text == before:
                 variables[name] = text
+            elif before and text.startswith(before):
+                variables[name] = f"{before} {_of_branch(name, text.removeprefix(before))}"
+            else:
+                variables.pop(name, None)
         statement = rest.lstrip()
     return statement
+
+
+def _of_branch(name: str, words: str) -> str:
+    return f"{BRANCH}{name}:" + "".join(f"{BRANCH}{word}" for word in words.split())
 
 
 def _bounded(text: str) -> str:
@@ -119,12 +188,12 @@ def _without_documents(text: str) -> tuple[str, list[str]]:
     return _HEREDOC.sub(taken, text) if few else text, documents
 
 
-def _statements(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield the statements, and whether && or || joins each to the one before.
+def _statements(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the statements, each with the && or || that joins it to the one before, or "".
 
     Ends of lines, ;, &, && and | end one, outside quotes and brackets. Comments are left out.
     """
-    start, place, depth, before, joined = 0, 0, 0, "", False
+    start, place, depth, before, joined = 0, 0, 0, "", ""
     while place < len(text):
         character = text[place]
         if character == "\\":
@@ -144,7 +213,7 @@ def _statements(text: str) -> Iterator[tuple[str, bool]]:
         elif depth == 0 and character in "\n;&|" and not (character == "&" and _REDIRECTS.match(text, place - 1)):
             if statement := (before + text[start:place]).strip():
                 yield statement, joined
-                joined = text[place : place + 2] in ("&&", "||")
+                joined = text[place : place + 2] if text[place : place + 2] in ("&&", "||") else ""
             before, start = "", place + 1
         place += 1
     if statement := (before + text[start:]).strip():

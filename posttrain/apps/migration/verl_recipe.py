@@ -322,6 +322,9 @@ def _clip(draft: RecipeDraft, mode: str, updates: int) -> None:
         clips(draft, updates, low, high, None, names)
     elif mode == "cispo" and updates > 1:
         draft.put("clip_high", high, f"{names}: the weight is at most 1 + clip_high")
+        if low < 1:
+            told = f"a weight is at least {1 - low:g} there too, and has no lower bound here"
+            draft.differs(draft.origin(f"{ACTOR}.clip_ratio_low"), told)
     elif mode in ("clip_cov", "kl_cov"):
         draft.same(mode, f"{ACTOR}.policy_loss.{mode}_ratio", "same meaning; of the step here, of a micro-batch there")
         if mode == "kl_cov":
@@ -372,7 +375,15 @@ def _advantage(draft: RecipeDraft, estimator: str) -> None:
     elif estimator == "remax":
         draft.put("baseline", "greedy", "adv_estimator remax: the reward of a greedy reply")
         draft.put("scale", "none", "adv_estimator remax: no standard deviation")
-    elif estimator != "gpg":
+    elif estimator == "gpg":
+        draft.differs(
+            draft.origin("algorithm.adv_estimator"),
+            "advantages are multiplied by rollouts / those with a reward other than 0 there; here by rollouts / those in "
+            "groups with unequal rewards",
+        )
+    elif estimator == "reinforce_plus_plus_baseline":
+        draft.put("gamma", 1.0, "reinforce_plus_plus_baseline: verl discounts nothing")
+    else:
         draft.put("gamma", float(draft.number("algorithm.gamma")), f"{draft.origin('algorithm.gamma')}: same meaning")
     for name in (
         "algorithm.gamma",
@@ -418,13 +429,18 @@ def _kl(draft: RecipeDraft) -> None:
     elif in_reward and reward:
         draft.put("kl", float(reward), f"{draft.origin('algorithm.kl_ctrl.kl_coef')}: same meaning")
         draft.put("kl_where", "reward", "use_kl_in_reward")
-        estimator = _estimator(kinds[1], "kl_penalty")
+        estimator = _estimator(str(kinds[1]).removesuffix("+"), "kl_penalty")  # the + is of gradients
         told = f"{draft.origin('algorithm.kl_penalty')}: {same_estimator(estimator)}"
         draft.put("kl_estimator", estimator, told)
         if control == "adaptive":
             draft.put("kl_control", "adaptive", "kl_ctrl.type: same meaning")
             draft.put("kl_target", float(target), "kl_ctrl.target_kl: same meaning")
             draft.put("kl_horizon", float(horizon), "kl_ctrl.horizon: same meaning, in rollouts")
+        of, kind = draft.origin("algorithm.use_kl_in_reward"), draft.read("algorithm.adv_estimator")
+        if kind == "remax":
+            draft.differs(of, "with remax a token has the KL from it on there, here that of the whole reply")
+        if kind == "reinforce_plus_plus_baseline":
+            draft.differs(of, "with this estimator a token has the KL of the whole reply there, here that from it on")
     else:
         draft.put("kl", 0.0, "neither use_kl_loss nor use_kl_in_reward (or a coefficient of 0): no reference")
 

@@ -193,12 +193,14 @@ def _rollouts(draft: RecipeDraft, rows: int | None) -> None:
     frequency(draft, "save_every", "ckpt.save_steps", 1)
     frequency(draft, "eval_every", "eval.steps", 1)
     longest, length = draft.number("rollout.max_new_tokens"), draft.number("data.max_len")
-    told = "rollout.max_new_tokens" if longest else "data.max_len"
-    draft.put(
-        "max_tokens",
-        int(longest or length),
-        f"{draft.origin(told)}" + ("" if longest else ", of prompt and reply together"),
-    )
+    if draft.given("data.prompt_max_len"):  # before version 0.11, whose replies have a length of their own
+        told = "longer prompts are cut there, here those that leave no room for a reply in the model's context"
+        draft.differs(draft.origin("data.prompt_max_len"), told)
+        length = 1024
+    draft.read("data.prompt_max_len")
+    named = "rollout.max_new_tokens" if longest or draft.given("data.prompt_max_len") else "data.max_len"
+    together = "" if named != "data.max_len" else ", of prompt and reply together"
+    draft.put("max_tokens", int(longest or length), f"{draft.origin(named)}{together}")
     draft.same("temperature", "rollout.temperature")
     if draft.read("rollout.top_p") not in (None, 1, 1.0):
         draft.differs(draft.origin("rollout.top_p"), "training samples from the model's own distribution: left out")
@@ -513,6 +515,6 @@ def _reward_model(draft: RecipeDraft) -> None:
     if kind not in ("sigmoid", "logexp"):
         raise UserError(f"OpenRLHF's reward loss {shown(kind)!r:.40} has no counterpart; supported: sigmoid and logexp")
     draft.put("algorithm", "bradley-terry", f"{draft.origin('model.loss_type')}: log(1 + exp(r_rejected - r_chosen))")
-    draft.put(
-        "row_margins", 1.0 if draft.read("model.margin_loss_enable") else 0.0, "margin_loss: margins of the rows count"
-    )
+    counts = draft.read("model.margin_loss_enable") and kind == "sigmoid"
+    told = "margins of the rows count, with loss_type sigmoid alone"
+    draft.put("row_margins", 1.0 if counts else 0.0, f"{draft.origin('model.margin_loss_enable')}: {told}")

@@ -96,18 +96,20 @@ _SAME_IN_ANY_CASE = re.compile(
     r"mbridge|remove|prefix|legacy)|enable_(prefix|chunked|sleep|ema)|calculate_|balance_|profile|test_freq|default_hdfs|validation)|"
     r".*(micro_batch|per_gpu|worker|dynamic_b|memory|gpu|parallel|offload|shard|compile|flash|attn|attention_backend|eager|cuda|"
     r"nccl|kernel|chunk|prefetch|timeout|address|colocate|sleep|sync_|determinis|load_format|recompute|checkpointing|tensorboard|"
-    r"hybrid_engine|_fusion|use_reward_loop|overlap_|use_precision_aware|wake_up|_metrics|_ckpt|pad_to_|local_rank|experiment|project|run_name|run_id|trust_remote|fast_tokenizer|disable_log|image_patch_size|rollout\.(prompt|response)_length)|"
+    r"hybrid_engine|perf$|value_head_prefix|_fusion|use_reward_loop|overlap_|use_precision_aware|wake_up|_metrics|_ckpt|pad_to_|local_rank|experiment|project|run_name|run_id|trust_remote|fast_tokenizer|disable_log|image_patch_size|rollout\.(prompt|response)_length)|"
     r"(.*\.)?(\w*seed|device|mode|reward_fn_key|return_raw_\w+|strategy|tf32|max_concurrent|skip_tokenizer_init|ema_beta|actor\.shuffle|"
     r"scheduling_policy|num_proc)$)"
 )
 """Names of options that change memory, speed, logs, checkpoints or evaluations, and not what is learned."""
 
 _LEARNED = re.compile(
-    r"(shuffle|shuffle_dataset|min_lr_ratio|lr_scheduler_kwargs|lora_dropout|neftune_noise_alpha|ref_model|ref_pretrain|"
+    r"(shuffle|shuffle_dataset|do_sample|min_lr_ratio|lr_scheduler_kwargs|lora_dropout|neftune_noise_alpha|ref_model|ref_pretrain|"
     r"ref_model_name_or_path|reference_model|min_p|repetition_penalty|suppress_tokens|normalize_reward|normalize_enable|"
     r"reward_clip_range|override_config|interaction_config_path|partial_rollout|partial_rollout_enable)"
 )
 """Last parts of names that have an answer in the table of option names, and change what is learned."""
+_IF_FALSE = re.compile("shuffle|do_sample")
+"""Those of them that change it by the value false."""
 
 _GUESS = re.compile(r"(, not known here: \w+'s default).*", re.DOTALL)
 """A comment on a value that the script does not show: what would follow is true of the script's own value."""
@@ -325,12 +327,10 @@ class RecipeDraft:
                 and value is not None
             ):
                 self.same(option, name)
-            elif value not in (None, False, "") or told:
+            elif value is not None and value != "" and (value is not False or told):
                 unknown = told in ("", _NONE, _OF_THE_CRITIC) and not _SAME_IN_ANY_CASE.match(name)
                 last = name.rpartition(".")[2]
-                learned = unknown or (
-                    bool(_LEARNED.fullmatch(last)) and (not last.startswith("shuffle") or value is False)
-                )
+                learned = unknown or (bool(_LEARNED.fullmatch(last)) and (not _IF_FALSE.match(last) or value is False))
                 (self.differs if learned else self.note)(self.origin(name), told or _NONE)
         self._leave_out_evaluations()
         self.run.notes += [f"what is learned: {line}" for line in map(_grouped, self.changes.items())]

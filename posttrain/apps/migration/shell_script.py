@@ -54,7 +54,7 @@ def commands(text: str, depth: int = 0) -> Iterator[list[str]]:
 
     Raises UserError for a script that grows beyond any command.
     """
-    variables = {name: os.environ[name] for name in ("HOME",) if name in os.environ}
+    variables = {name: os.environ[name] for name in ("HOME",) if name in os.environ} | {"PWD": "."}
     arrays: dict[str, list[str]] = {}
     text = re.sub(r"\\\n", " ", _COMMENT.sub(r"\1", text))
     text, documents = _without_documents(text)
@@ -341,8 +341,9 @@ def _variable(text: str, variables: dict[str, str], depth: int = 0) -> tuple[str
         number = _arithmetic(inside[1:-1], variables)
         return (text[: len(text) - len(rest)] if number is None else str(number)), len(text) - len(rest)
     if text.startswith("$("):
-        _, rest = _bracketed(text[1:])
-        return text[: len(text) - len(rest)], len(text) - len(rest)
+        inside, rest = _bracketed(text[1:])
+        length = len(text) - len(rest)
+        return "." if inside.strip() == "pwd" else text[:length], length
     if text.startswith("${"):
         inside, rest = _bracketed(text[1:], "{", "}")
         length = len(text) - len(rest)

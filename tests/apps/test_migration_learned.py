@@ -39,6 +39,9 @@ def imported(folder: Path, text: str, rows: int = 2048) -> tuple[RecipeDraft, di
         (f"{VERL} actor_rollout_ref.actor.optim.min_lr_ratio=0.1", "optim.min_lr_ratio = 0.1"),
         (f"{VERL} algorithm.use_pf_ppo=True", "algorithm.use_pf_ppo = true: no counterpart"),
         (f"{VERL} actor_rollout_ref.rollout.do_sample=False", "rollout.do_sample = false: training samples from"),
+        (f"{VERL} trainer.critic_warmup=5", "critic_warmup = 5: the policy learns from the first step here"),
+        (f"{VERL} trainer.resume_from_path=/run", "resume_from_path = /run: --resume"),
+        (f"{SFT} --input_key q --output_key a", "a response ends with a space and the end-of-sequence token there"),
         (f"{VERL} distillation.enabled=True", "distillation.enabled = true: no counterpart"),
         (f"{VERL} trainer.v1.trainer_mode=separate_async", "trainer_mode = separate_async: no counterpart"),
         (f"{VERL} actor_rollout_ref.actor.fsdp_config.qat.enable=True", "qat.enable = true: no counterpart"),
@@ -88,6 +91,7 @@ def test_the_command_prints_what_changes_what_is_learned(
         "trainer.resume_mode=auto actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 trainer.nnodes=2 "
         "actor_rollout_ref.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache=True data.shuffle=True "
         "actor_rollout_ref.actor.checkpoint.save_contents=[model] ray_kwargs.ray_init.num_cpus=4 model_engine=dp "
+        "actor_rollout_ref.actor.tau_pos=1.0 actor_rollout_ref.actor.policy_loss.kl_cov_ratio=0.1 "
         "actor_rollout_ref.rollout.calculate_log_probs=True $@ > log 2>&1",
         f"{PPO} --lr_scheduler constant --vllm_sync_backend nccl --colocate_all_models --packing_samples --ckpt_path x "
         "--micro_train_batch_size 2 --adam_offload --zero_stage 3 --enable_ema --logging_steps 1 --save_hf_ckpt 2>&1 | tee",
@@ -164,9 +168,13 @@ def test_a_setting_of_a_reward_function_that_env_cannot_name_is_left_to_the_read
     assert "reward_kwargs.of: only the script computes" in " ".join(draft.run.notes)
 
 
-def test_a_sweep_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is a sweep of several runs"):
-        imported(tmp_path, f"{VERL} --multirun data.prompt_key=a,b")
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [("--multirun data.prompt_key=a,b", "is a sweep of several runs"), ("trainer.val_only=True", "posttrain eval")],
+)
+def test_what_is_not_one_training_run_is_refused(given: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=told):
+        imported(tmp_path, f"{VERL} {given}")
 
 
 def test_files_of_ones_own_are_named_before_the_first_run(tmp_path: Path) -> None:

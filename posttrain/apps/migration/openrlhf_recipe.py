@@ -460,6 +460,9 @@ def _given_responses(draft: RecipeDraft, rows: int | None) -> None:
     draft.put(
         "too_long", "truncate", "longer rows are cut; they end with the end-of-sequence token there, without it here"
     )
+    if not draft.run.options.get("data.apply_chat_template") and not draft.read("model.pretrain_mode_enable"):
+        told = "a response ends with a space and the end-of-sequence token there, with the token alone here"
+        draft.differs(draft.origin("data.apply_chat_template"), told)
     frequency(draft, "save_every", "ckpt.save_steps", 1)
     frequency(draft, "eval_every", "eval.steps", 1)
     if draft.run.trainer == "train_sft":

@@ -105,7 +105,7 @@ _SAME_IN_ANY_CASE = re.compile(
 _LEARNED = re.compile(
     r"(shuffle|shuffle_dataset|do_sample|min_lr_ratio|lr_scheduler_kwargs|lora_dropout|neftune_noise_alpha|ref_model|ref_pretrain|"
     r"ref_model_name_or_path|reference_model|min_p|repetition_penalty|suppress_tokens|normalize_reward|normalize_enable|"
-    r"reward_clip_range|override_config|interaction_config_path|partial_rollout|partial_rollout_enable)"
+    r"reward_clip_range|override_config|interaction_config_path|partial_rollout|partial_rollout_enable|resume_from_path)"
 )
 """Last parts of names that have an answer in the table of option names, and change what is learned."""
 _IF_FALSE = re.compile("shuffle|do_sample")

@@ -186,6 +186,8 @@ _LAYERS = {
 def verl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> None:
     """Write the lines of a run of verl."""
     verl_reward.rename(draft)
+    if draft.read("trainer.val_only"):
+        raise UserError("verl's trainer.val_only evaluates and trains nothing: here it is posttrain eval")
     devices_of(draft, devices, need=False)
     for name in ("trainer.n_gpus_per_node", "trainer.nnodes"):
         draft.read(name)
@@ -338,6 +340,11 @@ def _clip(draft: RecipeDraft, mode: str, updates: int) -> None:
             f"{names} ({low:g}, {high:g})",
             "gmpo clips the log ratio of each token by 0.4: see posttrain algorithms gmpo",
         )
+    elsewhere = [f"{ACTOR}.tau_pos", f"{ACTOR}.tau_neg"] if mode != "sapo" else []
+    for name in (*elsewhere, *(name for name in draft.run.options if name.startswith(f"{ACTOR}.policy_loss."))):
+        if draft.given(name) and name not in draft.treated and f".{mode}_" not in name:
+            draft.note(draft.origin(name), f"no effect: it is not of loss_mode {mode}")
+            draft.treated.add(name)
     for place, name in (("positive", "tau_pos"), ("negative", "tau_neg")):
         if mode == "sapo" and draft.given(f"{ACTOR}.{name}"):
             draft.set(f"surrogate.{place}", float(draft.number(f"{ACTOR}.{name}")), f"{name}: same meaning")
@@ -403,6 +410,8 @@ def _advantage(draft: RecipeDraft, estimator: str) -> None:
         if warmup := draft.number("trainer.critic_warmup"):
             draft.put("critic_warmup", int(warmup), f"{draft.origin('trainer.critic_warmup')}: same meaning")
         return
+    if draft.number("trainer.critic_warmup"):
+        draft.differs(draft.origin("trainer.critic_warmup"), "the policy learns from the first step here")
     skipped = [name for name in draft.run.options if name.startswith("critic.")]
     draft.treated |= set(skipped)
     if skipped:

@@ -162,4 +162,4 @@ def _filter_groups(draft: RecipeDraft) -> None:
     )
     if metric is not None and metric not in _BEFORE_PENALTY:
         what = "groups are compared by the environment's reward here, before the overlong penalty"
-        draft.note(draft.origin("algorithm.filter_groups.metric"), what)
+        draft.differs(draft.origin("algorithm.filter_groups.metric"), what)

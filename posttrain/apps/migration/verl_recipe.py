@@ -26,7 +26,7 @@ from posttrain.apps.migration.shared_rules import (
     trackers,
 )
 from posttrain.apps.migration.verl_machines import CORRECTION, bypasses, correction, divisions, offload
-from posttrain.apps.migration.verl_sft_recipe import DECAYED, verl_sft
+from posttrain.apps.migration.verl_sft_recipe import DECAYED, limited, verl_sft
 from posttrain.core.types import UserError
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -202,7 +202,7 @@ def verl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> No
     adapted = draft.read(f"{MODEL}.lora_rank") or draft.read(f"{MODEL}.lora.rank")
     draft.same("model", f"{MODEL}.path", "same meaning" if adapted else f"same meaning; {PADDING}")
     verl_reward.reward(draft)
-    rows = _limit(draft, rows)
+    rows = limited(draft, rows)
     prompts, minibatches = _batch(draft)
     updates = minibatches * draft.count(f"{ACTOR}.ppo_epochs")
     _policy(draft, updates)
@@ -503,16 +503,6 @@ def _clipping(draft: RecipeDraft) -> None:
         return draft.note(draft.origin(before), "no effect: verl clips at optim.clip_grad")
     told = f"as before verl 0.9, which does not read it and clips at optim.clip_grad, {draft.read(now):g}"
     draft.same("max_grad_norm", before, told)
-
-
-def _limit(draft: RecipeDraft, rows: int | None) -> int | None:
-    """Write how many of the rows are read, and return it."""
-    most = int(max(0, draft.number("data.train_max_samples", 0)))  # -1: all
-    if most and draft.parts:
-        draft.differs(draft.origin("data.train_max_samples"), "limit is of each part here: set it in each table")
-    elif most:
-        draft.put("limit", most, f"{draft.origin('data.train_max_samples')}: the first ones here")
-    return min(rows, most) if rows and most else rows
 
 
 def _adapters(draft: RecipeDraft) -> None:

@@ -10,27 +10,7 @@ DECAYED = "same value; of all weights there, of matrices alone here"
 
 def verl_sft(draft: RecipeDraft, rows: int | None) -> None:
     """Write the lines of supervised fine-tuning: of sft_trainer, or of fsdp_sft_trainer, its predecessor."""
-    draft.same("fields.messages", "data.messages_key")
-    if draft.lines.get("fields.messages", ("",))[0] == "messages":
-        del draft.lines["fields.messages"]
-    thinks = draft.read("data.enable_thinking_default")
-    if isinstance(thinks, bool):
-        told = f"{draft.origin('data.enable_thinking_default')}: same meaning"
-        draft.put("chat_template_kwargs.enable_thinking", thinks, told)
-    draft.same("fields.prompt", "data.prompt_key")
-    draft.same("fields.response", "data.response_key")
-    for option, name in (("prompt", "prompt_dict_keys"), ("response", "response_dict_keys")):
-        keys = draft.read(f"data.{name}")
-        if isinstance(keys, list) and len(keys) == 1 and f"fields.{option}" in draft.lines:
-            column = draft.lines[f"fields.{option}"][0]
-            draft.put(
-                f"fields.{option}",
-                f"{column}.{keys[0]}",
-                f"{draft.origin(f'data.{name}')}: a dot reaches into a column",
-            )
-    if draft.read("data.multiturn.enable"):
-        draft.lines.pop("fields.prompt", None)
-        draft.lines.pop("fields.response", None)
+    _columns(draft)
     if draft.read("data.val_files"):
         draft.note("data.val_files", "held_out keeps a share of tasks for evaluation")
     draft.same("model", "model.partial_pretrain" if draft.run.trainer == "fsdp_sft_trainer" else "model.path")
@@ -38,9 +18,7 @@ def verl_sft(draft: RecipeDraft, rows: int | None) -> None:
     draft.head.append(f"An update: {size} rows.")
     draft.put("rows", size, f"{draft.origin('data.train_batch_size')}: rows of an update")
     most, passes = draft.number("trainer.total_training_steps"), draft.number("trainer.total_epochs")
-    if limit := max(0, draft.number("data.train_max_samples", 0)):  # -1: all
-        draft.put("limit", int(limit), f"{draft.origin('data.train_max_samples')}: the first ones here")
-        rows = None if rows is None else min(rows, int(limit))
+    rows = limited(draft, rows)
     updates = None if rows is None else int(rows // size * passes)
     if most:
         updates = int(most)
@@ -81,3 +59,38 @@ def verl_sft(draft: RecipeDraft, rows: int | None) -> None:
     frequency(draft, "eval_every", "trainer.test_freq", 1)
     kept_checkpoints(draft, "trainer.max_ckpt_to_keep")
     draft.same("out", "trainer.default_local_dir")
+
+
+def _columns(draft: RecipeDraft) -> None:
+    """Write the columns: those of messages, or of prompts and responses, and whether the model thinks."""
+    draft.same("fields.messages", "data.messages_key")
+    if draft.lines.get("fields.messages", ("",))[0] == "messages":
+        del draft.lines["fields.messages"]
+    thinks = draft.read("data.enable_thinking_default")
+    if isinstance(thinks, bool):
+        told = f"{draft.origin('data.enable_thinking_default')}: same meaning"
+        draft.put("chat_template_kwargs.enable_thinking", thinks, told)
+    draft.same("fields.prompt", "data.prompt_key")
+    draft.same("fields.response", "data.response_key")
+    for option, name in (("prompt", "prompt_dict_keys"), ("response", "response_dict_keys")):
+        keys = draft.read(f"data.{name}")
+        if isinstance(keys, list) and len(keys) == 1 and f"fields.{option}" in draft.lines:
+            column = draft.lines[f"fields.{option}"][0]
+            draft.put(
+                f"fields.{option}",
+                f"{column}.{keys[0]}",
+                f"{draft.origin(f'data.{name}')}: a dot reaches into a column",
+            )
+    if draft.read("data.multiturn.enable"):
+        draft.lines.pop("fields.prompt", None)
+        draft.lines.pop("fields.response", None)
+
+
+def limited(draft: RecipeDraft, rows: int | None) -> int | None:
+    """Write how many of the rows are read, and return it."""
+    most = int(max(0, draft.number("data.train_max_samples", 0)))  # -1: all
+    if most and draft.parts:
+        draft.differs(draft.origin("data.train_max_samples"), "limit is of each part here: set it in each table")
+    elif most:
+        draft.put("limit", most, f"{draft.origin('data.train_max_samples')}: the first ones here")
+    return min(rows, most) if rows and most else rows

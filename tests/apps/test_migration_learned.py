@@ -45,7 +45,10 @@ def imported(folder: Path, text: str, rows: int = 2048) -> tuple[RecipeDraft, di
         (f"{VERL} distillation.enabled=True", "distillation.enabled = true: no counterpart"),
         (f"{VERL} trainer.v1.trainer_mode=separate_async", "trainer_mode = separate_async: no counterpart"),
         (f"{VERL} actor_rollout_ref.actor.fsdp_config.qat.enable=True", "qat.enable = true: no counterpart"),
-        (f"{VERL} some.option.of.a.later.version=3", "some.option.of.a.later.version = 3: no counterpart"),
+        *((f"{VERL} some.option.of.a.later.version={value}", f"some.option.of.a.later.version = {told}: no counterpart")
+          for value, told in (("3", "3"), ("0", "0"), ("0.0", "0.0"), ("False", "false"), ("abc", "abc"))),
+        (f"{VERL} actor_rollout_ref.actor.optim.optimizer_impl=my.optim", "of my.optim: not taken over as optimizer"),
+        (f"{VERL} algorithm.kl_ctrl.kl_coef=0.01", "kl_coef = 0.01: no effect without use_kl_in_reward"),
         (f"{VERL} algorithm.rollout_correction.rollout_rs=token_k1", "no such rejection here"),
         (f"{VERL} reward_model.reward_manager=mine", "a manager of your own"),
         (f"{VERL} data.train_batch_size=$N", "data.train_batch_size: only the script computes its value, $N"),

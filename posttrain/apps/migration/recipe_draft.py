@@ -327,7 +327,7 @@ class RecipeDraft:
                 and value is not None
             ):
                 self.same(option, name)
-            elif value is not None and value != "" and (value is not False or told):
+            elif value is not None and value != "":
                 unknown = told in ("", _NONE, _OF_THE_CRITIC) and not _SAME_IN_ANY_CASE.match(name)
                 last = name.rpartition(".")[2]
                 learned = unknown or (bool(_LEARNED.fullmatch(last)) and (not _IF_FALSE.match(last) or value is False))

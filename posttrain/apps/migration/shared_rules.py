@@ -137,11 +137,12 @@ def same_estimator(estimator: str) -> str:
 def optimizer(draft: RecipeDraft, prefix: str) -> None:
     """Write the optimizer of verl: a class of `optimizer_impl`, which is torch.optim unless it is given."""
     name, module = f"{prefix}.optimizer", draft.read(f"{prefix}.optimizer_impl", "torch.optim")
-    if draft.given(name) and isinstance(kind := draft.read(name), str):
+    kind = draft.read(name, "AdamW")
+    if (draft.given(name) or draft.given(f"{prefix}.optimizer_impl")) and isinstance(kind, str):
         try:
             draft.put("optimizer", draft.fitted("optimizer", f"{module}:{kind}"), f"{draft.origin(name)} of {module}")
         except UserError as error:
-            draft.note(f"{draft.origin(name)} of {module}", f"not taken over as optimizer: {error}")
+            draft.differs(f"{draft.origin(name)} of {module}", f"not taken over as optimizer: {error}")
 
 
 def split_of(draft: RecipeDraft, name: str) -> None:

@@ -451,6 +451,16 @@ def _kl(draft: RecipeDraft) -> None:
         if kind == "reinforce_plus_plus_baseline":
             draft.differs(of, "with this estimator a token has the KL of the whole reply there, here that from it on")
     else:
+        if (
+            draft.given("algorithm.kl_ctrl.kl_coef")
+            and not draft.given("algorithm.use_kl_in_reward")
+            and reward
+            and not in_loss
+        ):
+            told = (
+                "no effect without use_kl_in_reward; versions of verl that did not have it put this KL into the reward"
+            )
+            draft.differs(draft.origin("algorithm.kl_ctrl.kl_coef"), told)
         draft.put("kl", 0.0, "neither use_kl_loss nor use_kl_in_reward (or a coefficient of 0): no reference")
 
 

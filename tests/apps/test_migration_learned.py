@@ -62,6 +62,8 @@ def imported(folder: Path, text: str, rows: int = 2048) -> tuple[RecipeDraft, di
         (f"{VERL} actor_rollout_ref.actor.policy_loss.loss_mode=cispo actor_rollout_ref.rollout.n=4",
          "a weight is at least 0.8 there too"),
         ("python -m verl.trainer.sft_trainer data.truncation=left", "data.truncation = left: rows keep their end there"),
+        (f"{VERL} actor_rollout_ref.rollout.multi_turn.enable=True", "of all turns and results of tools together there"),
+        (f"{PPO} --max_len 512", "data.max_len = 512: a reply has at most as many tokens less those of its prompt"),
         (f"{PPO} --top_p 0.9", "top_p = 0.9: training samples from the model's own"),
         (f"{PPO} --rollout_batch_size 100 --train_batch_size 96", "of 100 rollouts the last 4 are no update of their own"),
         (f"{PPO} --advantage_estimator group_norm --n_samples_per_prompt 4", "KL of a whole reply is in its reward here"),
@@ -96,7 +98,8 @@ def test_the_command_prints_what_changes_what_is_learned(
         "actor_rollout_ref.actor.checkpoint.save_contents=[model] ray_kwargs.ray_init.num_cpus=4 model_engine=dp "
         "actor_rollout_ref.actor.tau_pos=1.0 actor_rollout_ref.actor.policy_loss.kl_cov_ratio=0.1 "
         "actor_rollout_ref.rollout.calculate_log_probs=True $@ > log 2>&1",
-        f"{PPO} --lr_scheduler constant --vllm_sync_backend nccl --colocate_all_models --packing_samples --ckpt_path x "
+        f"{PPO} --generate_max_len 9 --lr_scheduler constant --vllm_sync_backend nccl --colocate_all_models "
+        "--packing_samples --ckpt_path x "
         "--micro_train_batch_size 2 --adam_offload --zero_stage 3 --enable_ema --logging_steps 1 --save_hf_ckpt 2>&1 | tee",
     ],
 )  # fmt: skip

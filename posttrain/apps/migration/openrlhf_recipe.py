@@ -200,6 +200,10 @@ def _rollouts(draft: RecipeDraft, rows: int | None) -> None:
     draft.read("data.prompt_max_len")
     named = "rollout.max_new_tokens" if longest or draft.given("data.prompt_max_len") else "data.max_len"
     together = "" if named != "data.max_len" else ", of prompt and reply together"
+    if together:
+        draft.differs(
+            draft.origin(named), "a reply has at most as many tokens less those of its prompt there, here as many"
+        )
     draft.put("max_tokens", int(longest or length), f"{draft.origin(named)}{together}")
     draft.same("temperature", "rollout.temperature")
     if draft.read("rollout.top_p") not in (None, 1, 1.0):

@@ -100,6 +100,8 @@ def _tools(draft: RecipeDraft) -> None:
     file = draft.run.options.get(f"{turns}.tool_config_path")
     tools = f", tools of {shown(file)}" if file else ""
     draft.treated |= {name for name in given if not name.endswith(("max_assistant_turns", "max_user_turns"))}
+    told = "of all turns and results of tools together there; max_tokens is of each reply, max_episode_tokens of all replies"
+    draft.differs(draft.origin("data.max_response_length"), told)
     draft.first.append(
         f"multi_turn.enable = true{tools}: env has one turn alone, so write an environment with turns and tools, "
         "--env my.py:play (docs/guides/environments.md)"

@@ -62,6 +62,8 @@ _CHOICES: dict[str, Mapping[Any, Any]] = {
     "schedule": SCHEDULES,
     "kl_estimator": ESTIMATORS,
     "precision": _PRECISIONS,
+    "weights": _PRECISIONS,
+    "frozen_weights": _PRECISIONS,
     "scale": {True: "group", False: "none"},
     "too_long": {
         "error": "refuse",

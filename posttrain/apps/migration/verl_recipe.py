@@ -499,6 +499,10 @@ def _optimizer(draft: RecipeDraft, prompts: int, updates: int, rows: int | None)
         )
     if draft.read(f"{MODEL}.enable_gradient_checkpointing"):
         draft.put("recompute", "layers", f"{draft.origin(f'{MODEL}.enable_gradient_checkpointing')}: memory only")
+    if draft.given(stored := f"{ACTOR}.fsdp_config.model_dtype"):
+        adapted = draft.read(f"{MODEL}.lora_rank") or draft.read(f"{MODEL}.lora.rank")
+        rounded = "same type; updates are rounded stochastically here"
+        draft.same("frozen_weights" if adapted else "weights", stored, "same meaning" if adapted else rounded)
     types = (f"{ACTOR}.fsdp_config.mixed_precision.param_dtype", f"{ACTOR}.dtype")
     draft.same("precision", next(filter(draft.given, types), f"{ACTOR}.fsdp_config.dtype"))
 

@@ -164,7 +164,9 @@ def test_a_message_of_calls_alone_shows_no_word_for_its_empty_content() -> None:
 
     def render(messages: Sequence[Mapping[str, Any]]) -> str:
         hermes = rendering("hermes")
-        return "".join(f"{message['content']}\n" * (message["content"] != "") + hermes([message]) for message in messages)
+        return "".join(
+            f"{message['content']}\n" * (message["content"] != "") + hermes([message]) for message in messages
+        )
 
     form = format_of(render)
     assert form is not None and form.message(CALLS)["content"] == "" and "None" not in render([form.message(CALLS[:1])])

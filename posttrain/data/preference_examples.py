@@ -4,7 +4,7 @@ The result has a prompt (or messages); "responses", each a text, or a list of te
 "comparisons", lists of [better, worse, share, margin], or "labels", a list of numbers for each response.
 
     prompt, chosen, rejected           pairs; with "margin", or "score_chosen" and "score_rejected", whose difference it is
-    chosen, rejected                   pairs whose texts (hh-rlhf, TRL) or messages (UltraFeedback) begin with the same prompt
+    chosen, rejected                   pairs whose texts (hh-rlhf, TRL) or messages (UltraFeedback) begin with one prompt
     prompt, responses, pairs, preferred    K responses, pairs of them, and for each 1: the first, 2: the second, 0: neither
     prompt, responses, comparisons     ... or [better, worse], [better, worse, share] or [better, worse, share, margin]
     prompt, responses, ranks           ... or a rank for each, 1 the best, equal ones tied
@@ -32,7 +32,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from itertools import combinations
-from os.path import commonprefix
 from typing import Any
 
 from posttrain.core.conversation import ROW_VARIABLES
@@ -231,9 +230,12 @@ def _end_of_shared_words(chosen: str, rejected: str) -> int:
     """Return where the last white space of the common beginning of two texts begins; 0 if there is none. TRL divides at the
     first letter that differs, which may be within a word.
     """
-    shared = commonprefix([chosen, rejected])
-    last = max((place for place, letter in enumerate(shared) if letter.isspace()), default=0)
-    return len(shared[:last].rstrip())
+    last = 0
+    for place, (letter, other) in enumerate(zip(chosen, rejected, strict=False)):
+        if letter != other:
+            break
+        last = place if letter.isspace() else last
+    return len(chosen[:last].rstrip())
 
 
 def _messages_apart(row: Row, chosen: list[Any], rejected: list[Any]) -> tuple[dict[str, Any], list[str]]:

@@ -37,8 +37,9 @@ from posttrain.engines.open_engine import open_engine
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.hf import transformers_folder
-from posttrain.models.hf.backed import NAME, Backed, _rows_of
+from posttrain.models.hf.backed import Backed, _rows_of
 from posttrain.models.hf.backed_writer import stored_tensors
+from posttrain.models.hf.token_mixing import NAME
 from posttrain.models.losses.likelihood import token_logp, token_logp_entropy
 from posttrain.models.native.decoder import Decoder
 from posttrain.models.native.decoder_writer import checkpoint_tensors, save_model

@@ -190,7 +190,7 @@ def test_texts_for_which_longrope_would_change_its_angles_are_too_long(tmp_path:
 
 def test_no_token_asked_for_is_no_state(folders: Callable[[str], Path]) -> None:
     layout = Layout(torch.arange(3, 8), torch.arange(5), (0,), (5,), (-1,))
-    for kind in ("qwen3", "gemma2"):
+    for kind in ("qwen3", "mamba2"):
         assert opened(folders(kind)).hidden(layout, torch.zeros(0, dtype=torch.int64)).shape == (0, 32)
 
 

@@ -77,10 +77,10 @@ class Recurrence:
         """Compute the delta rule by a function for sequences that lie end to end, with fla's arguments: first the roots,
         then what continues them, with their last states, and so on.
         """
-        found, states = [], None
+        found, states = list[Tensor](), None
         for level in self._levels:
             picked = given if len(self._levels) == 1 else [x.index_select(1, level.tokens) for x in given]
-            begun = None if states is None else states.index_select(0, level.parents)
+            begun: Tensor | None = None if states is None else states.index_select(0, level.parents)
             out, states = rule(
                 *picked, initial_state=begun, output_final_state=level is not self._levels[-1], cu_seqlens=level.ends,
                 **named,

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ class Mixing(Protocol):
     def convolution(self, function: Callable[..., Tensor], *given: Any, **named: Any) -> Tensor:
         """See `Recurrence.convolve`."""
 
-    def rule(self, *given: Tensor, normed: bool) -> Tensor:
+    def rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normed: bool) -> Tensor:
         """See `Recurrence.attend`."""
 
 
@@ -47,14 +47,20 @@ class LayoutMixing:
     """Mixing over one layout."""
 
     def __init__(self, layout: Layout) -> None:
-        self.segments, self.recurrence = SegmentAttention(layout), Recurrence(layout)
-        self.convolution, self._rule = self.recurrence.convolve, self.recurrence.attend
+        self.layout, self.segments = layout, SegmentAttention(layout)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, how: AttentionVariant, mask: Tensor | None) -> Tensor:
         return self.segments(0, q, k, v, how)
 
-    def rule(self, *given: Tensor, normed: bool) -> Tensor:
-        return self._rule(*given, normed)
+    def convolution(self, function: Callable[..., Tensor], *given: Any, **named: Any) -> Tensor:
+        return self._recurrence.convolve(function, *given, **named)
+
+    def rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normed: bool) -> Tensor:
+        return self._recurrence.attend(q, k, v, g, beta, normed)
+
+    @cached_property
+    def _recurrence(self) -> Recurrence:
+        return Recurrence(self.layout)
 
 
 _current: ContextVar[Mixing | None] = ContextVar("how layers mix tokens", default=None)
@@ -131,7 +137,7 @@ def _rule(given: Callable[..., Any]) -> Callable[..., Any]:
             return given(query, key, value, g=g, beta=beta, **named)
         if named.get("initial_state") is not None or named.get("output_final_state"):
             raise NotFlatError("linear attention continues a cache")
-        return how.rule(query, key, value, g, beta, normed=bool(named.get("use_qk_l2norm_in_kernel"))), None
+        return how.rule(query, key, value, g, beta, bool(named.get("use_qk_l2norm_in_kernel"))), None
 
     attend.follows_layouts = True  # type: ignore[attr-defined]
     return attend

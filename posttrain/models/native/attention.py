@@ -53,7 +53,7 @@ class SegmentAttention:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._ways: dict[tuple[type, int | None], Any] = {}  # by class and window
+        self._ways: dict[Any, Any] = {}  # by class and window
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant | None = None) -> Tensor:
         """Attend: q [T, heads, size], k and v [T, kv_heads, size] -> [T, heads, size]."""
@@ -68,7 +68,7 @@ class SegmentAttention:
                 return self.compiled(q, k, v)
             if self._few_prefixes:
                 return self.joined(q, k, v)
-        return self.masked(*map(at_least_float32, (q, k, v))).to(q.dtype)
+        return self._in_torch(q, k, v, AttentionVariant())
 
     def _needed(self, variant: AttentionVariant) -> AttentionVariant:
         """Return the variant without a window that reaches over every transcript."""
@@ -82,8 +82,12 @@ class SegmentAttention:
                 return self._way(FlashAttention, how.window)(q, k, v, how.sinks)
             if how.sinks is None:
                 return self._way(FlexAttention, how.window)(q, k, v, how.cap)
-        masked = self._way(MaskedAttention, how.window)
-        return masked(*map(at_least_float32, (q, k, v)), how.cap, how.sinks).to(q.dtype)
+        return self._in_torch(q, k, v, how)
+
+    def _in_torch(self, q: Tensor, k: Tensor, v: Tensor, how: AttentionVariant) -> Tensor:
+        """Attend with masks, at least in float32."""
+        wide = at_least_float32(q), at_least_float32(k), at_least_float32(v)
+        return self._way(MaskedAttention, how.window)(*wide, how.cap, how.sinks).to(q.dtype)
 
     @cached_property
     def compiled(self) -> CompiledAttention:

@@ -33,10 +33,12 @@ class FlexAttention:
         total, device = layout.tokens.shape[0], layout.tokens.device
         self.missing = -total % BLOCK
         some, whole = blocks(layout, forest, window)
-        parts = [torch.from_numpy(x).to(device) for x in (*_listed(some & ~whole), *_listed(whole))]
+        partly, full = ([torch.from_numpy(x).to(device) for x in _listed(marked)] for marked in (some & ~whole, whole))
         length = total + self.missing
         see = sight(layout, forest, window)
-        self.mask = BlockMask.from_kv_blocks(*parts, BLOCK_SIZE=BLOCK, mask_mod=see, seq_lengths=(length, length))
+        self.mask = BlockMask.from_kv_blocks(
+            partly[0], partly[1], full[0], full[1], BLOCK_SIZE=BLOCK, mask_mod=see, seq_lengths=(length, length)
+        )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, cap: float) -> Tensor:
         """Attend: q [T, heads, size], k and v [T, kv_heads, size] -> [T, heads, size]."""
@@ -54,7 +56,8 @@ class FlexAttention:
 def _function(compiled: bool) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention) if compiled else flex_attention
+    found: Callable[..., Any] = flex_attention
+    return torch.compile(found) if compiled else found
 
 
 def sight(layout: Layout, forest: Forest, window: int | None) -> Callable[..., Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,21 @@ def test_the_delta_rule_by_a_kernel_for_sequences_equals_its_transcripts_apart(l
         patch.setattr(recurrence, "fast_rule", lambda device: slow_rule)
         found = Recurrence(layout).attend(*given, True)
     same_as_apart(layout, given, found, lambda *x: one_by_one(*x)[0])
+
+
+@pytest.mark.gpu
+def test_the_delta_rule_by_fla_equals_its_transcripts_apart() -> None:
+    pytest.importorskip("fla")
+    layout = laid([5, 70, 3, 40, 130, 9], [-1, 0, 0, 1, 0, -1])
+    exact = inputs(layout, 32)
+    given = [x.detach().to("cuda", torch.float32 if x is exact[3] else torch.bfloat16).requires_grad_() for x in exact]
+    expected = Recurrence(layout).attend(*exact, True)
+    found = Recurrence(replace(layout, tokens=layout.tokens.cuda())).attend(*given, True)
+    weight = normal(*expected.shape, seed=7)
+    right = torch.autograd.grad((expected * weight).sum(), exact)
+    gradients = torch.autograd.grad((found * weight.to(found)).sum(), given)
+    for one, other in zip((found, *gradients), (expected, *right), strict=True):
+        assert (one.cpu().double() - other).norm() < 2e-2 * other.norm()
 
 
 @given(layout=trees(longest=9), width=st.integers(1, 5))

@@ -71,7 +71,8 @@ class Recurrence:
         if normed:
             q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM) for x in (q, k))
         q, k = (x.repeat_interleave(v.shape[1] // x.shape[1], 1) for x in (q * q.shape[-1] ** -0.5, k))
-        return self._chunks(q, k, v, g, beta).to(given).unsqueeze(0)
+        with torch.autocast(q.device.type, enabled=False):  # a state sums over a whole transcript
+            return self._chunks(q, k, v, g, beta).to(given).unsqueeze(0)
 
     def levels(self, rule: Rule, *given: Tensor, **named: Any) -> Tensor:
         """Compute the delta rule by a function for sequences that lie end to end, with fla's arguments: first the roots,
@@ -188,8 +189,10 @@ class _Chunks:
 
 
 def fast_rule(device: torch.device) -> Rule | None:
-    """Return fla's kernel; None on a CPU, and where fla is not installed."""
-    if device.type != "cuda" or find_spec("fla") is None:
+    """Return fla's kernel; None on a CPU, where fla is not installed, and where a second derivative is needed, for which
+    callers switch fused kernels off.
+    """
+    if device.type != "cuda" or not torch.backends.cuda.flash_sdp_enabled() or find_spec("fla") is None:
         return None
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 

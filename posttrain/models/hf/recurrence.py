@@ -75,7 +75,7 @@ class Recurrence:
             return self._chunks(q, k, v, g, beta).to(given).unsqueeze(0)
 
     def levels(self, rule: Rule, *given: Tensor, **named: Any) -> Tensor:
-        """Compute the delta rule by a function for sequences that lie end to end, with fla's arguments: first the roots,
+        """Compute the delta rule by a function for sequences laid end to end, with fla's arguments: first the roots,
         then what continues them, with their last states, and so on.
         """
         found, states = list[Tensor](), None

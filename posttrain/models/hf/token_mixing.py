@@ -31,7 +31,7 @@ class NotFlatError(Exception):
 
 
 class Mixing(Protocol):
-    """What layers do instead of their own attention."""
+    """The operations that replace those of the layers."""
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, how: AttentionVariant, mask: Tensor | None) -> Tensor:
         """Attend: q [T, heads, size], k and v [T, kv_heads, size] -> [T, heads, size]."""

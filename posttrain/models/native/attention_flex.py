@@ -1,8 +1,8 @@
 """Attention with capped scores over a layout, through torch's flex attention: on a GPU.
 
-The flash kernels that torch calls have no soft cap. Flex attention compiles a kernel for any function of a score. What a
-token sees is given twice: as a function of two tokens, and as blocks of 128 x 128 of which the function need not be
-computed, or which need not be read at all.
+The flash kernels that torch calls have no soft cap. Flex attention compiles a kernel for any function of a score. It gets
+the visible keys as a function of two tokens, and as two lists of blocks of 128 x 128 pairs: those in which the function
+decides, and those in which all keys are visible. It reads no others.
 
 T    tokens of a micro-batch, filled up to whole blocks    K    segments
 """
@@ -62,7 +62,7 @@ def _function(compiled: bool) -> Callable[..., Any]:
 
 def sight(layout: Layout, forest: Forest, window: int | None) -> Callable[..., Tensor]:
     """Return a function of flex attention: whether token q sees token k. Depth first, the descendants of a segment follow
-    it, so a pair of numbers tells whether one segment continues another.
+    it, so a pair of numbers shows whether one segment continues another.
     """
     order = [k for tree in forest.trees for k in tree]
     first, behind = (np.empty(len(order) + 1, dtype=np.int32) for _ in range(2))

@@ -495,7 +495,9 @@ def test_a_file_of_a_script_has_no_split_and_a_share_of_rows_is_told(
     (tmp_path / "own.py").write_text(script.replace(given, load))
     _, recipe, table = imported(tmp_path / "own.py")
     assert table["tasks"] == tasks and table.get("split") == split
-    assert ("alone; give limit, or write these rows to a file" in recipe) == ("[:" in load)
+    assert ("alone; write these rows to a file" in recipe) == ("%" in load) and table.get("limit") == (
+        50 if "[:50]" in load else None
+    )
 
 
 def test_the_split_of_held_out_rows_is_told_where_it_cannot_be_named(tmp_path: Path) -> None:

@@ -120,9 +120,9 @@ def test_a_configuration_whose_defaults_name_itself_is_read_to_an_end(tmp_path: 
 
 def test_numbers_of_a_configuration_are_read_as_argparse_reads_them(tmp_path: Path) -> None:
     """YAML reads 1e-3 without a point as text."""
-    text = 'beta: 1e-3\nmax_steps: "50"\nlearning_rate: 2e-6\nlabel_smoothing: "0.1"\nseed: "7"\n'
+    text = 'beta: 1e-3\nmax_steps: "50"\nlearning_rate: 2e-6\nlabel_smoothing: "0.1"\nloss_type: robust\nseed: "7"\n'
     _, table = imported(files(tmp_path, a_yaml=text), "dpo")
-    lines = {"beta": 1e-3, "steps": 50, "lr": 2e-6, "smoothing": 0.1, "seed": 7}
+    lines = {"beta": 1e-3, "steps": 50, "lr": 2e-6, "noise": 0.1, "seed": 7}
     assert {name: table[name] for name in lines} == lines
 
 

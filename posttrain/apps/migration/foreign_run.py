@@ -31,6 +31,7 @@ class ForeignRun:
 
     devices   processes that share a batch, where the command names them; None: it does not.
     notes     what a reader of the recipe must check, as the end of a sentence that begins with "Check".
+    first     what has to be put right before the first run.
     names     options that the file gives under another name -> that name.
     defaults  those in place of the trainer's own.
     files     what has to be beside the recipe -> its content.
@@ -42,6 +43,7 @@ class ForeignRun:
     options: dict[str, Any] = field(default_factory=dict)
     devices: int | None = None
     notes: list[str] = field(default_factory=list)
+    first: list[str] = field(default_factory=list)
     names: dict[str, str] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from posttrain.core.several_files import names_of
 from posttrain.core.types import UserError
 
 LARGEST_NUMBER = 1e15
+_LONGEST_COMMENT = 600
 NEVER = 1_000_000
 """A number of steps that no run has: of checkpoints that are never written before the end."""
 
@@ -113,6 +114,8 @@ class RecipeDraft:
     head: list[str] = field(default_factory=list)
     first: list[str] = field(default_factory=list)  # what has to be put right before the first run
     treated: set[str] = field(default_factory=set)
+    learned: Collection[str] = ()  # options with an answer that change what is learned
+    is_learned: Callable[[str], bool] = lambda name: False  # whether an option without an equal changes what is learned
     guessed: dict[str, str] = field(
         default_factory=dict
     )  # option there that has its default here -> what the script has
@@ -125,8 +128,10 @@ class RecipeDraft:
         self.treated.add(name)
         value = self.run.options.get(name, self.defaults.get(name, otherwise))
         if isinstance(value, Unresolved):
-            self.note(name, f"only the script computes its value, {value.text}: set it here")
-            if self.defaults.get(name) is not None:
+            guessed = self.defaults.get(name) is not None
+            learned = not guessed and self.is_learned(name)
+            self.note(name, f"only the script computes its value, {value.text}: set it here", learned)
+            if guessed:
                 self.guessed[self.run.names.get(name, name)] = value.text
             return self.defaults.get(name, otherwise)
         return value
@@ -170,9 +175,15 @@ class RecipeDraft:
     def set(self, place: str, value: Any, comment: str) -> None:
         self.settings[place] = (value, comment)
 
-    def note(self, name: str, text: str) -> None:
-        """Note an option that has no counterpart in posttrain, with what to do."""
-        names, called = self.without.setdefault(text, []), self.run.names.get(name, name)
+    def note(self, name: str, text: str, learned: bool = False) -> None:
+        """Note an option that has no counterpart in posttrain, with what to do: at the end of the recipe, or, where it
+        changes what is learned, among the lines that its reader checks.
+        """
+        called = self.run.names.get(name, name)
+        if learned:
+            self.run.notes += [line for line in [f"{called}: {text}"] if line not in self.run.notes]
+            return
+        names = self.without.setdefault(text, [])
         if called not in names:
             names.append(called)
 
@@ -184,7 +195,8 @@ class RecipeDraft:
         try:
             value = self.fitted(option, value)
         except UserError as error:
-            self.note(self.origin(name), f"not taken over as {option}: {inline(str(error))}")
+            told = f"not taken over as {option}: {inline(str(error))}"
+            self.note(self.origin(name), told, self.is_learned(name))
             return
         if self.given(name) and not isinstance(self.run.options[name], Unresolved):
             self.put(option, value, f"{self.origin(name)}: {why}")
@@ -284,7 +296,8 @@ class RecipeDraft:
                     told = _OF_THE_CRITIC if name.startswith("critic.") else "no counterpart in posttrain"
             if isinstance(value, Unresolved):
                 what = f" (here {option})" if option else ""
-                self.note(name, f"only the script computes its value, {value.text}: set it here{what}")
+                told = f"only the script computes its value, {value.text}: set it here{what}"
+                self.note(name, told, self.is_learned(name))
             elif (
                 option
                 and option not in self.lines
@@ -293,7 +306,8 @@ class RecipeDraft:
             ):
                 self.same(option, name)
             elif value not in (None, False, "") or told:
-                self.note(self.origin(name), told or "no counterpart in posttrain")
+                learned = self.is_learned(name) and (not told or name in self.learned)
+                self.note(self.origin(name), told or "no counterpart in posttrain", learned)
         self._leave_out_evaluations()
 
     def _leave_out_evaluations(self) -> None:
@@ -306,7 +320,7 @@ class RecipeDraft:
     def before_the_first_run(self) -> list[str]:
         """Return what has to be put right before the recipe runs, whatever machine imports it."""
         value = {name: content for name, (content, _) in self.lines.items()}
-        found = list(self.first)
+        found = [*self.run.first, *self.first]
         unknown = [f"tasks of part {name}" for name, (file, _) in self.parts.items() if _UNKNOWN.fullmatch(file)]
         if unknown:
             found.append(f"name {' and '.join(unknown)}")
@@ -338,7 +352,8 @@ class RecipeDraft:
         ]
         head += [*self.head, *(f"Check {note}" for note in self.run.notes)]
         if first := self.before_the_first_run():
-            head.append(f"Before the first run: {'; '.join(first)}.")
+            one = f"Before the first run: {'; '.join(first)}."
+            head += [one] if len(one) <= _LONGEST_COMMENT else [f"Before the first run: {line}" for line in first]
         out = [_comment(line) for line in head]
         out += ["", f"[{self.verb}]"]
         out += [_line(option, value, comment) for option, (value, comment) in self.lines.items()]
@@ -373,7 +388,7 @@ def _line(option: str, value: Any, comment: str) -> str:
 
 def _comment(text: str, before: str = "# ") -> str:
     shown = safe(" ".join(text.encode("utf-8", "replace").decode().split()))
-    return before + clip(shown, 600)
+    return before + clip(shown, _LONGEST_COMMENT)
 
 
 def toml_value(value: Any) -> str:

@@ -50,7 +50,8 @@ def warm_up(draft: RecipeDraft, name: str, share: float, updates: int | None) ->
     if not share:
         return
     if updates is None:
-        draft.note(draft.origin(name), f"warmup is a number of updates here: {share:g} x all updates")
+        told = f"warmup is a number of updates here: {share:g} x all updates"
+        draft.note(draft.origin(name), told, draft.is_learned(name))
         return
     draft.put("warmup", math.ceil(share * updates), f"{draft.origin(name)}: {share:g} of {updates} updates{FIRST_RATE}")
 
@@ -103,7 +104,8 @@ def adapters(draft: RecipeDraft, rank: str, alpha: str, targets: str, quantized:
     if isinstance(chosen, list) and set(map(str, chosen)) <= known:
         draft.put("lora_targets", chosen, f"{draft.origin(targets)}: same meaning")
     elif chosen is not None:
-        draft.note(draft.origin(targets), f"here any of {', '.join(sorted(known))}; all-linear is the default")
+        told = f"here any of {', '.join(sorted(known))}; all-linear is the default"
+        draft.note(draft.origin(targets), told, draft.is_learned(targets))
     elif draft.run.framework == "TRL":
         draft.put("lora_targets", ["q_proj", "v_proj"], f"{targets}, not given: PEFT's default for most models")
     for name, kind in zip(quantized or (), ("nf4", "int8"), strict=False):
@@ -161,7 +163,8 @@ def held_out(draft: RecipeDraft, name: str, rows: int | None) -> None:
         return
     share = size if size < 1 else size / rows if rows else None
     if share is None or share >= 1:
-        draft.note(draft.origin(name), "held_out is a share of the rows here: import with --rows ROWS, or set it")
+        told = "held_out is a share of the rows here: import with --rows ROWS, or set it"
+        draft.note(draft.origin(name), told, draft.is_learned(name))
     else:
         draft.put("held_out", round(float(share), 6), f"{draft.origin(name)}: the same share, other rows of it")
 

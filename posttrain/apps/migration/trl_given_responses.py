@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from posttrain.apps.migration.foreign_run import shown
+from posttrain.apps.migration.foreign_run import is_known, shown
 from posttrain.apps.migration.recipe_draft import RecipeDraft
 from posttrain.apps.migration.shared_rules import FIRST_RATE, moving_reference, strategies, warm_up
 from posttrain.core.types import UserError
@@ -25,6 +25,10 @@ _LINKS = {
     "aot": "aot",
     "aot_unpaired": "aot-unpaired",
 }
+
+
+_SMOOTHED = {"robust": "noise", **dict.fromkeys(("exo", "aot", "aot-unpaired"), "smoothing")}
+"""Losses that read label_smoothing -> the option."""
 
 
 def warm_up_of(draft: RecipeDraft, updates: int, steps: int | None) -> None:
@@ -66,7 +70,7 @@ def given_responses(draft: RecipeDraft, processes: int, rows: int | None) -> Non
         smaller = "; an update with such rows has fewer here" * (how == "skip")
         draft.put("too_long", how, f"{draft.origin('max_length')}: longer rows are {told}{smaller}")
     if draft.read("truncation_mode") == "keep_end":
-        draft.note("truncation_mode = keep_end", "the end of a long row is cut here, not its beginning")
+        draft.note("truncation_mode = keep_end", "the end of a long row is cut here, not its beginning", learned=True)
     {"sft": _sft, "reward": _reward_model}.get(trainer, _preferences)(draft)
 
 
@@ -85,7 +89,8 @@ def _sft(draft: RecipeDraft) -> None:
         )
     draft.put("mask", "assistant" if masked else "all", told)
     if draft.read("packing"):
-        draft.note("packing", "a packed row of TRL holds several of yours: rows counts yours, so raise it by as much")
+        told = "a packed row of TRL holds several of yours: rows counts yours, so raise it by as much"
+        draft.note("packing = true", told, learned=True)
         draft.treated.add("packing_strategy")
 
 
@@ -98,6 +103,10 @@ def _preferences(draft: RecipeDraft) -> None:
     trainer, beta = draft.run.trainer, float(draft.number("beta"))
     kinds = draft.read("loss_type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
+    if not is_known(kinds):
+        raise UserError(
+            f"only the script computes a part of loss_type, {shown(kinds):.60}: write its value into the script"
+        )
     weights = draft.read("loss_weights") or [1.0] * len(kinds)
     if trainer == "orpo":
         told = "the likelihood is that of chosen responses, a mean of each here; of their prompts too, per token, there"
@@ -135,11 +144,12 @@ def _direct_preferences(draft: RecipeDraft, kinds: list[Any], weights: list[Any]
             f"DPO's loss_type {shown(kinds)!r:.60} has no counterpart; supported: {', '.join(_LINKS)}, alone or with sft"
         )
     name = _LINKS[links[0]]
-    name = "cdpo" if name == "dpo" and smoothing else name
     draft.put("algorithm", name, f"{draft.origin('loss_type')}: same loss")
-    if smoothing:
-        option = "noise" if name == "robust" else "smoothing"
-        draft.put(option, smoothing, f"{draft.origin('label_smoothing')}: same meaning")
+    if smoothing and name in _SMOOTHED:
+        draft.put(_SMOOTHED[name], smoothing, f"{draft.origin('label_smoothing')}: same meaning")
+    elif smoothing:
+        older = f"; versions before 1.0 smooth it: algorithm = cdpo, smoothing = {smoothing:g}" * (name == "dpo")
+        draft.note(draft.origin("label_smoothing"), f"no effect: TRL 1.16 has none for {links[0]}{older}", learned=True)
     weight = dict(zip(kinds, weights, strict=True))
     if "sft" in weight or weight[links[0]] != 1:
         draft.put("preference", float(weight[links[0]]), "loss_weights: of the comparisons")

@@ -9,7 +9,10 @@ from typing import Any, NoReturn, TypeGuard
 
 from posttrain.apps.migration.foreign_run import ENVIRONMENT, ForeignRun, Unresolved, shown
 from posttrain.apps.migration.reward_source import needs_training, source_of
-from posttrain.apps.migration.script_values import ScriptValues, name_of
+from posttrain.apps.migration.script_changes import note_changes
+from posttrain.apps.migration.script_rows import take_rows
+from posttrain.apps.migration.script_values import ConfigurationFiles, ScriptValues, name_of
+from posttrain.core.foreign_options import ELSEWHERE
 from posttrain.core.types import UserError
 
 CONFIGS = {
@@ -54,14 +57,6 @@ _NOT_OF_LORA = (
 """Words of LoRA's configuration, or of Unsloth's function, that change nothing for models of text."""
 _SECOND = {**dict.fromkeys(("grpo", "rloo"), "reward_funcs"), **dict.fromkeys(("dpo", "kto"), "ref_model")}
 """Trainer -> what its second argument without a name is."""
-_PAIRS = "the columns chosen and rejected, and prompt where they do not repeat it"
-_COLUMNS = {
-    **dict.fromkeys(("grpo", "rloo"), "the column prompt, and those that its rewards take"),
-    **dict.fromkeys(("dpo", "orpo", "cpo", "reward"), _PAIRS),
-    "kto": "the columns prompt, completion and label",
-    "sft": "the column messages, or prompt and completion, or text",
-}
-"""Trainer -> what its rows have."""
 _STARTS = 256  # rows for episodes of an environment that makes its own tasks
 _OF_TRANSFORMERS = {"learning_rate": 5e-5, "gradient_checkpointing": False, "bf16": False}
 """Defaults of transformers' TrainingArguments that TRL's configurations change."""
@@ -87,16 +82,19 @@ _NAMES = {
 """Option of a command of TRL -> how a script gives it."""
 
 
-def read_script(text: str, name: str, given: dict[str, Any] | None = None, beside: str = "") -> ForeignRun:
+def read_script(
+    text: str, name: str, given: dict[str, Any] | None = None, beside: str = "", files: ConfigurationFiles | None = None
+) -> ForeignRun:
     """Return the run that a script of TRL starts. Raises UserError for another, or if its options are not in it.
 
     `given`: what its command gives. Arguments that the script parses by itself, for itself alone, are removed from it.
-    `beside`: beginning of the names of files that are written with the recipe.
+    `beside`: beginning of the names of files that are written with the recipe. `files`: those that the script may read.
     """
     try:
         tree = ast.parse(text)
-        script = ScriptValues()
+        script = ScriptValues(files)
         script.visit(tree)
+        script.take_entries()
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"{name} is not a Python script that can be read: {type(error).__name__}") from error
     if (long := next(filter(_is_unprintable, ast.walk(tree)), None)) is not None:
@@ -106,16 +104,23 @@ def read_script(text: str, name: str, given: dict[str, Any] | None = None, besid
     }
     for flag, value in own.items():
         argument, alone = script.flags.get(flag, (flag, True))
-        script.arguments[argument] = ast.Constant(alone if value is True else value)
+        script.arguments[argument] = ast.parse(repr(alone if value is True else value), mode="eval").body
     run_last = [call for call in script.calls if script.condition(script.branch_of[call]) is not None]
     called = ((name_of(call).rpartition(".")[2], call) for call in (*script.calls, *run_last))
-    last = {script.renamed.get(name, name): call for name, call in called}
-    parsed = _parsed_configuration(last) if given is not None else ""
+    last = {_root(script, name): call for name, call in called}
+    parsed, parsed_as = _parsed_configuration(script, last) if given is not None else ("", "")
     config, call = (parsed, None) if parsed else _configuration(script, last, name)
-    if given is not None and not parsed:
-        for flag in own:
+    if given is not None:
+        for flag in own.keys() - (_fields(script, parsed_as).keys() | set(ELSEWHERE) if parsed else set()):
             del given[flag]
-    run = ForeignRun("TRL", CONFIGS[config], {} if call is None else _keywords(script, call), names=dict(_NAMES))
+    run = ForeignRun("TRL", CONFIGS[config], names=dict(_NAMES))
+    of_class = parsed_as if call is None else name_of(call).rpartition(".")[2]
+    run.options = {
+        name: script.value(default) for name, default in _fields(script, of_class).items() if default is not None
+    }
+    run.options |= {} if call is None else _keywords(script, call)
+    if made := {"__init__", "__post_init__"}.intersection(script.methods.get(of_class, ())):
+        run.first.append(f"{of_class}.{made.pop()}, which changes the options after they are given: read it")
     if call is not None:
         run.notes += _not_read(tree, call, run)
         _of_configuration(script, call, run)
@@ -130,16 +135,21 @@ def read_script(text: str, name: str, given: dict[str, Any] | None = None, besid
     ):
         run.notes.append(f"{', '.join(dict.fromkeys(later))}, which {name} sets after it has read its command")
     trainer = last.get(config.replace("Config", "Trainer"))
+    made_terms: dict[str, ast.expr] = {}
     if trainer is not None:
         within = "it defines them in a function" if _within_functions(script, tree, trainer) else ""
-        why = needs_training(tree) or within
+        anonymous = "it makes them where it gives them" if _are_made(script, trainer) else ""
+        why = needs_training(tree) or within or anonymous
         run.home = f"{beside}rewards.py" if why else name
-        _of_trainer(script, trainer, run, beside)
+        _of_trainer(script, trainer, run, beside, made_terms)
         if (started := last.get("train")) is not None:
             run.options |= {n: v for n, v in _keywords(script, started).items() if n == "resume_from_checkpoint"}
         if why:
-            _copy_rewards(tree, text, run, f"{name} cannot be imported for them, as {why}")
+            _copy_rewards(tree, text, run, f"{name} cannot be imported for them, as {why}", made_terms)
     _of_adapters(script, last, run, config.replace("Config", "Trainer"))
+    note_changes(script, tree, trainer, run)
+    if script.read:
+        run.notes.append(f"{', '.join(sorted(script.read))}, which {name} reads: its values are those of the recipe")
     if "max_seq_length" in run.options:
         run.options.setdefault("max_length", run.options.pop("max_seq_length"))
         run.names["max_length"] = "max_seq_length"
@@ -154,14 +164,32 @@ def _is_unprintable(node: ast.AST) -> TypeGuard[ast.Constant]:
     return isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value.bit_length() > 10_000
 
 
-def _parsed_configuration(last: dict[str, ast.Call]) -> str:
-    """Return the configuration that a parser of the script makes of its command; "" if it calls one itself, or none."""
+def _root(script: ScriptValues, name: str) -> str:
+    """Return the class of TRL that a class of the script inherits from, as TRL calls it; any other name is its own."""
+    known = {*CONFIGS, *OTHER_TRAINERS, *(config.replace("Config", "Trainer") for config in CONFIGS)}
+    names = [script.renamed.get(one, one) for one in script.lineage(name)]
+    return next((one for one in names if one in known), names[0])
+
+
+def _fields(script: ScriptValues, name: str) -> dict[str, ast.expr | None]:
+    """Return the fields that a configuration of the script's own has, with their defaults, nearest class first."""
+    found: dict[str, ast.expr | None] = {}
+    for one in reversed(script.lineage(name)):
+        found |= script.fields.get(one, {})
+    return found
+
+
+def _parsed_configuration(script: ScriptValues, last: dict[str, ast.Call]) -> tuple[str, str]:
+    """Return the configuration that a parser of the script makes of its command, and the class that it parses; "" if it
+    calls one itself, or none.
+    """
     parser = last.get("TrlParser", last.get("HfArgumentParser"))
     if parser is None or CONFIGS.keys() & last.keys():
-        return ""
-    names = [part.attr if isinstance(part, ast.Attribute) else part.id for part in ast.walk(parser)
-             if isinstance(part, (ast.Name, ast.Attribute))]  # fmt: skip
-    return next((name for name in names if name in CONFIGS), "")
+        return "", ""
+    names = [part.attr if isinstance(part, ast.Attribute) else part.id
+             for argument in (*parser.args, *(word.value for word in parser.keywords))
+             for part in ast.walk(script.origin(argument)) if isinstance(part, (ast.Name, ast.Attribute))]  # fmt: skip
+    return next(((root, name) for name in names if (root := _root(script, name)) in CONFIGS), ("", ""))
 
 
 def _configuration(script: ScriptValues, last: dict[str, ast.Call], name: str) -> tuple[str, ast.Call | None]:
@@ -189,11 +217,13 @@ def _within_functions(script: ScriptValues, tree: ast.Module, trainer: ast.Call)
     used = {part.id for node in given for part in ast.walk(script.origin(node)) if isinstance(part, ast.Name)}
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     top = {node.name for node in tree.body if isinstance(node, kinds)}
-    return bool(used & (script.functions | script.classes) - top)
+    return bool(used & (script.functions | script.classes.keys()) - top)
 
 
-def _copy_rewards(tree: ast.Module, text: str, run: ForeignRun, why: str) -> None:
-    """Keep the functions that env names of the file of rewards, with what they use."""
+def _copy_rewards(tree: ast.Module, text: str, run: ForeignRun, why: str, made: dict[str, ast.expr]) -> None:
+    """Keep the functions that env names of the file of rewards, with what they use. `made`: those without a name of their
+    own -> their expressions.
+    """
     start = f"trl:{run.home}:"
     given = run.options.get("reward_funcs")
     terms = [term for term in given if isinstance(term, tuple) and len(term) == 2] if isinstance(given, list) else []
@@ -202,8 +232,16 @@ def _copy_rewards(tree: ast.Module, text: str, run: ForeignRun, why: str) -> Non
     names += [name for part in agent if isinstance(part, str) for name in part.split("+")]
     if not names:
         return
-    run.files[run.home], missing = source_of(tree, text, names)
-    run.notes.append(f"{run.home}, which --out writes: it has copies of {', '.join(names)}: {why}")
+    content, missing = source_of(tree, text, names, made)
+    lost = [name for name in made if not re.search(rf"^{name} = ", content, re.MULTILINE)]
+    run.options["reward_funcs"] = [
+        ("unknown", ast.unparse(made[name])[:100]) if (name := str(told).removeprefix(start)) in lost else (kind, told)
+        for kind, told in terms
+    ] if terms else given  # fmt: skip
+    if not (kept := [name for name in names if name not in lost]):
+        return
+    run.files[run.home] = content
+    run.notes.append(f"{run.home}, which --out writes: it has copies of {', '.join(kept)}: {why}")
     for name in missing:
         run.notes.append(f"{name} in {run.home}, which uses it: the script loads or computes it, so define it there")
 
@@ -344,12 +382,12 @@ def _named_parts(script: ScriptValues, node: ast.expr) -> Any:
     if isinstance(value, (ast.Dict, ast.ListComp)) and isinstance(node, ast.Name):
         return node.id
     parts = value.elts if isinstance(value, (ast.List, ast.Tuple)) else [value]
-    known = script.functions | script.classes | script.imported.keys()
+    known = script.functions | script.classes.keys() | script.imported.keys()
     names = [part.id for part in parts if isinstance(part, ast.Name) and part.id in known]
     return "+".join(names) if len(names) == len(parts) else Unresolved(ast.unparse(node)[:200])
 
 
-def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, beside: str) -> None:
+def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, beside: str, made: dict[str, ast.expr]) -> None:
     """Add the arguments of the trainer itself: model, data, rewards."""
     given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
     if call.args:
@@ -368,19 +406,16 @@ def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, beside: s
         run.options["model_name_or_path"] = value
     for argument, prefix in (("train_dataset", ""), ("eval_dataset", "eval_")):
         if argument in given:
-            _dataset(script, given[argument], run, prefix)
+            take_rows(script, given[argument], run, prefix)
     if "ref_model" in given and not _is_own(script, given["ref_model"], given.get("model")):
         load, _ = script.source(given["ref_model"])
         value = script.value(given["ref_model"] if load is None else load.args[0] if load.args else None)
         run.options["ref_model"] = value if isinstance(value, str) else ast.unparse(given["ref_model"])[:100]
     if "reward_funcs" in given:
-        run.options["reward_funcs"] = _rewards(script, given["reward_funcs"], run)
+        run.options["reward_funcs"] = _rewards(script, given["reward_funcs"], run, made)
     for argument in _OF_TRAINERS:
         if argument in given:
             run.options.setdefault(argument, script.value(given[argument]))
-    for argument in ("callbacks", "compute_metrics", "rollout_func"):
-        if argument in given:
-            run.options[argument] = Unresolved(ast.unparse(given[argument])[:200])
     for argument in ("tools", "environment_factory"):
         if argument in given:
             run.options[argument] = _named_parts(script, given[argument])
@@ -406,85 +441,22 @@ def _is_own(script: ScriptValues, reference: ast.expr, model: ast.expr | None) -
     return places[0] == places[1]
 
 
-def _dataset(script: ScriptValues, node: ast.expr, run: ForeignRun, prefix: str) -> None:
-    load, after = script.source(node)
-    if load is None:
-        run.options[f"{prefix}dataset_name"] = Unresolved(ast.unparse(node)[:200])
-        if not prefix:
-            run.notes.append(f"the rows, which the script makes: write them to a file with {_COLUMNS[run.trainer]}")
-        return
-    named = {k.arg: script.value(k.value) for k in load.keywords}
-    path = script.value(load.args[0]) if load.args else named.get("path")
-    configuration = script.value(load.args[1]) if len(load.args) > 1 else named.get("name")
-    methods = {
-        step.func.attr: step for step in after if isinstance(step, ast.Call) and isinstance(step.func, ast.Attribute)
-    }
-    if "train_test_split" in methods:
-        _held_out(script, methods["train_test_split"], run)
-        if prefix:
-            return  # held_out keeps these rows
-    parts = [script.value(step.slice) for step in after if isinstance(step, ast.Subscript)]
-    split = named.get("split") or next((part for part in reversed(parts) if isinstance(part, str)), None)
-    if isinstance(split, str) and "[" in split:
-        run.notes.append(
-            f"the number of rows: the script reads {split} alone; give limit, or write these rows to a file"
-        )
-        split = split.partition("[")[0]
-    if path in ("json", "csv", "parquet") and "data_files" in named:
-        path, split = _files(named["data_files"], split), None
-    run.options[f"{prefix}dataset_name"] = path
-    if isinstance(configuration, str):
-        run.options[f"{prefix}dataset_config"] = configuration
-    if isinstance(split, str) and not prefix:
-        run.options["dataset_train_split"] = split
-    elif isinstance(split, str):
-        run.notes.append(f"the rows of eval_tasks, which names no split: write split {split} of {path} to a file")
-    if not prefix and methods.keys() & {
-        "map",
-        "filter",
-        "select",
-        "shuffle",
-        "take",
-        "remove_columns",
-        "rename_column",
-    }:
-        run.notes.append(
-            "the rows: the script changes them after loading (map, filter ...); write them to a file with "
-            f"{_COLUMNS[run.trainer]}, or use fields"
-        )
-        if "map" in methods and any(
-            isinstance(part, ast.Constant) and part.value == "role" for part in ast.walk(methods["map"])
-        ):
-            run.notes.append(
-                "chat: the script makes messages of its rows (map); delete chat = false for their template"
-            )
+def _are_made(script: ScriptValues, trainer: ast.Call) -> bool:
+    """Return whether a reward is made where it is given: partial(f, ...), Reward(), a lambda."""
+    given = next((word.value for word in trainer.keywords if word.arg == "reward_funcs"), None)
+    parts = [] if given is None else script.elements(given)
+    return any(isinstance(script.origin(part, calls=False), (ast.Call, ast.Lambda)) for part in parts)
 
 
-def _held_out(script: ScriptValues, call: ast.Call, run: ForeignRun) -> None:
-    """Add the share or number of rows that train_test_split keeps from training."""
-    named = {k.arg: k.value for k in call.keywords}
-    size = call.args[0] if call.args else named.get("test_size")
-    kept = script.value(named.get("train_size"))
-    if size is not None or kept is None:
-        run.options["train_test_split"] = 0.25 if size is None else script.value(size)
-    elif isinstance(kept, float):
-        run.options["train_test_split"] = 1 - kept
-    else:
-        run.options["train_test_split"] = Unresolved(ast.unparse(call)[:200])
-
-
-def _files(given: Any, split: Any) -> Any:
-    """Return the files of a split. `datasets` calls the only split of files "train"; a file here has none."""
-    return given.get(split, given) if isinstance(given, dict) and isinstance(split, str) else given
-
-
-def _rewards(script: ScriptValues, node: ast.expr, run: ForeignRun) -> Any:
-    """Return the reward functions as terms of --env, and models as ("model", name)."""
-    node = script.origin(node)
+def _rewards(script: ScriptValues, node: ast.expr, run: ForeignRun, made: dict[str, ast.expr]) -> Any:
+    """Return the reward functions as terms of --env, and models as ("model", name). `made` gets those without a name."""
     terms: list[Any] = []
-    for part in node.elts if isinstance(node, (ast.List, ast.Tuple)) else [node]:
-        value = script.value(part)
-        if isinstance(value, str):
+    for part in script.elements(node):
+        value, part = script.value(part), script.origin(part, calls=False)
+        load, _ = script.source(part)
+        if load is not None and load.args and isinstance(place := script.value(load.args[0]), str):
+            terms.append(("model", place))
+        elif isinstance(value, str):
             terms.append(("model", value))
         elif isinstance(part, ast.Name) and part.id in script.functions:
             terms.append(("function", f"trl:{run.home}:{part.id}"))
@@ -492,6 +464,10 @@ def _rewards(script: ScriptValues, node: ast.expr, run: ForeignRun) -> Any:
             terms.append(("function", f"trl:{part.id}"))
         elif isinstance(part, ast.Name) and part.id in script.imported:
             terms.append(("function", f"trl:{script.imported[part.id].lstrip('.')}:{part.id}"))
+        elif isinstance(part, (ast.Call, ast.Lambda)):
+            name = f"reward_{len(terms) + 1}"
+            made[name] = part
+            terms.append(("function", f"trl:{run.home}:{name}"))
         else:
             terms.append(("unknown", ast.unparse(part)[:100]))
     return terms

@@ -219,7 +219,7 @@ def test_defaults_of_trl_are_those_that_its_trainers_had_when_they_ran(
         ("trl kto --dataset_name d", "from those of a micro-batch there"),
         ("trl dpo --gradient_accumulation_steps 2", "a short last one of a pass counts as much as a full one"),
         ("trl sft --warmup_steps 5", "the first has 1 / warmup of the rate here, and 0 there"),
-        ("trl sft --dataset_name d", 'every token of rows of messages: for these set mask = "all"'),
+        ("trl sft --dataset_name d", 'of messages TRL trains every token, so set mask = "all" for these'),
         (
             "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo",
             "of all weights there, of matrices alone here",

@@ -326,12 +326,18 @@ def test_what_has_to_be_put_right_before_the_first_run_is_one_list(
 ) -> None:
     text = "trl grpo --model_name_or_path Qwen/Qwen3-0.6B --reward_funcs rewards.py --use_vllm true --report_to wandb"
     run = files(tmp_path, run_sh=text)
-    told = ("model Qwen/Qwen3-0.6B is on the hub", "name tasks", "install vLLM, or remove engine", "or remove track")
+    told = (
+        "model Qwen/Qwen3-0.6B is on the hub",
+        "name tasks",
+        "set steps = 3 x ROWS",
+        "install vLLM, or remove engine",
+        "or remove track",
+    )
     recipe = imported(run)[0]
     assert "# Before the first run: " in recipe and all(words in recipe for words in told)
     assert main(["import", str(run), "--out", str(tmp_path / "a.toml")]) == 0
     out = capsys.readouterr().out
-    assert out.count("first       ") == 4 and all(words in out for words in told)
+    assert out.count("first       ") == 5 and all(words in out for words in told)
     plain = files(tmp_path, dpo_sh="trl dpo --model_name_or_path runs/sft --dataset_name pairs.jsonl")
     assert "Before the first run" not in imported(plain)[0]
 

@@ -307,7 +307,8 @@ class RecipeDraft:
                 self.same(option, name)
             elif value not in (None, False, "") or told:
                 learned = self.is_learned(name) and (not told or name in self.learned)
-                self.note(self.origin(name), told or "no counterpart in posttrain", learned)
+                other = "no counterpart in posttrain" + "; it may change what is learned" * learned
+                self.note(self.origin(name), told or other, learned)
         self._leave_out_evaluations()
 
     def _leave_out_evaluations(self) -> None:
@@ -320,7 +321,7 @@ class RecipeDraft:
     def before_the_first_run(self) -> list[str]:
         """Return what has to be put right before the recipe runs, whatever machine imports it."""
         value = {name: content for name, (content, _) in self.lines.items()}
-        found = [*self.run.first, *self.first]
+        found: list[str] = []
         unknown = [f"tasks of part {name}" for name, (file, _) in self.parts.items() if _UNKNOWN.fullmatch(file)]
         if unknown:
             found.append(f"name {' and '.join(unknown)}")
@@ -331,6 +332,7 @@ class RecipeDraft:
                 found.append(
                     f"{option} {value[option]} is on the hub unless a folder has this name: without a network, give a folder"
                 )
+        found += [*self.run.first, *self.first]
         if self.guessed:
             listed = ", ".join(f"{name} ({inline(clip(text))})" for name, text in list(self.guessed.items())[:8])
             found.append(f"set {listed}: only the script computes it, and here is {self.run.framework}'s default")

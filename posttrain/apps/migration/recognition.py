@@ -9,7 +9,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from posttrain.apps.migration.foreign_run import ENVIRONMENT, LARGEST, ForeignRun, Unresolved, flat, value_of, yaml_of
+from posttrain.apps.migration.foreign_run import (
+    ENVIRONMENT,
+    LARGEST,
+    ForeignRun,
+    Unresolved,
+    flat,
+    shown,
+    value_of,
+    yaml_of,
+)
 from posttrain.apps.migration.hydra_files import configured
 from posttrain.apps.migration.other_programs import answer_to, refuse_configuration, script_that_is_missing
 from posttrain.apps.migration.shell_script import commands
@@ -239,7 +248,8 @@ def _with_script(place: Path, words: list[str], path: Path, beside: str) -> Fore
     """Return the run of a script of one's own, with the options of its command over its own."""
     text = user_files.text(place, LARGEST)
     notes: list[str] = []
-    given = _configured(words, path, notes)
+    commands = re.findall(r"\.add_parser\(\s*[\"']([\w-]+)[\"']", text)
+    given = _configured([word for word in words if word not in commands], path, notes)
     rest = dict(given)  # less what the script parses by itself
     files = _FilesBeside(place.parent, path.parent, words=[place.name, *words])
     try:
@@ -250,7 +260,12 @@ def _with_script(place: Path, words: list[str], path: Path, beside: str) -> Fore
         run = ForeignRun("TRL", CONFIGS[config], {}, None, [f"{place.name} decides too: read it"])
         rest = given
     run.notes += notes
+    if "reward_funcs" in run.options and "reward_funcs" in rest:  # names that only the script reads
+        run.notes.append(f"reward_funcs = {shown(rest.pop('reward_funcs'))}, of which {place.name} makes its functions")
     run.options |= rest
+    for name, function in (("use_peft", "get_peft_config"), ("load_in_4bit", "get_quantization_config")):
+        if rest.get(name) and function not in text and "ModelConfig" in text:
+            run.notes.append(f"whether {name} acts: {place.name} does not call {function}")
     return run
 
 

@@ -8,7 +8,10 @@ import symtable
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
-_TRAINS = ("Trainer", "load_dataset", "load_from_disk", "from_pretrained", "parse_args")
+_TRAINS = (
+    *("Trainer", "load_dataset", "load_from_disk", "from_pretrained", "parse_args", "parse_known_args"),
+    *("parse_args_and_config", "parse_args_into_dataclasses", "Parser"),
+)
 """Ends of the names of calls that a module of rewards must not make when it is imported."""
 _LIBRARIES = frozenset({"trl", "peft", "unsloth", "datasets", "accelerate", "deepspeed", "wandb"})
 """Libraries that load data and models, and train. Rewards rarely use them; what they do use is copied with them."""

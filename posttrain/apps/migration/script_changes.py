@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 from posttrain.apps.migration.foreign_run import ForeignRun, shown
 from posttrain.apps.migration.script_values import ScriptValues, name_of
@@ -34,6 +35,7 @@ _CALLS = {
     "the tokens that it has, chat_template chatml",
     "clone_chat_template": "it copies a template and its tokens: save model and tokenizer in a folder, and train that",
     "get_chat_template": "it gives the tokenizer another template: write that to a file, and set chat_template",
+    "train_on_responses_only": 'replies alone are trained: give rows of messages, of which mask = "assistant" trains those',
     "add_callback": _OF_TRAINERS["callbacks"],
     "add_adapter": "adapters are lora and its options here: set them",
     "load_adapter": "merge the adapter into the model, and give this as model",
@@ -54,6 +56,8 @@ _ATTRIBUTES = {
     "model_max_length": "max_length bounds a row here: set it",
 }
 """Attributes that change what is learned -> what to do, where a script sets them of anything but its options."""
+_PLAIN_COLLATORS = ("DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling", "DataCollatorWithPadding")
+"""Collators that only lay rows together: every token, or those that the row says, is trained."""
 _PADDING = ("padding_side", "pad_token", "pad_token_id")
 
 
@@ -86,13 +90,21 @@ def note_changes(script: ScriptValues, tree: ast.Module, trainer: ast.Call | Non
             run.notes.append(
                 f"{called[:60]}.{name} = {_short(value)}: nothing is padded here, and no token is a padding token"
             )
+    for call in script.calls:
+        if (
+            re.search(r"Peft\w+\.from_pretrained$", name_of(call))
+            and script.condition(script.branch_of[call]) is not None
+        ):
+            run.first.append(f"{_short(call)}: merge the adapter into the model, and give this as model")
     _note_patches(tree, run)
 
 
 def _note_arguments(script: ScriptValues, trainer: ast.Call, run: ForeignRun) -> None:
     for word in trainer.keywords:
-        value = script.value(word.value)
+        value, made = script.value(word.value), script.origin(word.value)
         if word.arg is None or value is None or value == []:
+            continue
+        if word.arg == "data_collator" and isinstance(made, ast.Call) and _last(made) in _PLAIN_COLLATORS:
             continue
         text = _OF_TRAINERS.get(word.arg)
         if text is not None:
@@ -102,6 +114,13 @@ def _note_arguments(script: ScriptValues, trainer: ast.Call, run: ForeignRun) ->
                 f"{word.arg} = {_short(word.value)}, an argument of the trainer: no counterpart in posttrain"
             )
     _note_tokenizer(script, trainer, run)
+
+
+def set_mask(script: ScriptValues, run: ForeignRun) -> None:
+    """Add which tokens are trained, where a collator or Unsloth's function decides it."""
+    for call in script.calls:
+        if _last(call) in ("train_on_responses_only", "DataCollatorForCompletionOnlyLM") and run.trainer == "sft":
+            run.options["assistant_only_loss"], run.names["assistant_only_loss"] = True, _last(call)
 
 
 def _note_tokenizer(script: ScriptValues, trainer: ast.Call, run: ForeignRun) -> None:

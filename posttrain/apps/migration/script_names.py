@@ -39,7 +39,7 @@ class Assigned(NamedTuple):
     before: Assigned | None = None
 
 
-class _Parameter(NamedTuple):
+class Parameter(NamedTuple):
     name: str
     function: str  # "function", "Class.method", or "" for one that is never known
     place: int
@@ -62,13 +62,14 @@ class ScriptNames(ast.NodeVisitor):
         self.bases: dict[str, list[str]] = {}  # class -> the last names of those that it inherits from
         self.methods: dict[str, list[str]] = {}
         self.entries: set[str] = set()  # functions that a command line calls
-        self.entry_point: Callable[[str], ast.expr | None] = lambda name: None  # parameter of one -> its expression
+        self.entry_point: Callable[[Parameter], ast.expr | None] = lambda word: None  # of one -> its expression
+        self.function_of: dict[ast.Call, str] = {}  # call -> the function around it; "": none
         self.values: dict[tuple[Scope, str], Assigned] = {}  # the last of each scope
         self.branch: Branch = ()
         self.scope: Scope = ()
         self._count = 0
         self._reads: dict[ast.Name, tuple[Scope, Branch, Assigned | None]] = {}
-        self._parameters: dict[tuple[Scope, str], _Parameter] = {}
+        self._parameters: dict[tuple[Scope, str], Parameter] = {}
         self._returns: dict[str, list[tuple[ast.expr | None, Branch]]] = {}  # function -> what it returns, and where
         self._members: dict[tuple[str, str], list[tuple[ast.expr, Branch]]] = {}  # class, attribute of self -> values
         self._selves: dict[ast.Name, str] = {}  # a read of self -> its class
@@ -126,6 +127,18 @@ class ScriptNames(ast.NodeVisitor):
                 return assigned.value, told
             assigned = assigned.before
         return None
+
+    def candidates(self, name: ast.Name) -> list[ast.expr]:
+        """Return what a name may be where it is read: what branches before may have set, up to what was always set."""
+        scope, where, assigned = self._reads.get(name, ((), (), None))
+        if assigned is None and scope:
+            assigned = self.values.get(((), name.id))
+        found: list[ast.expr] = []
+        while assigned is not None:
+            told = self.condition(assigned.branch, where)
+            found += [assigned.value] if told is not None else []
+            assigned = None if told == "" else assigned.before
+        return found
 
     def assigned(self, name: ast.Name) -> ast.expr | None:
         """Return the expression of a name: one without a value where a branch decides, None if nothing sets it."""
@@ -233,11 +246,11 @@ class ScriptNames(ast.NodeVisitor):
         ]
         return found[0][0] if len(found) == 1 and not found[0][1] else None
 
-    def _argument_of(self, parameter: _Parameter) -> ast.expr | None:
+    def _argument_of(self, parameter: Parameter) -> ast.expr | None:
         """Return what a function gets for a parameter, if the script calls it once, or if its command line does."""
         name, function, place, default = parameter
         if function in self.entries:
-            return self.entry_point(name)
+            return self.entry_point(parameter)
         calls = [call for call in self.calls if self._calls(call, function)]
         if len(calls) != 1 or any(word.arg is None for word in calls[0].keywords):
             return None
@@ -354,6 +367,7 @@ class ScriptNames(ast.NodeVisitor):
         self.generic_visit(node)
         self.calls.append(node)
         self.branch_of[node] = self.branch
+        self.function_of[node] = self._function[0][0] if self._function else ""
 
     def visit_Return(self, node: ast.Return) -> None:
         self._visit_all(node.value)
@@ -395,10 +409,10 @@ class ScriptNames(ast.NodeVisitor):
         for place, (word, default) in enumerate(zip([*positional, *words.kwonlyargs], defaults, strict=True)):
             at = place - of_object if place < len(positional) else -1
             known = function if at >= 0 or place >= len(positional) else ""  # not of self
-            self._parameters[self.scope, word.arg] = _Parameter(word.arg, known, at, default)
+            self._parameters[self.scope, word.arg] = Parameter(word.arg, known, at, default)
         for rest in (words.vararg, words.kwarg):
             if rest is not None:
-                self._parameters[self.scope, rest.arg] = _Parameter(rest.arg, "", -1, None)
+                self._parameters[self.scope, rest.arg] = Parameter(rest.arg, "", -1, None)
 
     def parameters_of(self, function: str) -> dict[str, ast.expr | None]:
         """Return the parameters of a function with their defaults."""

@@ -72,7 +72,8 @@ def take_rows(script: ScriptValues, node: ast.expr, run: ForeignRun, prefix: str
             run.names["max_samples"] = "rows that the script takes"
         if isinstance(path, list) and len(path) > 1 and (number := run.options.pop("max_samples", None)):
             run.first.append(f"the rows: the script takes the first {number} of all files; limit is of each part here")
-        if called.keys() & _CHANGES:
+        shaped = any(isinstance(step, ast.Call) and isinstance(step.func, ast.Name) for step in after)
+        if shaped or called.keys() & _CHANGES:
             _note_changes(called, run)
 
 
@@ -137,6 +138,8 @@ def _take_slice(split: str, run: ForeignRun) -> str:
     if found := re.fullmatch(r"(\w+)\[:(\d+)\]", split):
         run.options["max_samples"] = int(found[2])
         return found[1]
+    if split == "all":
+        run.first.append("split = all is every split of the dataset: write these rows to a file")
     if "[" in split or "+" in split:
         run.first.append(f"the rows: the script reads {split} alone; write these rows to a file")
     return split
@@ -166,7 +169,7 @@ def _take_number(script: ScriptValues, methods: list[ast.Call], run: ForeignRun)
 def _smallest(script: ScriptValues, node: ast.expr) -> Any:
     """Return a number; of min(n, len(rows)) the n."""
     if isinstance(node, ast.Call) and name_of(node) == "min":
-        return next((value for part in node.args if isinstance(value := script.value(part), int)), None)
+        return min((value for part in node.args if isinstance(value := script.value(part), int)), default=None)
     return script.value(node)
 
 

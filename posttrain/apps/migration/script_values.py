@@ -9,14 +9,22 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from posttrain.apps.migration.foreign_run import DEEPEST, MOST_VALUES, Unresolved, is_known, value_of
-from posttrain.apps.migration.script_names import Assigned, Branch, ScriptNames, unknown
+from posttrain.apps.migration.script_names import Assigned, Branch, Parameter, ScriptNames, unknown
 
 _LOADS = ("load_dataset", "load_from_disk", "from_pretrained")
 _WRAPS = ("get_peft_model", "prepare_model_for_kbit_training", "prepare_model_for_int8_training", "setup_chat_format")
 """Functions that return the model of their first argument, changed."""
 _PARSES = (
     *(".parse_args(", ".parse_known_args(", ".parse_args_into_dataclasses(", ".parse_args_and_config("),
-    *(".parse_yaml_file(", ".parse_json_file(", ".parse_dict(", "tyro.cli(", "pyrallis.parse(", "draccus.parse("),
+    *(
+        ".parse_yaml_file(",
+        ".parse_json_file(",
+        ".parse_dict(",
+        ".parse(",
+        "tyro.cli(",
+        "pyrallis.parse(",
+        "draccus.parse(",
+    ),
 )
 _RUNS = (
     "fire.Fire",
@@ -49,6 +57,13 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.NotIn: lambda left, right: left not in right,
 }
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "bool": bool, "Path": str}
+_BFLOAT16 = ("is_bfloat16_supported", "is_bf16_supported", "is_torch_bf16_gpu_available")
+"""Functions that say whether a machine has bfloat16: all of the last years have."""
+_SHAPES = (
+    *("standardize_sharegpt", "standardize_data_formats", "to_sharegpt", "apply_chat_template", "maybe_extract_prompt"),
+    *("maybe_apply_chat_template", "maybe_unpair_preference_dataset", "unpair_preference_dataset", "extract_prompt"),
+)
+"""Functions that return the rows of their first argument, changed."""
 _READS = {
     *("yaml.safe_load", "yaml.load", "yaml.full_load", "json.load", "json.loads", "OmegaConf.load"),
 }
@@ -74,6 +89,7 @@ class ScriptValues(ScriptNames):
     def __init__(self, files: ConfigurationFiles | None = None) -> None:
         super().__init__()
         self.files = files
+        self.modules: set[str] = set()  # packages that it imports from
         self.read: set[str] = set()  # files whose content is used
         self.imported: dict[str, str] = {}  # name -> module
         self.renamed: dict[str, str] = {}  # name -> what its module calls it
@@ -87,7 +103,10 @@ class ScriptValues(ScriptNames):
         self.omitted: set[str] = set()  # arguments that are None unless they are given
         self.fields: dict[str, dict[str, ast.expr | None]] = {}  # dataclass -> its fields with their defaults
         self.used: dict[str, Any] = {}  # arguments whose default is used -> the default
-        self._parsers: dict[str, str] = {}  # argument -> the parser that has it
+        self.given: set[str] = set()  # arguments that the command gives
+        self.commands: dict[str, str] = {}  # parser of one of several commands -> the command
+        self._runs: dict[str, str] = {}  # such a parser -> the function that it runs
+        self._of_parsers: dict[tuple[str, str], ast.expr | None] = {}  # parser, argument -> the default
         self._seen = 0  # parts of the expression whose value is being found
         self._truths: dict[ast.expr, bool | None] = {}
         self._tests = 0  # conditions whose truth is being found
@@ -101,7 +120,42 @@ class ScriptValues(ScriptNames):
             for name, default in self.parameters_of(function).items():
                 self.arguments.setdefault(name, _plain_default(default))
                 self.flags.setdefault(name, (name, True))
-        self.entry_point = lambda name: ast.Attribute(ast.Name("args", ast.Load()), name, ast.Load())
+        self.entry_point = self._argument_of_entry
+
+    def _argument_of_entry(self, word: Parameter) -> ast.expr:
+        """Return what a command line gives for a parameter: its value, the function's own default, or a decorator's."""
+        default = _plain_default(word.default)
+        if word.name in self.given or default is None:
+            return ast.Attribute(ast.Name("args", ast.Load()), word.name, ast.Load())
+        if not isinstance(found := self.value(default, 1), Unresolved):
+            self.used[word.name] = found
+        return default
+
+    def take_given(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Take the values that a command gives to arguments of the script's own, and return them."""
+        own = {name: value for name, value in given.items() if name in self.arguments.keys() | self.flags.keys()}
+        for flag, value in own.items():
+            argument, alone = self.flags.get(flag, (flag, True))
+            self.arguments[argument] = ast.parse(repr(alone if value is True else value), mode="eval").body
+            self.given.add(argument)
+        return own
+
+    def choose(self, words: Sequence[str]) -> list[str]:
+        """Take the command of several that the words name: its arguments, and not the calls of the others' functions.
+        Return the words without it.
+        """
+        commands = {command: parser for parser, command in self.commands.items()}
+        chosen = next((word for word in words if word in commands), None)
+        if chosen is None:
+            return list(words)
+        for (parser, name), default in self._of_parsers.items():
+            if parser == commands[chosen]:
+                self.arguments[name] = default
+        others = {function for parser, function in self._runs.items() if parser != commands[chosen]}
+        others -= {self._runs.get(commands[chosen], "")}
+        self.calls = [call for call in self.calls if self.function_of[call] not in others]
+        place = list(words).index(chosen)
+        return [*words[:place], *words[place + 1 :]]
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> None:
         """Take the arguments that decorators of click and typer give to a function."""
@@ -152,6 +206,9 @@ class ScriptValues(ScriptNames):
 
     def set_target(self, target: ast.expr, value: ast.expr) -> None:
         super().set_target(target, value)
+        parser = isinstance(value, ast.Call) and name_of(value).endswith(".add_parser") and value.args
+        if parser and isinstance(value, ast.Call) and isinstance(value.args[0], ast.Constant):
+            self.commands[ast.unparse(target)] = str(value.args[0].value)
         if isinstance(target, ast.Attribute):
             made = self.values.get((self.scope, target.value.id)) if isinstance(target.value, ast.Name) else None
             self.attributes.append((target.value, target.attr, value, self.branch, made.branch if made else ()))
@@ -180,6 +237,9 @@ class ScriptValues(ScriptNames):
             self._argument(node)
         elif name_of(node).endswith(".set_defaults"):
             self.arguments |= {word.arg: word.value for word in node.keywords if word.arg}
+            named = next((word.value for word in node.keywords if isinstance(word.value, ast.Name)), None)
+            if isinstance(node.func, ast.Attribute) and named is not None and named.id in self.functions:
+                self._runs[ast.unparse(node.func.value)] = named.id
         if (
             name_of(node).endswith("environ.setdefault")
             and len(node.args) == 2
@@ -190,10 +250,12 @@ class ScriptValues(ScriptNames):
     def _argument(self, node: ast.Call) -> None:
         """Keep an argument of argparse with its default."""
         words = {word.arg: word.value for word in node.keywords}
-        flags = [part.value for part in node.args if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+        given = [part.value for part in node.args if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+        flags = [flag for part in given for flag in part.split("/")[:1]]  # click: --lora/--no-lora
         flag = next((flag for flag in flags if flag.startswith("--")), flags[0] if flags else "")
         place, action = words.get("dest"), words.get("action")
-        name = place.value if isinstance(place, ast.Constant) else flag.lstrip("-").replace("-", "_")
+        plain = next((flag for flag in flags if not flag.startswith("-")), flag)  # click: "--model-name", "model"
+        name = place.value if isinstance(place, ast.Constant) else plain.lstrip("-").replace("-", "_")
         default = words.get("default")
         if default is None and isinstance(action, ast.Constant) and action.value in ("store_true", "store_false"):
             default = ast.Constant(action.value == "store_false")
@@ -208,13 +270,14 @@ class ScriptValues(ScriptNames):
             default = ast.Constant(False)
         of = node.func.value if isinstance(node.func, ast.Attribute) else None
         parser = ast.unparse(of) if of is not None else ""
-        if self._parsers.setdefault(str(name), parser) != parser and self.arguments.get(str(name)) is not None:
-            before = self.arguments[str(name)]
-            if default is None or before is None or ast.unparse(before) != ast.unparse(default):
-                default = None  # two parsers of commands have one of this name: which is meant is not known
+        self._of_parsers[parser, str(name)] = default
+        before = [one for (_, argument), one in self._of_parsers.items() if argument == name]
+        if len({ast.unparse(one) if one is not None else "" for one in before}) > 1:
+            default = None  # parsers of several commands have one of this name: which is meant is not known
         self.arguments[str(name)] = default
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        self.modules.add((node.module or "").partition(".")[0])
         for alias in node.names:
             self.imported[alias.asname or alias.name] = "." * node.level + (node.module or "")
             self.renamed[alias.asname or alias.name] = alias.name
@@ -254,6 +317,9 @@ class ScriptValues(ScriptNames):
             return self._sum(node, depth)
         if isinstance(node, ast.Call) and name_of(node).endswith(("environ.get", "getenv")) and len(node.args) == 2:
             return self.value(node.args[1], depth + 1)
+        if isinstance(node, ast.Call) and name_of(node).rpartition(".")[2] in _BFLOAT16:
+            self.used[f"{name_of(node)}()"] = True
+            return True
         if isinstance(node, ast.Call) and name_of(node) in _READS and len(node.args) >= 1:
             return self._content(node, depth)
         if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.argv" and self.files is not None:
@@ -451,6 +517,8 @@ class ScriptValues(ScriptNames):
                 if branch and not _changes(value, node.id):
                     break
                 node = value
+            elif isinstance(node, ast.Call) and name_of(node) == "PeftModel.from_pretrained" and node.args:
+                node = node.args[0]  # the model below the adapter
             elif isinstance(node, ast.Call) and name_of(node).rpartition(".")[2] in _LOADS:
                 return node, after
             elif isinstance(node, ast.IfExp) and (truth := self.truth(node.test)) is not None:
@@ -459,6 +527,9 @@ class ScriptValues(ScriptNames):
                 node = made
             elif isinstance(node, ast.Call) and (model := wrapped(node)) is not None:
                 node = model
+            elif isinstance(node, ast.Call) and name_of(node).rpartition(".")[2] in _SHAPES and node.args:
+                after.append(node)
+                node = node.args[0]
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 after.append(node)
                 node = node.func.value
@@ -485,6 +556,8 @@ def _changes(value: ast.expr, name: str) -> bool:
     """Whether a value is what the name was before with more done to it: rows.map(f), get_peft_model(model)."""
     inner = _innermost(value)
     before = wrapped(value) if inner is None or wrapped(value) is not None else inner.value
+    if isinstance(value, ast.Call) and name_of(value).rpartition(".")[2] in _SHAPES and value.args:
+        before = value.args[0]
     return isinstance(before, ast.Name) and before.id == name
 
 

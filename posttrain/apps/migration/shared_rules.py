@@ -32,6 +32,7 @@ def steps_of(
             own,
             f"{told}: here steps, not passes: set {formula} (or import with --rows ROWS); {own} is the default",
         )
+        draft.first.append(f"set steps = {formula}, or import with --rows ROWS: {own} is the default here")
         return None
     used = rows if together is None else max(together, rows // together * together)
     per_pass = used / prompts if together is None else math.ceil(used / prompts)

@@ -81,17 +81,20 @@ def _sft(draft: RecipeDraft) -> None:
         raise UserError(f"SFT's loss_type {shown(kind)!r:.40} has no counterpart; supported: nll and dft")
     only, assistant = draft.read("completion_only_loss"), draft.read("assistant_only_loss")
     masked = only is not False or bool(assistant)
-    told = "completion_only_loss, assistant_only_loss: the loss is on responses"
+    told = "completion_only_loss, assistant_only_loss: the loss is on responses" if masked else "every token is trained"
+    if "assistant_only_loss" in draft.run.names:
+        told = f"{draft.run.names['assistant_only_loss']}: the loss is on responses"
     if only is None and not assistant:
-        told = (
-            'not given: TRL trains completions alone, but every token of rows of messages: for these set mask = "all"; '
-            "rows of text alone are trained as a whole, as in TRL"
-        )
+        told = "not given: TRL trains completions alone of rows that have them; rows of text are trained as a whole"
+        draft.run.notes.append('the rows: of messages TRL trains every token, so set mask = "all" for these')
     draft.put("mask", "assistant" if masked else "all", told)
     if draft.read("packing"):
         told = "a packed row of TRL holds several of yours: rows counts yours, so raise it by as much"
         draft.note("packing = true", told, learned=True)
         draft.treated.add("packing_strategy")
+
+    if (column := draft.read("dataset_text_field")) not in (None, "text"):
+        draft.put("fields.text", str(column), f"{draft.origin('dataset_text_field')}: same meaning, of rows of text")
 
 
 def _reward_model(draft: RecipeDraft) -> None:
@@ -120,7 +123,22 @@ def _preferences(draft: RecipeDraft) -> None:
         draft.put("algorithm", "kto", f"KTOTrainer; {told}")
     elif trainer == "cpo":
         simpo = kinds == ["simpo"]
+        if kinds not in (["simpo"], ["sigmoid"], ["hinge"]):
+            raise UserError(
+                f"CPO's loss_type {shown(kinds[0])!r:.40} has no counterpart; supported: sigmoid, hinge, simpo"
+            )
         draft.put("algorithm", "simpo" if simpo else "cpo", f"CPOTrainer, loss_type {shown(kinds[0])}")
+        if kinds == ["hinge"]:
+            draft.put("link", "hinge", "loss_type = hinge: same meaning")
+            if draft.read("label_smoothing"):
+                draft.note(draft.origin("label_smoothing"), "no effect: TRL has none for hinge")
+        if alpha := draft.number("alpha", 0.0):
+            if not simpo:
+                raise UserError(
+                    f"CPO's alpha {alpha:g} without loss_type simpo has no counterpart: AlphaPO is with simpo"
+                )
+            draft.put("algorithm", "alphapo", f"CPOTrainer, loss_type simpo, {draft.origin('alpha')}")
+            draft.set("score.alpha", float(alpha), "alpha: same meaning")
         draft.put("imitation", float(draft.number("cpo_alpha")), f"{draft.origin('cpo_alpha')}: same meaning")
         if simpo:
             draft.put("margin", float(draft.number("simpo_gamma")), f"{draft.origin('simpo_gamma')}: same meaning")
@@ -163,3 +181,7 @@ def _direct_preferences(draft: RecipeDraft, kinds: list[Any], weights: list[Any]
                 f"DPO's f_divergence_type {shown(divergence)!r:.40} has no counterpart; supported: {', '.join(known)}"
             )
         draft.put("divergence", known[divergence], f"{draft.origin('f_divergence_type')}: same meaning")
+        if divergence == "alpha_divergence" and draft.given("f_alpha_divergence_coef"):
+            draft.set(
+                "score.alpha", float(draft.number("f_alpha_divergence_coef")), "f_alpha_divergence_coef: same meaning"
+            )

@@ -99,8 +99,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "sft": {**COMMON, "learning_rate": 2e-5, "max_length": 1024, "loss_type": "nll"},
     "reward": {**COMMON, "learning_rate": 1e-4, "max_length": 1024},
 }
+_BITS = ("load_in_4bit", "load_in_8bit")
 _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 _LEARNED = (
+    *("rpo_alpha", "max_prompt_length", "center_rewards_coefficient", "optim_args", "loss_weights", "ref_model"),
     *("min_p", "top_p", "top_k", "repetition_penalty", "generation_kwargs", "suppress_tokens", "neftune_noise_alpha"),
     *(
         "reward_clip_range",
@@ -118,7 +120,7 @@ _QUIET = re.compile(
     r"num_proc|cache_|ds3_|pad_to|padding|wandb|trackio|project|overwrite|auto_find|disable_tqdm|remove_unused|run_name|"
     r"attn_implementation|trust_remote|lora_task|bnb_4bit_(compute|quant_storage|use_double)|no_cuda|activation_off|hf_|"
     r"gradient_checkpointing|optim_target|device|seed|data_seed|full_determinism|precompute|output_dir|resume|"
-    r"average_tokens|eval|per_device_eval|num_generations_eval|max_model_length|tokenizer_name|WANDB|callbacks|token$)"
+    r"average_tokens|eval|dataset_name|model_name_or_path|per_device_eval|num_generations_eval|max_model_length|tokenizer_name|WANDB|callbacks|token$)"
 )
 """Options that change nothing that is learned: where and how fast it runs, what is shown and kept."""
 _SERVER = ("vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port")
@@ -158,6 +160,8 @@ def trl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> Non
     trainer = draft.run.trainer
     draft.learned, draft.is_learned = _LEARNED, _is_learned
     _initial(draft)
+    if draft.run.options.get("model_revision") == "main":
+        draft.treated.add("model_revision")
     _data(draft, rows)
     draft.same("model", "model_name_or_path")
     processes = devices_of(draft, devices, need=True)
@@ -218,11 +222,22 @@ def _precision(draft: RecipeDraft) -> None:
     stored = next((name for name in ("dtype", "torch_dtype") if draft.read(name) in ("bfloat16", "float16")), None)
     chosen = "fp16" if draft.read("fp16") else "bf16"
     draft.treated.add("bf16")
-    if stored is not None:
+    if any(map(draft.read, _LORA)):
+        quantized = any(map(draft.read, _BITS))
+        told = (
+            "products in bfloat16; adapters are float32 here"
+            + ", and bfloat16 in TRL for a quantized model" * quantized
+        )
+    if stored is not None and any(map(draft.read, _LORA)):
+        draft.put("precision", "bfloat16", f"{draft.origin(stored)}: {told}")
+    elif stored is not None:
         told = f"weights that learn stay in float32 here; of TRL ({draft.origin(stored)}) they are rounded too"
         draft.put("precision", "bfloat16", told)
     elif draft.read(chosen):
         draft.put("precision", "bfloat16", f"{draft.origin(chosen)}: {told}")
+        if draft.read("dtype") == "auto" and not any(map(draft.read, _LORA)):
+            told = "weights that learn are float32 here; there of the checkpoint's type, in which updates are rounded"
+            draft.note(f"{draft.run.names.get('dtype', 'dtype')} = auto", told, learned=True)
 
 
 def _adapters(draft: RecipeDraft) -> None:
@@ -234,7 +249,10 @@ def _adapters(draft: RecipeDraft) -> None:
             draft.treated.add(name)
         return
     draft.defaults = {**draft.defaults, **_LORA[on[0]]}
-    adapters(draft, "lora_r", "lora_alpha", "lora_target_modules", ("load_in_4bit", "load_in_8bit"))
+    adapters(draft, "lora_r", "lora_alpha", "lora_target_modules", _BITS)
+    if draft.read("load_in_4bit") and (kind := draft.read("bnb_4bit_quant_type", "nf4")) != "nf4":
+        draft.note(draft.origin("bnb_4bit_quant_type"), f"4 bits here are nf4, not {shown(kind)}", learned=True)
+        draft.put("quantize", "nf4", f"load_in_4bit: also 4 bits, but nf4, not {shown(kind)}")
     if share := draft.number("lora_dropout"):
         told = "" if draft.given("lora_dropout") else f", {share:g}"
         draft.note(

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeGuard
 
 from posttrain.apps.migration.foreign_run import ENVIRONMENT, ForeignRun, Unresolved, shown
 from posttrain.apps.migration.reward_source import needs_training, source_of
-from posttrain.apps.migration.script_changes import note_changes
+from posttrain.apps.migration.script_changes import note_changes, set_mask
 from posttrain.apps.migration.script_rows import take_rows
 from posttrain.apps.migration.script_values import ConfigurationFiles, ScriptValues, name_of
 from posttrain.core.foreign_options import ELSEWHERE
@@ -46,7 +46,6 @@ _LORA = {
 }
 _NOT_OF_LORA = (
     "task_type",
-    "bias",
     "model",
     "random_state",
     "use_gradient_checkpointing",
@@ -55,8 +54,12 @@ _NOT_OF_LORA = (
     *("finetune_vision_layers", "finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules"),
 )
 """Words of LoRA's configuration, or of Unsloth's function, that change nothing for models of text."""
+_NO_CHANGE = {"bias": "none", "init_lora_weights": True, "use_dora": False, "use_rslora": False}
+"""Words of LoRA's configuration -> the value with which they change nothing."""
 _SECOND = {**dict.fromkeys(("grpo", "rloo"), "reward_funcs"), **dict.fromkeys(("dpo", "kto"), "ref_model")}
 """Trainer -> what its second argument without a name is."""
+_SCRIPT_ARGUMENTS = {"dataset_train_split": "train", "dataset_test_split": "test", "dataset_config": None}
+"""Defaults of TRL's own class of arguments."""
 _STARTS = 256  # rows for episodes of an environment that makes its own tasks
 _OF_TRANSFORMERS = {"learning_rate": 5e-5, "gradient_checkpointing": False, "bf16": False}
 """Defaults of transformers' TrainingArguments that TRL's configurations change."""
@@ -95,16 +98,15 @@ def read_script(
         script = ScriptValues(files)
         script.visit(tree)
         script.take_entries()
+        if files is not None:
+            files.words = script.choose(files.words)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise UserError(f"{name} is not a Python script that can be read: {type(error).__name__}") from error
     if (long := next(filter(_is_unprintable, ast.walk(tree)), None)) is not None:
         raise UserError(f"{name}:{long.lineno} has an integer of more than 64 bits: correct it")
-    own = {
-        name: value for name, value in (given or {}).items() if name in script.arguments.keys() | script.flags.keys()
-    }
-    for flag, value in own.items():
-        argument, alone = script.flags.get(flag, (flag, True))
-        script.arguments[argument] = ast.parse(repr(alone if value is True else value), mode="eval").body
+    if script.imported.get("ScriptArguments", "").startswith("trl"):
+        script.arguments |= {part: ast.Constant(value) for part, value in _SCRIPT_ARGUMENTS.items()}
+    own = script.take_given(given or {})
     run_last = [call for call in script.calls if script.condition(script.branch_of[call]) is not None]
     called = ((name_of(call).rpartition(".")[2], call) for call in (*script.calls, *run_last))
     last = {_root(script, name): call for name, call in called}
@@ -148,8 +150,10 @@ def read_script(
             _copy_rewards(tree, text, run, f"{name} cannot be imported for them, as {why}", made_terms)
     _of_adapters(script, last, run, config.replace("Config", "Trainer"))
     note_changes(script, tree, trainer, run)
+    set_mask(script, run)
     if script.read:
         run.notes.append(f"{', '.join(sorted(script.read))}, which {name} reads: its values are those of the recipe")
+    _of_unsloth(script, run)
     if "max_seq_length" in run.options:
         run.options.setdefault("max_length", run.options.pop("max_seq_length"))
         run.names["max_length"] = "max_seq_length"
@@ -183,7 +187,9 @@ def _parsed_configuration(script: ScriptValues, last: dict[str, ast.Call]) -> tu
     """Return the configuration that a parser of the script makes of its command, and the class that it parses; "" if it
     calls one itself, or none.
     """
-    parser = last.get("TrlParser", last.get("HfArgumentParser"))
+    parser = next(
+        (call for name, call in last.items() if name.endswith("Parser") and (call.args or call.keywords)), None
+    )
     if parser is None or CONFIGS.keys() & last.keys():
         return "", ""
     names = [part.attr if isinstance(part, ast.Attribute) else part.id
@@ -249,9 +255,11 @@ def _copy_rewards(tree: ast.Module, text: str, run: ForeignRun, why: str, made: 
 def _of_adapters(script: ScriptValues, last: dict[str, ast.Call], run: ForeignRun, trainer: str) -> None:
     """Add LoRA and the types of weights that a script gives to the model, not to the trainer."""
     for call in (last.get("BitsAndBytesConfig"), *_loads_of_models(script)):
-        for word in ("load_in_4bit", "load_in_8bit"):
-            if call is not None and word in (given := _keywords(script, call)):
-                run.options[word] = given[word]
+        given = {} if call is None else _keywords(script, call)
+        run.options |= {word: given[word] for word in ("load_in_4bit", "load_in_8bit") if word in given}
+        if given.get("load_in_4bit") and call is not None and not name_of(call).startswith("Fast"):
+            run.options["bnb_4bit_quant_type"] = given.get("bnb_4bit_quant_type", "fp4")
+            run.names["bnb_4bit_quant_type"] = "bnb_4bit_quant_type of the model"
     unsloth = next((call for call in _loads_of_models(script) if name_of(call).startswith("Fast")), None)
     if unsloth is not None:
         given = _keywords(script, unsloth)
@@ -262,13 +270,41 @@ def _of_adapters(script: ScriptValues, last: dict[str, ast.Call], run: ForeignRu
     made = last.get("get_peft_model")
     own = made is not None and any(word.arg == "r" for word in made.keywords)
     own = own or (made is not None and name_of(made).startswith("Fast"))
-    for turned_on, lora in (("LoraConfig", last.get("LoraConfig")), ("get_peft_model", made if own else None)):
+    config = last.get("LoraConfig")
+    if config is not None and not _is_given(script, last.get(trainer)):
+        run.notes.append(
+            f"{name_of(config)} (line {config.lineno}), which the trainer does not get: all weights are trained"
+        )
+        config = None
+    for turned_on, lora in (("LoraConfig", config), ("get_peft_model", made if own else None)):
         if lora is not None and (told := _used(script, lora, last.get(trainer))) is not None:
             if told:
                 run.notes.append(f"whether adapters learn: {told}; without them, delete lora and its options")
             words = _keywords(script, lora)
             run.options |= {turned_on: True} | {_LORA.get(key, key): value for key, value in words.items()
-                                                if key not in _NOT_OF_LORA}  # fmt: skip
+                                                if key not in _NOT_OF_LORA and value != _NO_CHANGE.get(key, ())}  # fmt: skip
+
+
+def _of_unsloth(script: ScriptValues, run: ForeignRun) -> None:
+    """Raise the batch to a whole group, as Unsloth does by itself."""
+    names = ("per_device_train_batch_size", "num_generations", "gradient_accumulation_steps")
+    batch, group, steps = (run.options.get(name, default) for name, default in zip(names, (8, 8, 1), strict=True))
+    if (
+        run.trainer != "grpo"
+        or "unsloth" not in script.modules
+        or not all(isinstance(n, int) for n in (batch, group, steps))
+    ):
+        return
+    if batch * steps % group:
+        run.options[names[0]] = group
+        run.notes.append(f"{names[0]} = {batch}: Unsloth raises it to num_generations, {group}")
+
+
+def _is_given(script: ScriptValues, trainer: ast.Call | None) -> bool:
+    """Return whether a configuration of adapters can reach the model: by the trainer, or by a function that adds them."""
+    names = {name_of(call).rpartition(".")[2] for call in script.calls}
+    words = {word.arg for word in trainer.keywords} if trainer is not None else {None}
+    return bool({"peft_config", None} & words or {"get_peft_model", "add_adapter", "inject_adapter_in_model"} & names)
 
 
 def _used(script: ScriptValues, lora: ast.Call, trainer: ast.Call | None) -> str | None:
@@ -400,9 +436,7 @@ def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, beside: s
             named = {k.arg: k.value for k in load.keywords}
             place = next((named[n] for n in ("model_name", "pretrained_model_name_or_path") if n in named), None)
             value = script.value(load.args[0] if load.args else place)
-            dtype = named.get("torch_dtype") or named.get("dtype")
-            if dtype is not None and "bfloat16" in ast.unparse(dtype):
-                run.options.setdefault("torch_dtype", "bfloat16")
+            _type_of_weights(script, load, named, run)
         run.options["model_name_or_path"] = value
     for argument, prefix in (("train_dataset", ""), ("eval_dataset", "eval_")):
         if argument in given:
@@ -427,8 +461,23 @@ def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, beside: s
         run.notes.append(f"{file}, in place of the rows that the script has not: reset gets seed if it takes it")
 
 
+def _type_of_weights(script: ScriptValues, load: ast.Call, named: dict[str | None, ast.expr], run: ForeignRun) -> None:
+    """Add the type in which a script loads its model: transformers takes that of the checkpoint unless one is given."""
+    given = named.get("torch_dtype") or named.get("dtype")
+    text = ast.unparse(script.origin(given)) if given is not None else "auto"
+    kind = next((name for name in ("bfloat16", "float16", "float32", "auto") if name in text), None)
+    if name_of(load).startswith("Fast") or kind is None:
+        return
+    run.options.setdefault("dtype", kind)
+    run.names["dtype"] = f"{name_of(load)}'s dtype"
+
+
 def _is_own(script: ScriptValues, reference: ast.expr, model: ast.expr | None) -> bool:
     """Return whether a reference is none, the policy itself, a copy of it, or loaded from the same place."""
+    if isinstance(reference, ast.Name) and len(perhaps := script.candidates(reference)) > 1:
+        return all(_is_own(script, one, model) for one in perhaps)
+    if isinstance(reference, ast.IfExp) and script.truth(reference.test) is None:
+        return _is_own(script, reference.body, model) and _is_own(script, reference.orelse, model)
     found = script.origin(reference)
     if model is None or script.value(reference) is None:
         return script.value(reference) is None
@@ -445,7 +494,15 @@ def _are_made(script: ScriptValues, trainer: ast.Call) -> bool:
     """Return whether a reward is made where it is given: partial(f, ...), Reward(), a lambda."""
     given = next((word.value for word in trainer.keywords if word.arg == "reward_funcs"), None)
     parts = [] if given is None else script.elements(given)
-    return any(isinstance(script.origin(part, calls=False), (ast.Call, ast.Lambda)) for part in parts)
+    return any(_makes_one(script, script.origin(part, calls=False)) for part in parts)
+
+
+def _makes_one(script: ScriptValues, part: ast.expr) -> bool:
+    """Return whether an expression makes a reward function: a lambda, partial(f), an object, a function that returns one."""
+    name = name_of(part) if isinstance(part, ast.Call) else ""
+    returned = isinstance(script.origin(part), (ast.Name, ast.Lambda))
+    made = name in ("partial", "functools.partial") or name in script.classes or (name in script.functions and returned)
+    return isinstance(part, ast.Lambda) or made
 
 
 def _rewards(script: ScriptValues, node: ast.expr, run: ForeignRun, made: dict[str, ast.expr]) -> Any:
@@ -464,7 +521,7 @@ def _rewards(script: ScriptValues, node: ast.expr, run: ForeignRun, made: dict[s
             terms.append(("function", f"trl:{part.id}"))
         elif isinstance(part, ast.Name) and part.id in script.imported:
             terms.append(("function", f"trl:{script.imported[part.id].lstrip('.')}:{part.id}"))
-        elif isinstance(part, (ast.Call, ast.Lambda)):
+        elif _makes_one(script, part):
             name = f"reward_{len(terms) + 1}"
             made[name] = part
             terms.append(("function", f"trl:{run.home}:{name}"))

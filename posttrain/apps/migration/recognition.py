@@ -263,6 +263,8 @@ def _with_script(place: Path, words: list[str], path: Path, beside: str) -> Fore
     if "reward_funcs" in run.options and "reward_funcs" in rest:  # names that only the script reads
         run.notes.append(f"reward_funcs = {shown(rest.pop('reward_funcs'))}, of which {place.name} makes its functions")
     run.options |= rest
+    if others := [word for word in words if re.match(r"[+~]{0,2}[A-Za-z_][\w.]*=", word)]:
+        run.notes.append(f"{', '.join(others)[:200]}, which the command gives to the script: not in the recipe")
     for name, function in (("use_peft", "get_peft_config"), ("load_in_4bit", "get_quantization_config")):
         if rest.get(name) and function not in text and "ModelConfig" in text:
             run.notes.append(f"whether {name} acts: {place.name} does not call {function}")

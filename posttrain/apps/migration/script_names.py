@@ -134,10 +134,12 @@ class ScriptNames(ast.NodeVisitor):
         if assigned is None and scope:
             assigned = self.values.get(((), name.id))
         found: list[ast.expr] = []
+        after: Branch | None = None  # that of the assignment which follows
         while assigned is not None:
             told = self.condition(assigned.branch, where)
-            found += [assigned.value] if told is not None else []
-            assigned = None if told == "" else assigned.before
+            if told is not None and assigned.branch != after:
+                found.append(assigned.value)
+            after, assigned = assigned.branch, None if told == "" else assigned.before
         return found
 
     def assigned(self, name: ast.Name) -> ast.expr | None:

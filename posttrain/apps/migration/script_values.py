@@ -57,6 +57,8 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.NotIn: lambda left, right: left not in right,
 }
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "bool": bool, "Path": str}
+_SAME = ("OmegaConf.to_container", "OmegaConf.create", "OmegaConf.to_object", "copy.deepcopy", "deepcopy", "copy.copy")
+"""Functions that return what they get."""
 _BFLOAT16 = ("is_bfloat16_supported", "is_bf16_supported", "is_torch_bf16_gpu_available")
 """Functions that say whether a machine has bfloat16: all of the last years have."""
 _SHAPES = (
@@ -103,6 +105,7 @@ class ScriptValues(ScriptNames):
         self.omitted: set[str] = set()  # arguments that are None unless they are given
         self.fields: dict[str, dict[str, ast.expr | None]] = {}  # dataclass -> its fields with their defaults
         self.used: dict[str, Any] = {}  # arguments whose default is used -> the default
+        self._hydra: dict[str, str] = {}  # function that Hydra calls -> the file of its configuration
         self.given: set[str] = set()  # arguments that the command gives
         self.commands: dict[str, str] = {}  # parser of one of several commands -> the command
         self._runs: dict[str, str] = {}  # such a parser -> the function that it runs
@@ -125,6 +128,8 @@ class ScriptValues(ScriptNames):
     def _argument_of_entry(self, word: Parameter) -> ast.expr:
         """Return what a command line gives for a parameter: its value, the function's own default, or a decorator's."""
         default = _plain_default(word.default)
+        if word.function in self._hydra:
+            return ast.parse(f"OmegaConf.load({self._hydra[word.function]!r})", mode="eval").body
         if word.name in self.given or default is None:
             return ast.Attribute(ast.Name("args", ast.Load()), word.name, ast.Load())
         if not isinstance(found := self.value(default, 1), Unresolved):
@@ -166,6 +171,11 @@ class ScriptValues(ScriptNames):
                 self._argument(call)
             elif "." in name_of(call) and name_of(call).rpartition(".")[2] in _ENTRIES:
                 self.entries.add(getattr(node, "name", ""))
+                words = {word.arg: word.value for word in call.keywords}
+                place = [self.value(words[part], 1) if part in words else "" for part in ("config_path", "config_name")]
+                if name_of(call) == "hydra.main" and all(isinstance(part, str) for part in place):
+                    file = "/".join(filter(None, place)).removesuffix(".yaml") + ".yaml"
+                    self._hydra[getattr(node, "name", "")] = file
 
     visit_AsyncFunctionDef = visit_FunctionDef
     visit_Lambda = visit_FunctionDef
@@ -229,7 +239,10 @@ class ScriptValues(ScriptNames):
             for part in node.body:
                 if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
                     self.fields.setdefault(node.name, {})[part.target.id] = _plain_default(part.value)
-            self.arguments |= self.fields.get(node.name, {})
+            for name, default in self.fields.get(node.name, {}).items():
+                before = self.arguments.get(name)
+                differs = before is not None and (default is None or ast.unparse(before) != ast.unparse(default))
+                self.arguments[name] = None if differs else default  # of two classes: which is meant is not known
 
     def visit_Call(self, node: ast.Call) -> None:
         super().visit_Call(node)
@@ -313,10 +326,14 @@ class ScriptValues(ScriptNames):
             return -inner if isinstance(inner, (int, float)) else Unresolved(ast.unparse(node))
         if isinstance(node, ast.JoinedStr):
             return self._joined(node, depth)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+            return self._mapping(ast.Dict([None, None], [node.left, node.right]), depth)
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             return self._sum(node, depth)
         if isinstance(node, ast.Call) and name_of(node).endswith(("environ.get", "getenv")) and len(node.args) == 2:
             return self.value(node.args[1], depth + 1)
+        if isinstance(node, ast.Call) and name_of(node) in _SAME and node.args:
+            return self.value(node.args[0], depth + 1)
         if isinstance(node, ast.Call) and name_of(node).rpartition(".")[2] in _BFLOAT16:
             self.used[f"{name_of(node)}()"] = True
             return True
@@ -447,7 +464,13 @@ class ScriptValues(ScriptNames):
 
     def _is_parsed(self, node: ast.expr) -> bool:
         """Whether it is the object of a parser: one of its calls, or a name that the script does not set otherwise."""
-        return isinstance(self.origin(node), ast.Name) or self.is_made_by_parser(node)
+        found = self.origin(node)
+        if isinstance(found, ast.Attribute) and self._deep < DEEPEST:  # a part of it: args.optimizer.lr
+            self._deep += 1
+            parsed = self._is_parsed(found.value)
+            self._deep -= 1
+            return parsed
+        return isinstance(found, ast.Name) or self.is_made_by_parser(node)
 
     def is_made_by_parser(self, node: ast.expr) -> bool:
         node = self.origin(node)

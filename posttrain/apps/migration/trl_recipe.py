@@ -103,6 +103,14 @@ _BITS = ("load_in_4bit", "load_in_8bit")
 _ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
 _LEARNED = (
     *("rpo_alpha", "max_prompt_length", "center_rewards_coefficient", "optim_args", "loss_weights", "ref_model"),
+    *(
+        "multi_objective_aggregation",
+        "use_adaptive_entropy",
+        "entropy_target",
+        "entropy_coef_min",
+        "entropy_coef_max",
+        "entropy_coef_delta",
+    ),
     *("min_p", "top_p", "top_k", "repetition_penalty", "generation_kwargs", "suppress_tokens", "neftune_noise_alpha"),
     *(
         "reward_clip_range",

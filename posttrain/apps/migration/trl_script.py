@@ -56,8 +56,13 @@ _NOT_OF_LORA = (
 """Words of LoRA's configuration, or of Unsloth's function, that change nothing for models of text."""
 _NO_CHANGE = {"bias": "none", "init_lora_weights": True, "use_dora": False, "use_rslora": False}
 """Words of LoRA's configuration -> the value with which they change nothing."""
-_SECOND = {**dict.fromkeys(("grpo", "rloo"), "reward_funcs"), **dict.fromkeys(("dpo", "kto"), "ref_model")}
-"""Trainer -> what its second argument without a name is."""
+_DATA = ("train_dataset", "eval_dataset", "processing_class")
+_POSITIONS = {
+    **dict.fromkeys(("grpo", "rloo"), ("model", "reward_funcs", "args", *_DATA)),
+    **dict.fromkeys(("dpo", "kto"), ("model", "ref_model", "args", "data_collator", *_DATA)),
+    **dict.fromkeys(("sft", "reward", "orpo", "cpo"), ("model", "args", "data_collator", *_DATA)),
+}
+"""Trainer -> what its arguments without a name are."""
 _SCRIPT_ARGUMENTS = {"dataset_train_split": "train", "dataset_test_split": "test", "dataset_config": None}
 """Defaults of TRL's own class of arguments."""
 _STARTS = 256  # rows for episodes of an environment that makes its own tasks
@@ -209,7 +214,7 @@ def _configuration(script: ScriptValues, last: dict[str, ast.Call], name: str) -
     if not known:
         _refuse(script, trainers, name)
     trainer = last[known[0]]
-    most = 2 if CONFIGS[known[0].replace("Trainer", "Config")] in _SECOND else 1
+    most = _POSITIONS[CONFIGS[known[0].replace("Trainer", "Config")]].index("args")
     if len(trainer.args) > most or any(word.arg in ("args", None) for word in trainer.keywords):
         if (older := last.get("TrainingArguments")) is None:
             _refuse(script, known, name)
@@ -426,10 +431,7 @@ def _named_parts(script: ScriptValues, node: ast.expr) -> Any:
 def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, beside: str, made: dict[str, ast.expr]) -> None:
     """Add the arguments of the trainer itself: model, data, rewards."""
     given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
-    if call.args:
-        given.setdefault("model", call.args[0])
-    if len(call.args) > 1 and run.trainer in _SECOND:
-        given.setdefault(_SECOND[run.trainer], call.args[1])
+    given = dict(zip(_POSITIONS[run.trainer], call.args, strict=False)) | given
     if "model" in given:
         value, (load, _) = script.value(given["model"]), script.source(given["model"])
         if load is not None:
@@ -518,9 +520,9 @@ def _rewards(script: ScriptValues, node: ast.expr, run: ForeignRun, made: dict[s
         elif isinstance(part, ast.Name) and part.id in script.functions:
             terms.append(("function", f"trl:{run.home}:{part.id}"))
         elif isinstance(part, ast.Name) and script.imported.get(part.id, "").startswith("trl"):
-            terms.append(("function", f"trl:{part.id}"))
+            terms.append(("function", f"trl:{script.renamed[part.id]}"))
         elif isinstance(part, ast.Name) and part.id in script.imported:
-            terms.append(("function", f"trl:{script.imported[part.id].lstrip('.')}:{part.id}"))
+            terms.append(("function", f"trl:{script.imported[part.id].lstrip('.')}:{script.renamed[part.id]}"))
         elif _makes_one(script, part):
             name = f"reward_{len(terms) + 1}"
             made[name] = part

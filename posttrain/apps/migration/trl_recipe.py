@@ -468,7 +468,7 @@ def _grpo(draft: RecipeDraft, updates: int) -> None:
         raise UserError(
             f"GRPO's loss_type {shown(kind)!r:.40} has no counterpart in posttrain: posttrain algorithms lists what there is"
         )
-    if updates > 1 and kind in ("dapo", "cispo", "vespo"):
+    if draft.lines["minibatches"][0] > 1 and kind in ("dapo", "cispo", "vespo"):
         told = "TRL divides by the tokens of a whole generation over its updates; posttrain by those of the update"
         draft.note("loss_type", told, learned=True)
     _ratio(draft, kind, level, updates)

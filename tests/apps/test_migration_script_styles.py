@@ -104,6 +104,15 @@ def main(a):
     DPOTrainer("u/m", args=args, train_dataset=load_dataset("u/d", split="train")).train()
 main(tyro.cli(Args))
 """
+WRAPPED = """
+DEFAULTS = {"learning_rate": 1e-6, "beta": 0.3}
+def made(**more):
+    return DPOConfig("o", **{**DEFAULTS, **more})
+def train(model, seed=1, **more):
+    rows = load_dataset("u/d", split="train")
+    DPOTrainer(model, None, made(weight_decay=0.0, **more), None, rows).train()
+train("u/m", seed=3, learning_rate=3e-6)
+"""
 HYDRA = """
 @hydra.main(version_base=None, config_path=".", config_name="h")
 def main(cfg):
@@ -141,6 +150,7 @@ def two(args):
         (ENTRY.format(before="", decorators="", parameters=PLAIN.replace("0.3", "0.9"), after="fire.Fire(main)"),
          "python own.py --beta 0.3"),
         (DPO + PARTS, ""),
+        (DPO + WRAPPED, ""),
         (DPO + HYDRA, ""),
         (DPO + SFT + TWO, "python own.py two"),
         (DPO + SFT + TWO.replace("3e-6", "1"), "python own.py two --lr 3e-6"),
@@ -246,6 +256,7 @@ TRAINS = "SFTTrainer(model=model, args=SFTConfig('o'), train_dataset=load_datase
         ("t.add_special_tokens({})", "", "t.add_special_tokens({}) (line 3): a model here keeps its tokenizer"),
         ("model.resize_token_embeddings(9)", "", "save it with its tokenizer in a folder"),
         ("t.chat_template = 'x'", "", "t.chat_template = 'x': write the template to a file"),
+        ("t = AutoTokenizer.from_pretrained('u/m', add_eos_token=True)", "", "add_eos_token = True of the tokenizer"),
         ("t.padding_side = 'left'", "", "t.padding_side = 'left': nothing is padded here"),
         ("for p in model.parameters():\n    p.requires_grad = False", "", "lora is what keeps weights from training"),
         ("SFTTrainer.compute_loss = f", "", "SFTTrainer.compute_loss, which the script replaces"),

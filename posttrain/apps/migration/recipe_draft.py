@@ -31,6 +31,7 @@ SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
     "cosine_with_min_lr": "cosine",
+    "cosine_with_restarts": "cosine",  # of one cycle, unless more are given
 }
 ESTIMATORS = {
     **dict.fromkeys(("kl", "k1"), "k1"),

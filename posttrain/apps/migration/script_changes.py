@@ -80,6 +80,10 @@ def note_changes(script: ScriptValues, tree: ast.Module, trainer: ast.Call | Non
         if action is not None and name not in seen and branch is not None and name not in script.functions:
             seen.add(name)
             run.first.append(f"{_short(call)} (line {call.lineno}): {action}")
+        for word in call.keywords if "Tokenizer.from_pretrained" in name_of(call) else []:
+            if word.arg in _ATTRIBUTES and word.arg not in seen:
+                seen.add(word.arg)
+                run.first.append(f"{word.arg} = {_short(word.value)} of the tokenizer: {_ATTRIBUTES[word.arg]}")
     for owner, name, value, where, _ in script.attributes:
         called = ast.unparse(owner)
         if name in _ATTRIBUTES and name not in seen and script.condition(where) is not None and called != "self":

@@ -28,6 +28,7 @@ _Comprehension = ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp
 _Loop = ast.For | ast.AsyncFor
 _Augmented = (ast.Name, ast.Attribute)
 _LONGEST_CHAIN = 100  # names that are set to one another
+_REST = -2  # place of a parameter such as **options
 _DEEPEST = 20  # parts of parts of an expression
 
 
@@ -254,6 +255,12 @@ class ScriptNames(ast.NodeVisitor):
         if function in self.entries:
             return self.entry_point(parameter)
         calls = [call for call in self.calls if self._calls(call, function)]
+        if len(calls) == 1 and place == _REST:
+            named = self.parameters_of(function)
+            rest = [word for word in calls[0].keywords if word.arg not in named]
+            return ast.Dict(
+                [ast.Constant(word.arg) if word.arg else None for word in rest], [word.value for word in rest]
+            )
         if len(calls) != 1 or any(word.arg is None for word in calls[0].keywords):
             return None
         given = {word.arg: word.value for word in calls[0].keywords}
@@ -412,13 +419,15 @@ class ScriptNames(ast.NodeVisitor):
             at = place - of_object if place < len(positional) else -1
             known = function if at >= 0 or place >= len(positional) else ""  # not of self
             self._parameters[self.scope, word.arg] = Parameter(word.arg, known, at, default)
-        for rest in (words.vararg, words.kwarg):
-            if rest is not None:
-                self._parameters[self.scope, rest.arg] = Parameter(rest.arg, "", -1, None)
+        if words.vararg is not None:
+            self._parameters[self.scope, words.vararg.arg] = Parameter(words.vararg.arg, "", -1, None)
+        if words.kwarg is not None:
+            self._parameters[self.scope, words.kwarg.arg] = Parameter(words.kwarg.arg, function, _REST, None)
 
     def parameters_of(self, function: str) -> dict[str, ast.expr | None]:
         """Return the parameters of a function with their defaults."""
-        return {word.name: word.default for word in self._parameters.values() if word.function == function}
+        words = [word for word in self._parameters.values() if word.function == function and word.place != _REST]
+        return {word.name: word.default for word in words}
 
     def visit_ListComp(self, node: _Comprehension) -> None:
         with self._within("comprehension"):

@@ -331,7 +331,10 @@ class ScriptValues(ScriptNames):
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             return self._sum(node, depth)
         if isinstance(node, ast.Call) and name_of(node).endswith(("environ.get", "getenv")) and len(node.args) == 2:
-            return self.value(node.args[1], depth + 1)
+            found = self.value(node.args[1], depth + 1)
+            if isinstance(node.args[0], ast.Constant) and not isinstance(found, Unresolved):
+                self.used[f"${node.args[0].value!s}"] = found
+            return found
         if isinstance(node, ast.Call) and name_of(node) in _SAME and node.args:
             return self.value(node.args[0], depth + 1)
         if isinstance(node, ast.Call) and name_of(node).rpartition(".")[2] in _BFLOAT16:

@@ -36,6 +36,7 @@ _CALLS = {
     "clone_chat_template": "it copies a template and its tokens: save model and tokenizer in a folder, and train that",
     "get_chat_template": "it gives the tokenizer another template: write that to a file, and set chat_template",
     "train_on_responses_only": 'replies alone are trained: give rows of messages, of which mask = "assistant" trains those',
+    "set_transform": "rows are read as they are: write those that it makes to a file",
     "add_callback": _OF_TRAINERS["callbacks"],
     "add_adapter": "adapters are lora and its options here: set them",
     "load_adapter": "merge the adapter into the model, and give this as model",

@@ -133,7 +133,7 @@ def read_script(
         _of_configuration(script, call, run)
         if name_of(call).endswith("TrainingArguments"):
             run.defaults = _OF_TRANSFORMERS
-    if others := [c for c in last if c in CONFIGS and c != config]:
+    if others := [c for c in last if (c in CONFIGS and c != config) or c in OTHER_TRAINERS]:
         run.notes.append(
             f"that you mean the run of {config}: {name} calls {' and '.join(others)} too, which need a script of their own"
         )
@@ -259,7 +259,12 @@ def _copy_rewards(tree: ast.Module, text: str, run: ForeignRun, why: str, made: 
 
 def _of_adapters(script: ScriptValues, last: dict[str, ast.Call], run: ForeignRun, trainer: str) -> None:
     """Add LoRA and the types of weights that a script gives to the model, not to the trainer."""
-    for call in (last.get("BitsAndBytesConfig"), *_loads_of_models(script)):
+    loads = {word.arg for call in (*_loads_of_models(script), last.get(trainer)) if call for word in call.keywords}
+    bits = last.get("BitsAndBytesConfig")
+    if bits is not None and not {"quantization_config", "model_init_kwargs", None} & loads and last.get(trainer):
+        run.notes.append(f"{name_of(bits)} (line {bits.lineno}), which no model gets: nothing is quantized")
+        bits = None
+    for call in (bits, *_loads_of_models(script)):
         given = {} if call is None else _keywords(script, call)
         run.options |= {word: given[word] for word in ("load_in_4bit", "load_in_8bit") if word in given}
         if given.get("load_in_4bit") and call is not None and not name_of(call).startswith("Fast"):

@@ -6,7 +6,8 @@ import ast
 import re
 
 from posttrain.apps.migration.foreign_run import ForeignRun, shown
-from posttrain.apps.migration.script_values import ScriptValues, name_of
+from posttrain.apps.migration.script_names import name_of
+from posttrain.apps.migration.script_values import ScriptValues
 
 _OF_TRAINERS = {
     "formatting_func": "it makes a text of each row, all of which is trained: write these texts to a file with the column "

@@ -440,3 +440,13 @@ class ScriptNames(ast.NodeVisitor):
 
     def visit_comprehension(self, node: ast.comprehension) -> None:
         self._visit_all(node.iter, node.target, *node.ifs)
+
+
+def name_of(node: ast.Call) -> str:
+    """Return the dotted name of the function that is called; "" for one without a name."""
+    parts: list[str] = []
+    target: ast.expr = node.func
+    while isinstance(target, ast.Attribute):
+        parts.append(target.attr)
+        target = target.value
+    return ".".join(reversed([*parts, target.id])) if isinstance(target, ast.Name) else ".".join(reversed(parts))

@@ -7,7 +7,8 @@ import re
 from typing import Any
 
 from posttrain.apps.migration.foreign_run import ForeignRun, Unresolved, is_known, shown
-from posttrain.apps.migration.script_values import ScriptValues, name_of
+from posttrain.apps.migration.script_names import name_of
+from posttrain.apps.migration.script_values import ScriptValues
 
 _PAIRS = "the columns chosen and rejected, and prompt where they do not repeat it"
 _COLUMNS = {

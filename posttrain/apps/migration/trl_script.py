@@ -10,8 +10,9 @@ from typing import Any, NoReturn, TypeGuard
 from posttrain.apps.migration.foreign_run import ENVIRONMENT, ForeignRun, Unresolved, shown
 from posttrain.apps.migration.reward_source import needs_training, source_of
 from posttrain.apps.migration.script_changes import note_changes, set_mask
+from posttrain.apps.migration.script_names import name_of
 from posttrain.apps.migration.script_rows import take_rows
-from posttrain.apps.migration.script_values import ConfigurationFiles, ScriptValues, name_of
+from posttrain.apps.migration.script_values import ConfigurationFiles, ScriptValues
 from posttrain.core.foreign_options import ELSEWHERE
 from posttrain.core.types import UserError
 

@@ -1,4 +1,4 @@
-"""What a script of TRL changes otherwise than by options: tokenizer, model, trainer, loss. Each is a line for its reader."""
+"""Changes that a script of TRL makes otherwise than by options: of tokenizer, model, trainer, loss. Each is a line."""
 
 from __future__ import annotations
 

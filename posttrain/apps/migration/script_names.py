@@ -157,14 +157,14 @@ class ScriptNames(ast.NodeVisitor):
         for _ in range(_LONGEST_CHAIN):
             if isinstance(node, ast.IfExp) and (found := self.truth(node.test)) is not None:
                 node = node.body if found else node.orelse
-            elif (calls or not isinstance(node, ast.Call)) and (stands_for := self.stands_for(node)) is not None:
-                node = stands_for
+            elif (calls or not isinstance(node, ast.Call)) and (meant := self.meaning(node)) is not None:
+                node = meant
             else:
                 break
         return node
 
-    def stands_for(self, node: ast.expr) -> ast.expr | None:
-        """Return the expression that a name, a part, an attribute or a call of an own function stands for; None: itself."""
+    def meaning(self, node: ast.expr) -> ast.expr | None:
+        """Return the expression of a name, a part, an attribute or a call of an own function; None for any other."""
         if isinstance(node, ast.Name):
             return self.assigned(node)
         if isinstance(node, ast.Call):

@@ -154,7 +154,7 @@ class ScriptValues(ScriptArguments):
         if isinstance(node, ast.Constant):
             plain = isinstance(node.value, (bool, int, float, str)) or node.value is None
             return node.value if plain else Unresolved(ast.unparse(node))
-        if (assigned := self.stands_for(node)) is not None:
+        if (assigned := self.meaning(node)) is not None:
             return self.value(assigned, depth + 1)
         if isinstance(node, ast.IfExp) and (truth := self.truth(node.test)) is not None:
             return self.value(node.body if truth else node.orelse, depth + 1)
@@ -175,34 +175,36 @@ class ScriptValues(ScriptArguments):
             return self._mapping(ast.Dict([None, None], [node.left, node.right]), depth)
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             return self._sum(node, depth)
-        if isinstance(node, ast.Call) and name_of(node).endswith(("environ.get", "getenv")) and len(node.args) == 2:
-            found = self.value(node.args[1], depth + 1)
-            if isinstance(node.args[0], ast.Constant) and not isinstance(found, Unresolved):
-                self.used[f"${node.args[0].value!s}"] = found
+        if isinstance(node, ast.Call) and (found := self._of_call(name_of(node), node, depth)) is not None:
             return found
-        if isinstance(node, ast.Call) and name_of(node) in _SAME and node.args:
-            return self.value(node.args[0], depth + 1)
-        if isinstance(node, ast.Call) and name_of(node).rpartition(".")[2] in _BFLOAT16:
-            self.used[f"{name_of(node)}()"] = True
-            return True
-        if isinstance(node, ast.Call) and name_of(node) in _READS and len(node.args) >= 1:
-            return self._content(node, depth)
-        if isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.argv" and self.files is not None:
+        if isinstance(node, ast.Attribute) and node.attr == "argv" and self.files is not None:
             return list(self.files.words) or Unresolved("sys.argv")
-        if isinstance(node, ast.Call) and name_of(node) in _CONVERSIONS and len(node.args) == 1:
-            return self._converted(name_of(node), node, depth)
         if isinstance(node, ast.Attribute) and node.attr in self.arguments and self._is_parsed(node.value):
             return self._argument_value(node, depth)
         if isinstance(node, (ast.Subscript, ast.Attribute)):
             return self._part(node.value, node, depth)
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Attribute)
-            and node.func.attr == "get"
-            and node.args
-        ):
-            return self._part(node.func.value, node, depth)
         return Unresolved(ast.unparse(node)[:200])
+
+    def _of_call(self, name: str, node: ast.Call, depth: int) -> Any:
+        """Return the value of a call of a function of Python or of a library that is known here; None for another one."""
+        last, words = name.rpartition(".")[2], node.args
+        if name.endswith(("environ.get", "getenv")) and len(words) == 2:
+            found = self.value(words[1], depth + 1)
+            if isinstance(words[0], ast.Constant) and not isinstance(found, Unresolved):
+                self.used[f"${words[0].value!s}"] = found
+            return found
+        if name in _SAME and words:
+            return self.value(words[0], depth + 1)
+        if last in _BFLOAT16:
+            self.used[f"{name}()"] = True
+            return True
+        if name in _READS and words:
+            return self._content(node, depth)
+        if name in _CONVERSIONS and len(words) == 1:
+            return self._converted(name, node, depth)
+        if isinstance(node.func, ast.Attribute) and last == "get" and words:
+            return self._part(node.func.value, node, depth)
+        return None
 
     def _content(self, node: ast.Call, depth: int) -> Any:
         """Return the content of a configuration that the script reads: yaml.safe_load(open(place)) and the like."""
@@ -389,7 +391,7 @@ class ScriptValues(ScriptArguments):
                 return node, after
             elif isinstance(node, ast.IfExp) and (truth := self.truth(node.test)) is not None:
                 node = node.body if truth else node.orelse
-            elif node is not None and not isinstance(node, ast.Name) and (made := self.stands_for(node)) is not None:
+            elif node is not None and not isinstance(node, ast.Name) and (made := self.meaning(node)) is not None:
                 node = made
             elif isinstance(node, ast.Call) and (model := wrapped(node)) is not None:
                 node = model

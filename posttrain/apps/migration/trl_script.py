@@ -99,19 +99,7 @@ def read_script(
     `given`: what its command gives. Arguments that the script parses by itself, for itself alone, are removed from it.
     `beside`: beginning of the names of files that are written with the recipe. `files`: those that the script may read.
     """
-    try:
-        tree = ast.parse(text)
-        script = ScriptValues(files)
-        script.visit(tree)
-        script.take_entries()
-        if files is not None:
-            files.words = script.choose(files.words)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise UserError(f"{name} is not a Python script that can be read: {type(error).__name__}") from error
-    if (long := next(filter(_is_unprintable, ast.walk(tree)), None)) is not None:
-        raise UserError(f"{name}:{long.lineno} has an integer of more than 64 bits: correct it")
-    if script.imported.get("ScriptArguments", "").startswith("trl"):
-        script.arguments |= {part: ast.Constant(value) for part, value in _SCRIPT_ARGUMENTS.items()}
+    script, tree = _parsed(text, name, files)
     own = script.take_given(given or {})
     run_last = [call for call in script.calls if script.condition(script.branch_of[call]) is not None]
     called = ((name_of(call).rpartition(".")[2], call) for call in (*script.calls, *run_last))
@@ -122,14 +110,9 @@ def read_script(
         for flag in own.keys() - (_fields(script, parsed_as).keys() | set(ELSEWHERE) if parsed else set()):
             del given[flag]
     run = ForeignRun("TRL", CONFIGS[config], names=dict(_NAMES))
-    of_class = parsed_as if call is None else name_of(call).rpartition(".")[2]
-    run.options = {
-        name: script.value(default) for name, default in _fields(script, of_class).items() if default is not None
-    }
-    run.options |= {} if call is None else _keywords(script, call)
-    if made := {"__init__", "__post_init__"}.intersection(script.methods.get(of_class, ())):
-        run.first.append(f"{of_class}.{made.pop()}, which changes the options after they are given: read it")
+    _of_class(script, parsed_as if call is None else name_of(call).rpartition(".")[2], run)
     if call is not None:
+        run.options |= _keywords(script, call)
         run.notes += _not_read(tree, call, run)
         _of_configuration(script, call, run)
         if name_of(call).endswith("TrainingArguments"):
@@ -143,17 +126,10 @@ def read_script(
     ):
         run.notes.append(f"{', '.join(dict.fromkeys(later))}, which {name} sets after it has read its command")
     trainer = last.get(config.replace("Config", "Trainer"))
-    made_terms: dict[str, ast.expr] = {}
     if trainer is not None:
-        within = "it defines them in a function" if _within_functions(script, tree, trainer) else ""
-        anonymous = "it makes them where it gives them" if _are_made(script, trainer) else ""
-        why = needs_training(tree) or within or anonymous
-        run.home = f"{beside}rewards.py" if why else name
-        _of_trainer(script, trainer, run, beside, made_terms)
+        _of_trainer_and_rewards(script, (tree, text, name), trainer, run, beside)
         if (started := last.get("train")) is not None:
             run.options |= {n: v for n, v in _keywords(script, started).items() if n == "resume_from_checkpoint"}
-        if why:
-            _copy_rewards(tree, text, run, f"{name} cannot be imported for them, as {why}", made_terms)
     _of_adapters(script, last, run, config.replace("Config", "Trainer"))
     note_changes(script, tree, trainer, run)
     set_mask(script, run)
@@ -167,6 +143,47 @@ def read_script(
         shown_defaults = ", ".join(f"{argument} = {shown(value)}" for argument, value in script.used.items())
         run.notes.append(f"the arguments of {name}, which are its command's or else their defaults: {shown_defaults}")
     return run
+
+
+def _parsed(text: str, name: str, files: ConfigurationFiles | None) -> tuple[ScriptValues, ast.Module]:
+    """Return the values of a script and its tree. Raises UserError for text that is none."""
+    try:
+        tree = ast.parse(text)
+        script = ScriptValues(files)
+        script.visit(tree)
+        script.take_entries()
+        if files is not None:
+            files.words = script.choose(files.words)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UserError(f"{name} is not a Python script that can be read: {type(error).__name__}") from error
+    if (long := next(filter(_is_unprintable, ast.walk(tree)), None)) is not None:
+        raise UserError(f"{name}:{long.lineno} has an integer of more than 64 bits: correct it")
+    if script.imported.get("ScriptArguments", "").startswith("trl"):
+        script.arguments |= {part: ast.Constant(value) for part, value in _SCRIPT_ARGUMENTS.items()}
+    return script, tree
+
+
+def _of_class(script: ScriptValues, name: str, run: ForeignRun) -> None:
+    """Add the defaults of a configuration of the script's own."""
+    fields = _fields(script, name)
+    run.options |= {option: script.value(default) for option, default in fields.items() if default is not None}
+    if made := {"__init__", "__post_init__"}.intersection(script.methods.get(name, ())):
+        run.first.append(f"{name}.{made.pop()}, which changes the options after they are given: read it")
+
+
+def _of_trainer_and_rewards(
+    script: ScriptValues, source: tuple[ast.Module, str, str], trainer: ast.Call, run: ForeignRun, beside: str
+) -> None:
+    """Add the arguments of the trainer, and copies of its rewards where the script cannot be imported for them."""
+    tree, text, name = source
+    within = "it defines them in a function" if _within_functions(script, tree, trainer) else ""
+    anonymous = "it makes them where it gives them" if _are_made(script, trainer) else ""
+    why = needs_training(tree) or within or anonymous
+    run.home = f"{beside}rewards.py" if why else name
+    made: dict[str, ast.expr] = {}
+    _of_trainer(script, trainer, run, beside, made)
+    if why:
+        _copy_rewards(tree, text, run, f"{name} cannot be imported for them, as {why}", made)
 
 
 def _is_unprintable(node: ast.AST) -> TypeGuard[ast.Constant]:

@@ -65,6 +65,18 @@ def test_defaults_of_a_subclass_and_files_by_position_count(
     assert {name: table.get(name) for name in lines} == lines and "decides too" not in told
 
 
+@pytest.mark.parametrize("call", ["main(*parser.parse_args_and_config())", "a, b = parser.parse()\nmain(a, b)"])
+def test_options_that_a_script_sets_after_it_has_read_its_command_count(call: str, tmp_path: Path) -> None:
+    script = f"{GRPO}def main(own, args):\n    args.reward_weights = [own.weight]\n    args.beta = 0.5\n"
+    script += (
+        "    if often():\n        args.seed = 3\n    GRPOTrainer('u/m', reward_funcs=[r], args=args, train_dataset=d)\n"
+    )
+    script += f"@dataclass\nclass Own:\n    weight: float = 0.5\nparser = TrlParser((Own, GRPOConfig))\n{call}"
+    script = script.replace("GRPOConfig, GRPOTrainer", "GRPOConfig, GRPOTrainer, TrlParser")
+    _, table, told = imported(tmp_path, script, "python own.py --beta 0.1 --weight 0.2 --seed 7")
+    assert table["kl"] == 0.5 and table["env"].endswith(":r*0.2") and "set seed (3 if often())" in told
+
+
 CLASSES = """
 class Config:
     rate = 3e-6

@@ -262,7 +262,7 @@ def _with_script(place: Path, words: list[str], path: Path, beside: str) -> Fore
     run.notes += notes
     if "reward_funcs" in run.options and "reward_funcs" in rest:  # names that only the script reads
         run.notes.append(f"reward_funcs = {shown(rest.pop('reward_funcs'))}, of which {place.name} makes its functions")
-    run.options |= rest
+    run.options |= rest | run.later
     if others := [word for word in words if re.match(r"[+~]{0,2}[A-Za-z_][\w.]*=", word)]:
         run.notes.append(f"{', '.join(others)[:200]}, which the command gives to the script: not in the recipe")
     for name, function in (("use_peft", "get_peft_config"), ("load_in_4bit", "get_quantization_config")):

@@ -94,6 +94,8 @@ def _place(
         path, split = _files(files, split), None
     elif path in _BUILDERS:
         path = Unresolved(ast.unparse(load)[:200])
+    if isinstance(path, str) and "*" in path:
+        run.first.append(f"tasks {path}: name its files, or a folder")
     for word in _OTHER_ROWS:
         if named.get(word) is not None:
             run.first.append(

@@ -70,6 +70,7 @@ class ScriptValues(ScriptArguments):
         self.files = files
         self.modules: set[str] = set()  # packages that it imports from
         self.read: set[str] = set()  # files whose content is used
+        self.aliases: dict[str, str] = {}  # name -> module that it is
         self.imported: dict[str, str] = {}  # name -> module
         self.renamed: dict[str, str] = {}  # name -> what its module calls it
         self.attributes: list[tuple[ast.expr, str, ast.expr, Branch, Branch]] = []
@@ -134,6 +135,9 @@ class ScriptValues(ScriptArguments):
         if name_of(node).endswith("environ.setdefault") and len(words) == 2 and isinstance(words[0], ast.Constant):
             self.environment.setdefault(str(words[0].value), words[1])
 
+    def visit_Import(self, node: ast.Import) -> None:
+        self.aliases |= {alias.asname or alias.name: alias.name for alias in node.names}
+
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         self.modules.add((node.module or "").partition(".")[0])
         for alias in node.names:
@@ -195,6 +199,10 @@ class ScriptValues(ScriptArguments):
             return found
         if name in _SAME and words:
             return self.value(words[0], depth + 1)
+        if name in ("min", "max") and len(words) > 1:
+            found = [self.value(word, depth + 1) for word in words]
+            numbers = all(isinstance(number, (int, float)) for number in found)
+            return {"min": min, "max": max}[name](found) if numbers else Unresolved(ast.unparse(node)[:200])
         if last in _BFLOAT16:
             self.used[f"{name}()"] = True
             return True

@@ -121,11 +121,9 @@ def read_script(
         run.notes.append(
             f"that you mean the run of {config}: {name} calls {' and '.join(others)} too, which need a script of their own"
         )
-    if parsed and (
-        later := [attribute for owner, attribute, *_ in script.attributes if script.is_made_by_parser(owner)]
-    ):
-        run.notes.append(f"{', '.join(dict.fromkeys(later))}, which {name} sets after it has read its command")
     trainer = last.get(config.replace("Config", "Trainer"))
+    if parsed:
+        _set_later(script, trainer, run, name)
     if trainer is not None:
         _of_trainer_and_rewards(script, (tree, text, name), trainer, run, beside)
         if (started := last.get("train")) is not None:
@@ -137,8 +135,9 @@ def read_script(
         run.notes.append(f"{', '.join(sorted(script.read))}, which {name} reads: its values are those of the recipe")
     _of_unsloth(script, run)
     if "max_seq_length" in run.options:
-        run.options.setdefault("max_length", run.options.pop("max_seq_length"))
-        run.names["max_length"] = "max_seq_length"
+        longest = run.options.pop("max_seq_length")
+        if "max_length" not in run.options:
+            run.options["max_length"], run.names["max_length"] = longest, "max_seq_length"
     if script.used:
         shown_defaults = ", ".join(f"{argument} = {shown(value)}" for argument, value in script.used.items())
         run.notes.append(f"the arguments of {name}, which are its command's or else their defaults: {shown_defaults}")
@@ -161,6 +160,21 @@ def _parsed(text: str, name: str, files: ConfigurationFiles | None) -> tuple[Scr
     if script.imported.get("ScriptArguments", "").startswith("trl"):
         script.arguments |= {part: ast.Constant(value) for part, value in _SCRIPT_ARGUMENTS.items()}
     return script, tree
+
+
+def _set_later(script: ScriptValues, trainer: ast.Call | None, run: ForeignRun, name: str) -> None:
+    """Add what a script sets of its options after it has read its command: `later`, which that does not change."""
+    words = {word.arg: word.value for word in trainer.keywords} if trainer is not None else {}
+    own = ast.unparse(script.origin(words["args"])) if "args" in words else ""
+    others: list[str] = []
+    for owner, option, node, branch, where in script.attributes:
+        told = script.condition(branch, where)
+        if told is not None and ast.unparse(script.origin(owner)) == own:
+            run.later[option] = Unresolved(f"{ast.unparse(node)[:200]} {told}") if told else script.value(node)
+        elif told is not None and script.is_made_by_parser(owner):
+            others.append(option)
+    if others:
+        run.notes.append(f"{', '.join(dict.fromkeys(others))}, which {name} sets after it has read its command")
 
 
 def _of_class(script: ScriptValues, name: str, run: ForeignRun) -> None:
@@ -546,6 +560,8 @@ def _rewards(script: ScriptValues, node: ast.expr, run: ForeignRun, made: dict[s
             terms.append(("function", f"trl:{script.renamed[part.id]}"))
         elif isinstance(part, ast.Name) and part.id in script.imported:
             terms.append(("function", f"trl:{script.imported[part.id].lstrip('.')}:{script.renamed[part.id]}"))
+        elif isinstance(part, ast.Attribute) and (module := script.aliases.get(ast.unparse(part.value))):
+            terms.append(("function", f"trl:{module}:{part.attr}"))
         elif _makes_one(script, part):
             name = f"reward_{len(terms) + 1}"
             made[name] = part

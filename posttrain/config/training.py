@@ -210,7 +210,7 @@ class RunGroup(OptionGroup, group="record"):
 class Training(RunGroup, SeedGroup, ProcessesGroup, HardwareGroup, HeldOutGroup, OptimizerGroup, ModelGroup, Data):
     """Options of every kind of training."""
 
-    eval_every: int = option(0, least=0, group="evaluation", first_hour=True)
+    eval_every: int = option(0, least=0, group="evaluation", first_hour=True, on_resume="free")
     """Steps between evaluations on the held-out tasks (0: only before and after training)."""
     eval_tasks: tuple[str, ...] = option((), group="evaluation", value="ROWS", first_hour=True)
     """Rows to evaluate on, instead of a held-out share of --tasks. There may be several sets, with names:

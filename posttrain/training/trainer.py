@@ -178,7 +178,7 @@ class Trainer:
         try:
             self.learner.load(checkpoint)
             self.source.restore(checkpoints.load_state(checkpoint / TRAINING)["source"])
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, OverflowError) as error:
             if isinstance(error, UserError):
                 raise
             why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -51,7 +51,6 @@ def imported(folder: Path, text: str, rows: int = 2048) -> tuple[RecipeDraft, di
         (f"{VERL} algorithm.kl_ctrl.kl_coef=0.01", "kl_coef = 0.01: no effect without use_kl_in_reward"),
         (f"{VERL} algorithm.rollout_correction.rollout_rs=token_k1", "no such rejection here"),
         (f"{VERL} reward_model.reward_manager=mine", "a manager of your own"),
-        (f"{VERL} data.train_batch_size=$N", "data.train_batch_size: only the script computes its value, $N"),
         (f"{VERL} $MORE", "the options in $MORE: only the script knows them"),
         (f"{VERL} '+data.apply_chat_template_kwargs=[1]'", "variables of the chat template"),
         (VERL.replace("verl.trainer", "recipe.one_step_off_policy"), "recipe.one_step_off_policy has a trainer of its own"),
@@ -191,7 +190,9 @@ def test_files_of_ones_own_are_named_before_the_first_run(tmp_path: Path) -> Non
     assert table["env"] == "reward.py:reward" and "reward.py must be here" in " ".join(draft.before_the_first_run())
     (tmp_path / "run.sh").write_text(PPO)
     unknown = recipe_for(str(tmp_path / "run.sh"), None, None, None).before_the_first_run()
-    assert any(line.startswith("set steps to 1 x ROWS / 1024 prompts") for line in unknown)
+    assert any(line.startswith("set steps = 1 x ROWS / 1024 prompts") for line in unknown)
+    draft, _ = imported(tmp_path, f"{VERL} data.train_batch_size=$N")
+    assert any(line.startswith("set data.train_batch_size ($N)") for line in draft.before_the_first_run())
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ class ForeignRun:
 
     devices   processes that share a batch, where the command names them; None: it does not.
     notes     what a reader of the recipe must check, as the end of a sentence that begins with "Check".
+    first     what has to be put right before the first run.
+    later     options that a script sets after it has read its command.
     names     options that the file gives under another name -> that name.
     defaults  those in place of the trainer's own.
     files     what has to be beside the recipe -> its content.
@@ -43,6 +45,8 @@ class ForeignRun:
     options: dict[str, Any] = field(default_factory=dict)
     devices: int | None = None
     notes: list[str] = field(default_factory=list)
+    first: list[str] = field(default_factory=list)
+    later: dict[str, Any] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
     defaults: dict[str, Any] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)

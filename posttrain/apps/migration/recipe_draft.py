@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ from posttrain.core.several_files import names_of
 from posttrain.core.types import UserError
 
 LARGEST_NUMBER = 1e15
+_LONGEST_COMMENT = 600
 NEVER = 1_000_000
 """A number of steps that no run has: of checkpoints that are never written before the end."""
 
@@ -30,6 +31,7 @@ SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
     "cosine_with_min_lr": "cosine",
+    "cosine_with_restarts": "cosine",  # of one cycle, unless more are given
 }
 ESTIMATORS = {
     **dict.fromkeys(("kl", "k1"), "k1"),
@@ -142,6 +144,8 @@ class RecipeDraft:
     head: list[str] = field(default_factory=list)
     first: list[str] = field(default_factory=list)  # what has to be put right before the first run
     treated: set[str] = field(default_factory=set)
+    learned: Collection[str] = ()  # options with an answer that change what is learned
+    quiet: Callable[[str], Any] = _SAME_IN_ANY_CASE.match  # whether a name is that of an option that learning ignores
     guessed: dict[str, str] = field(
         default_factory=dict
     )  # option there that has its default here -> what the script has
@@ -154,9 +158,10 @@ class RecipeDraft:
         self.treated.add(name)
         value = self.run.options.get(name, self.defaults.get(name, otherwise))
         if isinstance(value, Unresolved):
-            note = self.note if _SAME_IN_ANY_CASE.match(name) else self.differs
-            note(name, f"only the script computes its value, {value.text}: set it here")
-            if self.defaults.get(name) is not None:
+            guessed = self.defaults.get(name) is not None
+            told = f"only the script computes its value, {value.text}: set it here"
+            self.tell(name, told, not guessed and self.is_learned(name))
+            if guessed:
                 self.guessed[self.run.names.get(name, name)] = value.text
             return self.defaults.get(name, otherwise)
         return value
@@ -208,6 +213,14 @@ class RecipeDraft:
         """Note an option without which the recipe learns something else: the command prints it, to be checked."""
         self._listed(self.changes, name, text)
 
+    def tell(self, name: str, text: str, learned: bool) -> None:
+        """Note an option in the one way or the other."""
+        self._listed(self.changes if learned else self.without, name, text)
+
+    def is_learned(self, name: str) -> bool:
+        """Return whether an option without an equal may change what is learned."""
+        return not self.quiet(name)
+
     def _listed(self, found: dict[str, list[str]], name: str, text: str) -> None:
         names, called = found.setdefault(text, []), self.run.names.get(name, name)
         if called not in names:
@@ -221,7 +234,8 @@ class RecipeDraft:
         try:
             value = self.fitted(option, value)
         except UserError as error:
-            self.differs(self.origin(name), f"not taken over as {option}: {inline(str(error))}")
+            told = f"not taken over as {option}: {inline(str(error))}"
+            self.tell(self.origin(name), told, self.is_learned(name))
             return
         if self.given(name) and not isinstance(self.run.options[name], Unresolved):
             self.put(option, value, f"{self.origin(name)}: {why}")
@@ -320,8 +334,8 @@ class RecipeDraft:
                     told = _OF_THE_CRITIC if name.startswith("critic.") else _NONE
             if isinstance(value, Unresolved):
                 what = f" (here {option})" if option else ""
-                note = self.note if _SAME_IN_ANY_CASE.match(name) else self.differs
-                note(name, f"only the script computes its value, {value.text}: set it here{what}")
+                told = f"only the script computes its value, {value.text}: set it here{what}"
+                self.tell(name, told, self.is_learned(name))
             elif (
                 option
                 and option not in self.lines
@@ -330,10 +344,13 @@ class RecipeDraft:
             ):
                 self.same(option, name)
             elif value is not None and value != "":
-                unknown = told in ("", _NONE, _OF_THE_CRITIC) and not _SAME_IN_ANY_CASE.match(name)
                 last = name.rpartition(".")[2]
-                learned = unknown or (bool(_LEARNED.fullmatch(last)) and (not _IF_FALSE.match(last) or value is False))
-                (self.differs if learned else self.note)(self.origin(name), told or _NONE)
+                learned = (
+                    (told in ("", _NONE, _OF_THE_CRITIC) and self.is_learned(name))
+                    or name in self.learned
+                    or (bool(_LEARNED.fullmatch(last)) and (not _IF_FALSE.match(last) or value is False))
+                )
+                self.tell(self.origin(name), told or _NONE, learned)
         self._leave_out_evaluations()
         self.run.notes += [f"what is learned: {line}" for line in map(_grouped, self.changes.items())]
 
@@ -347,7 +364,7 @@ class RecipeDraft:
     def before_the_first_run(self) -> list[str]:
         """Return what has to be put right before the recipe runs, whatever machine imports it."""
         value = {name: content for name, (content, _) in self.lines.items()}
-        found = []
+        found: list[str] = []
         unknown = [f"tasks of part {name}" for name, (file, _) in self.parts.items() if _UNKNOWN.fullmatch(file)]
         if unknown:
             found.append(f"name {' and '.join(unknown)}")
@@ -358,7 +375,7 @@ class RecipeDraft:
                 found.append(
                     f"{option} {value[option]} is on the hub unless a folder has this name: without a network, give a folder"
                 )
-        found += self.first
+        found += [*self.run.first, *self.first]
         if self.guessed:
             listed = ", ".join(f"{name} ({inline(clip(text))})" for name, text in list(self.guessed.items())[:8])
             found.append(f"set {listed}: only the script computes it, and here is {self.run.framework}'s default")
@@ -380,7 +397,8 @@ class RecipeDraft:
         ]
         head += [*self.head, *(f"Check {note}" for note in self.run.notes)]
         if first := self.before_the_first_run():
-            head.append(f"Before the first run: {'; '.join(first)}.")
+            one = f"Before the first run: {'; '.join(first)}."
+            head += [one] if len(one) <= _LONGEST_COMMENT else [f"Before the first run: {line}" for line in first]
         out = [_comment(line) for line in head]
         out += ["", f"[{self.verb}]"]
         out += [_line(option, value, comment) for option, (value, comment) in self.lines.items()]
@@ -416,7 +434,7 @@ def _line(option: str, value: Any, comment: str) -> str:
 
 def _comment(text: str, before: str = "# ") -> str:
     shown = safe(" ".join(text.encode("utf-8", "replace").decode().split()))
-    return before + clip(shown, 600)
+    return before + clip(shown, _LONGEST_COMMENT)
 
 
 def toml_value(value: Any) -> str:

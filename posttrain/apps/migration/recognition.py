@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from posttrain.apps.migration.foreign_run import ENVIRONMENT, LARGEST, ForeignRun, Unresolved, flat, value_of, yaml_of
+from posttrain.apps.migration.foreign_run import (
+    ENVIRONMENT,
+    LARGEST,
+    ForeignRun,
+    Unresolved,
+    flat,
+    shown,
+    value_of,
+    yaml_of,
+)
 from posttrain.apps.migration.hydra_files import configured
 from posttrain.apps.migration.other_programs import answer_to, refuse_configuration, script_that_is_missing
 from posttrain.apps.migration.shell_script import BRANCH, commands
@@ -59,9 +68,9 @@ def read(source: str, trainer: str | None = None, beside: str = "") -> ForeignRu
     except OSError as error:
         raise UserError(f"{clip(source)} cannot be read: {error.strerror or one_line(error)}") from None
     if path.suffix == ".py":
-        return read_script(text, path.name, beside=beside)
+        return read_script(text, path.name, beside=beside, files=_FilesBeside(path.parent))
     if path.suffix == ".ipynb":
-        return read_script(_cells(text, path.name), path.name, beside=beside)
+        return read_script(_cells(text, path.name), path.name, beside=beside, files=_FilesBeside(path.parent))
     if path.suffix == ".toml":
         raise UserError(
             f"{clip(source)} is TOML, which TRL, verl and OpenRLHF do not read: configurations of prime-rl are not "
@@ -237,20 +246,25 @@ def _of_arguments(words: list[str]) -> dict[str, Any]:
 def _of_trl_command(trainer: str, words: list[str], path: Path) -> ForeignRun:
     """Return a run of `trl TRAINER`: its options, over those of its --config file, if that is there."""
     run = ForeignRun("TRL", trainer)
-    _configured(run, _of_arguments(words), path)
+    run.options |= _configured(words, path, run.notes)
     if isinstance(processes := run.options.pop("num_processes", None), int):
         run.devices = processes
     return run
 
 
-def _configured(run: ForeignRun, options: dict[str, Any], path: Path) -> None:
-    """Add the options of a command, over those of its --config file, over those that the run has."""
-    if isinstance(file := options.pop("config", None), str):
+def _configured(words: list[str], path: Path, notes: list[str]) -> dict[str, Any]:
+    """Return the options of a command over those of its configuration: --config FILE, or a first word that is a file."""
+    options = _of_arguments(words)
+    first = words[0] if words and Path(words[0]).suffix in (*_CONFIGURATIONS, ".json") else None
+    file = options.pop("config", first)
+    found: dict[str, Any] = {}
+    if isinstance(file, str):
         try:
-            run.options |= _mapping(user_files.text(path.parent / file, LARGEST), file)
+            found = _mapping(user_files.text(path.parent / file, LARGEST), file)
         except (OSError, UnicodeDecodeError) as error:
-            run.notes.append(f"the options of --config {file}, which cannot be read ({one_line(error)}): add them here")
-    run.options |= {name: value for name, value in options.items() if value is not None}
+            named = file if file == first else f"--config {file}"
+            notes.append(f"the options of {named}, which cannot be read ({one_line(error)}): add them here")
+    return found | {name: value for name, value in options.items() if value is not None}
 
 
 def _is_trl_script(place: Path) -> bool:
@@ -263,17 +277,42 @@ def _is_trl_script(place: Path) -> bool:
 def _with_script(place: Path, words: list[str], path: Path, beside: str) -> ForeignRun:
     """Return the run of a script of one's own, with the options of its command over its own."""
     text = user_files.text(place, LARGEST)
-    given = _of_arguments(words)
+    notes: list[str] = []
+    commands = re.findall(r"\.add_parser\(\s*[\"']([\w-]+)[\"']", text)
+    given = _configured([word for word in words if word not in commands], path, notes)
     rest = dict(given)  # less what the script parses by itself
+    files = _FilesBeside(place.parent, path.parent, words=[place.name, *words])
     try:
-        run = read_script(text, place.name, rest, beside)
+        run = read_script(text, place.name, rest, beside, files)
     except UserError:
         if (config := next((name for name in CONFIGS if re.search(rf"\b{name}\b", text)), None)) is None:
             raise
         run = ForeignRun("TRL", CONFIGS[config], {}, None, [f"{place.name} decides too: read it"])
         rest = given
-    _configured(run, rest, path)
+    run.notes += notes
+    if "reward_funcs" in run.options and "reward_funcs" in rest:  # names that only the script reads
+        run.notes.append(f"reward_funcs = {shown(rest.pop('reward_funcs'))}, of which {place.name} makes its functions")
+    run.options |= rest | run.later
+    if others := [word for word in words if re.match(r"[+~]{0,2}[A-Za-z_][\w.]*=", word)]:
+        run.notes.append(f"{', '.join(others)[:200]}, which the command gives to the script: not in the recipe")
+    for name, function in (("use_peft", "get_peft_config"), ("load_in_4bit", "get_quantization_config")):
+        if rest.get(name) and function not in text and "ModelConfig" in text:
+            run.notes.append(f"whether {name} acts: {place.name} does not call {function}")
     return run
+
+
+class _FilesBeside:
+    """The words of a command, and the content of the configurations that a script reads itself: YAML or JSON."""
+
+    def __init__(self, *folders: Path, words: Sequence[str] = ()) -> None:
+        self.folders, self.words = folders, words
+
+    def __call__(self, name: str) -> dict[str, Any] | None:
+        """Return the content of a file; None for one that is not there or has no options."""
+        for folder in self.folders:
+            with suppress(OSError, UnicodeDecodeError, UserError, ValueError):
+                return _mapping(user_files.text(folder / name, LARGEST), name)
+        return None
 
 
 def _cells(text: str, name: str) -> str:

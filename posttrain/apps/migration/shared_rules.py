@@ -32,7 +32,7 @@ def steps_of(
             own,
             f"{told}: here steps, not passes: set {formula} (or import with --rows ROWS); {own} is the default",
         )
-        draft.first.append(f"set steps to {formula}, or import with --rows ROWS: {own} is the default here")
+        draft.first.append(f"set steps = {formula}, or import with --rows ROWS: {own} is the default here")
         return None
     used = rows if together is None else max(together, rows // together * together)
     per_pass = used / prompts if together is None else math.ceil(used / prompts)
@@ -106,7 +106,8 @@ def adapters(draft: RecipeDraft, rank: str, alpha: str, targets: str, quantized:
     if isinstance(chosen, list) and set(map(str, chosen)) <= known:
         draft.put("lora_targets", chosen, f"{draft.origin(targets)}: same meaning")
     elif chosen is not None:
-        draft.note(draft.origin(targets), f"here any of {', '.join(sorted(known))}; all-linear is the default")
+        told = f"here any of {', '.join(sorted(known))}; all-linear is the default"
+        draft.tell(draft.origin(targets), told, draft.is_learned(targets))
     elif draft.run.framework == "TRL":
         draft.put("lora_targets", ["q_proj", "v_proj"], f"{targets}, not given: PEFT's default for most models")
     for name, kind in zip(quantized or (), ("nf4", "int8"), strict=False):
@@ -165,7 +166,8 @@ def held_out(draft: RecipeDraft, name: str, rows: int | None) -> None:
         return
     share = size if size < 1 else size / rows if rows else None
     if share is None or share >= 1:
-        draft.note(draft.origin(name), "held_out is a share of the rows here: import with --rows ROWS, or set it")
+        told = "held_out is a share of the rows here: import with --rows ROWS, or set it"
+        draft.tell(draft.origin(name), told, draft.is_learned(name))
     else:
         draft.put("held_out", round(float(share), 6), f"{draft.origin(name)}: the same share, other rows of it")
 

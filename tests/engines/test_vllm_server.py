@@ -471,6 +471,12 @@ def test_engines_of_several_gpus_get_gpus_of_their_own(monkeypatch: pytest.Monke
     assert SETUP.environment("socket", (0, 2), False)["CUDA_VISIBLE_DEVICES"] == "3,7"
 
 
+def test_a_server_that_frees_its_memory_does_not_inherit_the_learners_allocator() -> None:
+    for sleeps in (True, False):  # None: it has no such variable
+        names = {name for name, value in SETUP.environment("socket", (0,), sleeps).items() if value is None}
+        assert names == ({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} if sleeps else set())
+
+
 def test_the_gpus_of_a_server_divide_the_cache_as_they_divide_heads(tokenizer: Tokenizer) -> None:
     model = new_decoder(replace(tiny(tokenizer).config, heads=8, kv_heads=4), 0)
     one, two, four, eight = (cache_bytes(model, 8, torch.bfloat16, 99.0, gpus) for gpus in (1, 2, 4, 8))

@@ -39,6 +39,8 @@ PREFILL_TOKENS = 2048  # tokens of prompts that a processor computes at once, or
 GPU_SHARE = 0.05  # vLLM checks at its start that this share is free; it uses weights + cache_bytes
 # of a GPU that a server has to itself, for weights, cache and activations; new weights arrive beside them
 ALONE_SHARE = 0.85
+# of torch's allocator: expandable segments, which suit a learner, do not work with the memory that a sleeping server frees
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the calls that sync weights
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
@@ -98,9 +100,9 @@ class ServerSetup:
         words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
         return ["--model", self.folder, *words, *(f"--{flag}" for flag in flags)]
 
-    def environment(self, socket: str, gpus: Sequence[int], sleeps: bool) -> dict[str, str]:
-        """Return the environment variables of a server, in addition to those of this process."""
-        own = {
+    def environment(self, socket: str, gpus: Sequence[int], sleeps: bool) -> dict[str, str | None]:
+        """Return the environment variables of a server, in addition to those of this process; None: without this one."""
+        own: dict[str, str | None] = {
             COMMAND: json.dumps(self.arguments(socket, gpus, sleeps)),
             "OMP_NUM_THREADS": str(self.threads),
             "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), PACKAGES))),
@@ -111,7 +113,7 @@ class ServerSetup:
             own["TORCHDYNAMO_DISABLE"] = "1"
         if self.transfer == "ipc":
             own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for memory handles, which come from this process
-        return {**ENVIRONMENT, **own}
+        return {**ENVIRONMENT, **own, **dict.fromkeys(ALLOCATOR if sleeps else ())}
 
 
 def main(socket_fd: int) -> NoReturn:

@@ -103,12 +103,14 @@ def _attempt(words: Sequence[str], config: Training) -> int:
 def _watched(children: Sequence[subprocess.Popen[bytes]], timeout: float) -> int:
     """Wait for all processes, and end those that remain after a failure. Return the exit code."""
     end: float | None = None
+    ended: list[int | None] = []
     while any(child.poll() is None for child in children):
         codes = [child.poll() for child in children]
         if end is None and any(codes):
             lost = any(code is not None and (code < 0 or code == CRASHED) for code in codes)
             end = time.monotonic() + (GRACE if lost else GRACE + timeout)
         if end is not None and time.monotonic() > end:
+            ended = codes  # before those end that wait on a GPU for another one, which no signal reaches
             for child in children:
                 if child.poll() is None:
                     child.terminate()
@@ -117,7 +119,7 @@ def _watched(children: Sequence[subprocess.Popen[bytes]], timeout: float) -> int
                     child.wait(max(0.0, end + DYING - time.monotonic()))
             break
         time.sleep(0.02)
-    ended = [child.poll() for child in children]
+    ended = ended or [child.poll() for child in children]
     if killed := [(rank, -code) for rank, code in enumerate(ended) if code is not None and code < 0]:
         said = ", ".join(f"process {rank} was ended by {signal.Signals(number).name}" for rank, number in killed)
         print(f"posttrain: {said}", file=sys.stderr)

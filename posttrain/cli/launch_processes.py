@@ -59,6 +59,7 @@ def _written(config: Training) -> int | None:
 
 def _attempt(words: Sequence[str], config: Training) -> int:
     count = config.processes
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     meeting = socket.create_server(("127.0.0.1", 0), backlog=count)
     common = {
         "WORLD_SIZE": str(count),
@@ -68,7 +69,7 @@ def _attempt(words: Sequence[str], config: Training) -> int:
         MEETING: str(meeting.fileno()),
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # it prints stacks if a peer disconnects
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // count))),
     }
     children: list[subprocess.Popen[bytes]] = []
 

@@ -171,7 +171,8 @@ class Processes:
             if self.rank == 0:
                 self._store.set(HEARD, "")
             first = not isinstance(error, Elsewhere) and self._store.compare_set(FAILED, "", told) == told.encode()
-            if first and isinstance(error, UserError) and not error.unheard:
+            # over Gloo the first process notices when this one ends, over NCCL it may wait for it for ever
+            if first and isinstance(error, UserError) and not error.unheard and "nccl" in dist.get_backend_config():
                 error.unheard = not self._is_heard()
         except RuntimeError:  # the process that serves the store is gone, which all others detect
             return

@@ -223,10 +223,13 @@ def test_the_reason_at_the_end_of_what_nccl_says_is_reported(
     assert type(found.value) is kind and found.value.code == 1
 
 
-@pytest.mark.parametrize("hears", [True, False])
+@pytest.mark.parametrize(
+    ("backends", "hears"), [("cpu:gloo,cuda:nccl", True), ("cpu:gloo,cuda:nccl", False), ("gloo", True)]
+)
 def test_a_failure_of_which_the_first_process_does_not_hear_is_printed_by_its_own(
-    hears: bool, monkeypatch: pytest.MonkeyPatch
+    backends: str, hears: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
     monkeypatch.setattr(process_group, "HEARD_SECONDS", 10.0 if hears else 0.05)
     monkeypatch.setattr(process_group, "_failed", False)
     store = dist.HashStore()

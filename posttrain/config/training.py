@@ -332,7 +332,8 @@ class EngineGroup(ReplicaGroup, group="scale"):
     training process uses; if there are none, the training GPUs."""
     engine_cache: float | None = option(None, above=0, value="GIB")
     """KV cache limit in GiB: of vLLM, or of the local engine's cache of episodes between turns. The local engine
-    recomputes dropped entries, bit for bit. Default: 4; for vLLM on GPUs that it has to itself, what it finds free."""
+    recomputes dropped entries, bit for bit. Default: 4; for vLLM on GPUs that it has to itself, what it finds free, and
+    where it sleeps during updates, a fifth of the GPU."""
     engine_timeout: float = option(120.0, above=0, most=86_400, value="SECONDS", on_resume="free")
     """Timeout of an engine in another process, in seconds, for a weight sync or a decoding step. After it, the engine is
     restarted."""

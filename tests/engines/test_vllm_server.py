@@ -68,6 +68,7 @@ pytestmark = [
     pytest.mark.timeout(1200),  # starts a dozen processes, which a busy machine does in minutes
 ]
 
+FIFTHS = (20 << 30, 10 << 30)  # of the GPU of a test, for one server and for each of two
 SETUP = ServerSetup("folder", torch.float32, 64, 8, 1 << 20, 1)
 
 
@@ -487,9 +488,11 @@ def test_the_gpus_of_a_server_divide_the_cache_as_they_divide_heads(tokenizer: T
 @pytest.mark.parametrize(
     ("given", "learners", "devices", "roles", "replicas", "found"),
     [
+        (None, 4, (), (), 1, [20 << 30]),  # asleep during updates: a fifth of the GPU
+        (None, 4, (), (), 2, [10 << 30] * 2),
         (None, 1, (), (), 3, [None] * 3),  # GPUs 1, 2, 3
         (None, 1, (), (), 4, [4 << 30, None, None, 4 << 30]),  # the first and the last one share GPU 1
-        (None, 1, (0, 1), (), 2, [4 << 30, None]),  # GPU 0 learns
+        (None, 1, (0, 1), (), 2, [20 << 30, None]),  # GPU 0 learns
         (None, 1, (1, 2), (2,), 2, [None, 4 << 30]),  # GPU 2 has a reference
         (None, 2, (), (), 1, [None]),  # each learner has one
         (None, 2, (), (), 2, [4 << 30] * 2),  # of which each GPU has two
@@ -507,11 +510,14 @@ def test_a_server_takes_what_is_free_only_where_nobody_else_is(
     monkeypatch.setattr(f"{pool}.EnginePool", lambda places, *more, **how: list(places))
     monkeypatch.setattr(f"{pool}.require_vllm", lambda: None)
     monkeypatch.setattr(f"{pool}.on_gpu", lambda model: True)
+    monkeypatch.setattr(f"{pool}.gpu_memory", lambda device: 100 << 30)
     monkeypatch.setattr(f"{pool}.cache_bytes", lambda model, slots, dtype, most_gib, gpus: int(most_gib * 2**30))
     options = EngineOptions(8, replicas=learners * replicas, cache_gib=given, devices=devices, role_devices=roles)
     own = options.of(SimpleNamespace(size=learners, rank=learners - 1))  # type: ignore[arg-type]
-    places: Any = open_servers(tiny(tokenizer), tokenizer, own)
+    places: Any = open_servers(tiny(tokenizer), tokenizer, own, sleeps=True)
     assert [place.setup.cache_bytes for place in places] == found
+    awake: Any = open_servers(tiny(tokenizer), tokenizer, own)
+    assert [place.setup.cache_bytes for place in awake] == [4 << 30 if size in FIFTHS else size for size in found]
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -27,11 +27,14 @@ from posttrain.engines.vllm.server_client import ServedRun
 from posttrain.engines.vllm.server_places import GivenServer, OwnServer
 from posttrain.engines.vllm.server_setup import ServerSetup, cache_bytes, prepare, require_vllm, vllm_layout
 from posttrain.engines.weight_sync import Fetched, SharedMemory, Transport, WeightLayout, checksum_of_names
+from posttrain.models.free_memory import gpu_memory
 from posttrain.models.gpu_placement import GPUPlacement
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.models.weight_files import write_weights
 from posttrain.system.temp_folders import TempFolder
 
+# of a GPU; a learner's micro-batches have as much for their activations, which are not there while it samples
+RESTING_SHARE = 0.2
 START_SECONDS = 1800.0  # timeout of a server's start, in which it may compile
 
 
@@ -73,7 +76,8 @@ def open_servers(model: Model, tokenizer: Tokenizer, options: EngineOptions, sle
     """Open a pool of servers; without replicas and URLs in the options, of one. Before the first weight sync it cannot
     sample.
 
-    Without a limit of its cache a server takes what vLLM finds free on GPUs that it has to itself, and 4 GiB elsewhere.
+    Without a limit of its cache a server takes what vLLM finds free on GPUs that it has to itself, a fifth of a GPU where
+    it sleeps during updates, and 4 GiB elsewhere.
     `sleeps`: free the memory of GPUs that a learner uses too during updates.
     Raises UserError if vLLM is not installed, or a server does not start.
     """
@@ -113,14 +117,25 @@ def open_servers(model: Model, tokenizer: Tokenizer, options: EngineOptions, sle
             if placement is not None:
                 check_transfer(options.transfer, gpus, placement)
                 rests = sleeps and placement.shares(gpus)
-                if options.cache_gib is None and placement.alone(gpus, max(options.most, replicas)):
+                engines = max(options.most, replicas)
+                if options.cache_gib is None and placement.alone(gpus, engines):
                     own_setup = replace(own_setup, cache_bytes=None)
+                elif options.cache_gib is None and rests:
+                    most = resting_gib(model.head.device) / placement.engines_on(gpus, engines)
+                    own_setup = replace(
+                        own_setup, cache_bytes=cache_bytes(model, options.slots, dtype, most, options.gpus)
+                    )
             places.append(OwnServer(str(number), own, own_setup, run, ours, gpus, rests))
         sizes, closed = (model.config.context, model.config.vocab), opened.pop_all().close
         return EnginePool(
             places, probe_of(model, options.precision), *sizes, seconds=options.seconds, start_seconds=START_SECONDS,
             restarts=options.restarts, closed=closed,
         )  # fmt: skip
+
+
+def resting_gib(device: torch.device) -> float:
+    """Return the limit of the caches, in GiB, of servers that free them for the updates of a learner's GPU."""
+    return max(KEPT_BYTES, RESTING_SHARE * gpu_memory(device)) / 2**30
 
 
 def on_gpu(model: Model) -> bool:

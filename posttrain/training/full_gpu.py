@@ -11,8 +11,8 @@ import torch
 
 from posttrain.config.training import RL, Training
 from posttrain.core.types import UserError
+from posttrain.models.free_memory import ALLOCATOR
 
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # variables with its settings, the second one older
 FRAGMENTS = 1.0  # GiB that torch keeps in pieces too small for a tensor, from which on larger pieces may help
 
 
@@ -51,5 +51,6 @@ def _ways(config: Training, told: str) -> Iterator[str]:
         yield "fewer --slots" if config.engine == "local" and not config.replicas else "less --engine-cache"
     unused = re.search(r"([\d.]+) GiB is reserved by PyTorch but unallocated", told)
     set_already = any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR)
-    if unused and float(unused[1]) >= FRAGMENTS and not set_already:
+    shared = getattr(config, "weight_sync", "") == "ipc"  # most systems forbid to share such memory
+    if unused and float(unused[1]) >= FRAGMENTS and not set_already and not shared:
         yield f"PYTORCH_ALLOC_CONF=expandable_segments:True in the environment, as {unused[1]} GiB are in pieces"

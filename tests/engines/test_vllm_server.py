@@ -57,6 +57,7 @@ from posttrain.engines.vllm.server_setup import (
 from posttrain.models.adapters.adapter_writer import adapters
 from posttrain.models.adapters.lora import LoRA, attach, begin
 from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.free_memory import ALLOCATOR
 from posttrain.models.gpu_placement import GPUPlacement
 from posttrain.models.native.decoder import Decoder, new_decoder
 from posttrain.models.native.decoder_writer import save_model
@@ -475,7 +476,7 @@ def test_engines_of_several_gpus_get_gpus_of_their_own(monkeypatch: pytest.Monke
 def test_a_server_that_frees_its_memory_does_not_inherit_the_learners_allocator() -> None:
     for sleeps in (True, False):  # None: it has no such variable
         names = {name for name, value in SETUP.environment("socket", (0,), sleeps).items() if value is None}
-        assert names == ({"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} if sleeps else set())
+        assert names == ({*ALLOCATOR} if sleeps else set())
 
 
 def test_the_gpus_of_a_server_divide_the_cache_as_they_divide_heads(tokenizer: Tokenizer) -> None:
@@ -643,7 +644,9 @@ def test_advice_for_a_refused_call_names_what_the_server_lacks() -> None:
     assert way("/v1/models", 401, "") == "; set VLLM_API_KEY to the key of the server" and way("/pause", 500, "") == ""
 
 
-def test_weights_are_sent_only_where_vllm_can_send_them() -> None:
+def test_weights_are_sent_only_where_vllm_can_send_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
     eight = GPUPlacement(8, engine_devices=(0, 1))
     check_transfer("ipc", (0,), eight)
     check_transfer("nccl", (1,), eight)
@@ -653,6 +656,10 @@ def test_weights_are_sent_only_where_vllm_can_send_them() -> None:
     for gpus in ((1,), (0, 1)):
         with pytest.raises(UserError, match="within one GPU, the learner's: give --engine-devices 0 and servers"):
             check_transfer("ipc", gpus, eight)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    check_transfer("nccl", (1,), eight)
+    with pytest.raises(UserError, match="expandable segments of PYTORCH_ALLOC_CONF: unset it"):
+        check_transfer("ipc", (0,), eight)
 
 
 def test_a_path_that_no_socket_can_have_is_refused() -> None:

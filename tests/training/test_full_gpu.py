@@ -40,6 +40,7 @@ def test_the_message_names_what_takes_the_memory_and_options_that_are_not_used_y
     ways = "--tokens-per-microbatch 2048 or less, --recompute layers, --offload activations optimizer, fewer --slots"
     pieces = "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment, as 6.33 GiB are in pieces"
     assert said(RL()) == f"the GPU's memory is full: {full}; try {ways}, {pieces}"
+    assert pieces not in said(RL(engine="vllm", weight_sync="ipc"))
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     used = RL(engine="vllm", shard=True, recompute="layers", tokens_per_microbatch=8192)
     assert said(used).endswith("; try --tokens-per-microbatch 4096, less --engine-cache")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -27,7 +28,7 @@ from posttrain.engines.vllm.server_client import ServedRun
 from posttrain.engines.vllm.server_places import GivenServer, OwnServer
 from posttrain.engines.vllm.server_setup import ServerSetup, cache_bytes, prepare, require_vllm, vllm_layout
 from posttrain.engines.weight_sync import Fetched, SharedMemory, Transport, WeightLayout, checksum_of_names
-from posttrain.models.free_memory import gpu_memory
+from posttrain.models.free_memory import ALLOCATOR, gpu_memory
 from posttrain.models.gpu_placement import GPUPlacement
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.models.weight_files import write_weights
@@ -148,6 +149,12 @@ def check_transfer(transfer: str | None, gpus: Sequence[int], placement: GPUPlac
         raise UserError(
             "--weight-sync nccl sends weights to other GPUs than the learner's: name some with --engine-devices, or give "
             "--weight-sync ipc"
+        )
+    pieces = [name for name in ALLOCATOR if "expandable_segments:True" in os.environ.get(name, "")]
+    if transfer == "ipc" and pieces:
+        raise UserError(
+            f"--weight-sync ipc shares the learner's memory with servers, which most systems forbid for the expandable "
+            f"segments of {pieces[0]}: unset it, or leave --weight-sync out"
         )
     here = placement.learner()
     if transfer == "ipc" and tuple(gpus) != (here,):

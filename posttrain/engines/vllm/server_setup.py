@@ -22,6 +22,7 @@ from posttrain.core.protocols import Model
 from posttrain.core.types import UserError
 from posttrain.engines.model_manifest import HEAD, backbone_of, with_head
 from posttrain.engines.weight_sync import WeightLayout
+from posttrain.models.free_memory import ALLOCATOR
 from posttrain.models.gpu_placement import visible_name
 from posttrain.models.json_files import write_json
 from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -39,8 +40,6 @@ PREFILL_TOKENS = 2048  # tokens of prompts that a processor computes at once, or
 GPU_SHARE = 0.05  # vLLM checks at its start that this share is free; it uses weights + cache_bytes
 # of a GPU that a server has to itself, for weights, cache and activations; new weights arrive beside them
 ALONE_SHARE = 0.85
-# of torch's allocator: expandable segments, which suit a learner, do not work with the memory that a sleeping server frees
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the calls that sync weights
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
@@ -113,6 +112,7 @@ class ServerSetup:
             own["TORCHDYNAMO_DISABLE"] = "1"
         if self.transfer == "ipc":
             own["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # for memory handles, which come from this process
+        # expandable segments, which suit a learner, do not work with the memory that a sleeping server frees
         return {**ENVIRONMENT, **own, **dict.fromkeys(ALLOCATOR if sleeps else ())}
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from subprocess import CompletedProcess
 
 import golden
 import torch
-from findings import Findings, Setting
+from findings import ROOT, Findings, Setting
 from shapes import model_folder, rows, write_rows
 from stepping import memory_of
 from tables import Figure, Table, number
@@ -42,6 +47,8 @@ def cards(setting: Setting, found: Findings) -> None:
     place.mkdir(parents=True)
     golden.write_data(place)
     _equal(setting, found, place)
+    with found.trying("a killed process"):
+        _killed(setting, found, place)
     _fast(setting, found, place, count)
 
 
@@ -100,6 +107,46 @@ def _fast(setting: Setting, found: Findings, place: Path, count: int) -> None:
             speed = each * count * length / median(seconds.values)
             table.add(name, seconds, number(speed), number(memory.most), number(memory.estimated))
             found.figures[f"0.5B, {name}: tokens/s"] = speed
+
+
+def _killed(setting: Setting, found: Findings, place: Path) -> None:
+    """Kill one of two processes in the middle of a run, and measure how soon the run ends."""
+    words = golden.RUNS["grpo"][1].replace("--steps 3", "--steps 100000")
+    command = (
+        f"{words} --processes 2 --shard --out runs/killed --threads 1 --quiet --overwrite --device {setting.device}"
+    )
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    run = subprocess.Popen(
+        [sys.executable, "-m", "posttrain", *command.split()], cwd=place, env={**os.environ, "PYTHONPATH": paths},
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        metrics = place / "runs" / "killed" / "metrics.jsonl"
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) > 2):
+            assert run.poll() is None and setting.left() > SPARE, "it did not begin"
+            time.sleep(0.1)
+        os.kill(_process(run.pid, 1), signal.SIGKILL)
+        began = time.monotonic()
+        _, said = run.communicate(timeout=max(1.0, setting.left() - SPARE))
+        seconds = time.monotonic() - began
+    finally:
+        run.kill()
+        run.wait()
+    found.notes.append(
+        f"Process 1 of 2 was killed: the run ended after {seconds:.1f} s with exit code {run.returncode}."
+    )
+    found.notes += [line for line in said.splitlines() if line.startswith("posttrain:")][-1:]
+    found.figures["a killed process: s until the end"] = seconds
+
+
+def _process(parent: int, rank: int) -> int:
+    """Return the process of this rank, which that one has started."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, IndexError):
+            own = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            if own == parent and f"RANK={rank}".encode() in (path / "environ").read_bytes().split(b"\0"):
+                return int(path.name)
+    raise AssertionError("no process has this rank")
 
 
 @contextmanager

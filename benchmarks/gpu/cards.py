@@ -49,6 +49,8 @@ def cards(setting: Setting, found: Findings) -> None:
     _equal(setting, found, place)
     with found.trying("a killed process"):
         _killed(setting, found, place)
+    with found.trying("a resumed run"):
+        _resumed(setting, found, place)
     _fast(setting, found, place, count)
 
 
@@ -137,6 +139,24 @@ def _killed(setting: Setting, found: Findings, place: Path) -> None:
     )
     found.notes += [line for line in said.splitlines() if line.startswith("posttrain:")][-1:]
     found.figures["a killed process: s until the end"] = seconds
+
+
+def _resumed(setting: Setting, found: Findings, place: Path) -> None:
+    """Compare a run of two processes that is interrupted after two of its four steps with one that is not."""
+    words = golden.RUNS["grpo"][1].replace("--steps 3", "--steps {} --save-every 1 --deterministic")
+    for name, command in (
+        ("whole", f"{words.format(4)} --processes 2 --shard"),
+        ("parted", f"{words.format(2)} --processes 2 --shard"),
+    ):
+        ran = _run(setting, place, command, name)
+        assert ran.returncode == 0, f"{name}: {last_line(ran)}"
+    ran = golden.played(place, "rl --out runs/parted --resume --steps 4 --processes 2 --shard")
+    assert ran.returncode == 0, f"resumed: {last_line(ran)}"
+    whole, parted = ((place / "runs" / name / "metrics.jsonl").read_text().splitlines() for name in ("whole", "parted"))
+    same = sum(one == other for one, other in zip(whole, parted, strict=False))
+    found.notes.append(f"A run of two processes, --shard and --deterministic, interrupted after 2 of 4 steps: {same} of "
+                       f"{len(whole)} rows of metrics are the same to the bit.")  # fmt: skip
+    found.figures["resumed in two processes: rows of metrics that differ"] = len(whole) - same
 
 
 def _process(parent: int, rank: int) -> int:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from layouts import laid, normal, transcripts, trees
-from tiny_models import make, opened
+from tiny_models import KINDS, SIZES, make, opened
 from torch import Tensor
 from torch.nn import functional
 
@@ -194,3 +194,48 @@ def test_a_layer_whose_window_is_not_that_of_its_mask_is_computed_in_rows(
     else:
         with pytest.raises(NotFlatError):
             found.attention(q, q, q, AttentionVariant(own), mask)
+
+
+def test_the_delta_rule_is_computed_in_float32_whatever_the_precision() -> None:
+    layout = laid([5, 70, 3, 40, 9], [-1, 0, 0, 1, -1])
+    exact = [x.detach().to(torch.bfloat16) for x in inputs(layout)]
+    expected = Recurrence(layout).attend(*(x.double() for x in exact), True).to(torch.bfloat16)
+    narrow = Recurrence(layout).attend(*exact, True)
+    assert narrow.dtype == torch.bfloat16
+    torch.testing.assert_close(narrow, expected, rtol=2**-7, atol=1e-6)  # one rounding to bfloat16
+    wide = [x.float() for x in exact]
+    with torch.autocast("cpu", torch.bfloat16):
+        within = Recurrence(layout).attend(*wide, True)
+    assert torch.equal(within, Recurrence(layout).attend(*wide, True))
+
+
+@pytest.mark.parametrize("decay", [50.0, 1e4])
+def test_what_decays_to_nothing_is_forgotten_and_has_finite_gradients(decay: float) -> None:
+    """exp(-decay) is 0, or its inverse infinite, so that quotients of products of decays would not be numbers."""
+    layout = laid([5, 70, 1, 64], [-1, 0, 1, 1])
+    q, k, v, g, beta = (x.detach().float().requires_grad_() for x in inputs(layout))
+    found = Recurrence(layout).attend(q, k, v, g * decay, beta, True)
+    exact = [x.detach().double() for x in (q, k, v, g * decay, beta)]
+    for path in transcripts(layout):
+        expected, _ = one_by_one(*(x[0, path] for x in exact))
+        assert torch.allclose(found[0, path].double(), expected, atol=1e-5)
+    gradients = torch.autograd.grad(found.square().sum(), (q, k, v, g, beta))
+    assert all(x.isfinite().all() for x in gradients)
+
+
+def test_q_and_k_are_divided_by_their_norms_only_where_that_is_asked_for() -> None:
+    layout = laid([5, 20, 3], [-1, 0, 0])
+    q, k, v, g, beta = inputs(layout)
+    normed = [x / (x.square().sum(-1, keepdim=True) + NORM).sqrt() for x in (q, k)]
+    expected = Recurrence(layout).attend(q, k, v, g, beta, True)
+    assert torch.allclose(Recurrence(layout).attend(*normed, v, g, beta, False), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "mamba", "qwen3_next", "lfm2", "gemma2", "gpt_oss"])
+def test_what_else_mixes_tokens_is_found_whatever_the_precision(kind: str, tmp_path: Path) -> None:
+    """A model that is not trained yet mixes tokens by less than a difference that bfloat16 excuses."""
+    own = {"state_size": 8, "expand": 2} if kind == "mamba" else KINDS[kind][1]
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **{**SIZES, **own})
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    assert opened(tmp_path, torch.bfloat16).way == ("rows" if kind.startswith("mamba") else "flat")

@@ -178,6 +178,25 @@ def test_windows_caps_and_sinks_in_torch_equal_transcripts_apart(
     same_as_apart(layout, heads, how, lambda q, k, v: attend(0, q, k, v, how))
 
 
+@pytest.mark.parametrize("how", [variant(9), variant(cap=0.5), variant(9, sinks=4)])
+def test_windows_caps_and_sinks_in_torch_are_computed_in_float32_whatever_the_precision(how: AttentionVariant) -> None:
+    q, k, v = normal(len(TREE.tokens), 8, 8).to(torch.bfloat16).split_with_sizes((4, 2, 2), 1)
+    attend = SegmentAttention(TREE)
+    expected = attend(0, q.double(), k.double(), v.double(), how).to(torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        within = attend(0, q.float(), k.float(), v.float(), how).to(torch.bfloat16)
+    narrow = attend(0, q, k, v, how)
+    assert narrow.dtype == torch.bfloat16 and torch.equal(narrow, within)
+    torch.testing.assert_close(narrow, expected, rtol=2**-7, atol=1e-6)  # one rounding to bfloat16
+
+
+def test_layers_with_different_windows_share_a_layout() -> None:
+    attend, longest = SegmentAttention(TREE), max(map(len, transcripts(TREE)))
+    for window in (longest - 1, 3, longest, 9, longest - 1, None):
+        how = variant(window)
+        same_as_apart(TREE, (4, 2), how, lambda q, k, v, how=how: attend(0, q, k, v, how))  # type: ignore[misc]
+
+
 @pytest.mark.parametrize(("heads", "window"), [((4, 2), 30), ((7, 1), None)])
 def test_caps_through_flex_attention_equal_transcripts_apart(
     heads: tuple[int, int], window: int | None, monkeypatch: pytest.MonkeyPatch
@@ -193,6 +212,15 @@ def test_caps_through_flex_attention_equal_transcripts_apart(
 @settings(max_examples=20, deadline=None, derandomize=True)
 def test_flex_attention_reads_each_block_with_a_token_that_is_seen(layout: Layout, window: int | None) -> None:
     """It computes the function of two tokens in all blocks but those of which each token sees all."""
+    reads_what_is_seen(layout, window)
+
+
+@pytest.mark.parametrize("window", [1, 2, 128, 129, 130, 256, 257, 258])
+def test_flex_attention_reads_each_block_of_which_a_window_reaches_one_token(window: int) -> None:
+    reads_what_is_seen(laid([256, 200, 56, 128], [-1, 0, 1, 0]), window)
+
+
+def reads_what_is_seen(layout: Layout, window: int | None) -> None:
     expected = torch.zeros(len(layout.tokens), len(layout.tokens), dtype=torch.bool)
     for path in transcripts(layout):
         place = torch.arange(len(path))

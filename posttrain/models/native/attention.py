@@ -87,7 +87,8 @@ class SegmentAttention:
     def _in_torch(self, q: Tensor, k: Tensor, v: Tensor, how: AttentionVariant) -> Tensor:
         """Attend with masks, at least in float32."""
         wide = at_least_float32(q), at_least_float32(k), at_least_float32(v)
-        return self._way(MaskedAttention, how.window)(*wide, how.cap, how.sinks).to(q.dtype)
+        with torch.autocast(q.device.type, enabled=False):  # it would cast them back
+            return self._way(MaskedAttention, how.window)(*wide, how.cap, how.sinks).to(q.dtype)
 
     @cached_property
     def compiled(self) -> CompiledAttention:

@@ -10,7 +10,7 @@ import copy
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, redirect_stderr
+from contextlib import nullcontext, redirect_stderr, suppress
 from dataclasses import replace
 from importlib import import_module
 from io import StringIO
@@ -35,6 +35,7 @@ from posttrain.models.hf.backed_writer import quiet
 from posttrain.models.hf.experts import watching
 from posttrain.models.hf.headless import let_head_go, names_of_head
 from posttrain.models.hf.linear_layers import narrow_products
+from posttrain.models.hf.pass_memory import without_numbers
 from posttrain.models.hf.probes import BEGINNING, PROBES, probe_ids
 from posttrain.models.hf.size_check import check_layers, check_room, other_shape
 from posttrain.models.hf.token_mixing import NAME, NotFlatError, follow_layouts, layout_attention, mixing
@@ -121,6 +122,35 @@ def empty_backed(
     return model
 
 
+def shaped_backed(folder: Path, source: Mapping[str, Any], headless: bool = False) -> Backed:
+    """Build the model of a config.json with shapes and without numbers, on the "meta" device. Raises UserError if it is
+    not supported.
+    """
+    from transformers import AutoConfig
+
+    trust = os.environ.get(TRUST) == "1"
+    _check(folder, source, trust)
+    check_layers(folder, source)
+    try:
+        with quiet(), torch.device("meta"):
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust, local_files_only=True)
+            inner = _kind(source).from_config(config, trust_remote_code=trust, dtype=torch.float32)
+    except Exception as error:  # code of models raises errors of any type
+        raise UserError(f"{folder}: transformers cannot build this model: {one_line(error):.300}") from error
+    model = Backed(inner, context_of(folder, source), vision=_vision(inner, folder, source))
+    if headless:
+        let_head_go(model)
+    _register()
+    with without_numbers(model) as (short, _):
+        flat = _is_flat(short)
+    model.way = "flat" if flat else "rows"
+    for attention in (NAME,) if flat else ("sdpa", "eager"):
+        with suppress(ValueError, NotImplementedError):
+            model.attend(attention)
+            break
+    return model
+
+
 def _vision(inner: Any, folder: Path, source: Mapping[str, Any]) -> Vision | None:
     """Return the vision part of a model; None if it is text-only."""
     processor = ImageProcessor.of(folder, source)
@@ -158,12 +188,9 @@ def _check(folder: Path, source: Mapping[str, Any], trust: bool) -> None:
 
 
 def _opened(folder: Path, source: Mapping[str, Any], dtype: torch.dtype, trust: bool, headless: bool) -> Any:
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING
+    from transformers import CONFIG_MAPPING, AutoConfig
 
-    kind: Any = AutoModelForCausalLM
-    if source.get("model_type") in SEEING and isinstance(source.get("vision_config"), dict):
-        kind = AutoModelForImageTextToText
+    kind = _kind(source)
     check_layers(folder, source)
     how: dict[str, Any] = dict(trust_remote_code=trust, local_files_only=True)
     place, reading = _place(folder)
@@ -191,6 +218,15 @@ def _opened(folder: Path, source: Mapping[str, Any], dtype: torch.dtype, trust: 
     inner, told = opened
     _check_tensors(folder, inner, told, headless)
     return inner
+
+
+def _kind(source: Mapping[str, Any]) -> Any:
+    """Return transformers' class that opens the model of a config.json."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING
+
+    sees = source.get("model_type") in SEEING and isinstance(source.get("vision_config"), dict)
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def _place(folder: Path) -> tuple[Path, dict[str, Any]]:

@@ -24,11 +24,10 @@ from posttrain.learners.optimizer_chunks import CHUNK, wide_bytes
 from posttrain.models.adapters.adapter_writer import adapters
 from posttrain.models.backbone import Backbone, decoders_in
 from posttrain.models.free_memory import in_gib
-from posttrain.models.hf.pass_memory import pass_bytes
+from posttrain.models.hf.pass_memory import copied_weights, pass_bytes
 from posttrain.models.hf.transformers_folder import ACTIVATIONS
 from posttrain.models.losses.likelihood import GPU_LOGITS
 from posttrain.models.native.decoder_shape import DecoderConfig
-from posttrain.models.native.linear import Linear
 from posttrain.models.native.merged_weights import copied_bytes
 from posttrain.models.native.quantized import packed_layers
 from posttrain.models.row_shards import whole_shape
@@ -217,11 +216,8 @@ def _narrowed(learner: LocalLearner, modules: Iterable[Any]) -> list[nn.Paramete
     modules = [module for module in modules if module is not None]
     left = _matrices_of_layers(learner) if learner.product is not None else set()
     for decoder in (one for module in modules for one in decoders_in(module) if not one.native):
-        parameters = list(cast(nn.Module, decoder).parameters())
-        left |= set(map(id, parameters))
-        if any(p.requires_grad for p in parameters):
-            linears = (m for m in cast(nn.Module, decoder).modules() if isinstance(m, nn.Linear | Linear))
-            left -= {id(linear.weight) for linear in linears}
+        left |= {id(p) for p in cast(nn.Module, decoder).parameters()}
+        left -= {id(p) for p in copied_weights(cast(Any, decoder))}
     return [p for p in _unique(modules) if id(p) not in left]
 
 

@@ -23,12 +23,12 @@ from posttrain.core.types import UserError
 from posttrain.learners.local_learner import REFERENCE, LocalLearner
 from posttrain.models.adapters.adapter_config import is_adapter
 from posttrain.models.adapters.lora import LoRA, attach, named_targets, targets_of
-from posttrain.models.backbone import decoders_in
+from posttrain.models.backbone import Backbone, decoders_in
 from posttrain.models.checkpoint_location import checkpoint_folder
 from posttrain.models.critic import Critic, ValueModel
 from posttrain.models.free_memory import gpu_memory, in_gib
 from posttrain.models.hf.backed import Backed
-from posttrain.models.hf.expert_parallel import DENSE, divide_shapes, expert_layers
+from posttrain.models.hf.expert_parallel import divide_shapes, expert_layers
 from posttrain.models.hf.linear_layers import narrow_products
 from posttrain.models.json_files import read_json
 from posttrain.models.native.decoder import Decoder
@@ -191,12 +191,12 @@ def shapes_of(config: Training, shape: DecoderConfig | Path) -> LocalLearner:
     if config.lora is not None:
         targets = named_targets(config.lora_targets, targets_of(model))
         how: dict[str, Any] = {"dora": config.dora, "quantize": config.quantize or ""}
-        if isinstance(model, Backed):
+        if not model.native:
             _held(model, frozen)
         lora = LoRA(rank=config.lora, alpha=float(config.lora_alpha or 2 * config.lora), **how)
         with torch.device("meta"):
             attach(model, lora, lambda name: name.rpartition(".")[2] in targets)
-        if isinstance(model, Decoder):
+        if model.native:
             _held(model, frozen)
     else:
         refuse_without_lora(config)
@@ -238,7 +238,7 @@ def shapes_of(config: Training, shape: DecoderConfig | Path) -> LocalLearner:
                     divide(cast(Decoder, decoder), first)
     if config.expert_parallel > 1:
         _divide_experts(config, model, critic, others)
-    if config.float8 and isinstance(model, Backed):
+    if config.float8 and not model.native:
         raise UserError(
             "--float8 is for native decoders without adapters, and this run has another model: leave it out"
         )
@@ -263,16 +263,14 @@ class _FirstProcess:
     stacked = exchanged = dealt = total
 
 
-def _divide_experts(config: Training, model: Any, critic: Any, others: Mapping[str, Any]) -> None:
+def _divide_experts(config: Training, model: Backbone, critic: Any, others: Mapping[str, Any]) -> None:
     """Keep the first process's experts, as `ExpertParallelLearner` does."""
-    if not isinstance(model, Backed):
-        raise UserError(DENSE)
     first = _FirstProcess(config.expert_parallel)
-    divide_shapes(model, first)
+    divide_shapes(cast(Any, model), first)
     for held in (critic, others.get(REFERENCE)):
         for decoder in decoders_in(held) if held is not None else ():
-            if isinstance(decoder, Backed) and expert_layers(decoder):
-                divide_shapes(decoder, first)
+            if not decoder.native and expert_layers(cast(Any, decoder)):
+                divide_shapes(cast(Any, decoder), first)
 
 
 def _decoder(shape: DecoderConfig | Path, headless: bool = False) -> Decoder | Backed:
@@ -286,7 +284,7 @@ def _decoder(shape: DecoderConfig | Path, headless: bool = False) -> Decoder | B
 
 def _held(model: Any, dtype: torch.dtype | None, learns: bool = False) -> Any:
     """Put the matrices that are not trained, or those that are, into the type in which they are held."""
-    if dtype is not None and isinstance(model, Backed):
+    if dtype is not None and not model.native:
         narrow_products(model.inner, dtype)
         return model.requires_grad_(learns)
     for module in model.modules() if dtype is not None else ():

@@ -73,7 +73,7 @@ def divide_shapes(model: Backed, peers: Any) -> None:
     """Keep the first process's experts of a model that has shapes and no numbers. Its passes then take as many rows from
     others as they send: `peers` have equal shares of all tokens. Raises UserError if the experts cannot be divided.
     """
-    layers = expert_layers(model)
+    layers = [] if model.native else expert_layers(model)
     if not layers:
         raise UserError(DENSE)
     for layer in layers:

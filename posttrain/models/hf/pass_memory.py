@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
 from posttrain.models.hf.backed import Backed, attending
-from posttrain.models.native.linear import accumulating
+from posttrain.models.native.linear import Linear, accumulating
 
 CASTS = (torch.ops.aten._to_copy.default,)
 
@@ -45,6 +45,13 @@ def pass_bytes(
             f"the activations of {type(model.inner).__name__} cannot be counted from its config.json: {one_line(error):.200}"
         ) from error
     return most + sum((number - 1) * size for number, size in zip(stands_for, kept, strict=True)) * (not offloaded)
+
+
+def copied_weights(model: Backed) -> list[Tensor]:
+    """Return the weights of which a model that learns has copies in the type of products: those of linear layers."""
+    if not any(p.requires_grad for p in model.parameters()):
+        return []
+    return [module.weight for module in model.modules() if isinstance(module, nn.Linear | Linear)]
 
 
 @contextmanager

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from posttrain.core.protocols import World
+from posttrain.core.protocols import Alone, World
 from posttrain.core.types import UserError
 
 
@@ -26,6 +26,7 @@ class EngineOptions:
     cpus: float = 1.0  # processors of the cluster per engine
     # transport of the weight sync to processes of this machine
     weight_sync: Literal["copied", "adapter", "nccl", "ipc"] = "copied"
+    world: World = field(default_factory=Alone)  # processes of which each has engines that this run starts
     rank: int = 0  # rank of the process to which the engines belong
     devices: tuple[int, ...] = ()  # GPUs of the processes
     urls: Sequence[str] = ()  # vLLM servers that run already
@@ -57,4 +58,6 @@ class EngineOptions:
             )
         replicas = len(range(world.rank, self.replicas, world.size))
         most = -(-self.replicas // world.size)
-        return replace(self, replicas=replicas, most=most, urls=self.urls[world.rank :: world.size], rank=world.rank)
+        urls, all_have = self.urls[world.rank :: world.size], self.replicas >= world.size
+        sharing = world if all_have else self.world
+        return replace(self, replicas=replicas, most=most, urls=urls, rank=world.rank, world=sharing)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.core.protocols import Model
 from posttrain.core.types import UserError
-from posttrain.engines.weight_sync import Fetched, SharedMemory, Transport, checksum_of
+from posttrain.engines.weight_sync import Fetched, Transport, checksum_of
 from posttrain.models.adapters.adapter_writer import adapters, save_adapter, stored_adapters
 from posttrain.models.adapters.lora import decoder_of, sharing
 from posttrain.models.backbone import Backbone
@@ -53,7 +53,7 @@ def base_of(model: Model) -> Backbone:
 class AdapterFiles(Fetched):
     """Transport of adapters; implements `weight_sync.Transport`."""
 
-    def __init__(self, folder: Path, rank: int, memory: SharedMemory | None) -> None:
+    def __init__(self, folder: Path, rank: int, memory: Transport | None) -> None:
         """`folder`: for the adapters; `rank`: of the process that writes them; `memory`: for the base weights, None: the
         servers have them.
         """

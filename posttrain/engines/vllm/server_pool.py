@@ -26,7 +26,14 @@ from posttrain.engines.vllm.gpu_transfer import CardToCard
 from posttrain.engines.vllm.server_client import ServedRun
 from posttrain.engines.vllm.server_places import GivenServer, OwnServer
 from posttrain.engines.vllm.server_setup import ServerSetup, cache_bytes, prepare, require_vllm, vllm_layout
-from posttrain.engines.weight_sync import Fetched, SharedMemory, Transport, WeightLayout, checksum_of_names
+from posttrain.engines.weight_sync import (
+    Fetched,
+    SharedMemory,
+    Transport,
+    WeightLayout,
+    checksum_of_names,
+    shared_writer,
+)
 from posttrain.models.gpu_placement import GPUPlacement
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.models.weight_files import write_weights
@@ -148,7 +155,7 @@ def _transports(options: EngineOptions, layout: WeightLayout, folder: Path) -> t
     if options.transfer is not None:
         direct = CardToCard(options.transfer, layout, options.seconds)
         return direct, direct
-    memory = SharedMemory(layout)
+    memory = shared_writer(SharedMemory(layout), options.world)
     if options.weight_sync == "adapter":
         return AdapterFiles(folder, rank, memory), AdapterFiles(shared, rank, None)
     return memory, CheckpointFiles(shared, rank, layout)

@@ -503,7 +503,8 @@ def test_a_server_takes_what_is_free_only_where_nobody_else_is(
     monkeypatch.setattr(f"{pool}.on_gpu", lambda model: True)
     monkeypatch.setattr(f"{pool}.cache_bytes", lambda model, slots, dtype, most_gib, gpus: int(most_gib * 2**30))
     options = EngineOptions(8, replicas=learners * replicas, cache_gib=given, devices=devices, role_devices=roles)
-    own = options.of(SimpleNamespace(size=learners, rank=learners - 1))  # type: ignore[arg-type]
+    world: Any = SimpleNamespace(size=learners, rank=learners - 1, gather=lambda x: [x] * learners, apart=lambda: world)
+    own = options.of(world)
     places: Any = open_servers(tiny(tokenizer), tokenizer, own)
     assert [place.setup.cache_bytes for place in places] == found
 

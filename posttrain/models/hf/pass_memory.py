@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import lru_cache
 from typing import Any
@@ -19,9 +19,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from posttrain.core.batch import Layout
 from posttrain.core.messages import one_line
 from posttrain.core.types import UserError
-from posttrain.models.hf.backed import Backed, attending
+from posttrain.models.hf.backed import Backed
+from posttrain.models.hf.recurrence import Recurrence
+from posttrain.models.hf.token_mixing import mixing
+from posttrain.models.native.attention import AttentionVariant
 from posttrain.models.native.linear import Linear, accumulating
 
 CASTS = (torch.ops.aten._to_copy.default,)
@@ -131,7 +135,7 @@ def _counted(
         layer.register_forward_hook(lambda *given: kept.append(count.held - before[-1]))
     more = {"position_ids": torch.arange(length)[None]} if model.way == "flat" else {}
     contexts: list[AbstractContextManager[Any]] = [
-        count, attending(_attended), torch.autocast("cpu", torch.bfloat16, enabled=narrow),
+        count, mixing(_Kept(length) if model.way == "flat" else None), torch.autocast("cpu", torch.bfloat16, enabled=narrow),
         torch.set_grad_enabled(graded),
     ]  # fmt: skip
     if graded:
@@ -200,6 +204,19 @@ class _Attention(torch.autograd.Function):
         return tuple(map(torch.empty_like, ctx.saved_tensors[:3]))
 
 
-def _attended(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    found: Tensor = _Attention.apply(q, k, v)
-    return found
+class _Kept:
+    """What layers keep when they mix the tokens of one text, without numbers."""
+
+    def __init__(self, length: int) -> None:
+        places = torch.arange(length)
+        self._recurrence = Recurrence(Layout(places, places, (0,), (length,), (-1,)))
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, how: AttentionVariant, mask: Tensor | None) -> Tensor:
+        found: Tensor = _Attention.apply(q, k, v)
+        return found
+
+    def convolution(self, function: Callable[..., Tensor], *given: Any, **named: Any) -> Tensor:
+        return function(*given, **named)
+
+    def rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normed: bool) -> Tensor:
+        return self._recurrence.attend(q, k, v, g, beta, normed)

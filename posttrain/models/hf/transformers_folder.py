@@ -141,8 +141,9 @@ def shaped_backed(folder: Path, source: Mapping[str, Any], headless: bool = Fals
     if headless:
         let_head_go(model)
     _register()
+    follow_layouts(model.inner)
     with without_numbers(model) as (short, _):
-        flat = _is_flat(short)
+        flat = _is_flat(short, numbers=False)
     model.way = "flat" if flat else "rows"
     for attention in (NAME,) if flat else ("sdpa", "eager"):
         with suppress(ValueError, NotImplementedError):
@@ -456,11 +457,14 @@ def _for_rows(model: Backed, own: Tensor, limit: float) -> str:
 class _Recording:
     """Counts how the layers of a model mix tokens, and compares their windows with their masks."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: bool) -> None:
+        self.numbers = numbers  # whether masks have any
         self.attentions = self.convolutions = self.rules = 0
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, how: AttentionVariant, mask: Tensor | None) -> Tensor:
         self.attentions += 1
+        if not self.numbers:
+            return q
         windows = {0} if mask is None else set(mask.unique().tolist())
         if windows != {how.window or 0}:
             raise NotFlatError("the window of a layer is not that of its mask")
@@ -475,12 +479,12 @@ class _Recording:
         return v
 
 
-def _is_flat(model: Backed) -> bool:
+def _is_flat(model: Backed, numbers: bool = True) -> bool:
     """Return whether every layer calls our attention exactly once, with a causal mask or a window, or our functions for
     linear attention, and nothing besides. Texts of a few tokens do not show what a long window hides, so the masks are
     looked at.
     """
-    found = _Recording()
+    found = _Recording(numbers)
     ids = torch.tensor([probe_ids(model, BEGINNING)], device=model.head.device)
     try:
         model.attend(RECORDING)
@@ -540,18 +544,20 @@ def _recorded_mask(
     """Return, for a mask with a window, the window in place of the mask, [1, 1, q, kv]; None for a causal mask. Raises
     NotFlatError for other masks.
     """
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
     from transformers.masking_utils import causal_mask_function
 
     if mask_function is causal_mask_function:
         return None
     window = more.get("local_size") or 0
-    zero, keys = torch.tensor(0), torch.arange(3 * window + 8)
-    for query in (0, 1, window - 1, window, 3 * window + 5):
-        distance = query - keys
-        try:
-            seen = mask_function(zero, zero, torch.tensor(query), keys)
-        except (IndexError, TypeError, RuntimeError):  # a mask of something else than two places
-            raise NotFlatError("a mask depends on more than distances") from None
-        if not torch.equal(seen, (distance >= 0) & (distance < window)):
-            raise NotFlatError("a mask is neither causal nor a window")
+    with unset_fake_temporarily():  # numbers, also where those of a model are missing
+        zero, keys = torch.tensor(0), torch.arange(3 * window + 8)
+        for query in (0, 1, window - 1, window, 3 * window + 5):
+            distance = query - keys
+            try:
+                seen = mask_function(zero, zero, torch.tensor(query), keys)
+            except (IndexError, TypeError, RuntimeError):  # a mask of something else than two places
+                raise NotFlatError("a mask depends on more than distances") from None
+            if not torch.equal(seen, (distance >= 0) & (distance < window)):
+                raise NotFlatError("a mask is neither causal nor a window")
     return torch.full((1, 1, q_length, kv_length), float(window))

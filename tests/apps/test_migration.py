@@ -19,7 +19,8 @@ from posttrain.config.resolve import filled, validate
 from posttrain.config.verbs import VERBS
 from posttrain.core.option_aliases import suggestion
 from posttrain.core.types import UserError
-from posttrain.engines.vllm.server_places import GivenServer
+from posttrain.engines.servers.server_places import GivenServer
+from posttrain.engines.vllm.vllm_client import VLLMClient
 from posttrain.learners.optimizers import OptimizerChoice
 from posttrain.training.adjust import adjust
 
@@ -135,7 +136,7 @@ def test_a_server_of_trl_is_one_url(given: str, url: str | None, tmp_path: Path)
     _, text, table = imported(path)
     assert table.get("engine_url") == ([url] if url else None) and (url is None or "not with trl vllm-serve" in text)
     if url:
-        GivenServer(url, None, None)  # type: ignore[arg-type]  # it is one that is accepted
+        GivenServer(url, VLLMClient, None, None)  # type: ignore[arg-type]  # it is one that is accepted
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ import fake_vllm
 import pytest
 import torch
 from conftest import tiny
+from fake_server import FAULT
 from processes import descendants, gone
 from rl_sources import digits
 from tiny_models import make
@@ -41,19 +42,13 @@ from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.pool_member import MemberState, PoolMember
 from posttrain.engines.pool.replicas import probe_of
 from posttrain.engines.request import Request, tokens_to_stop
+from posttrain.engines.servers.server_client import ServedRun
+from posttrain.engines.servers.server_places import GivenServer
+from posttrain.engines.servers.server_pool import check_transfer, open_servers
+from posttrain.engines.servers.server_setup import PACKAGES, cache_bytes, prepare, server_layout
 from posttrain.engines.vllm.gpu_transfer import CardToCard
-from posttrain.engines.vllm.server_client import ServedRun, ServerClient, way
-from posttrain.engines.vllm.server_places import GivenServer, OwnServer
-from posttrain.engines.vllm.server_pool import check_transfer, open_servers
-from posttrain.engines.vllm.server_setup import (
-    LOGPROBS,
-    MODULE,
-    PACKAGES,
-    ServerSetup,
-    cache_bytes,
-    prepare,
-    vllm_layout,
-)
+from posttrain.engines.vllm.vllm_client import LOGPROBS, VLLMClient
+from posttrain.engines.vllm.vllm_setup import MODULE, VLLMSetup, socket_at
 from posttrain.models.adapters.adapter_writer import adapters
 from posttrain.models.adapters.lora import LoRA, attach, begin
 from posttrain.models.checkpoint_folder import load_model
@@ -68,7 +63,7 @@ pytestmark = [
     pytest.mark.timeout(1200),  # starts a dozen processes, which a busy machine does in minutes
 ]
 
-SETUP = ServerSetup("folder", torch.float32, 64, 8, 1 << 20, 1)
+SETUP = VLLMSetup("folder", torch.float32, 64, 8, 1 << 20, 1)
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +83,7 @@ def leaves_no_process() -> Iterator[None]:
 
 def opened(model: Decoder, tokenizer: Tokenizer, options: EngineOptions, **how: Any) -> EnginePool:
     given = {"slots": 8, "cache_gib": 0.1, "seconds": 20.0, "seeds": True, **how}
-    pool = open_servers(model, tokenizer, replace(options, **given))
+    pool = open_servers(VLLMSetup, model, tokenizer, replace(options, **given))
     pool.load(model, 0)
     return pool
 
@@ -304,11 +299,11 @@ def test_a_server_of_several_gpus_gets_weights_by_transfer_or_says_what_it_lacks
     for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
     learner, later, asked = tiny(tokenizer), tiny(tokenizer, seed=1), ragged(6)
-    weight_layout = vllm_layout(learner, torch.float32)
+    weight_layout = server_layout(learner, torch.float32)
     run = ServedRun(tokenizer, learner.eos_ids, 64, 8, 1.0, True, weight_layout.described)
 
     def pool_of(url: str) -> EnginePool:
-        place = GivenServer(url, run, CardToCard("nccl", weight_layout, 20.0))
+        place = GivenServer(url, VLLMClient, run, CardToCard("nccl", weight_layout, 20.0))
         sizes = learner.config.context, learner.config.vocab
         return EnginePool([place], probe_of(learner, "float32"), *sizes, seconds=20.0, start_seconds=60.0, restarts=0)
 
@@ -321,7 +316,7 @@ def test_a_server_of_several_gpus_gets_weights_by_transfer_or_says_what_it_lacks
             engine = LocalEngine(model, tokenizer, slots=8)
             engine.load(model, version)
             assert sampled(pool, asked) == sampled(engine, asked)
-    monkeypatch.setenv(fake_vllm.FAULT, "no size")
+    monkeypatch.setenv(FAULT, "no size")
     with (
         running(learner, tokenizer, tmp_path / "b") as (url, _),
         closing(pool_of(url)) as pool,
@@ -346,21 +341,21 @@ def test_a_server_whose_key_is_another_is_refused_with_the_name_of_the_variable(
 def test_a_server_that_is_not_there_or_too_short_ends_the_run_in_one_line(
     tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("posttrain.engines.vllm.server_client.REACH_SECONDS", 0.5)
+    monkeypatch.setattr("posttrain.engines.servers.server_client.REACH_SECONDS", 0.5)
     model = tiny(tokenizer)
     with pytest.raises(UserError, match="the engine http://127.0.0.1:9 is lost: it cannot be reached: "):
         opened(model, tokenizer, EngineOptions(urls=("http://127.0.0.1:9",), folder=tmp_path))
     for url in ("127.0.0.1:8000", "ftp://a", "http://", "http://a:1/v1", "http://[::1", "http://a:x", "http://a:99999"):
         with pytest.raises(UserError, match=f"--engine-url {re.escape(url)}: give http://HOST:PORT"):
-            GivenServer(url, None, None)  # type: ignore[arg-type]
+            GivenServer(url, VLLMClient, None, None)  # type: ignore[arg-type]
     short = new_decoder(replace(model.config, context=16), 0)
-    monkeypatch.setenv(fake_vllm.FAULT, "raw")
+    monkeypatch.setenv(FAULT, "raw")
     with (
         running(model, tokenizer, tmp_path / "raw") as (url, _),
         pytest.raises(UserError, match="start it with that one"),
     ):
         opened(model, tokenizer, EngineOptions(urls=(url,), folder=tmp_path / "weights"))
-    monkeypatch.delenv(fake_vllm.FAULT)
+    monkeypatch.delenv(FAULT)
     with (
         running(short, tokenizer, tmp_path / "short") as (url, _),
         pytest.raises(UserError, match="its context is 16 tokens, the run's is 64"),
@@ -375,7 +370,7 @@ def test_without_vllm_the_message_says_how_to_get_it(tokenizer: Tokenizer, monke
 
 
 def test_an_interrupted_start_leaves_no_process(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(fake_vllm.FAULT, "slow start")
+    monkeypatch.setenv(FAULT, "slow start")
 
     def interrupted(self: EnginePool, seconds: float) -> None:
         if len(descendants(self.members[0].link.process.child.process.pid)) > 1:  # type: ignore[attr-defined]
@@ -390,7 +385,7 @@ def test_an_interrupted_start_leaves_no_process(tokenizer: Tokenizer, monkeypatc
 def test_a_server_that_shares_the_learners_gpu_sleeps_until_it_is_asked_again(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(fake_vllm.FAULT, "slow sleep")
+    monkeypatch.setenv(FAULT, "slow sleep")
     model, asked = tiny(tokenizer), ragged(6)
     with closing(opened(model, tokenizer, EngineOptions(replicas=1))) as pool:
         (member,) = pool.members
@@ -426,7 +421,9 @@ def test_only_an_engine_that_samples_during_updates_stays_awake(
     options: dict[str, Any], sleeps: bool, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[bool] = []
-    monkeypatch.setattr("posttrain.engines.vllm.server_pool.open_servers", lambda *a, **how: told.append(how["sleeps"]))
+    monkeypatch.setattr(
+        "posttrain.engines.servers.server_pool.open_servers", lambda *a, **how: told.append(how["sleeps"])
+    )
     run: Any = SimpleNamespace(config=RL(engine="vllm", **options), path=tmp_path, world=Alone())
     rl_engine(run, tiny(tokenizer), tokenizer)
     assert told == [sleeps]
@@ -444,7 +441,7 @@ def test_a_reply_ends_at_the_first_token_that_completes_a_stop_string(tokenizer:
 
 
 def test_the_command_asks_for_what_the_options_name() -> None:
-    def words(setup: ServerSetup, gpus: tuple[int, ...], sleeps: bool = False) -> str:
+    def words(setup: VLLMSetup, gpus: tuple[int, ...], sleeps: bool = False) -> str:
         return " ".join(setup.arguments("socket", gpus, sleeps))
 
     cpu = words(SETUP, ())
@@ -468,7 +465,7 @@ def test_engines_of_several_gpus_get_gpus_of_their_own(monkeypatch: pytest.Monke
     with pytest.raises(UserError, match="--engine-tensor-parallel 8: engines have 4 GPUs here"):
         named.engine_gpus(0, 8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
-    assert SETUP.environment("socket", (0, 2), False)["CUDA_VISIBLE_DEVICES"] == "3,7"
+    assert SETUP.environment([], (0, 2))["CUDA_VISIBLE_DEVICES"] == "3,7"
 
 
 def test_the_gpus_of_a_server_divide_the_cache_as_they_divide_heads(tokenizer: Tokenizer) -> None:
@@ -497,14 +494,14 @@ def test_a_server_takes_what_is_free_only_where_nobody_else_is(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(learners))
     monkeypatch.setenv("LOCAL_RANK", str(learners - 1))
-    pool = "posttrain.engines.vllm.server_pool"
+    pool = "posttrain.engines.servers.server_pool"
     monkeypatch.setattr(f"{pool}.EnginePool", lambda places, *more, **how: list(places))
-    monkeypatch.setattr(f"{pool}.require_vllm", lambda: None)
+    monkeypatch.setattr(f"{pool}.require", lambda kind: None)
     monkeypatch.setattr(f"{pool}.on_gpu", lambda model: True)
     monkeypatch.setattr(f"{pool}.cache_bytes", lambda model, slots, dtype, most_gib, gpus: int(most_gib * 2**30))
     options = EngineOptions(8, replicas=learners * replicas, cache_gib=given, devices=devices, role_devices=roles)
     own = options.of(SimpleNamespace(size=learners, rank=learners - 1))  # type: ignore[arg-type]
-    places: Any = open_servers(tiny(tokenizer), tokenizer, own)
+    places: Any = open_servers(VLLMSetup, tiny(tokenizer), tokenizer, own)
     assert [place.setup.cache_bytes for place in places] == found
 
 
@@ -515,7 +512,7 @@ def test_a_tied_head_is_handed_over_twice_and_lies_where_the_embedding_does(
 ) -> None:
     config = replace(tiny(tokenizer).config, tied=tied)
     model = new_decoder(config, 0) if kind == "native" else load_model(make(kind, tmp_path, tie_word_embeddings=tied))
-    laid = vllm_layout(model, torch.float32)
+    laid = server_layout(model, torch.float32)
     memory = torch.zeros(laid.bytes, dtype=torch.uint8)
     laid.write(model, memory)
     stored = {own.name: own for own in laid.stored}
@@ -524,11 +521,11 @@ def test_a_tied_head_is_handed_over_twice_and_lies_where_the_embedding_does(
     assert (head.offset == embedding.offset) is tied
     assert torch.equal(head.tensor_in(memory, torch.float32), model.head.weight)
     assert {own.offset + 4 * torch.Size(own.shape).numel() <= laid.bytes for own in laid.stored} == {True}
-    prepare(str(tmp_path), model, tokenizer)
+    prepare(str(tmp_path), model, tokenizer, True)
     assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is False
 
 
-class Noted(ServerClient):
+class Noted(VLLMClient):
     """A client whose calls are noted and answered here. `adapters`: those that the server has."""
 
     def __init__(self, *adapters: str) -> None:
@@ -596,24 +593,24 @@ def test_servers_that_one_run_starts_draw_from_seeds_of_their_own(
 ) -> None:
     seeds: list[int] = []
 
-    def environment(self: ServerSetup, *how: Any) -> dict[str, str]:
+    def environment(self: VLLMSetup, *how: Any) -> dict[str, str]:
         seeds.append(self.seed)
         return {}
 
     class Process:
         def __init__(self, *how: Any) -> None: ...
 
-    monkeypatch.setattr(ServerSetup, "environment", environment)
-    monkeypatch.setattr("posttrain.engines.vllm.server_places.EngineProcess", Process)
-    monkeypatch.setattr("posttrain.engines.vllm.server_pool.EnginePool", lambda places, *more, **how: list(places))
+    monkeypatch.setattr(VLLMSetup, "environment", environment)
+    monkeypatch.setattr("posttrain.engines.vllm.vllm_setup.EngineProcess", Process)
+    monkeypatch.setattr("posttrain.engines.servers.server_pool.EnginePool", lambda places, *more, **how: list(places))
 
     def started(**how: Any) -> None:
         options = EngineOptions(8, replicas=2, cache_gib=0.1, **how)
-        places: Any = open_servers(tiny(tokenizer), tokenizer, options)
+        places: Any = open_servers(VLLMSetup, tiny(tokenizer), tokenizer, options)
         for place in [*places, places[0]]:  # the first one was lost
             place.open().wire.close()
 
-    monkeypatch.setattr("posttrain.engines.vllm.server_pool.require_vllm", lambda: None)
+    monkeypatch.setattr("posttrain.engines.servers.server_pool.require", lambda kind: None)
     started()
     started(rank=1)
     assert len(set(seeds)) == 6 and max(seeds) < 1 << 32
@@ -624,11 +621,14 @@ def test_servers_that_one_run_starts_draw_from_seeds_of_their_own(
 
 def test_advice_for_a_refused_call_names_what_the_server_lacks() -> None:
     missing = '{"error": {"message": "Not Found", "type": "NotFoundError"}}'
-    assert way("/inference/v1/generate", 404, missing) == "; start it with --enable-scale-out"
-    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in way("/v1/load_lora_adapter", 404, missing)
-    assert way("/pause", 404, missing) == "; start it with VLLM_SERVER_DEV_MODE=1"
-    assert way("/v1/load_lora_adapter", 404, '{"error": {"message": "No adapter found for x"}}') == ""
-    assert way("/v1/models", 401, "") == "; set VLLM_API_KEY to the key of the server" and way("/pause", 500, "") == ""
+    assert VLLMClient.way("/inference/v1/generate", 404, missing) == "; start it with --enable-scale-out"
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in VLLMClient.way("/v1/load_lora_adapter", 404, missing)
+    assert VLLMClient.way("/pause", 404, missing) == "; start it with VLLM_SERVER_DEV_MODE=1"
+    assert VLLMClient.way("/v1/load_lora_adapter", 404, '{"error": {"message": "No adapter found for x"}}') == ""
+    assert (
+        VLLMClient.way("/v1/models", 401, "") == "; set VLLM_API_KEY to the key of the server"
+        and VLLMClient.way("/pause", 500, "") == ""
+    )
 
 
 def test_weights_are_sent_only_where_vllm_can_send_them() -> None:
@@ -644,6 +644,6 @@ def test_weights_are_sent_only_where_vllm_can_send_them() -> None:
 
 
 def test_a_path_that_no_socket_can_have_is_refused() -> None:
-    OwnServer("0", Path("/" + "a" * 97), SETUP, *[None] * 2, (), False)  # type: ignore[arg-type]
+    assert str(socket_at(Path("/" + "a" * 97, "0"))).endswith("/0.socket")
     with pytest.raises(UserError, match="too long a path for a socket: set TMPDIR"):
-        OwnServer("0", Path("/" + "a" * 98), SETUP, *[None] * 2, (), False)  # type: ignore[arg-type]
+        socket_at(Path("/" + "a" * 98, "0"))

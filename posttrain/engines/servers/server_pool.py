@@ -1,4 +1,4 @@
-"""Opens a pool of vLLM servers: processes that the run starts, and servers that run already."""
+"""Opens a pool of inference servers: processes that the run starts, and servers that run already."""
 
 from __future__ import annotations
 
@@ -21,11 +21,17 @@ from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.pool_member import EnginePlace
 from posttrain.engines.pool.replicas import ALIVE_SECONDS, placement_of, probe_of
 from posttrain.engines.request import end_ids
-from posttrain.engines.vllm.adapter_sync import AdapterFiles, base_of, rank_for
-from posttrain.engines.vllm.gpu_transfer import CardToCard
-from posttrain.engines.vllm.server_client import ServedRun
-from posttrain.engines.vllm.server_places import GivenServer, OwnServer
-from posttrain.engines.vllm.server_setup import ServerSetup, cache_bytes, prepare, require_vllm, vllm_layout
+from posttrain.engines.servers.adapter_sync import AdapterFiles, adapted_names, base_of, rank_for
+from posttrain.engines.servers.server_client import ServedRun
+from posttrain.engines.servers.server_places import GivenServer, OwnServer
+from posttrain.engines.servers.server_setup import (
+    ServerSetup,
+    cache_bytes,
+    prepare,
+    require,
+    server_layout,
+    token_bytes,
+)
 from posttrain.engines.weight_sync import Fetched, SharedMemory, Transport, WeightLayout, checksum_of_names
 from posttrain.models.gpu_placement import GPUPlacement
 from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -36,8 +42,8 @@ START_SECONDS = 1800.0  # timeout of a server's start, in which it may compile
 
 
 class CheckpointFiles(Fetched):
-    """Transport to servers that somebody else has started: a folder for each version, which vLLM itself reads, on a disk
-    that both sides see under one path. Its contents are verified by the weight probe alone.
+    """Transport to servers that read checkpoints themselves: a folder for each version, on a disk that both sides see under
+    one path. Its contents are verified by the weight probe alone.
     """
 
     def __init__(self, folder: Path, rank: int, weight_layout: WeightLayout) -> None:
@@ -69,46 +75,49 @@ class CheckpointFiles(Fetched):
         self.offer = None
 
 
-def open_servers(model: Model, tokenizer: Tokenizer, options: EngineOptions, sleeps: bool = False) -> EnginePool:
+def open_servers(
+    kind: type[ServerSetup], model: Model, tokenizer: Tokenizer, options: EngineOptions, sleeps: bool = False
+) -> EnginePool:
     """Open a pool of servers; without replicas and URLs in the options, of one. Before the first weight sync it cannot
     sample.
 
-    Without a limit of its cache a server takes what vLLM finds free on GPUs that it has to itself, and 4 GiB elsewhere.
+    Without a limit of its cache a server takes what it finds free on GPUs that it has to itself, and 4 GiB elsewhere.
     `sleeps`: free the memory of GPUs that a learner uses too during updates.
-    Raises UserError if vLLM is not installed, or a server does not start.
+    Raises UserError if the program is not installed, or a server does not start.
     """
     replicas = options.replicas or int(not options.urls)
     adapter, cuda = options.weight_sync == "adapter", on_gpu(model)
     if options.transfer and not cuda:
         raise UserError(f"--weight-sync {options.transfer} requires GPUs: give --device cuda, or leave it out")
-    rank = rank_for(model) if adapter else 0
+    rank = rank_for(model, kind) if adapter else 0
     if replicas:
-        require_vllm()
+        require(kind)
     dtype = torch.bfloat16 if options.precision == "bfloat16" else torch.float32
     sent = base_of(model) if adapter else model
     with ExitStack() as opened:
-        own = Path(opened.enter_context(TempFolder("vllm")))
-        read = own / "model"  # by vLLM
-        prepare(str(read), sent, tokenizer)
-        layout = vllm_layout(sent, dtype)
+        own = Path(opened.enter_context(TempFolder(kind.package)))
+        read = own / "model"  # by the servers
+        prepare(str(read), sent, tokenizer, kind.untied)
+        layout = server_layout(sent, dtype)
         run = ServedRun(
             tokenizer, end_ids(model, tokenizer), model.config.context, options.slots,
             min(ALIVE_SECONDS, options.seconds / 8), options.seeds, layout.described,
         )  # fmt: skip
-        ours, theirs = _transports(options, layout, own)
+        ours, theirs = _transports(kind, options, layout, own)
         if replicas:
             opened.callback(ours.close)
         threads = max(1, torch.get_num_threads() // max(1, replicas))
         limit = KEPT_BYTES / 2**30 if options.cache_gib is None else options.cache_gib
         cache = cache_bytes(model, options.slots, dtype, limit, options.gpus)
-        setup = ServerSetup(
-            str(read), dtype, model.config.context, options.slots, cache, threads, options.seed, rank, options.transfer
-        )
+        setup = kind(
+            str(read), dtype, model.config.context, options.slots, cache, threads, options.seed, rank, options.transfer,
+            options.seeds, token_bytes(model, dtype, options.gpus), adapted_names(model) if adapter else (),
+        )  # fmt: skip
         placement = placement_of(options, model.head.device) if cuda else None
-        places: list[EnginePlace] = [GivenServer(url, run, theirs) for url in options.urls]
+        places: list[EnginePlace] = [GivenServer(url, kind.client, run, theirs) for url in options.urls]
         for number in range(replicas):
             gpus = () if placement is None else placement.engine_gpus(number, options.gpus)
-            own_seed, rests = seed_of(options.seed, "vLLM", options.rank, number), False
+            own_seed, rests = seed_of(options.seed, kind.client.program, options.rank, number), False
             own_setup = replace(setup, seed=own_seed)
             if placement is not None:
                 check_transfer(options.transfer, gpus, placement)
@@ -128,7 +137,7 @@ def on_gpu(model: Model) -> bool:
 
 
 def check_transfer(transfer: str | None, gpus: Sequence[int], placement: GPUPlacement) -> None:
-    """Raise UserError if vLLM cannot send weights in this way to a server on these GPUs."""
+    """Raise UserError if weights cannot be sent in this way to a server on these GPUs."""
     if transfer == "nccl" and placement.shares(gpus):
         raise UserError(
             "--weight-sync nccl sends weights to other GPUs than the learner's: name some with --engine-devices, or give "
@@ -142,16 +151,18 @@ def check_transfer(transfer: str | None, gpus: Sequence[int], placement: GPUPlac
         )
 
 
-def _transports(options: EngineOptions, layout: WeightLayout, folder: Path) -> tuple[Transport, Transport]:
+def _transports(
+    kind: type[ServerSetup], options: EngineOptions, layout: WeightLayout, folder: Path
+) -> tuple[Transport, Transport]:
     """Return the transports of weights to our own servers, and to those that others have started."""
     shared, rank = (options.folder or folder / "weights").absolute(), options.rank
     if options.transfer is not None:
-        direct = CardToCard(options.transfer, layout, options.seconds)
+        direct = kind.gpu_transport(options.transfer, layout, options.seconds)
         return direct, direct
-    memory = SharedMemory(layout)
+    ours: Transport = SharedMemory(layout) if kind.shares_memory else CheckpointFiles(folder, rank, layout)
     if options.weight_sync == "adapter":
-        return AdapterFiles(folder, rank, memory), AdapterFiles(shared, rank, None)
-    return memory, CheckpointFiles(shared, rank, layout)
+        return AdapterFiles(folder, rank, ours), AdapterFiles(shared, rank, None)
+    return ours, CheckpointFiles(shared, rank, layout)
 
 
 if TYPE_CHECKING:

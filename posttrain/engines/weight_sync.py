@@ -2,7 +2,8 @@
 
 Each sync makes an *offer*: the place of the weights, their version, and their checksum. An engine loads them, and
 returns the version and the checksum of the weights that it read. The weights of a version remain until the next version
-is put, so a restarted engine gets them without the learner. `pool.ray_engines` and `vllm` have further transports.
+is put, so a restarted engine gets them without the learner. `pool.ray_engines`, `servers` and
+`vllm` have further transports.
 """
 
 from __future__ import annotations

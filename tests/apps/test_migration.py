@@ -260,6 +260,8 @@ def test_a_script_has_the_defaults_of_peft_and_not_those_of_the_command(
         ("python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo "
          "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32 actor_rollout_ref.actor.optim.clip_grad=0.5",
          {"precision": "float32", "max_grad_norm": 0.5}, {}),
+        ("python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.name=sglang "
+         "actor_rollout_ref.rollout.tensor_model_parallel_size=2", {"engine": "sglang", "engine_tensor_parallel": 2}, {}),
         ("python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.grad_clip=0.3",
          {"max_grad_norm": 0.3}, {}),
         ("python -m openrlhf.cli.train_ppo_ray --actor.loss_agg_mode seq-mean-token-mean",

@@ -2,7 +2,7 @@
 
 From vLLM that the run started it is verified before sampling that the bytes read are those that were written, and that
 every matrix of its model that should have an adapter has one, since vLLM silently skips adapters for which it finds no
-module. SGLang says itself if it skips one. A server that somebody else started has the base weights already, and only
+module. SGLang reports one itself. A server that somebody else started has the base weights already, and only
 the weight probe verifies what it has.
 """
 

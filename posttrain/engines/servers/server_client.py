@@ -56,7 +56,7 @@ class Sampled:
     cut: bool  # at the maximum of tokens; else at a stop token or a stop string
 
 
-class Busy(Gone):
+class NotReady(Gone):
     """Raised for a call that a server does not answer yet, since it is starting."""
 
 
@@ -253,7 +253,7 @@ class ServerClient(Wire):
                 async with asyncio.timeout(None if self.own else REACH_SECONDS):
                     await self._call("GET", "/health")
                 break
-            except (aiohttp.ClientError, OSError, Busy) as error:
+            except (aiohttp.ClientError, OSError, NotReady) as error:
                 if not self.own and self._loop.time() > end:
                     why = one_line(error) or f"no answer within {REACH_SECONDS:g} s"
                     raise Gone(f"it cannot be reached: {why}") from error
@@ -337,6 +337,6 @@ class ServerClient(Wire):
         if response.status != 200:
             place = path.partition("?")[0]
             told = content[:300].decode(errors="replace")
-            kind = Busy if response.status == 503 else Gone
+            kind = NotReady if response.status == 503 else Gone
             raise kind(f"{place}: {response.status} {told}{self.way(place, response.status, told)}")
         return content

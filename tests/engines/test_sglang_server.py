@@ -23,7 +23,7 @@ from posttrain.engines.engine_options import EngineOptions
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.servers.adapter_sync import rank_for
 from posttrain.engines.servers.server_client import ServedRun
-from posttrain.engines.servers.server_setup import COMMAND
+from posttrain.engines.servers.server_setup import COMMAND, prepare
 from posttrain.engines.sglang.sglang_client import SGLangClient
 from posttrain.engines.sglang.sglang_setup import SGLangSetup
 from posttrain.models.adapters.lora import LoRA, attach, begin
@@ -111,6 +111,12 @@ def test_the_options_are_those_that_a_run_names() -> None:
     assert four["tp-size"] == 4 and four["enable-memory-saver"] and four["max-lora-rank"] == 8
     assert four["enable-lora"] and four["lora-target-modules"] == ["q_proj", "v_proj"]
     assert SETUP.environment([], ())["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
+
+
+def test_the_ends_of_a_reply_are_the_runs_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    prepare(SGLangSetup, tmp_path, tiny(tokenizer), tokenizer, (3, 4))
+    assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == [3, 4]
+    assert tokenizer.eos_id is not None and Tokenizer.load(tmp_path).eos_id is None
 
 
 def test_the_key_of_a_server_is_not_among_the_words_of_its_command(

@@ -199,7 +199,7 @@ def test_a_tied_head_is_handed_over_twice_and_lies_where_the_embedding_does(
     assert (head.offset == embedding.offset) is tied
     assert torch.equal(head.tensor_in(memory, torch.float32), model.head.weight)
     assert {own.offset + 4 * torch.Size(own.shape).numel() <= laid.bytes for own in laid.stored} == {True}
-    prepare(str(tmp_path), model, tokenizer, True)
+    prepare(VLLMSetup, tmp_path, model, tokenizer, ())
     assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is False
 
 

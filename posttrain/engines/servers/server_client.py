@@ -67,6 +67,7 @@ class ServerClient(Wire):
     key: ClassVar[str]  # environment variable with the key of a server that runs already
     coldest: ClassVar[float]  # lowest temperature above 0 that the server applies
     truncates = True  # whether log-probabilities are those after top-p and top-k
+    adapter_calls = ""  # what the paths of calls for adapters begin with
 
     def __init__(
         self, run: ServedRun, address: str, path: str | None = None, *, own: bool = False, key: str = ""
@@ -94,17 +95,10 @@ class ServerClient(Wire):
     # -- the calls of a program ----------------------------------------------------------------------------------------
 
     @abstractmethod
-    async def started(self) -> tuple[int, Sequence[str]]:
-        """Return the server's context and the names of its adapters, and set `name`. Raises Gone for a server that was
-        started in a way that a run cannot use.
-        """
-
+    async def check(self) -> None: ...  # raises Gone for a server that was started in a way that a run cannot use
     @abstractmethod
     async def sample(self, request: Request) -> Sampled: ...
-
-    async def abandon(self, id: int) -> None:
-        """End a request whose connection is closed, if the server does not take that as its end."""
-
+    async def abandon(self, id: int) -> None: ...  # ends a request whose connection was closed
     @abstractmethod
     async def progress(self) -> object: ...  # returns something else whenever the server has worked
     @abstractmethod
@@ -114,9 +108,7 @@ class ServerClient(Wire):
     @abstractmethod
     async def read_weights(self, offer: dict[str, Any]) -> tuple[int, int]: ...  # returns (version, checksum) as read
     @abstractmethod
-    async def read_adapter(self, name: str, offer: dict[str, Any]) -> int: ...  # returns its checksum
-    @abstractmethod
-    async def drop_adapter(self, name: str) -> None: ...
+    async def finish_adapter(self, offer: dict[str, Any]) -> int: ...  # after it was loaded: returns its checksum
     @abstractmethod
     async def sleep(self) -> None: ...  # frees the server's GPU memory for weights and cache
     @abstractmethod
@@ -258,13 +250,16 @@ class ServerClient(Wire):
                     why = one_line(error) or f"no answer within {REACH_SECONDS:g} s"
                     raise Gone(f"it cannot be reached: {why}") from error
             await asyncio.sleep(LOOK_SECONDS)
-        context, adapters = await self.started()
-        for adapter in adapters:  # of a run, or of a connection, that was lost: its name could not be loaded again
-            if adapter.startswith(ADAPTER):
-                await self.drop_adapter(adapter)
-        self.model = self.name
-        about = {"coldest": self.coldest, "truncates": self.truncates, "slots": self.run.slots, "context": context}
-        return ["hello", {"backend": self.program, "batch_invariant": False, **about}]
+        if not self.own:
+            await self.check()
+        (model, *others) = (await self._json("GET", "/v1/models"))["data"]
+        for adapter in others:  # of a run, or of a connection, that was lost: its name could not be loaded again
+            if adapter["id"].startswith(ADAPTER):
+                await self._drop_adapter(adapter["id"])
+        self.model = self.name = model["id"]
+        about: dict[str, Any] = {"coldest": self.coldest, "truncates": self.truncates, "slots": self.run.slots}
+        about |= {"backend": self.program, "batch_invariant": False, "context": model["max_model_len"]}
+        return ["hello", about]
 
     async def _sample(
         self, ticket: int, id: int, prompt: Sequence[int], own: Sequence[int], sampling: dict[str, Any], keep: bool
@@ -306,9 +301,14 @@ class ServerClient(Wire):
             if self._base != base["checksum"]:
                 raise Gone(f"it loaded a base with checksum {self._base:08x}, not {base['checksum']:08x}")
         if self.model != self.name:
-            await self.drop_adapter(self.model)
+            await self._drop_adapter(self.model)
         self.model = f"{ADAPTER}{offer['version']}"
-        return offer["version"], await self.read_adapter(self.model, offer)
+        call = f"{self.adapter_calls}/load_lora_adapter"
+        await self._call("POST", call, {"lora_name": self.model, "lora_path": offer["adapter"]})
+        return offer["version"], await self.finish_adapter(offer)
+
+    async def _drop_adapter(self, name: str) -> None:
+        await self._call("POST", f"{self.adapter_calls}/unload_lora_adapter", {"lora_name": name})
 
     async def _transfer(self, method: str, info: Any) -> Message:
         await self._wake_up("weights")

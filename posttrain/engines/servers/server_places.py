@@ -40,22 +40,22 @@ class OwnServer:
     def open(self) -> EngineLink:
         # servers of one seed give their nth requests the same random numbers, so equal prompts the same replies
         seed = seed_of(self.setup.seed, self.setup.client.program, next(self._starts)) % SEEDS
-        return _OwnLink(
-            *replace(self.setup, seed=seed).start(self.run, self.folder / self.name, self.gpus, self.sleeps)
-        )
+        return _Link(*replace(self.setup, seed=seed).start(self.run, self.folder / self.name, self.gpus, self.sleeps))
 
 
-class _OwnLink:
-    def __init__(self, process: EngineProcess, wire: ServerClient) -> None:
-        self.process, self.wire = process, wire
+class _Link:
+    def __init__(self, process: EngineProcess | None, wire: ServerClient) -> None:
+        """`process`: None for a server that somebody else has started, whose end the client notices."""
+        self.process: Any = process
+        self.wire = wire
 
     def look(self) -> None:
-        if self.process.child.ended:
+        if self.process is not None and self.process.child.ended:
             raise Gone("its process has ended")
 
     def end(self, kept: bool) -> str:
         self.wire.close()
-        return ended(self.process, kept, 0.0)
+        return "" if self.process is None else ended(self.process, kept, 0.0)
 
 
 class GivenServer:
@@ -76,19 +76,7 @@ class GivenServer:
         self.name, self.client, self.run, self.transport = address, client, run, transport
 
     def open(self) -> EngineLink:
-        return _GivenLink(self.client(self.run, self.name))
-
-
-class _GivenLink:
-    def __init__(self, wire: ServerClient) -> None:
-        self.wire: Any = wire
-
-    def look(self) -> None:
-        pass  # the client notices
-
-    def end(self, kept: bool) -> str:
-        self.wire.close()
-        return ""
+        return _Link(None, self.client(self.run, self.name))
 
 
 if TYPE_CHECKING:

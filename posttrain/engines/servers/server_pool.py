@@ -96,11 +96,11 @@ def open_servers(
     sent = base_of(model) if adapter else model
     with ExitStack() as opened:
         own = Path(opened.enter_context(TempFolder(kind.package)))
-        read = own / "model"  # by the servers
-        prepare(str(read), sent, tokenizer, kind.untied)
+        read, eos_ids = own / "model", end_ids(model, tokenizer)  # the servers read it
+        prepare(kind, read, sent, tokenizer, eos_ids)
         layout = server_layout(sent, dtype)
         run = ServedRun(
-            tokenizer, end_ids(model, tokenizer), model.config.context, options.slots,
+            tokenizer, eos_ids, model.config.context, options.slots,
             min(ALIVE_SECONDS, options.seconds / 8), options.seeds, layout.described,
         )  # fmt: skip
         ours, theirs = _transports(kind, options, layout, own)
@@ -157,7 +157,10 @@ def _transports(
     """Return the transports of weights to our own servers, and to those that others have started."""
     shared, rank = (options.folder or folder / "weights").absolute(), options.rank
     if options.transfer is not None:
-        direct = kind.gpu_transport(options.transfer, layout, options.seconds)
+        from posttrain.engines.vllm.gpu_transfer import CardToCard
+
+        assert kind.package == "vllm", "options refuse it"
+        direct = CardToCard(options.transfer, layout, options.seconds)
         return direct, direct
     ours: Transport = SharedMemory(layout) if kind.shares_memory else CheckpointFiles(folder, rank, layout)
     if options.weight_sync == "adapter":

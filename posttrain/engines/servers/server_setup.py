@@ -20,10 +20,10 @@ from posttrain.core.types import UserError
 from posttrain.engines.engine_process import EngineProcess
 from posttrain.engines.model_manifest import HEAD, backbone_of, with_head
 from posttrain.engines.servers.server_client import ServedRun, ServerClient
-from posttrain.engines.weight_sync import Transport, WeightLayout
+from posttrain.engines.weight_sync import WeightLayout
 from posttrain.models.adapters.lora import LoRA
 from posttrain.models.gpu_placement import visible_name
-from posttrain.models.json_files import write_json
+from posttrain.models.json_files import read_json, write_json
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 SERVER = "posttrain.engines.servers.server_setup:main"
@@ -39,7 +39,6 @@ class ServerSetup(ABC):
     client: ClassVar[type[ServerClient]]
     package: ClassVar[str]  # that has to be installed
     install: ClassVar[str]  # how to install it
-    untied: ClassVar[bool]  # a tied output head is declared, and sent, as a matrix of its own
     shares_memory: ClassVar[bool]  # servers that the run starts read weights from its memory, others a checkpoint
 
     folder: str  # with config.json and the tokenizer
@@ -65,7 +64,8 @@ class ServerSetup(ABC):
 
     @classmethod
     @abstractmethod
-    def gpu_transport(cls, kind: str, layout: WeightLayout, seconds: float) -> Transport: ...  # from GPU to GPU
+    def adapt(cls, config: dict[str, Any], tokenizer_config: dict[str, Any], eos_ids: Sequence[int]) -> None:
+        """Change what a server reads as config.json and tokenizer_config.json. `eos_ids`: the ends of a reply."""
 
     @classmethod
     def rank_of(cls, lora: LoRA) -> int:
@@ -111,11 +111,13 @@ def require(kind: type[ServerSetup]) -> None:
         )
 
 
-def prepare(folder: str, model: Model, tokenizer: Tokenizer, untied: bool) -> None:
+def prepare(kind: type[ServerSetup], folder: Path, model: Model, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> None:
     """Write config.json and the tokenizer into a folder for servers."""
     tokenizer.save(folder)
-    described = backbone_of(model).described()
-    write_json(Path(folder) / "config.json", {**described, "tie_word_embeddings": False} if untied else described)
+    config, tokenizer_config = dict(backbone_of(model).described()), read_json(folder / "tokenizer_config.json")
+    kind.adapt(config, tokenizer_config, eos_ids)
+    write_json(folder / "config.json", config)
+    write_json(folder / "tokenizer_config.json", tokenizer_config)
 
 
 def server_layout(model: Model, dtype: torch.dtype) -> WeightLayout:

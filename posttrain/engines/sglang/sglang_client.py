@@ -27,20 +27,15 @@ class SGLangClient(ServerClient):
     coldest = 1e-6  # SGLang samples greedily below
     truncates = False
 
-    async def started(self) -> tuple[int, list[str]]:
+    def __init__(self, *where: Any, **how: Any) -> None:
         self._nonce = secrets.token_hex(8)  # other runs may ask the same server
-        if not self.own:
-            told = await self._json("GET", "/server_info")
-            if self.run.seeds and not told["enable_deterministic_inference"]:
-                raise Gone("--engine-seeds needs a server that was started with --enable-deterministic-inference")
-            await self._check_temperature()
-        (model, *adapters) = (await self._json("GET", "/v1/models"))["data"]
-        self.name = model["id"]
-        return model["max_model_len"], [adapter["id"] for adapter in adapters]
+        super().__init__(*where, **how)
 
-    async def _check_temperature(self) -> None:
-        """Raise Gone if log-probabilities are those before the temperature."""
-        said = set()
+    async def check(self) -> None:
+        told = await self._json("GET", "/server_info")
+        if self.run.seeds and not told["enable_deterministic_inference"]:
+            raise Gone("--engine-seeds needs a server that was started with --enable-deterministic-inference")
+        said = set()  # the greatest log-probability at two temperatures
         for temperature in (1.0, 2.0):
             how = {"temperature": temperature, "max_new_tokens": 1}
             body = {"input_ids": [0], "sampling_params": how, "return_logprob": True, "top_logprobs_num": 1}
@@ -125,14 +120,10 @@ class SGLangClient(ServerClient):
         )
         return offer["version"], offer["checksum"]
 
-    async def read_adapter(self, name: str, offer: dict[str, Any]) -> int:
-        await self._call("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": offer["adapter"]})
+    async def finish_adapter(self, offer: dict[str, Any]) -> int:
         version = {"new_version": str(offer["version"]), "abort_all_requests": False}
         await self._call("POST", "/update_weight_version", version)
         return int(offer["checksum"])
-
-    async def drop_adapter(self, name: str) -> None:
-        await self._call("POST", "/unload_lora_adapter", {"lora_name": name})
 
     async def sleep(self) -> None:
         await self.pause()

@@ -18,7 +18,6 @@ from posttrain.engines.engine_process import EngineProcess
 from posttrain.engines.servers.server_client import ServedRun
 from posttrain.engines.servers.server_setup import SERVER, ServerSetup
 from posttrain.engines.sglang.sglang_client import SGLangClient
-from posttrain.engines.weight_sync import Transport, WeightLayout
 from posttrain.models.adapters.lora import LoRA
 from posttrain.models.json_files import write_json
 
@@ -37,7 +36,7 @@ class SGLangSetup(ServerSetup):
     client = SGLangClient
     package = "sglang"
     install = "pip install sglang (it needs a GPU)"
-    untied = shares_memory = False
+    shares_memory = False
 
     def start(
         self, run: ServedRun, place: Path, gpus: Sequence[int], sleeps: bool
@@ -51,8 +50,10 @@ class SGLangSetup(ServerSetup):
         return process, SGLangClient(run, f"http://{HOST}:{port}", own=True, key=key)
 
     @classmethod
-    def gpu_transport(cls, kind: str, layout: WeightLayout, seconds: float) -> Transport:
-        raise NotImplementedError("options refuse it")
+    def adapt(cls, config: dict[str, Any], tokenizer_config: dict[str, Any], eos_ids: Sequence[int]) -> None:
+        # SGLang also ends replies at the ends of the model and of the tokenizer, whatever a request names
+        config["eos_token_id"] = list(eos_ids) or None
+        tokenizer_config.pop("eos_token", None)
 
     @classmethod
     def lacks(cls, lora: LoRA, names: Sequence[str]) -> str | None:

@@ -25,15 +25,12 @@ class VLLMClient(ServerClient):
     program = "vLLM"
     key = "VLLM_API_KEY"  # as vLLM itself calls it
     coldest = 0.01  # vLLM silently raises lower temperatures to this value
+    adapter_calls = "/v1"
 
-    async def started(self) -> tuple[int, list[str]]:
-        if not self.own:
-            told = (await self._json("GET", "/server_info?config_format=json"))["vllm_config"]["model_config"]
-            if told["logprobs_mode"] != LOGPROBS:
-                raise Gone(f"it was started with another --logprobs-mode than {LOGPROBS}: start it with that one")
-        (model, *adapters) = (await self._json("GET", "/v1/models"))["data"]
-        self.name = model["id"]
-        return model["max_model_len"], [adapter["id"] for adapter in adapters]
+    async def check(self) -> None:
+        told = (await self._json("GET", "/server_info?config_format=json"))["vllm_config"]["model_config"]
+        if told["logprobs_mode"] != LOGPROBS:
+            raise Gone(f"it was started with another --logprobs-mode than {LOGPROBS}: start it with that one")
 
     async def progress(self) -> list[str]:
         lines = (await self._call("GET", "/metrics")).decode().splitlines()
@@ -90,8 +87,7 @@ class VLLMClient(ServerClient):
             await self._remote("reload_weights", weights_path=offer["folder"])
         return offer["version"], offer["checksum"]  # else they have been transferred
 
-    async def read_adapter(self, name: str, offer: dict[str, Any]) -> int:
-        await self._call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": offer["adapter"]})
+    async def finish_adapter(self, offer: dict[str, Any]) -> int:
         if offer["base"] is None:  # a server without our extension
             return int(offer["checksum"])
         for read, matrices in await self._remote("posttrain_adapter", folder=offer["adapter"]):
@@ -100,9 +96,6 @@ class VLLMClient(ServerClient):
             if read != offer["checksum"]:
                 return int(read)
         return int(offer["checksum"])
-
-    async def drop_adapter(self, name: str) -> None:
-        await self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
     async def transfer(self, method: str, info: Any) -> Any:
         if method == "start_weight_update":  # requests that vLLM still computes would read weights that are moved

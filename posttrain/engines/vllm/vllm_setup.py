@@ -11,15 +11,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from posttrain.core.types import UserError
 from posttrain.engines.engine_process import EngineProcess
 from posttrain.engines.servers.server_client import ServedRun
 from posttrain.engines.servers.server_setup import SERVER, ServerSetup, words_of
-from posttrain.engines.vllm.gpu_transfer import Backend, CardToCard
 from posttrain.engines.vllm.vllm_client import LOGPROBS, VLLMClient
-from posttrain.engines.weight_sync import Transport, WeightLayout
 from posttrain.models.adapters.lora import LoRA
 
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
@@ -47,7 +45,7 @@ class VLLMSetup(ServerSetup):
     client = VLLMClient
     package = "vllm"
     install = "pip install vllm (on a machine without a GPU see `make test-vllm`)"
-    untied = shares_memory = True
+    shares_memory = True
 
     def start(self, run: ServedRun, place: Path, gpus: Sequence[int], sleeps: bool) -> tuple[EngineProcess, VLLMClient]:
         socket = socket_at(place)
@@ -57,8 +55,8 @@ class VLLMSetup(ServerSetup):
         return process, VLLMClient(run, "http://vllm", str(socket))
 
     @classmethod
-    def gpu_transport(cls, kind: str, layout: WeightLayout, seconds: float) -> Transport:
-        return CardToCard(cast(Backend, kind), layout, seconds)
+    def adapt(cls, config: dict[str, Any], tokenizer_config: dict[str, Any], eos_ids: Sequence[int]) -> None:
+        config["tie_word_embeddings"] = False
 
     @classmethod
     def rank_of(cls, lora: LoRA) -> int:

@@ -157,10 +157,7 @@ def _transports(
     """Return the transports of weights to our own servers, and to those that others have started."""
     shared, rank = (options.folder or folder / "weights").absolute(), options.rank
     if options.transfer is not None:
-        from posttrain.engines.vllm.gpu_transfer import CardToCard
-
-        assert kind.package == "vllm", "options refuse it"
-        direct = CardToCard(options.transfer, layout, options.seconds)
+        direct = kind.gpu_transport(options.transfer, layout, options.seconds)
         return direct, direct
     ours: Transport = SharedMemory(layout) if kind.shares_memory else CheckpointFiles(folder, rank, layout)
     if options.weight_sync == "adapter":

@@ -20,7 +20,7 @@ from posttrain.core.types import UserError
 from posttrain.engines.engine_process import EngineProcess
 from posttrain.engines.model_manifest import HEAD, backbone_of, with_head
 from posttrain.engines.servers.server_client import ServedRun, ServerClient
-from posttrain.engines.weight_sync import WeightLayout
+from posttrain.engines.weight_sync import Transport, WeightLayout
 from posttrain.models.adapters.lora import LoRA
 from posttrain.models.gpu_placement import visible_name
 from posttrain.models.json_files import read_json, write_json
@@ -61,6 +61,11 @@ class ServerSetup(ABC):
         """Start a server. `place`: of its files, a path without a suffix; `gpus`: none on a processor; `sleeps`: free GPU
         memory between the phases of a step.
         """
+
+    @classmethod
+    def gpu_transport(cls, backend: str, layout: WeightLayout, seconds: float) -> Transport:
+        """Return the transport of weights from GPU to GPU."""
+        raise NotImplementedError("options refuse it")
 
     @classmethod
     @abstractmethod

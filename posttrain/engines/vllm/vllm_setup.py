@@ -11,13 +11,15 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from posttrain.core.types import UserError
 from posttrain.engines.engine_process import EngineProcess
 from posttrain.engines.servers.server_client import ServedRun
 from posttrain.engines.servers.server_setup import SERVER, ServerSetup, words_of
+from posttrain.engines.vllm.gpu_transfer import Backend, CardToCard
 from posttrain.engines.vllm.vllm_client import LOGPROBS, VLLMClient
+from posttrain.engines.weight_sync import Transport, WeightLayout
 from posttrain.models.adapters.lora import LoRA
 
 MODULE = "vllm.entrypoints.launchers.api_server.entry"
@@ -53,6 +55,10 @@ class VLLMSetup(ServerSetup):
         command = [MODULE, *self.arguments(str(socket), gpus, sleeps)]
         process = EngineProcess(SERVER, "vllm", self.environment(command, gpus))
         return process, VLLMClient(run, "http://vllm", str(socket))
+
+    @classmethod
+    def gpu_transport(cls, backend: str, layout: WeightLayout, seconds: float) -> Transport:
+        return CardToCard(cast(Backend, backend), layout, seconds)
 
     @classmethod
     def adapt(cls, config: dict[str, Any], tokenizer_config: dict[str, Any], eos_ids: Sequence[int]) -> None:

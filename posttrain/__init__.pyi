@@ -522,8 +522,8 @@ class EngineOptions(ReplicaOptions, total=False):
     process uses; if there are none, the training GPUs."""
     engine_cache: float | None
     """KV cache limit in GiB: of a server, or of the local engine's cache of episodes between turns. The local engine
-    recomputes dropped entries, bit for bit. Default: 4; for a server on GPUs that it has to itself, what it finds
-    free."""
+    recomputes dropped entries, bit for bit. Default: 4; for a server on GPUs that it has to itself, what it finds free,
+    and where it sleeps during updates, a fifth of the GPU."""
     engine_timeout: float
     """Timeout of an engine in another process, in seconds, for a weight sync or a decoding step. After it, the engine
     is restarted."""

@@ -235,7 +235,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     elif given := next(
         (
             n
-            for n in ("chat_template", "chat_template_kwargs", "chat", "system")
+            for n in ("chat_template", "chat_template_kwargs", "chat", "system", "max_tokens")
             if getattr(config, n) not in (None, {})
         ),
         None,
@@ -256,7 +256,7 @@ def check(*, config: Annotated[Check, Options] = Check()) -> int:  # noqa: B008
     chat.check(config.chat, report.first)
     told_of = [*chat.lines(tasks, report.first)]
     told_of += message_lines(tokenizer, tasks) if tokenizer is not None else []
-    report = replace(report, told=tuple(told_of))
+    report = replace(report, told=tuple(told_of), most=config.max_tokens)
     width = columns(Output(sys.stdout))
     print("\n".join(wrapped(line, width) for line in [*told, *report.lines(config.verbose)]))
     return 0 if report.ok else 2

@@ -170,9 +170,11 @@ def _suite_tables(config: Evaluation, found: suite.EvaluatedSuite) -> None:
     """Print the tables of a suite, or of the parts of it that are done."""
     say("")
     called = short_names([config.model, *config.against])
-    table(config.model, HEAD, [_line(name, told, told) for name, told in found.parts.items()])
+    apart = any(not told["in_distribution"] for told in found.parts.values())
+    width = len(HEAD) if apart else len(HEAD) - 1  # without the last column the others fit 80 columns
+    table(config.model, HEAD[:width], [_line(name, told, told)[:width] for name, told in found.parts.items()])
     for place, model in enumerate(config.against):
-        table(model, HEAD, [_line(name, told["against"][place], told) for name, told in found.parts.items()])
+        table(model, HEAD[:width], [_line(n, told["against"][place], told)[:width] for n, told in found.parts.items()])
     for place, model in enumerate((config.model, *config.against)):
         own = {name: told if place == 0 else told["against"][place - 1] for name, told in found.parts.items()}
         _further(called[model], own)
@@ -229,8 +231,8 @@ def _line(name: str, side: dict[str, Any], part: dict[str, Any]) -> list[Any]:
         figures["tasks"],
         _cell(headline(figures)),
         own["length"],
-        own["truncated"],
-        own["invalid"],
+        f"{own['truncated']:.1%}",
+        f"{own['invalid']:.1%}",
         place,
     ]
 

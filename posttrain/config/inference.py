@@ -149,6 +149,9 @@ class Check(StepRewardGroup, EnvLimitGroup, Data):
     model: str | None = option(None, group="model", first_hour=True, value="FOLDER")
     """Also apply this model's tokenizer and chat template to the prompts, and check that they fit its context. The
     folder of a checkpoint or of a run; no weights are read."""
+    max_tokens: int | None = option(None, above=0, group="sampling")
+    """With --model: the maximum number of tokens in a reply that the run will have, to check that the tasks' own replies
+    fit."""
     limit: int | None = option(4, above=0, most=1e12, first_hour=True)
     """Read only the first N rows, and try the first few tasks."""
     replies: str | None = option(None, group="data", first_hour=True, value="FILE")

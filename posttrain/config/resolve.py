@@ -6,7 +6,7 @@ import json
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar, get_origin, get_type_hints
 
@@ -418,8 +418,7 @@ def chosen_options(config: Any) -> list[str]:
     named: list[str] = []
     for name, value in chosen.items():
         if isinstance(value, dict):
-            before = "" if name == "settings" else f"{name}."
-            named += [f"{before}{place} {setting}" for place, setting in value.items()]
+            named += _entries(value, "" if name == "settings" else f"{name}.")
         elif value is True and not default[name]:
             named.append(name)
         elif isinstance(value, list | tuple) and value and value != default[name]:
@@ -427,6 +426,15 @@ def chosen_options(config: Any) -> list[str]:
         elif value != default[name] and value not in (None, "", []):
             named.append(f"{name} {value}")
     return named
+
+
+def _entries(table: Mapping[str, Any], before: str) -> Iterator[str]:
+    """Yield the entries of a table, and of the tables in it, as the command line names them."""
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _entries(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name} {value}"
 
 
 def filled(kind: type[AnyConfig], options: Mapping[str, Any], where: str = "") -> AnyConfig:

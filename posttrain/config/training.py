@@ -210,7 +210,7 @@ class RunGroup(OptionGroup, group="record"):
 class Training(RunGroup, SeedGroup, ProcessesGroup, HardwareGroup, HeldOutGroup, OptimizerGroup, ModelGroup, Data):
     """Options of every kind of training."""
 
-    eval_every: int = option(0, least=0, group="evaluation", first_hour=True)
+    eval_every: int = option(0, least=0, group="evaluation", first_hour=True, on_resume="free")
     """Steps between evaluations on the held-out tasks (0: only before and after training)."""
     eval_tasks: tuple[str, ...] = option((), group="evaluation", value="ROWS", first_hour=True)
     """Rows to evaluate on, instead of a held-out share of --tasks. There may be several sets, with names:
@@ -332,7 +332,8 @@ class EngineGroup(ReplicaGroup, group="scale"):
     training process uses; if there are none, the training GPUs."""
     engine_cache: float | None = option(None, above=0, value="GIB")
     """KV cache limit in GiB: of a server, or of the local engine's cache of episodes between turns. The local engine
-    recomputes dropped entries, bit for bit. Default: 4; for a server on GPUs that it has to itself, what it finds free."""
+    recomputes dropped entries, bit for bit. Default: 4; for a server on GPUs that it has to itself, what it finds free,
+    and where it sleeps during updates, a fifth of the GPU."""
     engine_timeout: float = option(120.0, above=0, most=86_400, value="SECONDS", on_resume="free")
     """Timeout of an engine in another process, in seconds, for a weight sync or a decoding step. After it, the engine is
     restarted."""

@@ -4,7 +4,7 @@ The result has a prompt (or messages); "responses", each a text, or a list of te
 "comparisons", lists of [better, worse, share, margin], or "labels", a list of numbers for each response.
 
     prompt, chosen, rejected           pairs; with "margin", or "score_chosen" and "score_rejected", whose difference it is
-    chosen, rejected                   pairs whose texts (hh-rlhf) or messages (UltraFeedback) begin with the same prompt
+    chosen, rejected                   pairs whose texts (hh-rlhf, TRL) or messages (UltraFeedback) begin with one prompt
     prompt, responses, pairs, preferred    K responses, pairs of them, and for each 1: the first, 2: the second, 0: neither
     prompt, responses, comparisons     ... or [better, worse], [better, worse, share] or [better, worse, share, margin]
     prompt, responses, ranks           ... or a rank for each, 1 the best, equal ones tied
@@ -40,7 +40,7 @@ from posttrain.core.thoughts import reasoning_of, with_thoughts
 from posttrain.core.types import StopReason, Task, UserError
 from posttrain.data.response_columns import gathered
 from posttrain.data.row_files import Row
-from posttrain.data.row_shapes import quality
+from posttrain.data.row_shapes import LIKE, quality
 from posttrain.data.tasks_from_rows import not_text
 
 Said = dict[str, Any]  # responses, cut (whether each was cut off), comparisons, labels
@@ -215,11 +215,27 @@ def _texts_apart(row: Row, chosen: str, rejected: str) -> tuple[dict[str, Any], 
             return prompt, [chosen[len(whole) :], rejected[len(whole) :]]
         return prompt, [chosen, rejected]
     ends = [text.rfind(TURN) + len(TURN) for text in (chosen, rejected)]
-    if min(ends) < len(TURN) or chosen[: ends[0]] != rejected[: ends[1]]:
+    if max(ends) < len(TURN) and not any(_there(row, name) for name in LIKE["prompt"]):
+        ends = [_end_of_shared_words(chosen, rejected)] * 2
+    elif min(ends) < len(TURN) or chosen[: ends[0]] != rejected[: ends[1]]:
+        ends = [0]
+    if not all(ends):
         raise UserError(
             "no prompt, and chosen and rejected do not begin with the same one; name the column: --fields.prompt COLUMN"
         )
     return {"prompt": chosen[: ends[0]]}, [chosen[ends[0] :], rejected[ends[1] :]]
+
+
+def _end_of_shared_words(chosen: str, rejected: str) -> int:
+    """Return where the last white space of the common beginning of two texts begins; 0 if there is none. TRL divides at the
+    first letter that differs, which may be within a word.
+    """
+    last = 0
+    for place, (letter, other) in enumerate(zip(chosen, rejected, strict=False)):
+        if letter != other:
+            break
+        last = place if letter.isspace() else last
+    return len(chosen[:last].rstrip())
 
 
 def _messages_apart(row: Row, chosen: list[Any], rejected: list[Any]) -> tuple[dict[str, Any], list[str]]:

@@ -35,6 +35,7 @@ class Seen:
         self._playing = RunningEpisode(Episode(task, "", 0), viewer.tokenizer)
         self.prompt = 0  # tokens of the first turn
         self.texts: list[str] = []  # texts that the model was shown
+        self.replies: list[int] = []  # tokens of each reply, with its end
         self.problem: str | None = None  # why a turn could not be shown
 
     @property
@@ -71,5 +72,6 @@ class Seen:
             tokens = [*self._viewer.tokenizer.encode(text), *self._viewer.ends]
         except UserError:  # a text that no model can sample, which makes no difference to the environment
             tokens = list(self._viewer.ends)
+        self.replies.append(len(tokens))
         completion = Completion(0, tokens, [0.0] * len(tokens), text, StopReason.EOS, 0)
         return self._playing.reply(completion, 0.0)

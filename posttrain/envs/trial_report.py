@@ -66,6 +66,7 @@ class Report:
     context: int | None = None  # context length of the model, if one is given
     first: Turn | None = None  # the very first turn
     told: tuple[str, ...] = ()  # further remarks on the model
+    most: int | None = None  # tokens at which training ends a reply
     columns: tuple[str, ...] = ()  # columns of the first task
     success: float | None = None  # reward from which on a reply succeeds, if the environment defines it
     full: float | None = None  # full reward, if each task was run with its own solution and with an empty reply
@@ -204,6 +205,24 @@ class Report:
         if scripted and prompts:
             room = "" if max(scripted) <= self.context else f", more than its context of {self.context}"
             lines.append(f"with the tasks' own replies an episode has up to {max(scripted)} tokens{room}")
+        return lines + self._cut_off(prompts)
+
+    def _cut_off(self, prompts: Sequence[int]) -> list[str]:
+        """Describe right replies that training would cut off."""
+        if self.most is None:
+            return []
+        own = [max(case.seen.replies, default=0) for case in self.cases
+               if case.seen is not None and case.kind in (OWN[0], SCRIPT)]  # fmt: skip
+        lines = []
+        if long := [count for count in own if count > self.most]:
+            lines.append(
+                f"{len(long)} of {len(own)} of the tasks' own replies are longer than --max-tokens {self.most}: up to "
+                f"{max(long)} tokens with the end; training would cut off such a reply"
+            )
+        if prompts and prompts[-1] + self.most > (self.context or 0):
+            lines.append(
+                f"replies end before --max-tokens {self.most} where prompt and reply fill the context of {self.context}"
+            )
         return lines
 
     def _verdicts(self) -> list[str]:

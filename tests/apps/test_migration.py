@@ -220,7 +220,7 @@ def test_defaults_of_trl_are_those_that_its_trainers_had_when_they_ran(
         ("trl kto --dataset_name d", "from those of a micro-batch there"),
         ("trl dpo --gradient_accumulation_steps 2", "a short last one of a pass counts as much as a full one"),
         ("trl sft --warmup_steps 5", "the first has 1 / warmup of the rate here, and 0 there"),
-        ("trl sft --dataset_name d", 'every token of rows of messages: for these set mask = "all"'),
+        ("trl sft --dataset_name d", 'of messages TRL trains every token, so set mask = "all" for these'),
         (
             "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo",
             "of all weights there, of matrices alone here",
@@ -498,7 +498,9 @@ def test_a_file_of_a_script_has_no_split_and_a_share_of_rows_is_told(
     (tmp_path / "own.py").write_text(script.replace(given, load))
     _, recipe, table = imported(tmp_path / "own.py")
     assert table["tasks"] == tasks and table.get("split") == split
-    assert ("alone; give limit, or write these rows to a file" in recipe) == ("[:" in load)
+    assert ("alone; write these rows to a file" in recipe) == ("%" in load) and table.get("limit") == (
+        50 if "[:50]" in load else None
+    )
 
 
 def test_the_split_of_held_out_rows_is_told_where_it_cannot_be_named(tmp_path: Path) -> None:

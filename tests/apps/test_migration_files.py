@@ -120,9 +120,9 @@ def test_a_configuration_whose_defaults_name_itself_is_read_to_an_end(tmp_path: 
 
 def test_numbers_of_a_configuration_are_read_as_argparse_reads_them(tmp_path: Path) -> None:
     """YAML reads 1e-3 without a point as text."""
-    text = 'beta: 1e-3\nmax_steps: "50"\nlearning_rate: 2e-6\nlabel_smoothing: "0.1"\nseed: "7"\n'
+    text = 'beta: 1e-3\nmax_steps: "50"\nlearning_rate: 2e-6\nlabel_smoothing: "0.1"\nloss_type: robust\nseed: "7"\n'
     _, table = imported(files(tmp_path, a_yaml=text), "dpo")
-    lines = {"beta": 1e-3, "steps": 50, "lr": 2e-6, "smoothing": 0.1, "seed": 7}
+    lines = {"beta": 1e-3, "steps": 50, "lr": 2e-6, "noise": 0.1, "seed": 7}
     assert {name: table[name] for name in lines} == lines
 
 
@@ -326,12 +326,18 @@ def test_what_has_to_be_put_right_before_the_first_run_is_one_list(
 ) -> None:
     text = "trl grpo --model_name_or_path Qwen/Qwen3-0.6B --reward_funcs rewards.py --use_vllm true --report_to wandb"
     run = files(tmp_path, run_sh=text)
-    told = ("model Qwen/Qwen3-0.6B is on the hub", "name tasks", "install vLLM, or remove engine", "or remove track")
+    told = (
+        "model Qwen/Qwen3-0.6B is on the hub",
+        "name tasks",
+        "set steps = 3 x ROWS",
+        "install vLLM, or remove engine",
+        "or remove track",
+    )
     recipe = imported(run)[0]
     assert "# Before the first run: " in recipe and all(words in recipe for words in told)
     assert main(["import", str(run), "--out", str(tmp_path / "a.toml")]) == 0
     out = capsys.readouterr().out
-    assert out.count("first       ") == 4 and all(words in out for words in told)
+    assert out.count("first       ") == 5 and all(words in out for words in told)
     plain = files(tmp_path, dpo_sh="trl dpo --model_name_or_path runs/sft --dataset_name pairs.jsonl")
     assert "Before the first run" not in imported(plain)[0]
 

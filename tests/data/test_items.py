@@ -48,6 +48,13 @@ FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [
         {"chosen": HUMAN + " good", "rejected": HUMAN + " bad"},
         {"prompt": HUMAN, **pair(), "responses": [" good", " bad"]},
     ),
+    *(  # without a prompt, as TRL has them: their common words
+        (
+            {"chosen": f"{asked} good", "rejected": f"{asked} {bad}"},
+            {"prompt": asked, **pair(), "responses": [" good", f" {bad}"]},
+        )
+        for asked, bad in (("The sky is", "gone"), ("The sky is", "good, no"), ("The sky\nis", "bad"))
+    ),
     ({"prompt": "why?", "chosen": said("good"), "rejected": said("bad")}, {"messages": ASKED, **pair()}),
     ({"chosen": said("good"), "rejected": said("bad")}, {"messages": ASKED, **pair()}),
     (
@@ -255,6 +262,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt": "p", "chosen": 3, "rejected": 4}, "a list of messages, and is 3 (int); put it in quotes"),
     ({"chosen": "a", "rejected": "b"}, "--fields.prompt COLUMN"),
     ({"chosen": HUMAN + " a", "rejected": "\n\nHuman: other\n\nAssistant: b"}, "do not begin with the same one"),
+    ({"chosen": "I do", "rejected": "I don't", "question": "Do you?"}, "--fields.prompt COLUMN"),
+    ({"chosen": "word", "rejected": "work it"}, "--fields.prompt COLUMN"),
     ({"chosen": ASKED, "rejected": said("b")}, "chosen must end with a message"),
     ({"chosen": said("a"), "rejected": []}, "rejected must end with a message"),
     ({"chosen": said("a"), "rejected": [{"role": "user", "content": "no"}, *said("b")[1:]]}, "differ before the last"),

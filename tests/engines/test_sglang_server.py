@@ -110,7 +110,7 @@ def test_the_options_are_those_that_a_run_names() -> None:
     four = replace(SETUP, lora_rank=8, lora_targets=("q_proj", "v_proj")).options((4, 5, 6, 7), True)
     assert four["tp-size"] == 4 and four["enable-memory-saver"] and four["max-lora-rank"] == 8
     assert four["enable-lora"] and four["lora-target-modules"] == ["q_proj", "v_proj"]
-    assert SETUP.environment([], ())["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
+    assert SETUP.environment([], (), False)["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
 
 
 def test_the_ends_of_a_reply_are_the_runs_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:

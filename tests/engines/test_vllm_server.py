@@ -37,6 +37,7 @@ from posttrain.engines.vllm.gpu_transfer import CardToCard
 from posttrain.engines.vllm.vllm_client import LOGPROBS, VLLMClient
 from posttrain.engines.vllm.vllm_setup import VLLMSetup, socket_at
 from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.free_memory import ALLOCATOR
 from posttrain.models.gpu_placement import GPUPlacement
 from posttrain.models.native.decoder import new_decoder
 from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -47,6 +48,7 @@ pytestmark = [
     pytest.mark.timeout(1200),  # starts a dozen processes, which a busy machine does in minutes
 ]
 
+FIFTHS = (20 << 30, 10 << 30)  # of the GPU of a test, for one server and for each of two
 SETUP = VLLMSetup("folder", torch.float32, 64, 8, 1 << 20, 1)
 
 
@@ -143,7 +145,13 @@ def test_engines_of_several_gpus_get_gpus_of_their_own(monkeypatch: pytest.Monke
     with pytest.raises(UserError, match="--engine-tensor-parallel 8: engines have 4 GPUs here"):
         named.engine_gpus(0, 8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
-    assert SETUP.environment([], (0, 2))["CUDA_VISIBLE_DEVICES"] == "3,7"
+    assert SETUP.environment([], (0, 2), False)["CUDA_VISIBLE_DEVICES"] == "3,7"
+
+
+def test_a_server_that_frees_its_memory_does_not_inherit_the_learners_allocator() -> None:
+    for sleeps in (True, False):  # None: it has no such variable
+        names = {name for name, value in SETUP.environment([], (0,), sleeps).items() if value is None}
+        assert names == ({*ALLOCATOR} if sleeps else set())
 
 
 def test_the_gpus_of_a_server_divide_the_cache_as_they_divide_heads(tokenizer: Tokenizer) -> None:
@@ -156,9 +164,11 @@ def test_the_gpus_of_a_server_divide_the_cache_as_they_divide_heads(tokenizer: T
 @pytest.mark.parametrize(
     ("given", "learners", "devices", "roles", "replicas", "found"),
     [
+        (None, 4, (), (), 1, [20 << 30]),  # asleep during updates: a fifth of the GPU
+        (None, 4, (), (), 2, [10 << 30] * 2),
         (None, 1, (), (), 3, [None] * 3),  # GPUs 1, 2, 3
         (None, 1, (), (), 4, [4 << 30, None, None, 4 << 30]),  # the first and the last one share GPU 1
-        (None, 1, (0, 1), (), 2, [4 << 30, None]),  # GPU 0 learns
+        (None, 1, (0, 1), (), 2, [20 << 30, None]),  # GPU 0 learns
         (None, 1, (1, 2), (2,), 2, [None, 4 << 30]),  # GPU 2 has a reference
         (None, 2, (), (), 1, [None]),  # each learner has one
         (None, 2, (), (), 2, [4 << 30] * 2),  # of which each GPU has two
@@ -176,11 +186,14 @@ def test_a_server_takes_what_is_free_only_where_nobody_else_is(
     monkeypatch.setattr(f"{pool}.EnginePool", lambda places, *more, **how: list(places))
     monkeypatch.setattr(f"{pool}.require", lambda kind: None)
     monkeypatch.setattr(f"{pool}.on_gpu", lambda model: True)
+    monkeypatch.setattr(f"{pool}.gpu_memory", lambda device: 100 << 30)
     monkeypatch.setattr(f"{pool}.cache_bytes", lambda model, slots, dtype, most_gib, gpus: int(most_gib * 2**30))
     options = EngineOptions(8, replicas=learners * replicas, cache_gib=given, devices=devices, role_devices=roles)
     own = options.of(SimpleNamespace(size=learners, rank=learners - 1))  # type: ignore[arg-type]
-    places: Any = open_servers(VLLMSetup, tiny(tokenizer), tokenizer, own)
+    places: Any = open_servers(VLLMSetup, tiny(tokenizer), tokenizer, own, sleeps=True)
     assert [place.setup.cache_bytes for place in places] == found
+    awake: Any = open_servers(VLLMSetup, tiny(tokenizer), tokenizer, own)
+    assert [place.setup.cache_bytes for place in awake] == [4 << 30 if size in FIFTHS else size for size in found]
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -271,7 +284,7 @@ def test_servers_that_one_run_starts_draw_from_seeds_of_their_own(
 ) -> None:
     seeds: list[int] = []
 
-    def environment(self: VLLMSetup, *how: Any) -> dict[str, str]:
+    def environment(self: VLLMSetup, *how: Any) -> dict[str, str | None]:
         seeds.append(self.seed)
         return {}
 
@@ -309,7 +322,9 @@ def test_advice_for_a_refused_call_names_what_the_server_lacks() -> None:
     )
 
 
-def test_weights_are_sent_only_where_vllm_can_send_them() -> None:
+def test_weights_are_sent_only_where_vllm_can_send_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
     eight = GPUPlacement(8, engine_devices=(0, 1))
     check_transfer("ipc", (0,), eight)
     check_transfer("nccl", (1,), eight)
@@ -319,6 +334,10 @@ def test_weights_are_sent_only_where_vllm_can_send_them() -> None:
     for gpus in ((1,), (0, 1)):
         with pytest.raises(UserError, match="within one GPU, the learner's: give --engine-devices 0 and servers"):
             check_transfer("ipc", gpus, eight)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    check_transfer("nccl", (1,), eight)
+    with pytest.raises(UserError, match="expandable segments of PYTORCH_ALLOC_CONF: unset it"):
+        check_transfer("ipc", (0,), eight)
 
 
 def test_a_path_that_no_socket_can_have_is_refused() -> None:

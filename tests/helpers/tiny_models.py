@@ -42,14 +42,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite": ("flat", {"logits_scaling": 8.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5}),
     "cohere": ("flat", {"logit_scale": 0.0625}),
     "phi": ("flat", {"partial_rotary_factor": 0.5}),
-    "gemma2": ("rows", {**WINDOWS, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}),
-    "gemma3_text": ("rows", WINDOWS),
-    "gemma4_text": ("rows", {**WINDOWS, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}),
-    "gpt_oss": ("rows", {**MOE, **WINDOWS}),
+    "gemma2": ("flat", {**WINDOWS, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}),
+    "gemma3_text": ("flat", WINDOWS),
+    "gemma4_text": ("flat", {**WINDOWS, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}),
+    "gpt_oss": ("flat", {**MOE, **WINDOWS}),
     "mamba2": ("rows", {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1, "expand": 2, "chunk_size": 8}),
-    "qwen3_next": ("rows", {**MOE, **LINEAR, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 1}),
-    "qwen3_5_text": ("rows", LINEAR),
-    "lfm2": ("rows", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
+    "qwen3_next": ("flat", {**MOE, **LINEAR, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 1}),
+    "qwen3_5_text": ("flat", LINEAR),
+    "lfm2": ("flat", {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
 }
 """model_type -> (the way it goes, what its configuration has besides `SIZES`)."""
 DROPPING: dict[str, dict[str, Any]] = {

@@ -37,8 +37,9 @@ from posttrain.engines.open_engine import open_engine
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.hf import transformers_folder
-from posttrain.models.hf.backed import NAME, Backed, _rows_of
+from posttrain.models.hf.backed import Backed, _rows_of
 from posttrain.models.hf.backed_writer import stored_tensors
+from posttrain.models.hf.token_mixing import NAME
 from posttrain.models.losses.likelihood import token_logp, token_logp_entropy
 from posttrain.models.native.decoder import Decoder
 from posttrain.models.native.decoder_writer import checkpoint_tensors, save_model
@@ -189,7 +190,7 @@ def test_texts_for_which_longrope_would_change_its_angles_are_too_long(tmp_path:
 
 def test_no_token_asked_for_is_no_state(folders: Callable[[str], Path]) -> None:
     layout = Layout(torch.arange(3, 8), torch.arange(5), (0,), (5,), (-1,))
-    for kind in ("qwen3", "gemma2"):
+    for kind in ("qwen3", "mamba2"):
         assert opened(folders(kind)).hidden(layout, torch.zeros(0, dtype=torch.int64)).shape == (0, 32)
 
 

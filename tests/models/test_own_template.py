@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,16 @@ def test_check_sees_the_tokens_that_a_run_shows(chatml: Tokenizer) -> None:
     assert report.ok and case.seen is not None and case.seen.problem is None
     assert case.seen.longest == len(played.transcripts[0]) and case.seen.prompt == played.turns[0].length
     assert f"prompts of {case.seen.prompt} tokens, in a context of 2048" in "\n".join(report.lines())
+
+
+def test_check_counts_own_replies_that_training_would_cut_off(chatml: Tokenizer) -> None:
+    report = check(calculating, [TASK], viewer=viewer_of(Outline(chatml, 2048)))
+    longest = 1 + max(len(chatml.encode(text)) for text in TASK["replies"])  # with its end
+    for most, cut in ((longest, False), (longest - 1, True)):
+        said = "\n".join(replace(report, most=most).lines())
+        assert (f"1 of 1 of the tasks' own replies are longer than --max-tokens {most}: up to {longest}" in said) is cut
+        assert "fill the context" not in said
+    assert "replies end before --max-tokens 2047" in "\n".join(replace(report, most=2047).lines())
 
 
 def test_check_finds_what_a_template_does_not_show_and_what_does_not_fit(chatml: Tokenizer) -> None:

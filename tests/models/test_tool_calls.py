@@ -95,6 +95,11 @@ FORMATS: dict[str, Any] = {  # how public families write calls, each in a few wo
         lambda n, a, i: f'<invoke name="{n}">\n' + _keyed('<parameter name="', '">', "</parameter>\n")(a) + "</invoke>\n",
         ("<m:tool_call>\n", "</m:tool_call>"),
     ),
+    "name before its mark": _many(
+        lambda n, a, i: f' to={n}<|message|><m:invoke name="{n}">\n'
+        + _keyed('<m:parameter name="', '">', "</m:parameter>\n")(a) + "</m:invoke>",
+        between="<|eom|><|start|>assistant",
+    ),
     "braces": _many(lambda n, a, i: f"<start_call>call:{n}{_brace(_dict(a))}<end_call>"),
     "python list": _many(_python, ("[", "]"), ", "),
     "python between marks": _many(_python, ("<|call_start|>[", "]<|call_end|>"), ", "),
@@ -152,6 +157,19 @@ def test_calls_are_read_as_the_template_writes_them(family: str) -> None:
         assert plain(form.read(thought + text, TOOLS)) == plain(calls[:count])
         if form.opening:
             assert plain(form.read("Let me see. " + text, TOOLS)) == plain(calls[:count])
+
+
+def test_a_message_of_calls_alone_shows_no_word_for_its_empty_content() -> None:
+    """Templates of GLM 4.5 write None where the content is null, as Jinja does."""
+
+    def render(messages: Sequence[Mapping[str, Any]]) -> str:
+        hermes = rendering("hermes")
+        return "".join(
+            f"{message['content']}\n" * (message["content"] != "") + hermes([message]) for message in messages
+        )
+
+    form = format_of(render)
+    assert form is not None and form.message(CALLS)["content"] == "" and "None" not in render([form.message(CALLS[:1])])
 
 
 @pytest.mark.parametrize("family", FORMATS)

@@ -2,82 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from conftest import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import normal
+from layouts import ancestors, laid, normal, transcripts, trees
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from posttrain.core.batch import Layout
 from posttrain.models.native import attention
-from posttrain.models.native.attention import SegmentAttention, each_alone, filled
+from posttrain.models.native.attention import AttentionVariant, MaskedAttention, SegmentAttention, each_alone, filled
 from posttrain.models.native.attention_flash import FlashAttention, Ragged
+from posttrain.models.native.attention_flex import BLOCK, FlexAttention, blocks, sight
 from posttrain.models.native.decoder import causal, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.kernels import binder
 from posttrain.models.native.segments import Forest
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
-DEPTH = 5
 needs_compiler = pytest.mark.skipif(binder.attention() is None, reason="needs a C compiler")
 
 
-@st.composite
-def trees(draw: st.DrawFn, longest: int = 40) -> Layout:
-    """A forest of segments up to 5 deep, in any order: a segment may lie before the one that it continues."""
-    lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=14))
-    parents, depths = [-1], [1]
-    for k in range(1, len(lengths)):
-        parents.append(draw(st.sampled_from([-1, *(p for p in range(k) if depths[p] < DEPTH)])))
-        depths.append(1 if parents[k] < 0 else depths[parents[k]] + 1)
-    order = draw(st.permutations(range(len(lengths))))
-    place = {k: number for number, k in enumerate(order)} | {-1: -1}
-    return laid([lengths[k] for k in order], [place[parents[k]] for k in order])
+PLAIN = AttentionVariant()
 
 
-def laid(length: Sequence[int], prefix: Sequence[int]) -> Layout:
-    """With tokens at random and positions that go on from the parent's."""
-    start = [sum(length[:k]) for k in range(len(length))]
-    position = [torch.arange(n) + sum(length[a] for a in ancestors(prefix, k)) for k, n in enumerate(length)]
-    tokens = torch.randint(3, 40, (sum(length),), generator=torch.Generator().manual_seed(sum(length)))
-    return Layout(tokens, torch.cat(position), tuple(start), tuple(length), tuple(prefix))
-
-
-def ancestors(prefix: Sequence[int], k: int) -> list[int]:
-    """The root's first."""
-    return [] if prefix[k] < 0 else [*ancestors(prefix, prefix[k]), prefix[k]]
-
-
-def transcripts(layout: Layout) -> list[Tensor]:
-    """Of every path from a root to a leaf, where its tokens lie: int64 [L]."""
-    leaves = set(range(len(layout.length))) - set(layout.prefix)
-    return [
-        torch.cat([torch.arange(layout.length[s]) + layout.start[s] for s in (*ancestors(layout.prefix, k), k)])
-        for k in sorted(leaves)
-    ]
-
-
-def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def plain(q: Tensor, k: Tensor, v: Tensor, how: AttentionVariant = PLAIN) -> Tensor:
     """Causal softmax attention of one transcript: q [L, heads, size], k and v [L, kv_heads, size]."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = torch.einsum("ihd,jhd->hij", q, k) * q.shape[-1] ** -0.5
+    if how.cap is not None:
+        scores = how.cap * torch.tanh(scores / how.cap)
     seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-    return torch.einsum("hij,jhd->ihd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+    seen = seen if how.window is None else seen.triu(1 - how.window)
+    weights = scores.exp() * seen
+    total = weights.sum(-1, keepdim=True)
+    if how.sinks is not None:
+        total = total + how.sinks.exp()[:, None, None]
+    return torch.einsum("hij,jhd->ihd", weights / total, v)
 
 
-def apart(layout: Layout, x: Tensor, heads: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
+def apart(
+    layout: Layout, x: Tensor, heads: tuple[int, int], how: AttentionVariant = PLAIN
+) -> tuple[Tensor, Tensor, Tensor]:
     """Each transcript with weights of its own: (loss, outputs [T, ...], the sum of the weights of each output)."""
     many, few = heads
     loss, weights, out = x.new_zeros(()), x.new_zeros(len(x), many, x.shape[-1]), None
     out = torch.zeros_like(weights)
     for number, path in enumerate(transcripts(layout)):
-        attended = plain(*x[path].split_with_sizes((many, few, few), 1))
+        attended = plain(*x[path].split_with_sizes((many, few, few), 1), how)
         weight = normal(*attended.shape, seed=number)
         loss = loss + (attended * weight).sum()
         weights.index_add_(0, path, weight)
@@ -98,7 +76,9 @@ class SlowKernels:
             rows, keys = (slice(int(ends[i]), int(ends[i + 1])) for ends in (ragged.ends, ragged.key_ends))
             n, m = rows.stop - rows.start, keys.stop - keys.start
             assert 0 < n <= ragged.longest and 0 < m <= ragged.longest_keys
-            yield rows, keys, torch.ones(n, m, dtype=torch.bool).tril() if ragged.causal else torch.ones(n, m) > 0
+            distance = torch.arange(n)[:, None] + (m - n) - torch.arange(m)  # the last query's own key is the last one
+            seen = (distance >= 0) | (not ragged.causal)
+            yield rows, keys, seen & (distance <= ragged.left) if ragged.left >= 0 else seen
 
     @staticmethod
     def _scores(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
@@ -150,11 +130,138 @@ def test_a_tree_through_kernels_for_ragged_sequences_equals_its_transcripts_apar
     many, few = heads
     x = normal(len(layout.tokens), many + 2 * few, 8).requires_grad_()
     loss, expected, weights = apart(layout, x, heads)
-    attend = FlashAttention(layout, Forest(layout), (SlowKernels.forward, SlowKernels.backward))
+    attend = FlashAttention(layout, Forest(layout), kernels=(SlowKernels.forward, SlowKernels.backward))
     found = attend(*x.split_with_sizes((many, few, few), 1))
     assert torch.allclose(found, expected, rtol=1e-10, atol=1e-10)
     (gradient,), (right,) = (torch.autograd.grad(total, x) for total in ((found * weights).sum(), loss))
     assert torch.allclose(gradient, right, rtol=1e-10, atol=1e-10)
+
+
+def variant(window: int | None = None, cap: float | None = None, sinks: int = 0) -> AttentionVariant:
+    """`sinks`: the count of heads, or 0."""
+    return AttentionVariant(window, cap, normal(sinks, seed=5).requires_grad_() if sinks else None)
+
+
+def same_as_apart(
+    layout: Layout, heads: tuple[int, int], how: AttentionVariant, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> None:
+    """Values, and gradients of q, k, v and the sinks, are those of the transcripts apart."""
+    many, few = heads
+    x = normal(len(layout.tokens), many + 2 * few, 8).requires_grad_()
+    loss, expected, weights = apart(layout, x, heads, how)
+    found = attend(*x.split_with_sizes((many, few, few), 1))
+    assert torch.allclose(found, expected, rtol=1e-10, atol=1e-10)
+    inputs = [x] if how.sinks is None else [x, how.sinks]
+    both = [torch.autograd.grad(total, inputs) for total in ((found * weights).sum(), loss)]
+    assert all(torch.allclose(*pair, rtol=1e-10, atol=1e-10) for pair in zip(*both, strict=True))
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (7, 1)])
+@given(layout=trees(), window=st.none() | st.integers(1, 60), sinks=st.booleans())
+@settings(max_examples=30, deadline=None, derandomize=True)
+def test_windows_and_sinks_through_kernels_for_ragged_sequences_equal_transcripts_apart(
+    heads: tuple[int, int], layout: Layout, window: int | None, sinks: bool
+) -> None:
+    how = variant(window, sinks=heads[0] * sinks)
+    attend = FlashAttention(layout, Forest(layout), window, (SlowKernels.forward, SlowKernels.backward))
+    same_as_apart(layout, heads, how, lambda q, k, v: attend(q, k, v, how.sinks))
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (7, 1)])
+@given(layout=trees(), window=st.none() | st.integers(1, 60), cap=st.sampled_from([None, 0.5]), sinks=st.booleans())
+@settings(max_examples=30, deadline=None, derandomize=True)
+def test_windows_caps_and_sinks_in_torch_equal_transcripts_apart(
+    heads: tuple[int, int], layout: Layout, window: int | None, cap: float | None, sinks: bool
+) -> None:
+    how = variant(window, cap, heads[0] * sinks)
+    attend = SegmentAttention(layout)
+    same_as_apart(layout, heads, how, lambda q, k, v: attend(0, q, k, v, how))
+
+
+@pytest.mark.parametrize(("heads", "window"), [((4, 2), 30), ((7, 1), None)])
+def test_caps_through_flex_attention_equal_transcripts_apart(
+    heads: tuple[int, int], window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own reference of flex attention, which has gradients on a CPU as well once torch's check lets it."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None, raising=False)
+    layout = laid([5, 70, 3, 40, 130, 9], [-1, 0, 0, 1, 0, -1])
+    attend = FlexAttention(layout, Forest(layout), window)
+    same_as_apart(layout, heads, variant(window, 0.5), lambda q, k, v: attend(q, k, v, 0.5))
+
+
+@given(layout=trees(longest=300), window=st.none() | st.integers(1, 400))
+@settings(max_examples=20, deadline=None, derandomize=True)
+def test_flex_attention_reads_each_block_with_a_token_that_is_seen(layout: Layout, window: int | None) -> None:
+    """It computes the function of two tokens in all blocks but those of which each token sees all."""
+    expected = torch.zeros(len(layout.tokens), len(layout.tokens), dtype=torch.bool)
+    for path in transcripts(layout):
+        place = torch.arange(len(path))
+        distance = place[:, None] - place
+        seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        expected[path[:, None], path] = seen
+    count = -(-len(expected) // BLOCK)
+    every = torch.arange(count * BLOCK)
+    see = sight(layout, Forest(layout), window)(every, every, every[:, None], every)
+    assert torch.equal(see[: len(expected), : len(expected)], expected)
+    assert not see[: len(expected), len(expected) :].any() and see.any(1).all()
+    some, whole = (torch.from_numpy(x) for x in blocks(layout, Forest(layout), window))
+    tiles = see.view(count, BLOCK, count, BLOCK).transpose(1, 2).flatten(2)
+    assert torch.equal(some, tiles.any(-1)) and not (whole & ~tiles.all(-1)).any()
+    mask = FlexAttention(layout, Forest(layout), window).mask
+    for row in range(count):
+        read = mask.kv_indices[0, 0, row, : mask.kv_num_blocks[0, 0, row]].tolist()
+        assert mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None
+        full = mask.full_kv_indices[0, 0, row, : mask.full_kv_num_blocks[0, 0, row]].tolist()
+        assert sorted([*read, *full]) == some[row].nonzero().flatten().tolist()
+        assert full == whole[row].nonzero().flatten().tolist()
+
+
+def test_blocks_within_a_long_segment_and_its_prefix_are_whole() -> None:
+    layout = laid([256, 512], [-1, 0])
+    _, whole = blocks(layout, Forest(layout), None)
+    assert (whole == np.tril(np.ones((6, 6), dtype=bool), -1)).all()
+    _, whole = blocks(layout, Forest(layout), 300)
+    assert [*zip(*whole.nonzero(), strict=True)] == [(k, k - 1) for k in range(1, 6)]
+
+
+@pytest.mark.parametrize(("how", "kind"), [(variant(9, sinks=4), FlashAttention), (variant(9, 0.5), FlexAttention),
+                                           (variant(9, 0.5, 4), MaskedAttention), (variant(500), None)])  # fmt: skip
+def test_on_a_gpu_windows_and_sinks_use_flash_kernels_and_caps_flex_attention(
+    how: AttentionVariant, kind: type | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window over the longest transcript is none."""
+    used: list[tuple[type, int | None]] = []
+
+    def way(self: SegmentAttention, kind: type, window: int | None = None) -> Callable[..., Tensor]:
+        used.append((kind, window))
+        return lambda q, *_: q
+
+    monkeypatch.setattr(attention, "flash_covers", lambda q: True)
+    monkeypatch.setattr(SegmentAttention, "_way", way)
+    q, k, v = normal(len(TREE.tokens), 8, 8).split_with_sizes((4, 2, 2), 1)
+    SegmentAttention(TREE)(0, q, k, v, how)
+    assert used == [(kind, 9)] if kind is not None else all(window is None for _, window in used)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (8, 1)])
+@pytest.mark.parametrize("how", [variant(30), variant(sinks=1), variant(30, sinks=1), variant(30, 2.0)])
+def test_windows_caps_and_sinks_on_a_gpu_equal_transcripts_apart(heads: tuple[int, int], how: AttentionVariant) -> None:
+    many, few = heads
+    layout = laid([5, 70, 3, 40, 130, 9], [-1, 0, 0, 1, 0, -1])
+    exact = normal(len(layout.tokens), many + 2 * few, 64).to(torch.bfloat16).double().requires_grad_()
+    sinks = None if how.sinks is None else normal(many, seed=5).requires_grad_()
+    loss, expected, weights = apart(layout, exact, heads, replace(how, sinks=sinks))
+    inputs = [exact] if sinks is None else [exact, sinks]
+    right = torch.autograd.grad(loss, inputs)
+    given = [x.detach().to("cuda", torch.bfloat16 if x is exact else torch.float32).requires_grad_() for x in inputs]
+    attend = SegmentAttention(replace(layout, tokens=layout.tokens.cuda()))
+    found = attend(
+        0, *given[0].split_with_sizes((many, few, few), 1), replace(how, sinks=None if sinks is None else given[1])
+    )
+    gradients = torch.autograd.grad((found * weights.to(found)).sum(), given)
+    assert close(found.cpu().double(), expected, 1e-2)
+    assert all(close(a.cpu().double(), b, 2e-2) for a, b in zip(gradients, right, strict=True))
 
 
 @pytest.mark.gpu

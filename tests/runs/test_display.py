@@ -55,6 +55,20 @@ def test_a_plain_line_holds_the_figures_and_the_time_left() -> None:
     assert line == "step  12/200  reward 0.512  entropy 0.83  length 14.2  1,234 tok/s  0:47 left"
 
 
+def test_lines_on_a_terminal_that_cannot_redraw_fit_its_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    monkeypatch.setenv("COLUMNS", "80")
+    out = Terminal()
+    display = Display(stream=out, clock=Clock())
+    display.start("GRPO", 3, ["word " * 30])
+    display.step(1, {**METRICS, "eval/accuracy": 0.5, "eval/reward": 0.25}, TIMING)
+    display.note("finding " * 20)
+    display.close()
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) < 80 and len(lines) == 9
+    assert "held-out reward 0.250" in out.getvalue() and out.getvalue().split().count("finding") == 20
+
+
 def test_slow_steps_are_all_printed_and_fast_ones_every_two_seconds_with_the_first_and_the_last() -> None:
     assert len(run(range(1, 8), 3.0, 7)) == 7
     numbers = [int(line.split("/")[0].split()[1]) for line in run(range(1, 101), 0.125, 100)]

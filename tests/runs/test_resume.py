@@ -24,6 +24,7 @@ from posttrain.envs.builtin import arithmetic
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs import checkpoint
+from posttrain.runs.run_reading import read_metrics
 
 pytestmark = pytest.mark.slow
 
@@ -285,6 +286,18 @@ def test_resuming_takes_recorded_options_and_refuses_others(
     (place / "longer" / "run.json").write_text(json.dumps(run))
     assert main(["rl", "--out", "longer", "--resume", "--quiet"]) == 2
     assert "run.json is damaged (it lacks prompts)" in capsys.readouterr().err
+
+
+def test_a_resumed_run_may_be_evaluated_at_other_steps_and_trains_alike(place: Path, uninterrupted: Left) -> None:
+    """Evaluation draws no randomness of training, so only its figures differ."""
+    whole = uninterrupted("rl", ONE_TURN)
+    steps = ONE_TURN.index("--steps") + 1
+    assert main([*ONE_TURN[:steps], "4", *ONE_TURN[steps + 1 :], "--out", "often", "--quiet"]) == 0
+    assert main(["rl", "--out", "often", "--resume", "--steps", "10", "--eval-every", "3", "--quiet"]) == 0
+    evaluated = [step for step, row in enumerate(read_metrics(place / "often")) if "eval/reward" in row]
+    assert evaluated == [0, 4, 6, 9, 10]
+    trained = {name: trace for name, trace in traces(place / "often").items() if name != "metrics.jsonl"}
+    assert trained == {name: trace for name, trace in whole.items() if name != "metrics.jsonl"} and len(trained) > 10
 
 
 def test_resumed_run_keeps_the_reference_it_began_with(place: Path, uninterrupted: Left, tokenizer: Tokenizer) -> None:

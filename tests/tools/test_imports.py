@@ -35,6 +35,7 @@ FLOORS = (
 
 HOMES = {
     "transformers": ("models/",),
+    "fla": ("models/hf/recurrence.py",),
     "gguf": ("models/gguf/",),
     "bitsandbytes": ("models/native/quantized.py",),
     "torchao": ("models/native/float8.py",),

@@ -11,10 +11,12 @@ def test_chosen_options_are_named_as_the_command_line_names_them() -> None:
     config = RL(
         tasks="a.jsonl", fields={"prompt": "question"}, eval_tasks=("x=b.jsonl", "y=c.jsonl"), resume=True,
         deterministic=False, settings={"advantage.eps": 0.0001},
+        mixture={"sums": {"tasks": "b.jsonl", "weight": 2.0, "fields": {"prompt": "query"}}},
     )  # fmt: skip
     assert set(chosen_options(config)) == {
         "tasks a.jsonl", "fields.prompt question", "eval_tasks x=b.jsonl y=c.jsonl", "resume", "deterministic False",
-        "advantage.eps 0.0001",
+        "advantage.eps 0.0001", "mixture.sums.tasks b.jsonl", "mixture.sums.weight 2.0",
+        "mixture.sums.fields.prompt query",
     }  # fmt: skip
 
 

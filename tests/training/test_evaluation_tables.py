@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from posttrain import Rollout
-from posttrain.cli.evaluation_tables import _further, _rates
+from posttrain.cli.evaluation_tables import _further, _rates, _suite_tables
+from posttrain.config.inference import Evaluation
 from posttrain.core.rollouts import PlayedTurn
 from posttrain.core.transcripts import SpanKind, Transcript
 from posttrain.core.types import Completion, Invalid, Reply, StopReason, ToolCall, Turn
@@ -17,6 +18,7 @@ from posttrain.envs.play.env_outputs import read_turn
 from posttrain.envs.play.tools import Tools
 from posttrain.training.rollout_figures import rates
 from posttrain.training.sources.rollout_state import _played, _turn
+from posttrain.training.verbs.suite import EvaluatedSuite
 
 
 def side(names: list[str], draw: random.Random, **own: float) -> dict[str, Any]:
@@ -45,6 +47,22 @@ def test_a_suite_shows_every_mean_beside_the_headline_within_80_columns(
         assert {name: shown[part][name] for name in means} == {name: f"{mean:.4g}" for name, mean in means.items()}
     assert all(shown["code"][name] == "-" for name in names[2:])
     assert (shown["arithmetic"]["format"], shown["code"]["tool-calls"]) == ("0.25", "1.5")
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_the_distribution_of_parts_has_a_column_where_they_differ(
+    apart: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figure = {"mean": 0.125, "low": 0.1, "high": 0.15, "level": 0.95}
+    part = {
+        "figures": {"tasks": 100, "accuracy": figure, "reward": figure},
+        "rates": {"length": 12.5, "truncated": 0.005, "invalid": 0.0},
+    }
+    parts = {"word problems": {**part, "in_distribution": True}, "other": {**part, "in_distribution": not apart}}
+    _suite_tables(Evaluation(model="m"), EvaluatedSuite(parts, {}, {}))
+    head, first, second = capsys.readouterr().out.splitlines()[2:5]
+    assert ("distribution" in head) is apart and (second.split()[-1] == "out") is apart
+    assert first.split()[-2 - apart :][:2] == ["0.5%", "0.0%"] and len(first) <= (90 if apart else 76)
 
 
 def test_a_suite_without_further_means_has_no_second_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -238,6 +238,8 @@ def test_order_goes_on_from_its_state(kind: Any) -> None:
     [
         (solve_rate, {"cursor": -1}),
         (solve_rate, {"drawn": 1.0}),
+        (solve_rate, {"drawn": 10**400}),
+        (solve_rate, {"results": [[0, "0", 10**400, 0.0]]}),
         (solve_rate, {"results": [[0, "0", -1.0, 0.0]]}),
         (solve_rate, {"results": [[0, "0", float("nan"), 0.0]]}),
         (solve_rate, {"results": [[0, "0"]]}),
@@ -251,8 +253,9 @@ def test_state_that_is_none_is_refused(kind: Any, broken: dict[str, Any]) -> Non
     state = kind().state()
     kind().restore(state)
     assert broken.keys() <= state.keys()
-    with pytest.raises((ValueError, LookupError, TypeError)):
+    with pytest.raises((ValueError, LookupError, TypeError, OverflowError)) as told:
         kind().restore({**state, **broken})
+    assert len(str(told.value)) < 100
 
 
 def test_results_of_tasks_that_were_replaced_are_forgotten() -> None:

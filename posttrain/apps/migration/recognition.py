@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from posttrain.apps.migration.foreign_run import ENVIRONMENT, LARGEST, ForeignRun, Unresolved, flat, value_of, yaml_of
+from posttrain.apps.migration.foreign_run import (
+    ENVIRONMENT,
+    LARGEST,
+    ForeignRun,
+    Unresolved,
+    flat,
+    shown,
+    value_of,
+    yaml_of,
+)
 from posttrain.apps.migration.hydra_files import configured
 from posttrain.apps.migration.other_programs import answer_to, refuse_configuration, script_that_is_missing
-from posttrain.apps.migration.shell_script import commands
+from posttrain.apps.migration.shell_script import BRANCH, commands
 from posttrain.apps.migration.trl_script import CONFIGS, read_script
 from posttrain.core import user_files
 from posttrain.core.messages import clip, one_line
@@ -20,7 +29,7 @@ from posttrain.core.types import UserError
 
 TRL_TRAINERS = tuple(CONFIGS.values())
 VERL = {
-    **dict.fromkeys(("main_ppo", "main_dapo"), "main_ppo"),
+    **dict.fromkeys(("main_ppo", "main_ppo_v0", "main_dapo"), "main_ppo"),
     **dict.fromkeys(("sft_trainer", "sft_trainer_ray"), "sft_trainer"),
     "fsdp_sft_trainer": "fsdp_sft_trainer",
 }
@@ -36,6 +45,8 @@ _LARGEST_NOTEBOOK = 1 << 24  # bytes, pictures that it shows included
 _RUNS_PYTHON = re.compile(r"%%(capture|prun|python3?|time|timeit|wandb)\b")
 """Magics of a notebook's cell whose further lines are Python that it runs."""
 _COMMAND = re.compile(r"(\s*)(?:\w+\s*=\s*)?[!%]")  # !pip install x, %env A=b, files = !ls
+_VARIABLE = re.compile(r"\$\{?[A-Za-z_]\w*(\[[@*]\])?\}?|\$\(.*\)", re.DOTALL)
+_CHOICES = {"engine", "optim", "model", "model_engine", "profiler"}
 _NODES = {"--nnodes", "--num_machines", "--num_nodes"}
 
 
@@ -57,9 +68,9 @@ def read(source: str, trainer: str | None = None, beside: str = "") -> ForeignRu
     except OSError as error:
         raise UserError(f"{clip(source)} cannot be read: {error.strerror or one_line(error)}") from None
     if path.suffix == ".py":
-        return read_script(text, path.name, beside=beside)
+        return read_script(text, path.name, beside=beside, files=_FilesBeside(path.parent))
     if path.suffix == ".ipynb":
-        return read_script(_cells(text, path.name), path.name, beside=beside)
+        return read_script(_cells(text, path.name), path.name, beside=beside, files=_FilesBeside(path.parent))
     if path.suffix == ".toml":
         raise UserError(
             f"{clip(source)} is TOML, which TRL, verl and OpenRLHF do not read: configurations of prime-rl are not "
@@ -104,7 +115,24 @@ def _more(rest: Iterable[list[str]], path: Path) -> int:
 
 
 def _of_command(words: list[str], path: Path, beside: str = "") -> ForeignRun | None:
-    """Return the run of a command, or None if it is of no trainer that is known here."""
+    """Return the run of a command, or None if it is of no trainer that is known here. Words that only a run of the script
+    would give are left out and noted.
+    """
+    unknown = [
+        place
+        for place, word in enumerate(words)
+        if word.startswith(BRANCH) or (_VARIABLE.fullmatch(word) and not words[place - 1].startswith(("-", "$")))
+    ]
+    run = _of_words([word for place, word in enumerate(words) if place not in unknown], path, beside)
+    if run is not None:
+        for word in (words[place] for place in unknown):
+            branch = word[1:].replace(BRANCH, " ")
+            what = f"of a branch of the script, {branch}" if word.startswith(BRANCH) else f"in {word}"
+            run.notes.append(f"the options {clip(what)}: only the script knows them, so add those that you want")
+    return run
+
+
+def _of_words(words: list[str], path: Path, beside: str) -> ForeignRun | None:
     for place, word in enumerate(words):
         module = re.sub(r"\.py$", "", word).replace("/", ".").rpartition(".")
         after = words[place + 1 :]
@@ -112,6 +140,10 @@ def _of_command(words: list[str], path: Path, beside: str = "") -> ForeignRun | 
             module[0].split(".")[0] in ("verl", "recipe") or "verl" in module[0] or "dapo" in module[0]
         ):
             run = _of_hydra(VERL[module[2]], after, _launched(words[:place]), path.parent)
+            if ("recipe" in module[0] and "dapo" not in module[0]) or "experimental" in module[0]:
+                run.notes.append(
+                    f"what is learned: {clip(module[0])} has a trainer of its own, and this recipe is main_ppo's"
+                )
             if module[2] == "main_dapo":  # of verl's recipe for DAPO, whose configuration has another manager
                 run.defaults["reward.reward_manager.name"] = "dapo"
             return run
@@ -164,6 +196,7 @@ def _launched_by(run: ForeignRun, words: list[str], path: Path) -> ForeignRun:
 def _of_hydra(trainer: str, words: list[str], devices: int | None, folder: Path) -> ForeignRun:
     """Return a run of verl: name=value, +name=value, ++name=value, over a configuration; ~name takes one away."""
     options, notes = configured(_hydra_files(words), folder)
+    sweep = "--multirun" in words or "-m" in words
     for word in words:
         name, equals, value = word.partition("=")
         if name.startswith("~"):
@@ -171,6 +204,12 @@ def _of_hydra(trainer: str, words: list[str], devices: int | None, folder: Path)
             notes.append(f"{word}, which deletes an option: the recipe uses the default of {name[1:]}")
         elif equals and re.fullmatch(r"\+{0,2}[\w@][\w.@/-]*", name):
             read = value_of(value)
+            if sweep and isinstance(read, str) and "," in read:
+                raise UserError(f"{clip(word)} is a sweep of several runs: give one value, without --multirun")
+            if (
+                ("." not in name and name in _CHOICES) or "/" in name or "@" in name
+            ):  # of files of verl's own configuration
+                continue
             options |= flat({name.lstrip("+"): read}) if isinstance(read, dict) else {name.lstrip("+"): read}
     gpus, nodes = options.get("trainer.n_gpus_per_node"), options.get("trainer.nnodes", 1)
     if isinstance(gpus, int) and isinstance(nodes, int):
@@ -207,20 +246,25 @@ def _of_arguments(words: list[str]) -> dict[str, Any]:
 def _of_trl_command(trainer: str, words: list[str], path: Path) -> ForeignRun:
     """Return a run of `trl TRAINER`: its options, over those of its --config file, if that is there."""
     run = ForeignRun("TRL", trainer)
-    _configured(run, _of_arguments(words), path)
+    run.options |= _configured(words, path, run.notes)
     if isinstance(processes := run.options.pop("num_processes", None), int):
         run.devices = processes
     return run
 
 
-def _configured(run: ForeignRun, options: dict[str, Any], path: Path) -> None:
-    """Add the options of a command, over those of its --config file, over those that the run has."""
-    if isinstance(file := options.pop("config", None), str):
+def _configured(words: list[str], path: Path, notes: list[str]) -> dict[str, Any]:
+    """Return the options of a command over those of its configuration: --config FILE, or a first word that is a file."""
+    options = _of_arguments(words)
+    first = words[0] if words and Path(words[0]).suffix in (*_CONFIGURATIONS, ".json") else None
+    file = options.pop("config", first)
+    found: dict[str, Any] = {}
+    if isinstance(file, str):
         try:
-            run.options |= _mapping(user_files.text(path.parent / file, LARGEST), file)
+            found = _mapping(user_files.text(path.parent / file, LARGEST), file)
         except (OSError, UnicodeDecodeError) as error:
-            run.notes.append(f"the options of --config {file}, which cannot be read ({one_line(error)}): add them here")
-    run.options |= {name: value for name, value in options.items() if value is not None}
+            named = file if file == first else f"--config {file}"
+            notes.append(f"the options of {named}, which cannot be read ({one_line(error)}): add them here")
+    return found | {name: value for name, value in options.items() if value is not None}
 
 
 def _is_trl_script(place: Path) -> bool:
@@ -233,17 +277,42 @@ def _is_trl_script(place: Path) -> bool:
 def _with_script(place: Path, words: list[str], path: Path, beside: str) -> ForeignRun:
     """Return the run of a script of one's own, with the options of its command over its own."""
     text = user_files.text(place, LARGEST)
-    given = _of_arguments(words)
+    notes: list[str] = []
+    commands = re.findall(r"\.add_parser\(\s*[\"']([\w-]+)[\"']", text)
+    given = _configured([word for word in words if word not in commands], path, notes)
     rest = dict(given)  # less what the script parses by itself
+    files = _FilesBeside(place.parent, path.parent, words=[place.name, *words])
     try:
-        run = read_script(text, place.name, rest, beside)
+        run = read_script(text, place.name, rest, beside, files)
     except UserError:
         if (config := next((name for name in CONFIGS if re.search(rf"\b{name}\b", text)), None)) is None:
             raise
         run = ForeignRun("TRL", CONFIGS[config], {}, None, [f"{place.name} decides too: read it"])
         rest = given
-    _configured(run, rest, path)
+    run.notes += notes
+    if "reward_funcs" in run.options and "reward_funcs" in rest:  # names that only the script reads
+        run.notes.append(f"reward_funcs = {shown(rest.pop('reward_funcs'))}, of which {place.name} makes its functions")
+    run.options |= rest | run.later
+    if others := [word for word in words if re.match(r"[+~]{0,2}[A-Za-z_][\w.]*=", word)]:
+        run.notes.append(f"{', '.join(others)[:200]}, which the command gives to the script: not in the recipe")
+    for name, function in (("use_peft", "get_peft_config"), ("load_in_4bit", "get_quantization_config")):
+        if rest.get(name) and function not in text and "ModelConfig" in text:
+            run.notes.append(f"whether {name} acts: {place.name} does not call {function}")
     return run
+
+
+class _FilesBeside:
+    """The words of a command, and the content of the configurations that a script reads itself: YAML or JSON."""
+
+    def __init__(self, *folders: Path, words: Sequence[str] = ()) -> None:
+        self.folders, self.words = folders, words
+
+    def __call__(self, name: str) -> dict[str, Any] | None:
+        """Return the content of a file; None for one that is not there or has no options."""
+        for folder in self.folders:
+            with suppress(OSError, UnicodeDecodeError, UserError, ValueError):
+                return _mapping(user_files.text(folder / name, LARGEST), name)
+        return None
 
 
 def _cells(text: str, name: str) -> str:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import ast
 import builtins
 import symtable
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from types import MappingProxyType
 
-_TRAINS = ("Trainer", "load_dataset", "load_from_disk", "from_pretrained", "parse_args")
+_TRAINS = (
+    *("Trainer", "load_dataset", "load_from_disk", "from_pretrained", "parse_args", "parse_known_args"),
+    *("parse_args_and_config", "parse_args_into_dataclasses", "Parser"),
+)
 """Ends of the names of calls that a module of rewards must not make when it is imported."""
 _LIBRARIES = frozenset({"trl", "peft", "unsloth", "datasets", "accelerate", "deepspeed", "wandb"})
 """Libraries that load data and models, and train. Rewards rarely use them; what they do use is copied with them."""
@@ -91,12 +95,20 @@ class _Copy:
         return True
 
 
-def source_of(tree: ast.Module, text: str, functions: Iterable[str]) -> tuple[str, list[str]]:
+def source_of(
+    tree: ast.Module, text: str, functions: Iterable[str], made: Mapping[str, ast.expr] = MappingProxyType({})
+) -> tuple[str, list[str]]:
     """Return a module with these functions and what they use of the script, and the names that it cannot have.
+
+    `made`: names that the script does not have -> the expressions that they are set to, at the end.
 
     These are made by the training itself: a tokenizer that is loaded, a parameter of the function around.
     """
-    module = _Block(tree.body)
+    last = max((node.end_lineno or 0 for node in tree.body), default=0)
+    ends = [
+        ast.Assign([ast.Name(name, ast.Store())], value, lineno=last + 1, col_offset=1) for name, value in made.items()
+    ]
+    module = _Block([*tree.body, *ends])
     copy = _Copy(module)
     for name in functions:
         if (block := module.defines(name)) is not None:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
-from posttrain.apps.migration.foreign_run import DEEPEST, MOST_VALUES, Unresolved, is_known, value_of
-from posttrain.apps.migration.script_names import Assigned, Branch, ScriptNames, unknown
+from posttrain.apps.migration.foreign_run import DEEPEST, MOST_VALUES, Unresolved, is_known
+from posttrain.apps.migration.script_arguments import ScriptArguments
+from posttrain.apps.migration.script_names import Assigned, Branch, name_of, unknown
 
 _LOADS = ("load_dataset", "load_from_disk", "from_pretrained")
-_WRAPS = ("get_peft_model", "prepare_model_for_kbit_training")
+_WRAPS = ("get_peft_model", "prepare_model_for_kbit_training", "prepare_model_for_int8_training", "setup_chat_format")
 """Functions that return the model of their first argument, changed."""
-_PARSES = ("parse_args", "parse_known_args", "parse_args_into_dataclasses", "parse_args_and_config")
-_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv}
+_MAPPINGS = ("dict", "SimpleNamespace", "Namespace", "EasyDict", "edict", "DotDict", "Box")
+"""Classes whose objects are their keywords."""
+_OPERATORS = {
+    **{ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.FloorDiv: operator.floordiv},
+    **{ast.Div: operator.truediv, ast.Pow: operator.pow, ast.Mod: operator.mod},
+}
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -28,30 +33,86 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.In: lambda left, right: left in right,
     ast.NotIn: lambda left, right: left not in right,
 }
+_CONVERSIONS: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "str": str, "bool": bool, "Path": str}
+_SAME = ("OmegaConf.to_container", "OmegaConf.create", "OmegaConf.to_object", "copy.deepcopy", "deepcopy", "copy.copy")
+"""Functions that return what they get."""
+_BFLOAT16 = ("is_bfloat16_supported", "is_bf16_supported", "is_torch_bf16_gpu_available")
+"""Functions that say whether a machine has bfloat16: all of the last years have."""
+_SHAPES = (
+    *("standardize_sharegpt", "standardize_data_formats", "to_sharegpt", "apply_chat_template", "maybe_extract_prompt"),
+    *("maybe_apply_chat_template", "maybe_unpair_preference_dataset", "unpair_preference_dataset", "extract_prompt"),
+)
+"""Functions that return the rows of their first argument, changed."""
+_READS = {
+    *("yaml.safe_load", "yaml.load", "yaml.full_load", "json.load", "json.loads", "OmegaConf.load"),
+}
+"""Functions that read a configuration."""
+_LARGEST_POWER = 64
 _MOST_TESTS = 5  # conditions that depend on one another
 _LONGEST_CHAIN = 100  # methods that are called on rows one after another, and names that stand for them
 _LONGEST = 10_000  # characters or elements of a value that an operator makes
 
 
-class ScriptValues(ScriptNames):
+class ConfigurationFiles(Protocol):
+    """The configurations that a script may read, and the words of its command, its own name first."""
+
+    words: Sequence[str]
+
+    def __call__(self, name: str) -> dict[str, Any] | None:
+        """Return the content of a file; None for one that is not there."""
+
+
+class ScriptValues(ScriptArguments):
     """The assignments, imports, functions and calls of a script, in its order, whatever function they are in."""
 
-    def __init__(self) -> None:
+    def __init__(self, files: ConfigurationFiles | None = None) -> None:
         super().__init__()
+        self.files = files
+        self.modules: set[str] = set()  # packages that it imports from
+        self.read: set[str] = set()  # files whose content is used
+        self.aliases: dict[str, str] = {}  # name -> module that it is
         self.imported: dict[str, str] = {}  # name -> module
         self.renamed: dict[str, str] = {}  # name -> what its module calls it
         self.attributes: list[tuple[ast.expr, str, ast.expr, Branch, Branch]] = []
         """Object, attribute, value, the branch in which it is set, and that in which the object is made."""
         self.environment: dict[str, ast.expr] = {}
-        self.arguments: dict[str, ast.expr | None] = {}  # of its command line -> the default; None: without one
-        self.flags: dict[
-            str, tuple[str, bool]
-        ] = {}  # as a command writes it -> its argument, and its value without one
-        self.omitted: set[str] = set()  # arguments that are None unless they are given
-        self.used: dict[str, Any] = {}  # arguments whose default is used -> the default
         self._seen = 0  # parts of the expression whose value is being found
         self._truths: dict[ast.expr, bool | None] = {}
         self._tests = 0  # conditions whose truth is being found
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        """Take name.append(x), name.extend(x) and name.update(x) as assignments."""
+        super().generic_visit(node)
+        call = node.value
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute)):
+            return
+        name, method = call.func.value, call.func.attr
+        if isinstance(name, ast.Name) and method in ("append", "extend") and len(call.args) == 1:
+            as_list = method == "append"
+            self._replace(
+                name,
+                call.args[0],
+                lambda before, part: ast.BinOp(before, ast.Add(), ast.List([part], ast.Load()) if as_list else part),
+            )
+        elif isinstance(name, ast.Name) and method == "update":
+            given: list[tuple[ast.expr | None, ast.expr]] = [(None, part) for part in call.args]
+            given += [(ast.Constant(word.arg) if word.arg else None, word.value) for word in call.keywords]
+            more = ast.Dict([key for key, _ in given], [part for _, part in given])
+            self._replace(name, more, lambda before, part: ast.Dict([None, None], [before, part]))
+
+    def _replace(self, target: ast.Name, part: ast.expr, made: Callable[[ast.expr, ast.expr], ast.expr]) -> None:
+        """Take a change of a list or a mapping as its new value, made of that before and of a part. The part has no value
+        where a branch decides.
+        """
+        scope = self.scope
+        while scope and (scope, target.id) not in self.values:
+            scope = scope[:-1]
+        if (before := self.values.get((scope, target.id))) is None:
+            return
+        inner = before.branch[: len(self.branch)] != self.branch
+        told = self.branch[-1].text if inner else "in another function" * (scope != self.scope)
+        part = unknown(f"{ast.unparse(part)[:200]} {told}") if told else part
+        self.values[scope, target.id] = Assigned(made(before.value, part), before.branch, before)
 
     def set_target(self, target: ast.expr, value: ast.expr) -> None:
         super().set_target(target, value)
@@ -66,61 +127,19 @@ class ScriptValues(ScriptNames):
         if ast.unparse(target).endswith("environ"):
             self.environment[str(key.value)] = value
         elif isinstance(target, ast.Name):
-            scope = self.scope
-            while scope and (scope, target.id) not in self.values:
-                scope = scope[:-1]
-            made = self.values.get((scope, target.id))
-            before, branch = (None, ()) if made is None else (made.value, made.branch)
-            if isinstance(before, ast.Dict) or (before is not None and _is_dict(before)):
-                inner = branch[: len(self.branch)] != self.branch
-                told = self.branch[-1].text if inner else "in another function" * (scope != self.scope)
-                value = unknown(f"{ast.unparse(value)[:200]} {told}") if told else value
-                self.values[scope, target.id] = Assigned(ast.Dict([None, key], [before, value]), branch, made)
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        """Take the fields of a dataclass as arguments: HfArgumentParser makes them so."""
-        if any("dataclass" in ast.unparse(decorator)[:100] for decorator in node.decorator_list):
-            for part in node.body:
-                if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name):
-                    default = part.value
-                    if isinstance(default, ast.Call) and name_of(default).endswith("field"):
-                        default = next((word.value for word in default.keywords if word.arg == "default"), default)
-                    self.arguments[part.target.id] = default
-        super().visit_ClassDef(node)
+            self._replace(target, value, lambda before, part: ast.Dict([None, key], [before, part]))
 
     def visit_Call(self, node: ast.Call) -> None:
         super().visit_Call(node)
-        if name_of(node).endswith(".add_argument"):
-            self._argument(node)
-        elif name_of(node).endswith(".set_defaults"):
-            self.arguments |= {word.arg: word.value for word in node.keywords if word.arg}
-        if (
-            name_of(node).endswith("environ.setdefault")
-            and len(node.args) == 2
-            and isinstance(node.args[0], ast.Constant)
-        ):
-            self.environment.setdefault(str(node.args[0].value), node.args[1])
+        words = node.args
+        if name_of(node).endswith("environ.setdefault") and len(words) == 2 and isinstance(words[0], ast.Constant):
+            self.environment.setdefault(str(words[0].value), words[1])
 
-    def _argument(self, node: ast.Call) -> None:
-        """Keep an argument of argparse with its default."""
-        words = {word.arg: word.value for word in node.keywords}
-        flags = [part.value for part in node.args if isinstance(part, ast.Constant) and isinstance(part.value, str)]
-        flag = next((flag for flag in flags if flag.startswith("--")), flags[0] if flags else "")
-        place, action = words.get("dest"), words.get("action")
-        name = place.value if isinstance(place, ast.Constant) else flag.lstrip("-").replace("-", "_")
-        default = words.get("default")
-        if default is None and isinstance(action, ast.Constant) and action.value in ("store_true", "store_false"):
-            default = ast.Constant(action.value == "store_false")
-        if default is None and flag.startswith("-") and "required" not in words:
-            self.omitted.add(str(name))
-        off = isinstance(action, ast.Constant) and action.value == "store_false"
-        self.flags |= {part.lstrip("-").replace("-", "_"): (str(name), not off) for part in flags}
-        kind = words.get("type")
-        if isinstance(default, ast.Constant) and isinstance(default.value, str) and isinstance(kind, ast.Name):
-            default = ast.Constant(value_of(default.value)) if kind.id in ("int", "float") else default
-        self.arguments[str(name)] = default
+    def visit_Import(self, node: ast.Import) -> None:
+        self.aliases |= {alias.asname or alias.name: alias.name for alias in node.names}
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        self.modules.add((node.module or "").partition(".")[0])
         for alias in node.names:
             self.imported[alias.asname or alias.name] = "." * node.level + (node.module or "")
             self.renamed[alias.asname or alias.name] = alias.name
@@ -139,8 +158,7 @@ class ScriptValues(ScriptNames):
         if isinstance(node, ast.Constant):
             plain = isinstance(node.value, (bool, int, float, str)) or node.value is None
             return node.value if plain else Unresolved(ast.unparse(node))
-        assigned = self.assigned(node) if isinstance(node, ast.Name) else self.returned(node)
-        if assigned is not None:
+        if (assigned := self.meaning(node)) is not None:
             return self.value(assigned, depth + 1)
         if isinstance(node, ast.IfExp) and (truth := self.truth(node.test)) is not None:
             return self.value(node.body if truth else node.orelse, depth + 1)
@@ -157,17 +175,115 @@ class ScriptValues(ScriptNames):
             return -inner if isinstance(inner, (int, float)) else Unresolved(ast.unparse(node))
         if isinstance(node, ast.JoinedStr):
             return self._joined(node, depth)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+            return self._mapping(ast.Dict([None, None], [node.left, node.right]), depth)
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             return self._sum(node, depth)
-        if isinstance(node, ast.Call) and name_of(node).endswith(("environ.get", "getenv")) and len(node.args) == 2:
-            return self.value(node.args[1], depth + 1)
-        if isinstance(node, ast.Attribute) and self._is_parsed(node.value):
+        if isinstance(node, ast.Call) and (found := self._of_call(name_of(node), node, depth)) is not None:
+            return found
+        if isinstance(node, ast.Attribute) and node.attr == "argv" and self.files is not None:
+            return list(self.files.words) or Unresolved("sys.argv")
+        if isinstance(node, ast.Attribute) and node.attr in self.arguments and self._is_parsed(node.value):
             return self._argument_value(node, depth)
+        if isinstance(node, (ast.Subscript, ast.Attribute)):
+            return self._part(node.value, node, depth)
         return Unresolved(ast.unparse(node)[:200])
+
+    def _of_call(self, name: str, node: ast.Call, depth: int) -> Any:
+        """Return the value of a call of a function of Python or of a library that is known here; None for another one."""
+        last, words = name.rpartition(".")[2], node.args
+        if name.endswith(("environ.get", "getenv")) and len(words) == 2:
+            found = self.value(words[1], depth + 1)
+            if isinstance(words[0], ast.Constant) and not isinstance(found, Unresolved):
+                self.used[f"${words[0].value!s}"] = found
+            return found
+        if name in _SAME and words:
+            return self.value(words[0], depth + 1)
+        if name in ("min", "max") and len(words) > 1:
+            found = [self.value(word, depth + 1) for word in words]
+            numbers = all(isinstance(number, (int, float)) for number in found)
+            return {"min": min, "max": max}[name](found) if numbers else Unresolved(ast.unparse(node)[:200])
+        if last in _BFLOAT16:
+            self.used[f"{name}()"] = True
+            return True
+        if name in _READS and words:
+            return self._content(node, depth)
+        if name in _CONVERSIONS and len(words) == 1:
+            return self._converted(name, node, depth)
+        if isinstance(node.func, ast.Attribute) and last == "get" and words:
+            return self._part(node.func.value, node, depth)
+        return None
+
+    def _content(self, node: ast.Call, depth: int) -> Any:
+        """Return the content of a configuration that the script reads: yaml.safe_load(open(place)) and the like."""
+        opened = self.origin(node.args[0])
+        if isinstance(opened, ast.Call) and name_of(opened) in ("open", "io.open") and opened.args:
+            opened = opened.args[0]
+        elif isinstance(opened, ast.Call) and isinstance(opened.func, ast.Attribute):  # Path(place).read_text()
+            opened = opened.func.value
+        name = self.value(opened, depth + 1)
+        content = self.files(name) if self.files is not None and isinstance(name, str) else None
+        if content is None:
+            return Unresolved(ast.unparse(node)[:200])
+        self.read.add(str(name))
+        return content
+
+    def visit_With(self, node: ast.With) -> None:
+        """Take `with open(place) as file` as an assignment."""
+        for item in node.items:
+            made, target = item.context_expr, item.optional_vars
+            self._visit_all(made, target)
+            if isinstance(made, ast.Call) and name_of(made) == "open" and isinstance(target, ast.Name):
+                self.set_target(target, made)
+        self._visit_all(*node.body)
+
+    def _converted(self, name: str, node: ast.Call, depth: int) -> Any:
+        value = self.value(node.args[0], depth + 1)
+        if isinstance(value, (bool, int, float, str)) and not (isinstance(value, str) and len(value) > _LONGEST):
+            with suppress(ValueError, OverflowError):
+                return _CONVERSIONS[name](value)
+        return Unresolved(ast.unparse(node)[:200])
+
+    def _part(self, owner: ast.expr, node: ast.expr, depth: int) -> Any:
+        """Return the value of an element of a list or of a mapping: of[key], of.key, of.get(key, otherwise)."""
+        of, otherwise = self.value(owner, depth + 1), Unresolved(ast.unparse(node)[:200])
+        key: Any = None
+        if isinstance(node, ast.Attribute):
+            key = node.attr
+        elif isinstance(node, ast.Subscript):
+            key = self.value(node.slice, depth + 1)
+        elif isinstance(node, ast.Call):
+            key = self.value(node.args[0], depth + 1)
+            if isinstance(of, dict) and str(key) not in of:
+                return self.value(node.args[1], depth + 1) if len(node.args) > 1 else None
+        if isinstance(of, dict) and isinstance(key, (str, int)):
+            return of.get(str(key), otherwise)
+        if isinstance(of, list) and isinstance(key, int) and -len(of) <= key < len(of):
+            return of[key]
+        return otherwise
+
+    def member(self, node: ast.Attribute) -> ast.expr | None:
+        """Return the expression of an attribute, that which the script sets after it has made the object included."""
+        made = self.origin(node.value)
+        if isinstance(made, (ast.Call, ast.Name)):
+            later = [
+                (value, branch)
+                for owner, name, value, branch, _ in self.attributes
+                if name == node.attr and owner not in self._selves and self._is_same(owner, made)
+            ]
+            if len(later) > 1 or (later and self.condition(later[0][1])):
+                return unknown(ast.unparse(node))
+            if later and self.condition(later[0][1]) is not None and later[0][0] is not node:
+                return later[0][0]
+        return super().member(node)
+
+    def _is_same(self, owner: ast.expr, made: ast.expr) -> bool:
+        found = self.origin(owner)
+        return found is made or (isinstance(made, ast.Name) and isinstance(found, ast.Name) and made.id == found.id)
 
     def _argument_value(self, node: ast.Attribute, depth: int) -> Any:
         """Return the value of an argument of the command line: as given, or its default."""
-        given = self.arguments.get(node.attr)
+        given = self.arguments[node.attr]
         found = Unresolved("") if given is None else self.value(given, depth + 1)
         if given is None and self._tests and node.attr in self.omitted:
             found = None  # a switch or a name that is not given; elsewhere it must have been, or the script would fail
@@ -206,12 +322,13 @@ class ScriptValues(ScriptNames):
 
     def _is_parsed(self, node: ast.expr) -> bool:
         """Whether it is the object of a parser: one of its calls, or a name that the script does not set otherwise."""
-        return isinstance(self.origin(node), ast.Name) or self.is_made_by_parser(node)
-
-    def is_made_by_parser(self, node: ast.expr) -> bool:
-        node = self.origin(node)
-        made = ast.unparse(node) if isinstance(node, (ast.Call, ast.Subscript)) else ""
-        return any(f".{way}(" in made for way in _PARSES)
+        found = self.origin(node)
+        if isinstance(found, ast.Attribute) and self._deep < DEEPEST:  # a part of it: args.optimizer.lr
+            self._deep += 1
+            parsed = self._is_parsed(found.value)
+            self._deep -= 1
+            return parsed
+        return isinstance(found, ast.Name) or self.is_made_by_parser(node)
 
     def _mapping(self, node: ast.expr, depth: int) -> Any:
         """Return the value of {"name": value, **more} or of dict(more, name=value)."""
@@ -238,12 +355,31 @@ class ScriptValues(ScriptNames):
     def _sum(self, node: ast.BinOp, depth: int) -> Any:
         left, right = self.value(node.left, depth + 1), self.value(node.right, depth + 1)
         numbers = all(isinstance(x, (int, float)) and abs(x) < 1e12 for x in (left, right))
-        texts = isinstance(left, str) and isinstance(right, str) and isinstance(node.op, ast.Add)
+        texts = type(left) is type(right) and isinstance(left, (str, list)) and isinstance(node.op, ast.Add)
+        if isinstance(node.op, ast.Pow) and numbers:
+            numbers = abs(right) <= _LARGEST_POWER
         try:
             found = _OPERATORS[type(node.op)](left, right) if numbers or texts else None
         except (ZeroDivisionError, OverflowError):
             found = None
+        if isinstance(found, complex):
+            found = None
         return Unresolved(ast.unparse(node)[:200]) if found is None else found[:_LONGEST] if texts else found
+
+    def elements(self, node: ast.expr, depth: int = 0) -> list[ast.expr]:
+        """Return the elements of a list, of a sum of lists, or of [TABLE[name] for name in names]; else the expression."""
+        node = self.origin(node)
+        if isinstance(node, (ast.List, ast.Tuple)):
+            return list(node.elts)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add) and depth < DEEPEST:
+            return self.elements(node.left, depth + 1) + self.elements(node.right, depth + 1)
+        if isinstance(node, ast.ListComp) and len(node.generators) == 1 and not node.generators[0].ifs:
+            made, each, names = node.elt, node.generators[0].target, self.value(node.generators[0].iter)
+            named = isinstance(made, ast.Subscript) and ast.unparse(made.slice) == ast.unparse(each)
+            if isinstance(made, ast.Subscript) and named and isinstance(names, list) and is_known(names):
+                found = [ast.Subscript(made.value, ast.Constant(name), ast.Load()) for name in names]
+                return [self.origin(part, calls=False) for part in found]
+        return [node]
 
     def source(self, node: ast.expr | None) -> tuple[ast.Call | None, list[ast.expr]]:
         """Return the call that loads a model or a dataset, and what is done with it, last step first.
@@ -257,14 +393,19 @@ class ScriptValues(ScriptNames):
                 if branch and not _changes(value, node.id):
                     break
                 node = value
+            elif isinstance(node, ast.Call) and name_of(node) == "PeftModel.from_pretrained" and node.args:
+                node = node.args[0]  # the model below the adapter
             elif isinstance(node, ast.Call) and name_of(node).rpartition(".")[2] in _LOADS:
                 return node, after
             elif isinstance(node, ast.IfExp) and (truth := self.truth(node.test)) is not None:
                 node = node.body if truth else node.orelse
-            elif node is not None and (made := self.returned(node)) is not None:
+            elif node is not None and not isinstance(node, ast.Name) and (made := self.meaning(node)) is not None:
                 node = made
             elif isinstance(node, ast.Call) and (model := wrapped(node)) is not None:
                 node = model
+            elif isinstance(node, ast.Call) and name_of(node).rpartition(".")[2] in _SHAPES and node.args:
+                after.append(node)
+                node = node.args[0]
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 after.append(node)
                 node = node.func.value
@@ -291,6 +432,8 @@ def _changes(value: ast.expr, name: str) -> bool:
     """Whether a value is what the name was before with more done to it: rows.map(f), get_peft_model(model)."""
     inner = _innermost(value)
     before = wrapped(value) if inner is None or wrapped(value) is not None else inner.value
+    if isinstance(value, ast.Call) and name_of(value).rpartition(".")[2] in _SHAPES and value.args:
+        before = value.args[0]
     return isinstance(before, ast.Name) and before.id == name
 
 
@@ -302,14 +445,4 @@ def wrapped(node: ast.expr) -> ast.expr | None:
 
 
 def _is_dict(node: ast.expr | None) -> bool:
-    return isinstance(node, ast.Call) and name_of(node) == "dict"
-
-
-def name_of(node: ast.Call) -> str:
-    """Return the dotted name of the function that is called; "" for one without a name."""
-    parts: list[str] = []
-    target: ast.expr = node.func
-    while isinstance(target, ast.Attribute):
-        parts.append(target.attr)
-        target = target.value
-    return ".".join(reversed([*parts, target.id])) if isinstance(target, ast.Name) else ".".join(reversed(parts))
+    return isinstance(node, ast.Call) and name_of(node).rpartition(".")[2] in _MAPPINGS

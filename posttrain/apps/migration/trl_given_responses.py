@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from posttrain.apps.migration.foreign_run import shown
+from posttrain.apps.migration.foreign_run import is_known, shown
 from posttrain.apps.migration.recipe_draft import RecipeDraft
 from posttrain.apps.migration.shared_rules import FIRST_RATE, moving_reference, strategies, warm_up
 from posttrain.core.types import UserError
@@ -25,6 +25,10 @@ _LINKS = {
     "aot": "aot",
     "aot_unpaired": "aot-unpaired",
 }
+
+
+_SMOOTHED = {"robust": "noise", **dict.fromkeys(("exo", "aot", "aot-unpaired"), "smoothing")}
+"""Losses that read label_smoothing -> the option."""
 
 
 def warm_up_of(draft: RecipeDraft, updates: int, steps: int | None) -> None:
@@ -66,7 +70,7 @@ def given_responses(draft: RecipeDraft, processes: int, rows: int | None) -> Non
         smaller = "; an update with such rows has fewer here" * (how == "skip")
         draft.put("too_long", how, f"{draft.origin('max_length')}: longer rows are {told}{smaller}")
     if draft.read("truncation_mode") == "keep_end":
-        draft.note("truncation_mode = keep_end", "the end of a long row is cut here, not its beginning")
+        draft.differs("truncation_mode = keep_end", "the end of a long row is cut here, not its beginning")
     {"sft": _sft, "reward": _reward_model}.get(trainer, _preferences)(draft)
 
 
@@ -77,16 +81,20 @@ def _sft(draft: RecipeDraft) -> None:
         raise UserError(f"SFT's loss_type {shown(kind)!r:.40} has no counterpart; supported: nll and dft")
     only, assistant = draft.read("completion_only_loss"), draft.read("assistant_only_loss")
     masked = only is not False or bool(assistant)
-    told = "completion_only_loss, assistant_only_loss: the loss is on responses"
+    told = "completion_only_loss, assistant_only_loss: the loss is on responses" if masked else "every token is trained"
+    if "assistant_only_loss" in draft.run.names:
+        told = f"{draft.run.names['assistant_only_loss']}: the loss is on responses"
     if only is None and not assistant:
-        told = (
-            'not given: TRL trains completions alone, but every token of rows of messages: for these set mask = "all"; '
-            "rows of text alone are trained as a whole, as in TRL"
-        )
+        told = "not given: TRL trains completions alone of rows that have them; rows of text are trained as a whole"
+        draft.run.notes.append('the rows: of messages TRL trains every token, so set mask = "all" for these')
     draft.put("mask", "assistant" if masked else "all", told)
     if draft.read("packing"):
-        draft.note("packing", "a packed row of TRL holds several of yours: rows counts yours, so raise it by as much")
+        told = "a packed row of TRL holds several of yours: rows counts yours, so raise it by as much"
+        draft.differs("packing = true", told)
         draft.treated.add("packing_strategy")
+
+    if (column := draft.read("dataset_text_field")) not in (None, "text"):
+        draft.put("fields.text", str(column), f"{draft.origin('dataset_text_field')}: same meaning, of rows of text")
 
 
 def _reward_model(draft: RecipeDraft) -> None:
@@ -98,6 +106,10 @@ def _preferences(draft: RecipeDraft) -> None:
     trainer, beta = draft.run.trainer, float(draft.number("beta"))
     kinds = draft.read("loss_type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
+    if not is_known(kinds):
+        raise UserError(
+            f"only the script computes a part of loss_type, {shown(kinds):.60}: write its value into the script"
+        )
     weights = draft.read("loss_weights") or [1.0] * len(kinds)
     if trainer == "orpo":
         told = "the likelihood is that of chosen responses, a mean of each here; of their prompts too, per token, there"
@@ -111,7 +123,22 @@ def _preferences(draft: RecipeDraft) -> None:
         draft.put("algorithm", "kto", f"KTOTrainer; {told}")
     elif trainer == "cpo":
         simpo = kinds == ["simpo"]
+        if kinds not in (["simpo"], ["sigmoid"], ["hinge"]):
+            raise UserError(
+                f"CPO's loss_type {shown(kinds[0])!r:.40} has no counterpart; supported: sigmoid, hinge, simpo"
+            )
         draft.put("algorithm", "simpo" if simpo else "cpo", f"CPOTrainer, loss_type {shown(kinds[0])}")
+        if kinds == ["hinge"]:
+            draft.put("link", "hinge", "loss_type = hinge: same meaning")
+            if draft.read("label_smoothing"):
+                draft.note(draft.origin("label_smoothing"), "no effect: TRL has none for hinge")
+        if alpha := draft.number("alpha", 0.0):
+            if not simpo:
+                raise UserError(
+                    f"CPO's alpha {alpha:g} without loss_type simpo has no counterpart: AlphaPO is with simpo"
+                )
+            draft.put("algorithm", "alphapo", f"CPOTrainer, loss_type simpo, {draft.origin('alpha')}")
+            draft.set("score.alpha", float(alpha), "alpha: same meaning")
         draft.put("imitation", float(draft.number("cpo_alpha")), f"{draft.origin('cpo_alpha')}: same meaning")
         if simpo:
             draft.put("margin", float(draft.number("simpo_gamma")), f"{draft.origin('simpo_gamma')}: same meaning")
@@ -135,11 +162,12 @@ def _direct_preferences(draft: RecipeDraft, kinds: list[Any], weights: list[Any]
             f"DPO's loss_type {shown(kinds)!r:.60} has no counterpart; supported: {', '.join(_LINKS)}, alone or with sft"
         )
     name = _LINKS[links[0]]
-    name = "cdpo" if name == "dpo" and smoothing else name
     draft.put("algorithm", name, f"{draft.origin('loss_type')}: same loss")
-    if smoothing:
-        option = "noise" if name == "robust" else "smoothing"
-        draft.put(option, smoothing, f"{draft.origin('label_smoothing')}: same meaning")
+    if smoothing and name in _SMOOTHED:
+        draft.put(_SMOOTHED[name], smoothing, f"{draft.origin('label_smoothing')}: same meaning")
+    elif smoothing:
+        older = f"; versions before 1.0 smooth it: algorithm = cdpo, smoothing = {smoothing:g}" * (name == "dpo")
+        draft.differs(draft.origin("label_smoothing"), f"no effect: TRL 1.16 has none for {links[0]}{older}")
     weight = dict(zip(kinds, weights, strict=True))
     if "sft" in weight or weight[links[0]] != 1:
         draft.put("preference", float(weight[links[0]]), "loss_weights: of the comparisons")
@@ -153,3 +181,7 @@ def _direct_preferences(draft: RecipeDraft, kinds: list[Any], weights: list[Any]
                 f"DPO's f_divergence_type {shown(divergence)!r:.40} has no counterpart; supported: {', '.join(known)}"
             )
         draft.put("divergence", known[divergence], f"{draft.origin('f_divergence_type')}: same meaning")
+        if divergence == "alpha_divergence" and draft.given("f_alpha_divergence_coef"):
+            draft.set(
+                "score.alpha", float(draft.number("f_alpha_divergence_coef")), "f_alpha_divergence_coef: same meaning"
+            )

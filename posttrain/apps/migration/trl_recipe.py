@@ -8,6 +8,7 @@ An update learns from b W a rows, which of GRPO are replies; s / a updates share
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from posttrain.apps.migration.foreign_run import shown
@@ -98,6 +99,38 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "sft": {**COMMON, "learning_rate": 2e-5, "max_length": 1024, "loss_type": "nll"},
     "reward": {**COMMON, "learning_rate": 1e-4, "max_length": 1024},
 }
+_BITS = ("load_in_4bit", "load_in_8bit")
+_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
+_LEARNED = (
+    *("rpo_alpha", "max_prompt_length", "center_rewards_coefficient", "optim_args", "loss_weights", "ref_model"),
+    *(
+        "multi_objective_aggregation",
+        "use_adaptive_entropy",
+        "entropy_target",
+        "entropy_coef_min",
+        "entropy_coef_max",
+        "entropy_coef_delta",
+    ),
+    *("min_p", "top_p", "top_k", "repetition_penalty", "generation_kwargs", "suppress_tokens", "neftune_noise_alpha"),
+    *(
+        "reward_clip_range",
+        "lr_scheduler_kwargs",
+        "load_best_model_at_end",
+        "reference_free",
+        "train_sampling_strategy",
+    ),
+)
+"""Options with an answer in the table of names that change what is learned."""
+_QUIET = re.compile(
+    r"(log|hub_|push_|dataloader_|ddp_|fsdp|deepspeed|accelerator|vllm_(?!importance)|save_|eval_|include_|skip_|report|"
+    r"torch_|use_(transformers|liger|cpu|mps|ipex|legacy|reentrant|bnb)|tf32|bf16_|fp16_|half_|parallel|metric_for|"
+    r"greater_is|generate_during|do_|ignore_data|restore_|debug|past_index|local_rank|jit_|dataset_batch|dataset_num|"
+    r"num_proc|cache_|ds3_|pad_to|padding|wandb|trackio|project|overwrite|auto_find|disable_tqdm|remove_unused|run_name|"
+    r"attn_implementation|trust_remote|lora_task|bnb_4bit_(compute|quant_storage|use_double)|no_cuda|activation_off|hf_|"
+    r"gradient_checkpointing|optim_target|device|seed|data_seed|full_determinism|precompute|output_dir|resume|"
+    r"average_tokens|eval|dataset_name|model_name_or_path|per_device_eval|num_generations_eval|max_model_length|tokenizer_name|WANDB|callbacks|token$)"
+)
+"""Options that change nothing that is learned: where and how fast it runs, what is shown and kept."""
 _SERVER = ("vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port")
 SPACE = "; a reply keeps its leading space here, which TRL's decoding drops with SentencePiece tokenizers"
 VERBS_OF = {"grpo": "rl", "rloo": "rl", "sft": "sft", "reward": "reward-model"}  # the others: prefer
@@ -133,6 +166,10 @@ _OWN_ALGORITHMS = {"cispo": "cispo", "sapo": "sapo", "vespo": "vespo", "luspo": 
 def trl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> None:
     """Write the lines of a run of TRL."""
     trainer = draft.run.trainer
+    draft.learned, draft.quiet = _LEARNED, _is_quiet
+    _initial(draft)
+    if draft.run.options.get("model_revision") == "main":
+        draft.treated.add("model_revision")
     _data(draft, rows)
     draft.same("model", "model_name_or_path")
     processes = devices_of(draft, devices, need=True)
@@ -142,11 +179,7 @@ def trl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> Non
     draft.same("schedule", "lr_scheduler_type", "it ends at 0 here, and at min_lr there" if floor else "same meaning")
     for name in ("weight_decay", "max_grad_norm", "seed"):
         draft.same(name, name)
-    first, second = draft.number("adam_beta1"), draft.number("adam_beta2")
-    if (first, second) != (0.9, 0.999):
-        draft.put("betas", [first, second], "adam_beta1, adam_beta2: same meaning")
-    if draft.number("adam_epsilon", 1e-8) != 1e-8:
-        draft.put("optimizer_options.eps", draft.number("adam_epsilon"), "adam_epsilon: same meaning")
+    _moments(draft)
     if draft.read("gradient_checkpointing"):
         draft.put("recompute", "layers", f"{draft.origin('gradient_checkpointing')}: same meaning; memory only")
     _precision(draft)
@@ -161,17 +194,58 @@ def trl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> Non
     trackers(draft, "report_to", "WANDB_PROJECT")
 
 
+def _is_quiet(name: str) -> bool:
+    return bool(_QUIET.match(name.rpartition(".")[2]))
+
+
+def _initial(draft: RecipeDraft) -> None:
+    """Read the type of weights out of model_init_kwargs."""
+    given = draft.run.options.get("model_init_kwargs")
+    if isinstance(given, dict):
+        for name in ("dtype", "torch_dtype"):
+            if isinstance(given.get(name), str):
+                draft.run.options.setdefault(name, given[name])
+
+
+def _moments(draft: RecipeDraft) -> None:
+    """Write the betas and epsilon of Adam; other optimizers have none, or read them too."""
+    kind = str(draft.run.options.get("optim") or "adamw_torch")
+    first, second = draft.number("adam_beta1"), draft.number("adam_beta2")
+    epsilon, given = draft.number("adam_epsilon", 1e-8), [name for name in _ADAM if draft.given(name)]
+    if not ("adam" in kind or "lion" in kind):
+        for name in given:
+            draft.note(draft.origin(name), f"no effect: transformers does not give it to optim = {kind}")
+        return
+    if "lion" in kind and (first, second) == (0.9, 0.999):
+        draft.differs("adam_beta2", "transformers gives 0.999 to Lion; here its own default, 0.99, stays")
+    if (first, second) != (0.9, 0.999):
+        draft.put("betas", [first, second], "adam_beta1, adam_beta2: same meaning")
+    if epsilon != 1e-8 and "lion" not in kind:
+        draft.put("optimizer_options.eps", epsilon, "adam_epsilon: same meaning")
+
+
 def _precision(draft: RecipeDraft) -> None:
     """Write the type of products. TRL's is bfloat16 unless fp16 is chosen or bf16 is false."""
     told = "products in bfloat16, weights that learn in float32"
     stored = next((name for name in ("dtype", "torch_dtype") if draft.read(name) in ("bfloat16", "float16")), None)
     chosen = "fp16" if draft.read("fp16") else "bf16"
     draft.treated.add("bf16")
-    if stored is not None:
+    if any(map(draft.read, _LORA)):
+        quantized = any(map(draft.read, _BITS))
+        told = (
+            "products in bfloat16; adapters are float32 here"
+            + ", and bfloat16 in TRL for a quantized model" * quantized
+        )
+    if stored is not None and any(map(draft.read, _LORA)):
+        draft.put("precision", "bfloat16", f"{draft.origin(stored)}: {told}")
+    elif stored is not None:
         told = f"weights that learn stay in float32 here; of TRL ({draft.origin(stored)}) they are rounded too"
         draft.put("precision", "bfloat16", told)
     elif draft.read(chosen):
         draft.put("precision", "bfloat16", f"{draft.origin(chosen)}: {told}")
+        if draft.read("dtype") == "auto" and not any(map(draft.read, _LORA)):
+            told = "weights that learn are float32 here; there of the checkpoint's type, in which updates are rounded"
+            draft.differs(f"{draft.run.names.get('dtype', 'dtype')} = auto", told)
 
 
 def _adapters(draft: RecipeDraft) -> None:
@@ -183,10 +257,13 @@ def _adapters(draft: RecipeDraft) -> None:
             draft.treated.add(name)
         return
     draft.defaults = {**draft.defaults, **_LORA[on[0]]}
-    adapters(draft, "lora_r", "lora_alpha", "lora_target_modules", ("load_in_4bit", "load_in_8bit"))
+    adapters(draft, "lora_r", "lora_alpha", "lora_target_modules", _BITS)
+    if draft.read("load_in_4bit") and (kind := draft.read("bnb_4bit_quant_type", "nf4")) != "nf4":
+        draft.differs(draft.origin("bnb_4bit_quant_type"), f"4 bits here are nf4, not {shown(kind)}")
+        draft.put("quantize", "nf4", f"load_in_4bit: also 4 bits, but nf4, not {shown(kind)}")
     if share := draft.number("lora_dropout"):
         told = "" if draft.given("lora_dropout") else f", {share:g}"
-        draft.note(f"{draft.origin('lora_dropout')}{told}", "nothing is dropped here while adapters learn")
+        draft.differs(f"{draft.origin('lora_dropout')}{told}", "nothing is dropped here while adapters learn")
 
 
 def _data(draft: RecipeDraft, rows: int | None) -> None:
@@ -217,7 +294,7 @@ def _rollouts(draft: RecipeDraft, processes: int, rows: int | None) -> None:
     draft.same("temperature", "temperature")
     for name, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("repetition_penalty", 1)):
         if draft.read(name) not in (None, neutral):
-            draft.note(draft.origin(name), "training samples from the model's own distribution: left out")
+            draft.differs(draft.origin(name), "training samples from the model's own distribution: left out")
     _rewards(draft)
     (_grpo if draft.run.trainer == "grpo" else _rloo)(draft, updates)
     if draft.read("use_vllm"):
@@ -273,9 +350,8 @@ def _generations(draft: RecipeDraft, processes: int) -> tuple[int, int, int, int
     draft.put("prompts", prompts, f"replies of a generation ({factors} = {replies:g}) / num_generations {group}")
     draft.put("group", int(group), f"{draft.origin('num_generations')}: same meaning")
     if minibatches > prompts:
-        draft.note(
-            "steps_per_generation", f"{minibatches} updates a pass: an update needs a whole group here, so {prompts}"
-        )
+        told = f"{minibatches} updates a pass: an update needs a whole group here, so {prompts}"
+        draft.differs("steps_per_generation", told)
         minibatches = prompts
     told = "steps_per_generation / gradient_accumulation_steps: updates a pass"
     mixed = "; TRL deals the replies of a step out at random, here the replies to a prompt stay together"
@@ -315,10 +391,8 @@ def _rewards(draft: RecipeDraft) -> None:
     if models:
         draft.put("reward_model", models, "reward model of reward_funcs; without env its score is the reward")
         if sum_of:
-            draft.note(
-                "reward_funcs",
-                f"env and reward model are not added by themselves: ask {models[0]} in a function of your own",
-            )
+            told = f"env and reward model are not added by themselves: ask {models[0]} in a function of your own"
+            draft.first.append(f"reward_funcs: {told}")
     if sum_of or not models:
         draft.put(
             "env",
@@ -326,7 +400,8 @@ def _rewards(draft: RecipeDraft) -> None:
             f"reward_funcs{SPACE}" if sum_of else "reward_funcs: name yours",
         )
     if weights and not (sum_of and fits):
-        draft.note(draft.origin("reward_weights"), "weights follow the terms of env: trl:rewards.py:f*0.5")
+        told = "weights follow the terms of env: trl:rewards.py:f*0.5"
+        draft.differs(draft.origin("reward_weights"), told)
 
 
 def _agent(draft: RecipeDraft, sum_of: list[str]) -> None:
@@ -391,16 +466,10 @@ def _grpo(draft: RecipeDraft, updates: int) -> None:
         raise UserError(
             f"GRPO's loss_type {shown(kind)!r:.40} has no counterpart in posttrain: posttrain algorithms lists what there is"
         )
-    if updates > 1 and kind in ("dapo", "cispo", "vespo"):
-        draft.note(
-            "loss_type",
-            "TRL divides by the tokens of a whole generation over its updates; posttrain by those of the update",
-        )
-    if level == "sequence" and kind in _AGGREGATES:
-        told = "; with one update a step every ratio is 1, and it has no effect" * (updates == 1)
-        draft.put("ratio", "sequence-mean", f"{draft.origin('importance_sampling_level')}: GSPO's ratio{told}")
-    elif kind in _AGGREGATES:
-        draft.put("ratio", "token", f"{draft.origin('importance_sampling_level')}: same meaning")
+    if draft.lines["minibatches"][0] > 1 and kind in ("dapo", "cispo", "vespo"):
+        told = "TRL divides by the tokens of a whole generation over its updates; posttrain by those of the update"
+        draft.differs("loss_type", told)
+    _ratio(draft, kind, level, updates)
     scale = draft.word("scale_rewards")
     draft.put(
         "scale", {True: "group", False: "none"}.get(scale, scale), f"{draft.origin('scale_rewards')}: same meaning"
@@ -410,11 +479,33 @@ def _grpo(draft: RecipeDraft, updates: int) -> None:
     _penalties(draft, updates)
 
 
+def _ratio(draft: RecipeDraft, kind: str, level: Any, updates: int) -> None:
+    """Write the ratio: of each token, or one of the whole reply."""
+    name = "importance_sampling_level"
+    if level not in ("token", "sequence"):
+        raise UserError(f"GRPO's {name} is token or sequence, not {shown(level)!r:.40}")
+    if kind == "vespo":  # its weight is of the whole reply, whatever the level
+        if level == "sequence":
+            draft.note(draft.origin(name), "no effect on vespo, whose weight is of the whole reply")
+        return
+    if level == "sequence":
+        told = "; with one update a step every ratio is 1, and it has no effect" * (updates == 1)
+        draft.put("ratio", "sequence-mean", f"{draft.origin(name)}: GSPO's ratio{told}")
+    elif kind in _AGGREGATES or kind == "luspo":
+        draft.put("ratio", "token", f"{draft.origin(name)}: same meaning")
+
+
 def _own_settings(draft: RecipeDraft, kind: str, updates: int, low: float, high: float) -> None:
-    if kind == "cispo" and updates > 1:
-        draft.put(
-            "clip_high", max(0.0, high - 1), f"epsilon_high = {high:g} bounds the ratio itself; here 1 + clip_high does"
-        )
+    if kind == "cispo":
+        if updates > 1:
+            told = f"epsilon_high = {high:g} bounds the ratio itself; here 1 + clip_high does"
+            draft.put("clip_high", max(0.0, high - 1), told)
+        if high < 1:
+            bound = "epsilon_high" if draft.given("epsilon_high") else "epsilon_high, not given: epsilon"
+            told = "here none is bounded below 1. If 1 + it was meant, give epsilon_high + 1 there too"
+            draft.first.append(
+                f"{bound} = {high:g} bounds the ratio itself for cispo, so TRL multiplies every gradient by {high:g}; {told}"
+            )
     if kind == "luspo":
         clips(draft, updates, low, high, None, "epsilon, epsilon_high")
     places = {
@@ -437,6 +528,9 @@ def _penalties(draft: RecipeDraft, updates: int) -> None:
         draft.put(
             "kl_weighed", bool(corrected), f"{draft.origin('use_bias_correction_kl')}: the estimate times the ratio"
         )
+        if corrected and draft.read("importance_sampling_level") == "sequence":
+            told = "the KL is weighed by the ratio of the token here, of the reply there"
+            draft.differs("use_bias_correction_kl", told)
         moving_reference(draft, updates)
     if (share := draft.number("top_entropy_quantile")) != 1:
         draft.put("top_entropy", share, "top_entropy_quantile: same meaning")
@@ -468,9 +562,13 @@ def _rloo(draft: RecipeDraft, updates: int) -> None:
     draft.put("kl", float(draft.number("beta")), f"{draft.origin('beta')}: same meaning")
     draft.put("kl_where", "reward", "RLOO subtracts the KL from the reward")
     if updates > 1:
-        draft.note(
-            "epsilon", "TRL clips the ratio of the whole reply; posttrain's rloo does not clip: --surrogate clip does"
+        low = draft.number("epsilon")
+        draft.put("surrogate", "clip", "RLOOTrainer clips the ratio of the whole reply")
+        draft.put("ratio", "sequence-sum", "RLOOTrainer: the product of the ratios of a reply's tokens")
+        draft.put(
+            "aggregate", "sequence-mean", "one ratio and one loss for all tokens of a reply, whose mean is the reply's"
         )
+        clips(draft, updates, low, draft.number("epsilon_high", low) or low, None, "epsilon, epsilon_high")
     for name in ("epsilon", "epsilon_high", "ref_model_sync_steps", "ref_model_mixup_alpha"):
         draft.read(name)
     if draft.read("normalize_advantages"):

@@ -9,7 +9,11 @@ from typing import Any, NoReturn, TypeGuard
 
 from posttrain.apps.migration.foreign_run import ENVIRONMENT, ForeignRun, Unresolved, shown
 from posttrain.apps.migration.reward_source import needs_training, source_of
-from posttrain.apps.migration.script_values import ScriptValues, name_of
+from posttrain.apps.migration.script_changes import note_changes, set_mask
+from posttrain.apps.migration.script_names import name_of
+from posttrain.apps.migration.script_rows import take_rows
+from posttrain.apps.migration.script_values import ConfigurationFiles, ScriptValues
+from posttrain.core.foreign_options import ELSEWHERE
 from posttrain.core.types import UserError
 
 CONFIGS = {
@@ -43,7 +47,6 @@ _LORA = {
 }
 _NOT_OF_LORA = (
     "task_type",
-    "bias",
     "model",
     "random_state",
     "use_gradient_checkpointing",
@@ -52,16 +55,17 @@ _NOT_OF_LORA = (
     *("finetune_vision_layers", "finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules"),
 )
 """Words of LoRA's configuration, or of Unsloth's function, that change nothing for models of text."""
-_SECOND = {**dict.fromkeys(("grpo", "rloo"), "reward_funcs"), **dict.fromkeys(("dpo", "kto"), "ref_model")}
-"""Trainer -> what its second argument without a name is."""
-_PAIRS = "the columns chosen and rejected, and prompt where they do not repeat it"
-_COLUMNS = {
-    **dict.fromkeys(("grpo", "rloo"), "the column prompt, and those that its rewards take"),
-    **dict.fromkeys(("dpo", "orpo", "cpo", "reward"), _PAIRS),
-    "kto": "the columns prompt, completion and label",
-    "sft": "the column messages, or prompt and completion, or text",
+_NO_CHANGE = {"bias": "none", "init_lora_weights": True, "use_dora": False, "use_rslora": False}
+"""Words of LoRA's configuration -> the value with which they change nothing."""
+_DATA = ("train_dataset", "eval_dataset", "processing_class")
+_POSITIONS = {
+    **dict.fromkeys(("grpo", "rloo"), ("model", "reward_funcs", "args", *_DATA)),
+    **dict.fromkeys(("dpo", "kto"), ("model", "ref_model", "args", "data_collator", *_DATA)),
+    **dict.fromkeys(("sft", "reward", "orpo", "cpo"), ("model", "args", "data_collator", *_DATA)),
 }
-"""Trainer -> what its rows have."""
+"""Trainer -> what its arguments without a name are."""
+_SCRIPT_ARGUMENTS = {"dataset_train_split": "train", "dataset_test_split": "test", "dataset_config": None}
+"""Defaults of TRL's own class of arguments."""
 _STARTS = 256  # rows for episodes of an environment that makes its own tasks
 _OF_TRANSFORMERS = {"learning_rate": 5e-5, "gradient_checkpointing": False, "bf16": False}
 """Defaults of transformers' TrainingArguments that TRL's configurations change."""
@@ -87,66 +91,113 @@ _NAMES = {
 """Option of a command of TRL -> how a script gives it."""
 
 
-def read_script(text: str, name: str, given: dict[str, Any] | None = None, beside: str = "") -> ForeignRun:
+def read_script(
+    text: str, name: str, given: dict[str, Any] | None = None, beside: str = "", files: ConfigurationFiles | None = None
+) -> ForeignRun:
     """Return the run that a script of TRL starts. Raises UserError for another, or if its options are not in it.
 
     `given`: what its command gives. Arguments that the script parses by itself, for itself alone, are removed from it.
-    `beside`: beginning of the names of files that are written with the recipe.
+    `beside`: beginning of the names of files that are written with the recipe. `files`: those that the script may read.
     """
-    try:
-        tree = ast.parse(text)
-        script = ScriptValues()
-        script.visit(tree)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise UserError(f"{name} is not a Python script that can be read: {type(error).__name__}") from error
-    if (long := next(filter(_is_unprintable, ast.walk(tree)), None)) is not None:
-        raise UserError(f"{name}:{long.lineno} has an integer of more than 64 bits: correct it")
-    own = {
-        name: value for name, value in (given or {}).items() if name in script.arguments.keys() | script.flags.keys()
-    }
-    for flag, value in own.items():
-        argument, alone = script.flags.get(flag, (flag, True))
-        script.arguments[argument] = ast.Constant(alone if value is True else value)
+    script, tree = _parsed(text, name, files)
+    own = script.take_given(given or {})
     run_last = [call for call in script.calls if script.condition(script.branch_of[call]) is not None]
     called = ((name_of(call).rpartition(".")[2], call) for call in (*script.calls, *run_last))
-    last = {script.renamed.get(name, name): call for name, call in called}
-    parsed = _parsed_configuration(last) if given is not None else ""
+    last = {_root(script, name): call for name, call in called}
+    parsed, parsed_as = _parsed_configuration(script, last) if given is not None else ("", "")
     config, call = (parsed, None) if parsed else _configuration(script, last, name)
-    if given is not None and not parsed:
-        for flag in own:
+    if given is not None:
+        for flag in own.keys() - (_fields(script, parsed_as).keys() | set(ELSEWHERE) if parsed else set()):
             del given[flag]
-    run = ForeignRun("TRL", CONFIGS[config], {} if call is None else _keywords(script, call), names=dict(_NAMES))
+    run = ForeignRun("TRL", CONFIGS[config], names=dict(_NAMES))
+    _of_class(script, parsed_as if call is None else name_of(call).rpartition(".")[2], run)
     if call is not None:
+        run.options |= _keywords(script, call)
         run.notes += _not_read(tree, call, run)
         _of_configuration(script, call, run)
         if name_of(call).endswith("TrainingArguments"):
             run.defaults = _OF_TRANSFORMERS
-    if others := [c for c in last if c in CONFIGS and c != config]:
+    if others := [c for c in last if (c in CONFIGS and c != config) or c in OTHER_TRAINERS]:
         run.notes.append(
             f"that you mean the run of {config}: {name} calls {' and '.join(others)} too, which need a script of their own"
         )
-    if parsed and (
-        later := [attribute for owner, attribute, *_ in script.attributes if script.is_made_by_parser(owner)]
-    ):
-        run.notes.append(f"{', '.join(dict.fromkeys(later))}, which {name} sets after it has read its command")
     trainer = last.get(config.replace("Config", "Trainer"))
+    if parsed:
+        _set_later(script, trainer, run, name)
     if trainer is not None:
-        within = "it defines them in a function" if _within_functions(script, tree, trainer) else ""
-        why = needs_training(tree) or within
-        run.home = f"{beside}rewards.py" if why else name
-        _of_trainer(script, trainer, run, beside)
+        _of_trainer_and_rewards(script, (tree, text, name), trainer, run, beside)
         if (started := last.get("train")) is not None:
             run.options |= {n: v for n, v in _keywords(script, started).items() if n == "resume_from_checkpoint"}
-        if why:
-            _copy_rewards(tree, text, run, f"{name} cannot be imported for them, as {why}")
     _of_adapters(script, last, run, config.replace("Config", "Trainer"))
+    note_changes(script, tree, trainer, run)
+    set_mask(script, run)
+    if script.read:
+        run.notes.append(f"{', '.join(sorted(script.read))}, which {name} reads: its values are those of the recipe")
+    _of_unsloth(script, run)
     if "max_seq_length" in run.options:
-        run.options.setdefault("max_length", run.options.pop("max_seq_length"))
-        run.names["max_length"] = "max_seq_length"
+        longest = run.options.pop("max_seq_length")
+        if "max_length" not in run.options:
+            run.options["max_length"], run.names["max_length"] = longest, "max_seq_length"
     if script.used:
         shown_defaults = ", ".join(f"{argument} = {shown(value)}" for argument, value in script.used.items())
         run.notes.append(f"the arguments of {name}, which are its command's or else their defaults: {shown_defaults}")
     return run
+
+
+def _parsed(text: str, name: str, files: ConfigurationFiles | None) -> tuple[ScriptValues, ast.Module]:
+    """Return the values of a script and its tree. Raises UserError for text that is none."""
+    try:
+        tree = ast.parse(text)
+        script = ScriptValues(files)
+        script.visit(tree)
+        script.take_entries()
+        if files is not None:
+            files.words = script.choose(files.words)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UserError(f"{name} is not a Python script that can be read: {type(error).__name__}") from error
+    if (long := next(filter(_is_unprintable, ast.walk(tree)), None)) is not None:
+        raise UserError(f"{name}:{long.lineno} has an integer of more than 64 bits: correct it")
+    if script.imported.get("ScriptArguments", "").startswith("trl"):
+        script.arguments |= {part: ast.Constant(value) for part, value in _SCRIPT_ARGUMENTS.items()}
+    return script, tree
+
+
+def _set_later(script: ScriptValues, trainer: ast.Call | None, run: ForeignRun, name: str) -> None:
+    """Add what a script sets of its options after it has read its command: `later`, which that does not change."""
+    words = {word.arg: word.value for word in trainer.keywords} if trainer is not None else {}
+    own = ast.unparse(script.origin(words["args"])) if "args" in words else ""
+    others: list[str] = []
+    for owner, option, node, branch, where in script.attributes:
+        told = script.condition(branch, where)
+        if told is not None and ast.unparse(script.origin(owner)) == own:
+            run.later[option] = Unresolved(f"{ast.unparse(node)[:200]} {told}") if told else script.value(node)
+        elif told is not None and script.is_made_by_parser(owner):
+            others.append(option)
+    if others:
+        run.notes.append(f"{', '.join(dict.fromkeys(others))}, which {name} sets after it has read its command")
+
+
+def _of_class(script: ScriptValues, name: str, run: ForeignRun) -> None:
+    """Add the defaults of a configuration of the script's own."""
+    fields = _fields(script, name)
+    run.options |= {option: script.value(default) for option, default in fields.items() if default is not None}
+    if made := {"__init__", "__post_init__"}.intersection(script.methods.get(name, ())):
+        run.first.append(f"{name}.{made.pop()}, which changes the options after they are given: read it")
+
+
+def _of_trainer_and_rewards(
+    script: ScriptValues, source: tuple[ast.Module, str, str], trainer: ast.Call, run: ForeignRun, beside: str
+) -> None:
+    """Add the arguments of the trainer, and copies of its rewards where the script cannot be imported for them."""
+    tree, text, name = source
+    within = "it defines them in a function" if _within_functions(script, tree, trainer) else ""
+    anonymous = "it makes them where it gives them" if _are_made(script, trainer) else ""
+    why = needs_training(tree) or within or anonymous
+    run.home = f"{beside}rewards.py" if why else name
+    made: dict[str, ast.expr] = {}
+    _of_trainer(script, trainer, run, beside, made)
+    if why:
+        _copy_rewards(tree, text, run, f"{name} cannot be imported for them, as {why}", made)
 
 
 def _is_unprintable(node: ast.AST) -> TypeGuard[ast.Constant]:
@@ -154,14 +205,34 @@ def _is_unprintable(node: ast.AST) -> TypeGuard[ast.Constant]:
     return isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value.bit_length() > 10_000
 
 
-def _parsed_configuration(last: dict[str, ast.Call]) -> str:
-    """Return the configuration that a parser of the script makes of its command; "" if it calls one itself, or none."""
-    parser = last.get("TrlParser", last.get("HfArgumentParser"))
+def _root(script: ScriptValues, name: str) -> str:
+    """Return the class of TRL that a class of the script inherits from, as TRL calls it; any other name is its own."""
+    known = {*CONFIGS, *OTHER_TRAINERS, *(config.replace("Config", "Trainer") for config in CONFIGS)}
+    names = [script.renamed.get(one, one) for one in script.lineage(name)]
+    return next((one for one in names if one in known), names[0])
+
+
+def _fields(script: ScriptValues, name: str) -> dict[str, ast.expr | None]:
+    """Return the fields that a configuration of the script's own has, with their defaults, nearest class first."""
+    found: dict[str, ast.expr | None] = {}
+    for one in reversed(script.lineage(name)):
+        found |= script.fields.get(one, {})
+    return found
+
+
+def _parsed_configuration(script: ScriptValues, last: dict[str, ast.Call]) -> tuple[str, str]:
+    """Return the configuration that a parser of the script makes of its command, and the class that it parses; "" if it
+    calls one itself, or none.
+    """
+    parser = next(
+        (call for name, call in last.items() if name.endswith("Parser") and (call.args or call.keywords)), None
+    )
     if parser is None or CONFIGS.keys() & last.keys():
-        return ""
-    names = [part.attr if isinstance(part, ast.Attribute) else part.id for part in ast.walk(parser)
-             if isinstance(part, (ast.Name, ast.Attribute))]  # fmt: skip
-    return next((name for name in names if name in CONFIGS), "")
+        return "", ""
+    names = [part.attr if isinstance(part, ast.Attribute) else part.id
+             for argument in (*parser.args, *(word.value for word in parser.keywords))
+             for part in ast.walk(script.origin(argument)) if isinstance(part, (ast.Name, ast.Attribute))]  # fmt: skip
+    return next(((root, name) for name in names if (root := _root(script, name)) in CONFIGS), ("", ""))
 
 
 def _configuration(script: ScriptValues, last: dict[str, ast.Call], name: str) -> tuple[str, ast.Call | None]:
@@ -175,7 +246,7 @@ def _configuration(script: ScriptValues, last: dict[str, ast.Call], name: str) -
     if not known:
         _refuse(script, trainers, name)
     trainer = last[known[0]]
-    most = 2 if CONFIGS[known[0].replace("Trainer", "Config")] in _SECOND else 1
+    most = _POSITIONS[CONFIGS[known[0].replace("Trainer", "Config")]].index("args")
     if len(trainer.args) > most or any(word.arg in ("args", None) for word in trainer.keywords):
         if (older := last.get("TrainingArguments")) is None:
             _refuse(script, known, name)
@@ -189,11 +260,13 @@ def _within_functions(script: ScriptValues, tree: ast.Module, trainer: ast.Call)
     used = {part.id for node in given for part in ast.walk(script.origin(node)) if isinstance(part, ast.Name)}
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     top = {node.name for node in tree.body if isinstance(node, kinds)}
-    return bool(used & (script.functions | script.classes) - top)
+    return bool(used & (script.functions | script.classes.keys()) - top)
 
 
-def _copy_rewards(tree: ast.Module, text: str, run: ForeignRun, why: str) -> None:
-    """Keep the functions that env names of the file of rewards, with what they use."""
+def _copy_rewards(tree: ast.Module, text: str, run: ForeignRun, why: str, made: dict[str, ast.expr]) -> None:
+    """Keep the functions that env names of the file of rewards, with what they use. `made`: those without a name of their
+    own -> their expressions.
+    """
     start = f"trl:{run.home}:"
     given = run.options.get("reward_funcs")
     terms = [term for term in given if isinstance(term, tuple) and len(term) == 2] if isinstance(given, list) else []
@@ -202,18 +275,33 @@ def _copy_rewards(tree: ast.Module, text: str, run: ForeignRun, why: str) -> Non
     names += [name for part in agent if isinstance(part, str) for name in part.split("+")]
     if not names:
         return
-    run.files[run.home], missing = source_of(tree, text, names)
-    run.notes.append(f"{run.home}, which --out writes: it has copies of {', '.join(names)}: {why}")
+    content, missing = source_of(tree, text, names, made)
+    lost = [name for name in made if not re.search(rf"^{name} = ", content, re.MULTILINE)]
+    run.options["reward_funcs"] = [
+        ("unknown", ast.unparse(made[name])[:100]) if (name := str(told).removeprefix(start)) in lost else (kind, told)
+        for kind, told in terms
+    ] if terms else given  # fmt: skip
+    if not (kept := [name for name in names if name not in lost]):
+        return
+    run.files[run.home] = content
+    run.notes.append(f"{run.home}, which --out writes: it has copies of {', '.join(kept)}: {why}")
     for name in missing:
         run.notes.append(f"{name} in {run.home}, which uses it: the script loads or computes it, so define it there")
 
 
 def _of_adapters(script: ScriptValues, last: dict[str, ast.Call], run: ForeignRun, trainer: str) -> None:
     """Add LoRA and the types of weights that a script gives to the model, not to the trainer."""
-    for call in (last.get("BitsAndBytesConfig"), *_loads_of_models(script)):
-        for word in ("load_in_4bit", "load_in_8bit"):
-            if call is not None and word in (given := _keywords(script, call)):
-                run.options[word] = given[word]
+    loads = {word.arg for call in (*_loads_of_models(script), last.get(trainer)) if call for word in call.keywords}
+    bits = last.get("BitsAndBytesConfig")
+    if bits is not None and not {"quantization_config", "model_init_kwargs", None} & loads and last.get(trainer):
+        run.notes.append(f"{name_of(bits)} (line {bits.lineno}), which no model gets: nothing is quantized")
+        bits = None
+    for call in (bits, *_loads_of_models(script)):
+        given = {} if call is None else _keywords(script, call)
+        run.options |= {word: given[word] for word in ("load_in_4bit", "load_in_8bit") if word in given}
+        if given.get("load_in_4bit") and call is not None and not name_of(call).startswith("Fast"):
+            run.options["bnb_4bit_quant_type"] = given.get("bnb_4bit_quant_type", "fp4")
+            run.names["bnb_4bit_quant_type"] = "bnb_4bit_quant_type of the model"
     unsloth = next((call for call in _loads_of_models(script) if name_of(call).startswith("Fast")), None)
     if unsloth is not None:
         given = _keywords(script, unsloth)
@@ -224,13 +312,41 @@ def _of_adapters(script: ScriptValues, last: dict[str, ast.Call], run: ForeignRu
     made = last.get("get_peft_model")
     own = made is not None and any(word.arg == "r" for word in made.keywords)
     own = own or (made is not None and name_of(made).startswith("Fast"))
-    for turned_on, lora in (("LoraConfig", last.get("LoraConfig")), ("get_peft_model", made if own else None)):
+    config = last.get("LoraConfig")
+    if config is not None and not _is_given(script, last.get(trainer)):
+        run.notes.append(
+            f"{name_of(config)} (line {config.lineno}), which the trainer does not get: all weights are trained"
+        )
+        config = None
+    for turned_on, lora in (("LoraConfig", config), ("get_peft_model", made if own else None)):
         if lora is not None and (told := _used(script, lora, last.get(trainer))) is not None:
             if told:
                 run.notes.append(f"whether adapters learn: {told}; without them, delete lora and its options")
             words = _keywords(script, lora)
             run.options |= {turned_on: True} | {_LORA.get(key, key): value for key, value in words.items()
-                                                if key not in _NOT_OF_LORA}  # fmt: skip
+                                                if key not in _NOT_OF_LORA and value != _NO_CHANGE.get(key, ())}  # fmt: skip
+
+
+def _of_unsloth(script: ScriptValues, run: ForeignRun) -> None:
+    """Raise the batch to a whole group, as Unsloth does by itself."""
+    names = ("per_device_train_batch_size", "num_generations", "gradient_accumulation_steps")
+    batch, group, steps = (run.options.get(name, default) for name, default in zip(names, (8, 8, 1), strict=True))
+    if (
+        run.trainer != "grpo"
+        or "unsloth" not in script.modules
+        or not all(isinstance(n, int) for n in (batch, group, steps))
+    ):
+        return
+    if batch * steps % group:
+        run.options[names[0]] = group
+        run.notes.append(f"{names[0]} = {batch}: Unsloth raises it to num_generations, {group}")
+
+
+def _is_given(script: ScriptValues, trainer: ast.Call | None) -> bool:
+    """Return whether a configuration of adapters can reach the model: by the trainer, or by a function that adds them."""
+    names = {name_of(call).rpartition(".")[2] for call in script.calls}
+    words = {word.arg for word in trainer.keywords} if trainer is not None else {None}
+    return bool({"peft_config", None} & words or {"get_peft_model", "add_adapter", "inject_adapter_in_model"} & names)
 
 
 def _used(script: ScriptValues, lora: ast.Call, trainer: ast.Call | None) -> str | None:
@@ -344,43 +460,35 @@ def _named_parts(script: ScriptValues, node: ast.expr) -> Any:
     if isinstance(value, (ast.Dict, ast.ListComp)) and isinstance(node, ast.Name):
         return node.id
     parts = value.elts if isinstance(value, (ast.List, ast.Tuple)) else [value]
-    known = script.functions | script.classes | script.imported.keys()
+    known = script.functions | script.classes.keys() | script.imported.keys()
     names = [part.id for part in parts if isinstance(part, ast.Name) and part.id in known]
     return "+".join(names) if len(names) == len(parts) else Unresolved(ast.unparse(node)[:200])
 
 
-def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, beside: str) -> None:
+def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, beside: str, made: dict[str, ast.expr]) -> None:
     """Add the arguments of the trainer itself: model, data, rewards."""
     given = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
-    if call.args:
-        given.setdefault("model", call.args[0])
-    if len(call.args) > 1 and run.trainer in _SECOND:
-        given.setdefault(_SECOND[run.trainer], call.args[1])
+    given = dict(zip(_POSITIONS[run.trainer], call.args, strict=False)) | given
     if "model" in given:
         value, (load, _) = script.value(given["model"]), script.source(given["model"])
         if load is not None:
             named = {k.arg: k.value for k in load.keywords}
             place = next((named[n] for n in ("model_name", "pretrained_model_name_or_path") if n in named), None)
             value = script.value(load.args[0] if load.args else place)
-            dtype = named.get("torch_dtype") or named.get("dtype")
-            if dtype is not None and "bfloat16" in ast.unparse(dtype):
-                run.options.setdefault("torch_dtype", "bfloat16")
+            _type_of_weights(script, load, named, run)
         run.options["model_name_or_path"] = value
     for argument, prefix in (("train_dataset", ""), ("eval_dataset", "eval_")):
         if argument in given:
-            _dataset(script, given[argument], run, prefix)
+            take_rows(script, given[argument], run, prefix)
     if "ref_model" in given and not _is_own(script, given["ref_model"], given.get("model")):
         load, _ = script.source(given["ref_model"])
         value = script.value(given["ref_model"] if load is None else load.args[0] if load.args else None)
         run.options["ref_model"] = value if isinstance(value, str) else ast.unparse(given["ref_model"])[:100]
     if "reward_funcs" in given:
-        run.options["reward_funcs"] = _rewards(script, given["reward_funcs"], run)
+        run.options["reward_funcs"] = _rewards(script, given["reward_funcs"], run, made)
     for argument in _OF_TRAINERS:
         if argument in given:
             run.options.setdefault(argument, script.value(given[argument]))
-    for argument in ("callbacks", "compute_metrics", "rollout_func"):
-        if argument in given:
-            run.options[argument] = Unresolved(ast.unparse(given[argument])[:200])
     for argument in ("tools", "environment_factory"):
         if argument in given:
             run.options[argument] = _named_parts(script, given[argument])
@@ -392,8 +500,23 @@ def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, beside: s
         run.notes.append(f"{file}, in place of the rows that the script has not: reset gets seed if it takes it")
 
 
+def _type_of_weights(script: ScriptValues, load: ast.Call, named: dict[str | None, ast.expr], run: ForeignRun) -> None:
+    """Add the type in which a script loads its model: transformers takes that of the checkpoint unless one is given."""
+    given = named.get("torch_dtype") or named.get("dtype")
+    text = ast.unparse(script.origin(given)) if given is not None else "auto"
+    kind = next((name for name in ("bfloat16", "float16", "float32", "auto") if name in text), None)
+    if name_of(load).startswith("Fast") or kind is None:
+        return
+    run.options.setdefault("dtype", kind)
+    run.names["dtype"] = f"{name_of(load)}'s dtype"
+
+
 def _is_own(script: ScriptValues, reference: ast.expr, model: ast.expr | None) -> bool:
     """Return whether a reference is none, the policy itself, a copy of it, or loaded from the same place."""
+    if isinstance(reference, ast.Name) and len(perhaps := script.candidates(reference)) > 1:
+        return all(_is_own(script, one, model) for one in perhaps)
+    if isinstance(reference, ast.IfExp) and script.truth(reference.test) is None:
+        return _is_own(script, reference.body, model) and _is_own(script, reference.orelse, model)
     found = script.origin(reference)
     if model is None or script.value(reference) is None:
         return script.value(reference) is None
@@ -406,92 +529,43 @@ def _is_own(script: ScriptValues, reference: ast.expr, model: ast.expr | None) -
     return places[0] == places[1]
 
 
-def _dataset(script: ScriptValues, node: ast.expr, run: ForeignRun, prefix: str) -> None:
-    load, after = script.source(node)
-    if load is None:
-        run.options[f"{prefix}dataset_name"] = Unresolved(ast.unparse(node)[:200])
-        if not prefix:
-            run.notes.append(f"the rows, which the script makes: write them to a file with {_COLUMNS[run.trainer]}")
-        return
-    named = {k.arg: script.value(k.value) for k in load.keywords}
-    path = script.value(load.args[0]) if load.args else named.get("path")
-    configuration = script.value(load.args[1]) if len(load.args) > 1 else named.get("name")
-    methods = {
-        step.func.attr: step for step in after if isinstance(step, ast.Call) and isinstance(step.func, ast.Attribute)
-    }
-    if "train_test_split" in methods:
-        _held_out(script, methods["train_test_split"], run)
-        if prefix:
-            return  # held_out keeps these rows
-    parts = [script.value(step.slice) for step in after if isinstance(step, ast.Subscript)]
-    split = named.get("split") or next((part for part in reversed(parts) if isinstance(part, str)), None)
-    if isinstance(split, str) and "[" in split:
-        run.notes.append(
-            f"the number of rows: the script reads {split} alone; give limit, or write these rows to a file"
-        )
-        split = split.partition("[")[0]
-    if path in ("json", "csv", "parquet") and "data_files" in named:
-        path, split = _files(named["data_files"], split), None
-    run.options[f"{prefix}dataset_name"] = path
-    if isinstance(configuration, str):
-        run.options[f"{prefix}dataset_config"] = configuration
-    if isinstance(split, str) and not prefix:
-        run.options["dataset_train_split"] = split
-    elif isinstance(split, str):
-        run.notes.append(f"the rows of eval_tasks, which names no split: write split {split} of {path} to a file")
-    if not prefix and methods.keys() & {
-        "map",
-        "filter",
-        "select",
-        "shuffle",
-        "take",
-        "remove_columns",
-        "rename_column",
-    }:
-        run.notes.append(
-            "the rows: the script changes them after loading (map, filter ...); write them to a file with "
-            f"{_COLUMNS[run.trainer]}, or use fields"
-        )
-        if "map" in methods and any(
-            isinstance(part, ast.Constant) and part.value == "role" for part in ast.walk(methods["map"])
-        ):
-            run.notes.append(
-                "chat: the script makes messages of its rows (map); delete chat = false for their template"
-            )
+def _are_made(script: ScriptValues, trainer: ast.Call) -> bool:
+    """Return whether a reward is made where it is given: partial(f, ...), Reward(), a lambda."""
+    given = next((word.value for word in trainer.keywords if word.arg == "reward_funcs"), None)
+    parts = [] if given is None else script.elements(given)
+    return any(_makes_one(script, script.origin(part, calls=False)) for part in parts)
 
 
-def _held_out(script: ScriptValues, call: ast.Call, run: ForeignRun) -> None:
-    """Add the share or number of rows that train_test_split keeps from training."""
-    named = {k.arg: k.value for k in call.keywords}
-    size = call.args[0] if call.args else named.get("test_size")
-    kept = script.value(named.get("train_size"))
-    if size is not None or kept is None:
-        run.options["train_test_split"] = 0.25 if size is None else script.value(size)
-    elif isinstance(kept, float):
-        run.options["train_test_split"] = 1 - kept
-    else:
-        run.options["train_test_split"] = Unresolved(ast.unparse(call)[:200])
+def _makes_one(script: ScriptValues, part: ast.expr) -> bool:
+    """Return whether an expression makes a reward function: a lambda, partial(f), an object, a function that returns one."""
+    name = name_of(part) if isinstance(part, ast.Call) else ""
+    returned = isinstance(script.origin(part), (ast.Name, ast.Lambda))
+    made = name in ("partial", "functools.partial") or name in script.classes or (name in script.functions and returned)
+    return isinstance(part, ast.Lambda) or made
 
 
-def _files(given: Any, split: Any) -> Any:
-    """Return the files of a split. `datasets` calls the only split of files "train"; a file here has none."""
-    return given.get(split, given) if isinstance(given, dict) and isinstance(split, str) else given
-
-
-def _rewards(script: ScriptValues, node: ast.expr, run: ForeignRun) -> Any:
-    """Return the reward functions as terms of --env, and models as ("model", name)."""
-    node = script.origin(node)
+def _rewards(script: ScriptValues, node: ast.expr, run: ForeignRun, made: dict[str, ast.expr]) -> Any:
+    """Return the reward functions as terms of --env, and models as ("model", name). `made` gets those without a name."""
     terms: list[Any] = []
-    for part in node.elts if isinstance(node, (ast.List, ast.Tuple)) else [node]:
-        value = script.value(part)
-        if isinstance(value, str):
+    for part in script.elements(node):
+        value, part = script.value(part), script.origin(part, calls=False)
+        load, _ = script.source(part)
+        if load is not None and load.args and isinstance(place := script.value(load.args[0]), str):
+            terms.append(("model", place))
+        elif isinstance(value, str):
             terms.append(("model", value))
         elif isinstance(part, ast.Name) and part.id in script.functions:
             terms.append(("function", f"trl:{run.home}:{part.id}"))
         elif isinstance(part, ast.Name) and script.imported.get(part.id, "").startswith("trl"):
-            terms.append(("function", f"trl:{part.id}"))
+            terms.append(("function", f"trl:{script.renamed[part.id]}"))
         elif isinstance(part, ast.Name) and part.id in script.imported:
-            terms.append(("function", f"trl:{script.imported[part.id].lstrip('.')}:{part.id}"))
+            terms.append(("function", f"trl:{script.imported[part.id].lstrip('.')}:{script.renamed[part.id]}"))
+        elif isinstance(part, ast.Attribute) and (module := script.aliases.get(ast.unparse(part.value))):
+            terms.append(("function", f"trl:{module}:{part.attr}"))
+        elif _makes_one(script, part):
+            name = f"reward_{len(terms) + 1}"
+            made[name] = part
+            terms.append(("function", f"trl:{run.home}:{name}"))
         else:
             terms.append(("unknown", ast.unparse(part)[:100]))
     return terms

@@ -252,6 +252,7 @@ class EnginePool:
         now = self._clock()
         for member in () if self._resting else self.members:  # while they rest, the learner has the memory
             if member.state is MemberState.DEAD and member.failures <= self.restarts and now >= member.restart_at:
+                release_cached_memory()  # an engine on the learner's GPU needs room to start
                 member.state, member.link = MemberState.STARTING, member.place.open()
                 self._counted["restarts"] += 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -33,11 +34,14 @@ from posttrain.engines.servers.server_setup import (
     token_bytes,
 )
 from posttrain.engines.weight_sync import Fetched, SharedMemory, Transport, WeightLayout, checksum_of_names
+from posttrain.models.free_memory import ALLOCATOR, gpu_memory
 from posttrain.models.gpu_placement import GPUPlacement
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.models.weight_files import write_weights
 from posttrain.system.temp_folders import TempFolder
 
+# of a GPU; a learner's micro-batches have as much for their activations, which are not there while it samples
+RESTING_SHARE = 0.2
 START_SECONDS = 1800.0  # timeout of a server's start, in which it may compile
 
 
@@ -81,7 +85,8 @@ def open_servers(
     """Open a pool of servers; without replicas and URLs in the options, of one. Before the first weight sync it cannot
     sample.
 
-    Without a limit of its cache a server takes what it finds free on GPUs that it has to itself, and 4 GiB elsewhere.
+    Without a limit of its cache a server takes what it finds free on GPUs that it has to itself, a fifth of a GPU where it
+    sleeps during updates, and 4 GiB elsewhere.
     `sleeps`: free the memory of GPUs that a learner uses too during updates.
     Raises UserError if the program is not installed, or a server does not start.
     """
@@ -122,14 +127,33 @@ def open_servers(
             if placement is not None:
                 check_transfer(options.transfer, gpus, placement)
                 rests = sleeps and placement.shares(gpus)
-                if options.cache_gib is None and placement.alone(gpus, max(options.most, replicas)):
-                    own_setup = replace(own_setup, cache_bytes=None)
+                if options.cache_gib is None:
+                    share = placement, gpus, max(options.most, replicas)
+                    own_setup = replace(own_setup, cache_bytes=_cache_of(model, options, dtype, *share, rests, cache))
             places.append(OwnServer(str(number), own, own_setup, run, ours, gpus, rests))
         sizes, closed = (model.config.context, model.config.vocab), opened.pop_all().close
         return EnginePool(
             places, probe_of(model, options.precision), *sizes, seconds=options.seconds, start_seconds=START_SECONDS,
             restarts=options.restarts, closed=closed,
         )  # fmt: skip
+
+
+def _cache_of(
+    model: Model, options: EngineOptions, dtype: torch.dtype, placement: GPUPlacement, gpus: Sequence[int], engines: int,
+    rests: bool, otherwise: int,
+) -> int | None:  # fmt: skip
+    """Return the bytes of the cache of one of the `engines` servers of a run, without a limit in the options."""
+    if placement.alone(gpus, engines):
+        return None
+    if not rests:
+        return otherwise
+    most = resting_gib(model.head.device) / placement.engines_on(gpus, engines)
+    return cache_bytes(model, options.slots, dtype, most, options.gpus)
+
+
+def resting_gib(device: torch.device) -> float:
+    """Return the limit of the caches, in GiB, of servers that free them for the updates of a learner's GPU."""
+    return max(KEPT_BYTES, RESTING_SHARE * gpu_memory(device)) / 2**30
 
 
 def on_gpu(model: Model) -> bool:
@@ -142,6 +166,12 @@ def check_transfer(transfer: str | None, gpus: Sequence[int], placement: GPUPlac
         raise UserError(
             "--weight-sync nccl sends weights to other GPUs than the learner's: name some with --engine-devices, or give "
             "--weight-sync ipc"
+        )
+    pieces = [name for name in ALLOCATOR if "expandable_segments:True" in os.environ.get(name, "")]
+    if transfer == "ipc" and pieces:
+        raise UserError(
+            f"--weight-sync ipc shares the learner's memory with servers, which most systems forbid for the expandable "
+            f"segments of {pieces[0]}: unset it, or leave --weight-sync out"
         )
     here = placement.learner()
     if transfer == "ipc" and tuple(gpus) != (here,):

@@ -22,6 +22,7 @@ from posttrain.engines.model_manifest import HEAD, backbone_of, with_head
 from posttrain.engines.servers.server_client import ServedRun, ServerClient
 from posttrain.engines.weight_sync import Transport, WeightLayout
 from posttrain.models.adapters.lora import LoRA
+from posttrain.models.free_memory import ALLOCATOR
 from posttrain.models.gpu_placement import visible_name
 from posttrain.models.json_files import read_json, write_json
 from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -84,13 +85,15 @@ class ServerSetup(ABC):
         """
         return "DoRA" if lora.dora else None
 
-    def environment(self, command: Sequence[str], gpus: Sequence[int]) -> dict[str, str]:
-        """Return the environment variables of a server, in addition to those of this process."""
-        own = {
+    def environment(self, command: Sequence[str], gpus: Sequence[int], sleeps: bool) -> dict[str, str | None]:
+        """Return the environment variables of a server, in addition to those of this process; None: without this one."""
+        own: dict[str, str | None] = {
             COMMAND: json.dumps(command),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": str(self.threads),
             "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), PACKAGES))),
+            # expandable segments, which suit a learner, do not work with the memory that a sleeping server frees
+            **dict.fromkeys(ALLOCATOR if sleeps else ()),
         }
         return {**own, "CUDA_VISIBLE_DEVICES": ",".join(map(visible_name, gpus))} if gpus else own
 

@@ -46,7 +46,7 @@ class SGLangSetup(ServerSetup):
         # a file has no place for this option: its value may be given or not
         strict = ["--lora-strict-loading"] if self.lora_rank else []  # it refuses adapters of matrices that it lacks
         command = [MODULE, "--config", str(file), *strict]
-        process = EngineProcess(SERVER, self.package, self.environment(command, gpus))
+        process = EngineProcess(SERVER, self.package, self.environment(command, gpus, sleeps))
         return process, SGLangClient(run, f"http://{HOST}:{port}", own=True, key=key)
 
     @classmethod
@@ -90,9 +90,12 @@ class SGLangSetup(ServerSetup):
             given["max-loras-per-batch"] = 2  # the adapter, and none for /health_generate
         return given if gpus else {**given, "device": "cpu"}
 
-    def environment(self, command: Sequence[str], gpus: Sequence[int]) -> dict[str, str]:
-        own = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1", "SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
-        return super().environment(command, gpus) | own
+    def environment(self, command: Sequence[str], gpus: Sequence[int], sleeps: bool) -> dict[str, str | None]:
+        own: dict[str, str | None] = {
+            "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+        }
+        return super().environment(command, gpus, sleeps) | own
 
 
 def free_port() -> int:

@@ -53,7 +53,7 @@ class VLLMSetup(ServerSetup):
         socket = socket_at(place)
         socket.unlink(missing_ok=True)  # of a process that was lost
         command = [MODULE, *self.arguments(str(socket), gpus, sleeps)]
-        process = EngineProcess(SERVER, "vllm", self.environment(command, gpus))
+        process = EngineProcess(SERVER, "vllm", self.environment(command, gpus, sleeps))
         return process, VLLMClient(run, "http://vllm", str(socket))
 
     @classmethod
@@ -107,8 +107,8 @@ class VLLMSetup(ServerSetup):
             given["max-num-batched-tokens"] = max(self.context, PREFILL_TOKENS)
         return words_of(given)
 
-    def environment(self, command: Sequence[str], gpus: Sequence[int]) -> dict[str, str]:
-        own = super().environment(command, gpus) | ENVIRONMENT
+    def environment(self, command: Sequence[str], gpus: Sequence[int], sleeps: bool) -> dict[str, str | None]:
+        own = super().environment(command, gpus, sleeps) | ENVIRONMENT
         if not gpus:
             own["TORCHDYNAMO_DISABLE"] = "1"
         if self.transfer == "ipc":

@@ -4,9 +4,10 @@ A layout has to be computed by a model that takes only rows of tokens. There are
 first one that reproduces the log-probabilities of the model's own forward is chosen. There is no list of architectures.
 
 flat    all tokens in one row, and our attention in place of the model's own: shared prompts once, no padding. For
-models whose layers mix tokens by full attention alone.
-rows    each reply behind its own prompt, in rows padded on the right: for windows, sinks, soft-capped scores,
-state-space layers. Later tokens cannot influence earlier ones, so no mask is needed.
+models whose layers mix tokens by attention, also within windows, with sinks or soft-capped scores, by the gated delta
+rule, or by short convolutions.
+rows    each reply behind its own prompt, in rows padded on the right: for state-space layers and all others. Later tokens
+cannot influence earlier ones, so no mask is needed.
 
 T    tokens of a micro-batch    n    hidden states that are requested
 """
@@ -18,7 +19,6 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,8 +38,8 @@ from posttrain.models.hf.experts import Routers, attach, calling, find_routers, 
 from posttrain.models.hf.headless import classifier_of, grow, save_headless
 from posttrain.models.hf.linear_layers import open_products, products
 from posttrain.models.hf.probes import BEGINNING, PROBES, probe_ids
+from posttrain.models.hf.token_mixing import NAME, LayoutMixing, current_mixing, mixing
 from posttrain.models.hf.vision import PictureFeatures, Vision
-from posttrain.models.native.attention import SegmentAttention
 from posttrain.models.native.head import Head
 from posttrain.models.native.linear import Linear
 from posttrain.models.native.segments import Forest
@@ -49,12 +49,7 @@ if TYPE_CHECKING:
     from posttrain.models.adapters.lora import LoRA
 
 Way = Literal["flat", "rows"]
-NAME = "posttrain"  # name of our attention in transformers
 FULLER = 0.8  # rows of one call have at least this share of the longest row's length
-
-
-class NotFlatError(Exception):
-    """Raised when a layer does more than attend to all earlier tokens."""
 
 
 @dataclass(frozen=True)
@@ -346,7 +341,7 @@ class Backed(nn.Module):
         features = self.features(pictures)
         place = layout.position[None] if layout.position.ndim == 1 else layout.position[:, None]
         with (
-            attending(SegmentAttention(layout)),
+            mixing(LayoutMixing(layout)),
             calling(self, self.routers, self._experts(layout)) as matter,
             self.shown([m.digest for m in pictures], features) as more,
         ):
@@ -467,58 +462,14 @@ def _recompute(layer: nn.Module, function: Callable[..., Any], *given: Any) -> A
     """Compute a layer, and recompute it in the backward pass with the attention and experts of the forward pass, in
     whichever thread that runs.
     """
-    attend, routed = _current.get(None), repeating()
+    how, routed = current_mixing(), repeating()
 
     def computed(*given: Any) -> Any:
         before, layer.training = layer.training, False  # some use this flag for dropout (OPT)
         try:
-            with routed(), nullcontext() if attend is None else attending(attend):
+            with routed(), mixing(how):
                 return function(*given)
         finally:
             layer.training = before
 
     return checkpoint(computed, *given, use_reentrant=False, preserve_rng_state=False)
-
-
-# -- our attention inside the model's layers ---------------------------------------------------------------------------
-
-Attending = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-_current: ContextVar[Attending] = ContextVar("attention of the layers")
-ALL_OR_NOTHING = ("sliding_window", "softcap", "s_aux", "sinks", "position_bias", "chunk_size")
-"""Arguments of a layer to its attention, besides queries, keys and values, that ours does not support."""
-
-
-@contextmanager
-def attending(attend: Attending) -> Iterator[None]:
-    """Context in which the layers use this attention, in this thread."""
-    token = _current.set(attend)
-    try:
-        yield
-    finally:
-        _current.reset(token)
-
-
-def segment_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **more: Any,
-) -> tuple[Tensor, None]:
-    """Compute attention for transformers' `AttentionInterface`: query [1, heads, T, size] -> [1, T, heads, size of
-    values].
-    """
-    for name in ALL_OR_NOTHING:
-        if more.get(name) is not None:
-            raise NotFlatError(f"{type(module).__name__} has a {name}")
-    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
-    size, width = q.shape[-1], v.shape[-1]
-    if scaling is not None and abs(factor := scaling * size**0.5) != 1.0:
-        q = q * factor
-    if width < size:  # latent attention: kernels require equal sizes, and zeros do not change the result
-        v = nn.functional.pad(v, (0, size - width))
-    if width > size:
-        raise NotFlatError(f"{type(module).__name__} has values wider than its keys")
-    return _current.get()(0, q, k, v)[None, ..., :width], None

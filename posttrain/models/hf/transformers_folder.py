@@ -30,16 +30,18 @@ from posttrain.models.checkpoint_summary import context_of
 from posttrain.models.free_memory import available_memory
 from posttrain.models.gguf.gguf_config import MODEL_TYPES, NATIVE
 from posttrain.models.gguf.gguf_file import is_gguf, read_gguf
-from posttrain.models.hf.backed import NAME, Backed, NotFlatError, Way, attending, segment_attention
+from posttrain.models.hf.backed import Backed, Way
 from posttrain.models.hf.backed_writer import quiet
 from posttrain.models.hf.experts import watching
 from posttrain.models.hf.headless import let_head_go, names_of_head
 from posttrain.models.hf.linear_layers import narrow_products
 from posttrain.models.hf.probes import BEGINNING, PROBES, probe_ids
 from posttrain.models.hf.size_check import check_layers, check_room, other_shape
+from posttrain.models.hf.token_mixing import NAME, NotFlatError, follow_layouts, layout_attention, mixing
 from posttrain.models.hf.vision import Vision
 from posttrain.models.image_processor import ImageProcessor, placeholder_ids
 from posttrain.models.json_files import read_json, shown
+from posttrain.models.native.attention import AttentionVariant
 from posttrain.models.native.decoder_config import read_eos_ids
 from posttrain.models.native.head import Head
 from posttrain.models.weight_files import HEADS, SCORE, reward_model_error, tensors_error
@@ -244,6 +246,7 @@ def _check_tensors(folder: Path, inner: Any, told: Mapping[str, Any], headless: 
 def choose_mode(model: Backed, folder: Path) -> None:
     """Set the mode that reproduces the log-probabilities of the model's own forward. Raises UserError if none does."""
     _register()
+    follow_layouts(model.inner)
     limit = TOLERANCE if model.head.dtype in (torch.float32, torch.float64) else COARSE
     with torch.no_grad(), quiet():
         try:
@@ -268,7 +271,7 @@ def choose_mode(model: Backed, folder: Path) -> None:
             except (NotFlatError, ValueError, NotImplementedError):
                 continue
             if apart <= limit:
-                model.rows_attention = attention if way == "rows" else _for_rows(model)
+                model.rows_attention = attention if way == "rows" else _for_rows(model, own, limit)
                 return
     raise _refused(folder, model, apart, "its attention", "to all that came before a token, or computed row by row")
 
@@ -398,33 +401,59 @@ def _kept_per_token(model: Backed) -> float:
     return count / len(layout.tokens)
 
 
-def _for_rows(model: Backed) -> str:
-    """Return the name of the attention with which a flat model samples with a cache."""
+def _for_rows(model: Backed, own: Tensor, limit: float) -> str:
+    """Return the name of the attention with which a flat model samples with a cache: torch's fused one, if it gives the
+    model's own logits, which it does not for soft caps and sinks.
+    """
+    model.way = "rows"
     try:
         model.attend("sdpa")
-        return "sdpa"
-    except ValueError:
+        apart = _difference(model.head.logits(model.hidden(*probe(model))), own)
+    except (ValueError, NotImplementedError):
         return "eager"
     finally:
+        model.way = "flat"
         model.attend(NAME)
+    return "sdpa" if apart <= limit else "eager"
+
+
+class _Recording:
+    """Counts how the layers of a model mix tokens, and compares their windows with their masks."""
+
+    def __init__(self) -> None:
+        self.attentions = self.convolutions = self.rules = 0
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, how: AttentionVariant, mask: Tensor | None) -> Tensor:
+        self.attentions += 1
+        windows = {0} if mask is None else set(mask.unique().tolist())
+        if windows != {how.window or 0}:
+            raise NotFlatError("the window of a layer is not that of its mask")
+        return q
+
+    def convolution(self, function: Callable[..., Tensor], *given: Any, **named: Any) -> Tensor:
+        self.convolutions += 1
+        return function(*given, **named)
+
+    def rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normed: bool) -> Tensor:
+        self.rules += 1
+        return v
 
 
 def _is_flat(model: Backed) -> bool:
-    """Return whether every layer calls our attention exactly once, with a plain causal mask and nothing besides."""
-    calls = []
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        calls.append(layer)
-        return q
-
+    """Return whether every layer calls our attention exactly once, with a causal mask or a window, or our functions for
+    linear attention, and nothing besides. Texts of a few tokens do not show what a long window hides, so the masks are
+    looked at.
+    """
+    found = _Recording()
     ids = torch.tensor([probe_ids(model, BEGINNING)], device=model.head.device)
     try:
         model.attend(RECORDING)
-        with attending(attend):
+        with mixing(found):
             model.inner.base_model(input_ids=ids, use_cache=False)
     except (NotFlatError, ValueError, NotImplementedError):
         return False
-    return len(calls) == model.inner.config.get_text_config().num_hidden_layers
+    layers = model.inner.config.get_text_config().num_hidden_layers
+    return found.attentions + max(found.convolutions, found.rules) == layers
 
 
 # -- mixtures of experts -----------------------------------------------------------------------------------------------
@@ -462,12 +491,31 @@ def replay_routing(model: Backed) -> None:
 
 def _register() -> None:
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+    from transformers.masking_utils import AttentionMaskInterface
 
-    def mask(*_: Any, mask_function: Callable[..., Any] = causal_mask_function, **more: Any) -> None:
-        if mask_function is not causal_mask_function:
-            raise NotFlatError("a mask is more than causal")
+    AttentionInterface.register(NAME, layout_attention)  # without a mask function no mask is made
+    AttentionInterface.register(RECORDING, layout_attention)
+    AttentionMaskInterface.register(RECORDING, _recorded_mask)
 
-    AttentionInterface.register(NAME, segment_attention)  # without a mask function no mask is made
-    AttentionInterface.register(RECORDING, segment_attention)
-    AttentionMaskInterface.register(RECORDING, mask)
+
+def _recorded_mask(
+    *_: Any, q_length: int, kv_length: int, mask_function: Callable[..., Any], **more: Any
+) -> Tensor | None:
+    """Return, for a mask with a window, the window in place of the mask, [1, 1, q, kv]; None for a causal mask. Raises
+    NotFlatError for other masks.
+    """
+    from transformers.masking_utils import causal_mask_function
+
+    if mask_function is causal_mask_function:
+        return None
+    window = more.get("local_size") or 0
+    zero, keys = torch.tensor(0), torch.arange(3 * window + 8)
+    for query in (0, 1, window - 1, window, 3 * window + 5):
+        distance = query - keys
+        try:
+            seen = mask_function(zero, zero, torch.tensor(query), keys)
+        except (IndexError, TypeError, RuntimeError):  # a mask of something else than two places
+            raise NotFlatError("a mask depends on more than distances") from None
+        if not torch.equal(seen, (distance >= 0) & (distance < window)):
+            raise NotFlatError("a mask is neither causal nor a window")
+    return torch.full((1, 1, q_length, kv_length), float(window))

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from posttrain.core.batch import Layout
 from posttrain.models.native.attention_compiled import CompiledAttention, at_least_float32, compiled_covers
 from posttrain.models.native.attention_flash import FlashAttention, flash_covers
+from posttrain.models.native.attention_flex import FlexAttention
 from posttrain.models.native.segments import Forest
 
 PREFIX_TOKENS = 128
@@ -31,16 +32,35 @@ PREFIX_TOKENS = 128
 _GROWTH = math.log(1.25)  # lengths of segments in a bucket differ by at most this factor: at most 20% is padding
 
 
+Way = TypeVar("Way")
+
+
+@dataclass(frozen=True)
+class AttentionVariant:
+    """How the attention of a layer differs from the plain causal one."""
+
+    window: int | None = None  # tokens that a query sees, itself included; None: all
+    cap: float | None = None  # a score becomes cap * tanh(score / cap)
+    sinks: Tensor | None = None  # [heads], the score of a further key of each head, whose value is 0
+
+    @property
+    def plain(self) -> bool:
+        return self.window is None and self.cap is None and self.sinks is None
+
+
 class SegmentAttention:
     """An `attend` for `Decoder.forward`: every segment attends to all of its ancestors and, causally, to itself."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
+        self._ways: dict[Any, Any] = {}  # by class and window
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant | None = None) -> Tensor:
         """Attend: q [T, heads, size], k and v [T, kv_heads, size] -> [T, heads, size]."""
         # Fused kernels have no second derivative; callers that need one switch them off.
         fused_kernels = torch.backends.cuda.flash_sdp_enabled()
+        if variant is not None and not (needed := self._needed(variant)).plain:
+            return self._varied(q, k, v, needed, fused_kernels)
         if q.device.type != "cpu":
             return self.flash(q, k, v) if fused_kernels and flash_covers(q) else self.masked(q, k, v)
         if fused_kernels:
@@ -48,7 +68,26 @@ class SegmentAttention:
                 return self.compiled(q, k, v)
             if self._few_prefixes:
                 return self.joined(q, k, v)
-        return self.masked(*map(at_least_float32, (q, k, v))).to(q.dtype)
+        return self._in_torch(q, k, v, AttentionVariant())
+
+    def _needed(self, variant: AttentionVariant) -> AttentionVariant:
+        """Return the variant without a window that reaches over every transcript."""
+        far = variant.window is not None and variant.window >= self._longest
+        return replace(variant, window=None) if far else variant
+
+    def _varied(self, q: Tensor, k: Tensor, v: Tensor, how: AttentionVariant, fused_kernels: bool) -> Tensor:
+        """Attend where it is not plain."""
+        if fused_kernels and flash_covers(q):
+            if how.cap is None:
+                return self._way(FlashAttention, how.window)(q, k, v, how.sinks)
+            if how.sinks is None:
+                return self._way(FlexAttention, how.window)(q, k, v, how.cap)
+        return self._in_torch(q, k, v, how)
+
+    def _in_torch(self, q: Tensor, k: Tensor, v: Tensor, how: AttentionVariant) -> Tensor:
+        """Attend with masks, at least in float32."""
+        wide = at_least_float32(q), at_least_float32(k), at_least_float32(v)
+        return self._way(MaskedAttention, how.window)(*wide, how.cap, how.sinks).to(q.dtype)
 
     @cached_property
     def compiled(self) -> CompiledAttention:
@@ -57,24 +96,36 @@ class SegmentAttention:
         """
         return CompiledAttention(self.layout, self._forest)
 
-    @cached_property
+    @property
     def flash(self) -> FlashAttention:
         """Attention by flash kernels: on a GPU, in bfloat16, differentiable once."""
-        return FlashAttention(self.layout, self._forest)
+        return self._way(FlashAttention)
 
     @cached_property
     def joined(self) -> JoinedAttention:
         """Joined attention: on a processor, differentiable once."""
         return JoinedAttention(self.layout, self._forest)
 
-    @cached_property
+    @property
     def masked(self) -> MaskedAttention:
         """Masked attention: on every device, differentiable twice."""
-        return MaskedAttention(self.layout, self._forest)
+        return self._way(MaskedAttention)
+
+    def _way(self, kind: Callable[[Layout, Forest, int | None], Way], window: int | None = None) -> Way:
+        """Return attention of this class, with this window, which is made once."""
+        if (kind, window) not in self._ways:
+            self._ways[kind, window] = kind(self.layout, self._forest, window)
+        found: Way = self._ways[kind, window]
+        return found
 
     @cached_property
     def _forest(self) -> Forest:
         return Forest(self.layout)
+
+    @cached_property
+    def _longest(self) -> int:
+        """Tokens of the longest transcript."""
+        return max(map(sum, zip(self._forest.before, self.layout.length, strict=True)))
 
     @cached_property
     def _few_prefixes(self) -> bool:
@@ -262,58 +313,82 @@ class _MaskedBucket:
 
 
 class MaskedAttention:
-    """Attention through `scaled_dot_product_attention` with masks: on a GPU in float32, and where a second derivative is
-    needed.
+    """Attention with masks: on a GPU in float32, and where a second derivative is needed. `window`: tokens that a query
+    sees, itself included; None: all.
     """
 
-    def __init__(self, layout: Layout, forest: Forest) -> None:
+    def __init__(self, layout: Layout, forest: Forest, window: int | None = None) -> None:
+        reach = None if window is None else window - 1
         members: dict[tuple[int, int], list[int]] = defaultdict(list)
         for k, (own, before) in enumerate(zip(layout.length, forest.before, strict=True)):
+            before = before if reach is None else min(before, reach)
             members[_grade(own), _grade(before) if before else -1].append(k)
         device = layout.tokens.device
         self.buckets: list[_MaskedBucket] = []
         for (_, prefixed), segments in sorted(members.items()):
             queries = _Bucket(layout, segments)
             keys, mask = queries.tokens, None
-            if prefixed >= 0:
-                index, visible = _with_ancestors(forest, queries)
+            if prefixed >= 0 or window is not None:
+                index, visible = _with_ancestors(forest, queries, window)
                 keys, mask = torch.from_numpy(index.reshape(-1)).to(device), torch.from_numpy(visible).to(device)
             self.buckets.append(_MaskedBucket(queries, keys, mask))
         self.place = _places(layout, [bucket.queries for bucket in self.buckets])
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, cap: float | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
         outputs = []
         for bucket in self.buckets:
+            queries = bucket.queries.gather(q)
             keys, values = (_gathered(x, bucket.keys, bucket.queries.size) for x in (k, v))
-            repeat = q.shape[1] // k.shape[1]
-            if repeat > 1 and q.is_cuda and (bucket.mask is not None or q.dtype == torch.float32):
-                # On CUDA only kernels without a mask and below float32 share key-value heads; otherwise torch would
-                # fall back to a kernel that keeps all [n, m] scores.
-                keys, values = (x.repeat_interleave(repeat, 1) for x in (keys, values))
-                repeat = 1
-            out = F.scaled_dot_product_attention(
-                bucket.queries.gather(q),
-                keys,
-                values,
-                attn_mask=bucket.mask,
-                is_causal=bucket.mask is None,
-                enable_gqa=repeat > 1,
-            )
+            if cap is None and sinks is None:
+                out = _scaled_dot_product(queries, keys, values, bucket.mask)
+            else:
+                out = _with_own_softmax(queries, keys, values, bucket.mask, cap, sinks)
             outputs.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
         return torch.cat(outputs).index_select(0, self.place)
 
 
-def _with_ancestors(forest: Forest, queries: _Bucket) -> tuple[np.ndarray, np.ndarray]:
+def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Attend by torch's function: q [B, heads, n, size], k and v [B, kv_heads, m, size]. `mask` None: causal."""
+    repeat = q.shape[1] // k.shape[1]
+    if repeat > 1 and q.is_cuda and (mask is not None or q.dtype == torch.float32):
+        # On CUDA only kernels without a mask and below float32 share key-value heads; otherwise torch would fall back
+        # to a kernel that keeps all [n, m] scores.
+        k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))
+        repeat = 1
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=repeat > 1)
+
+
+def _with_own_softmax(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attend with capped scores and sinks, which torch's function does not know. Arguments as above."""
+    groups = q.unflatten(1, (k.shape[1], -1))  # [B, kv_heads, heads of each, n, size]
+    scores = groups @ k.unsqueeze(2).transpose(-1, -2) * q.shape[-1] ** -0.5
+    if cap is not None:
+        scores = torch.tanh(scores / cap) * cap
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()[None, None]
+    scores = scores.masked_fill(~mask.unsqueeze(2), -torch.inf)
+    if sinks is None:
+        return (scores.softmax(-1) @ v.unsqueeze(2)).flatten(1, 2)
+    score = sinks.to(scores.dtype).view(1, k.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+    return (torch.cat((scores, score), -1).softmax(-1)[..., :-1] @ v.unsqueeze(2)).flatten(1, 2)
+
+
+def _with_ancestors(forest: Forest, queries: _Bucket, window: int | None) -> tuple[np.ndarray, np.ndarray]:
     """Return (keys [B, p + n], with the ancestors' tokens directly before the segments' own; mask [B, 1, n, p + n])."""
-    paths = [forest.path(k) for k in queries.segments]
+    paths = [forest.path(k, None if window is None else window - 1) for k in queries.segments]
     p, n = max(map(len, paths)), queries.index.shape[1]
-    keys = np.concatenate([np.empty((queries.size, p), dtype=np.int64), queries.index], axis=1)
+    keys = np.concatenate([np.repeat(queries.index[:, :1], p, 1), queries.index], axis=1)  # padding: not attended to
     mask = np.zeros((queries.size, 1, n, p + n), dtype=bool)
     mask[:, 0, :, p:] = np.tril(np.ones((n, n), dtype=bool))
     for row, path in enumerate(paths):
-        keys[row, : p - len(path)] = path[0]  # padding: not attended to
         keys[row, p - len(path) : p] = path
         mask[row, 0, :, p - len(path) : p] = True
+    if window is not None:
+        mask &= np.arange(p, p + n)[:, None] - np.arange(p + n) < window
     return keys, mask
 
 

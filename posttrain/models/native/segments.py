@@ -52,12 +52,15 @@ class Forest:
         """Return int64 indices in [T] of these segments' tokens."""
         return np.concatenate([np.arange(self._start[k], self._start[k] + self._length[k]) for k in segments])
 
-    def path(self, k: int) -> np.ndarray:
-        """Return int64 [before[k]]: indices in [T] of the tokens of all ancestors of a segment, the root's first."""
+    def path(self, k: int, last: int | None = None) -> np.ndarray:
+        """Return int64 [before[k]]: indices in [T] of the tokens of all ancestors of a segment, the root's first.
+        `last`: at most this many, the nearest.
+        """
         missing, parent = [], self.parent[k]
         while parent not in self._paths:
             missing.append(parent)
             parent = self.parent[parent]
         for parent in reversed(missing):
             self._paths[parent] = np.concatenate((self._paths[self.parent[parent]], self.tokens([parent])))
-        return self._paths[self.parent[k]]
+        whole = self._paths[self.parent[k]]
+        return whole if last is None else whole[max(0, len(whole) - last) :]

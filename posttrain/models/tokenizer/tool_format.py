@@ -52,6 +52,8 @@ def format_of(render: Render) -> ToolFormat | None:
         except UserError:  # one call a turn
             two = ""
         start = len(_shared_start(one, plain))  # start of the reply
+        if content is None and "None" in one[start:]:  # a null content as Jinja writes it
+            continue
         try:
             found = _seen(one[start:], two[len(_shared_start(two, plain)) :])
         except (ValueError, IndexError):  # unknown order of the parts
@@ -63,6 +65,8 @@ def format_of(render: Render) -> ToolFormat | None:
 def _seen(one: str, two: str) -> dict[str, Any] | None:
     """Return the fields of ToolFormat, found in the renderings of one call and of two calls; None: unknown format."""
     name = one.index(NAME)
+    if (again := one.rfind(NAME, name + 1, one.find(KEY))) > 0 and not one[:again].endswith("functions."):
+        name = again  # a header addressed to the tool, then its name between marks
     before, behind = one[:name], one[name + len(NAME) :]
     if before.endswith("to=functions.") and "<|channel|>" in behind:
         return {"kind": "harmony"}

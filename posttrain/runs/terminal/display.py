@@ -56,8 +56,7 @@ class Display:
         if self._quiet:
             show()
             return
-        width = size(self._stream)[0] - 1 if on_terminal else 0
-        self._print("\n".join([title, *(wrapped(f"  {line}", width) for line in lines)]))
+        self._print("\n".join([title, *(f"  {line}" for line in lines)]))
         show()
         if on_terminal:
             self._region = Region(self._stream, self._panel)
@@ -91,8 +90,7 @@ class Display:
     def note(self, text: str) -> None:
         """Print permanent lines, such as findings of the health check, wrapped between words."""
         if self._region:
-            width = size(self._stream)[0] - 1
-            self._region.print("\n".join(wrapped(line, width) for line in safe(text).split("\n")))
+            self._region.print(self._fitting(text))
         elif not self._quiet:
             with self._lock:
                 self._print_waiting()
@@ -105,8 +103,13 @@ class Display:
             self._region.stop()
             self._region = None
 
+    def _fitting(self, text: str) -> str:
+        """Return text whose lines are wrapped between words to the terminal's columns, if there is a terminal."""
+        width = size(self._stream)[0] - 1 if self._stream.isatty() else 0
+        return "\n".join(wrapped(line, width) for line in safe(text).split("\n"))
+
     def _print(self, text: str) -> None:
-        self._stream.write(safe(text) + "\n")
+        self._stream.write(self._fitting(text) + "\n")
         self._stream.flush()
 
     def _print_waiting(self) -> None:

@@ -64,18 +64,22 @@ class TaskOrder(Protocol):
         ...
 
 
+LARGEST = 2**62
+"""Above every count of a run: larger integers do not fit the numbers of numpy and torch."""
+
+
 def counted(value: Any) -> int:
     """Return a count from a state. Raises ValueError for anything else."""
-    if type(value) is not int or value < 0:
-        raise ValueError(f"a count of {value!r}")
+    if type(value) is not int or not 0 <= value < LARGEST:
+        raise ValueError(f"a count of {value!r:.40}")
     return value
 
 
 def amount(value: Any) -> float:
-    """Return a number of rollouts from a state. Raises ValueError for anything else."""
+    """Return a number of rollouts from a state. Raises ValueError, TypeError or OverflowError for anything else."""
     found = float(value)
     if not 0 <= found < float("inf"):
-        raise ValueError(f"an amount of {value!r}")
+        raise ValueError(f"an amount of {value!r:.40}")
     return found
 
 

@@ -73,13 +73,14 @@ def memory_of(setting: Setting, config: Any) -> Memory:
     return Memory(max(peaks, default=float("nan")), plan_memory(config, float(room)).found.total / 1e9)
 
 
-def laps_of(setting: Setting, config: Any, warm: bool = True) -> tuple[list[Lap], Memory]:
+def laps_of(setting: Setting, config: Any, warm: bool = True, rounds: int | None = None) -> tuple[list[Lap], Memory]:
     """Return each measured step of a run, and its memory. The run ends after them.
 
-    Its first step is thrown away; not `warm`: it is the one that is measured. Fewer steps are measured where another one
-    would not fit into the time of the part.
+    Its first step is thrown away; not `warm`: it is the one that is measured. `rounds`: of them, None: as the command
+    says. Fewer steps are measured where another one would not fit into the time of the part.
     """
     laps, ended = list[Lap](), list[float]()
+    wanted = (rounds or setting.rounds) if warm else 1
 
     def after(trained: FinishedStep) -> bool | None:
         setting.wait()
@@ -89,7 +90,7 @@ def laps_of(setting: Setting, config: Any, warm: bool = True) -> tuple[list[Lap]
             own = {**trained.step.seconds, **trained.seconds, "between": trained.between}
             laps.append({**own, "step": whole, "tokens": trained.step.tokens, "fed": trained.work.fed})
         late = setting.left() < 1.3 * whole + SPARE
-        leave(len(laps) >= (setting.rounds if warm else 1) or bool(laps and late))
+        leave(len(laps) >= wanted or bool(laps and late))
         return None
 
     with stepping(after), waiting(setting), suppress(SystemExit):

@@ -24,6 +24,7 @@ from posttrain.models.native.decoder_flops import BACKWARD
 COLUMNS = ("", "s a step", "s, sampling", "s, update", "tokens/s", "MFU of the update, measured peak, %")
 MORE = ("of 989 TFLOP/s, %", "most memory, GB", "estimated, GB", "estimate / most")
 PHASES = ("step", "rollout", "update", "tokens", "fed", "between")
+LONG_SECONDS = 90  # for a step of 7B with replies of 4,096 tokens, and to open its run
 MFU = Goal(45, unit=" %")
 FITS = Goal(80, least=False, unit=" GB")
 
@@ -119,14 +120,13 @@ def grpo(setting: Setting, folder: Path, work: Work, **more: Any) -> RL:
         prompts=work.prompts,
         group=work.group,
         max_tokens=work.tokens,
-        settings={"kl": 0.0},
         lr=LEARNING_RATE,
-        **more,
+        **{"settings": {"kl": 0.0}, **more},
     )
 
 
-def sft(setting: Setting, folder: Path, work: Work) -> SFT:
-    return SFT(**_of_rows(setting, folder, work, "sft", rows(work.prompts, work.tokens)))
+def sft(setting: Setting, folder: Path, work: Work, **more: Any) -> SFT:
+    return SFT(**_of_rows(setting, folder, work, "sft", rows(work.prompts, work.tokens)), **more)
 
 
 def dpo(setting: Setting, folder: Path, work: Work) -> Prefer:
@@ -164,7 +164,12 @@ def lora7b(setting: Setting, found: Findings) -> None:
         folder = model_folder("7b", setting)
         table.notes.append(f"creating and saving the model, or finding it, took {number(seconds)} s")
     lengths = (8, 16) if setting.tiny else (1024, 4096)
-    for tokens in lengths if setting.long or setting.tiny else lengths[:1]:
+    for tokens in lengths:
+        if tokens != lengths[0] and setting.left() < LONG_SECONDS and not setting.tiny:
+            table.notes.append(
+                f"replies of {tokens:,} tokens did not fit into the time of this part: --long gives it more"
+            )
+            continue
         _fitted(setting, found, table, folder, Work(2, 2, tokens) if setting.tiny else Work(4, 8, tokens), options)
     if setting.long or setting.tiny:
         _whole7b(setting, found, folder)
@@ -200,8 +205,8 @@ def _fitted(setting: Setting, found: Findings, table: Table, folder: Path, work:
                 full = True
                 raise
             add_steps(setting, table, label, laps, memory, work.flops(shape_of("7b", setting)) * 2 / 3)
-            told = FITS.judge(memory.most) if long else "of replies of 4,096 tokens is not judged: --long measures it"
-            table.notes.append(f"{label}: goal {told}")
+            if long:
+                table.notes.append(f"{label}: goal {FITS.judge(memory.most)}")
             found.figures[f"7B LoRA, {label}: GB"] = memory.most
         if not full:
             return

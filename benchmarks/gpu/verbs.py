@@ -71,26 +71,26 @@ def _report(
             if any(codes):
                 table.add(name, *codes, "", "")
                 ran = there.result() if codes[0] else here.result()
-                found.failures.append(f"{name}: exit code {ran.returncode}: {_last_line(ran)}")
+                found.failures.append(f"{name}: exit code {ran.returncode}: {last_line(ran)}")
                 continue
             own = name if (place / "runs" / name).exists() else f"{name}-{HERE}"
-            worst, metric = _difference(*(_first(place / "runs" / run) for run in (own, f"{name}-{THERE}")))
+            worst, metric = difference(*(first_step(place / "runs" / run) for run in (own, f"{name}-{THERE}")))
             table.add(name, *codes, f"{worst:.1e}", metric)
 
 
-def _last_line(ran: CompletedProcess[str]) -> str:
+def last_line(ran: CompletedProcess[str]) -> str:
     lines = f"{ran.stdout}\n{ran.stderr}".strip().splitlines()
     return lines[-1][:300] if lines else ""
 
 
-def _first(run: Path) -> dict[str, Any]:
+def first_step(run: Path) -> dict[str, Any]:
     """The metrics of a run's first step."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     found: dict[str, Any] = next(row for line in lines if (row := json.loads(line))["step"] > 0)
     return found
 
 
-def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[float, str]:
+def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[float, str]:
     """The largest relative difference of two steps' metrics, and its metric."""
     if missing := one.keys() ^ other.keys():
         return float("inf"), f"only one side has {', '.join(sorted(missing))}"

@@ -59,6 +59,7 @@ def _written(config: Training) -> int | None:
 
 def _attempt(words: Sequence[str], config: Training) -> int:
     count = config.processes
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     meeting = socket.create_server(("127.0.0.1", 0), backlog=count)
     common = {
         "WORLD_SIZE": str(count),
@@ -68,7 +69,7 @@ def _attempt(words: Sequence[str], config: Training) -> int:
         MEETING: str(meeting.fileno()),
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # it prints stacks if a peer disconnects
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count))),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // count))),
     }
     children: list[subprocess.Popen[bytes]] = []
 
@@ -103,12 +104,14 @@ def _attempt(words: Sequence[str], config: Training) -> int:
 def _watched(children: Sequence[subprocess.Popen[bytes]], timeout: float) -> int:
     """Wait for all processes, and end those that remain after a failure. Return the exit code."""
     end: float | None = None
+    ended: list[int | None] = []
     while any(child.poll() is None for child in children):
         codes = [child.poll() for child in children]
         if end is None and any(codes):
             lost = any(code is not None and (code < 0 or code == CRASHED) for code in codes)
             end = time.monotonic() + (GRACE if lost else GRACE + timeout)
         if end is not None and time.monotonic() > end:
+            ended = codes  # before those end that wait on a GPU for another one, which no signal reaches
             for child in children:
                 if child.poll() is None:
                     child.terminate()
@@ -117,7 +120,7 @@ def _watched(children: Sequence[subprocess.Popen[bytes]], timeout: float) -> int
                     child.wait(max(0.0, end + DYING - time.monotonic()))
             break
         time.sleep(0.02)
-    ended = [child.poll() for child in children]
+    ended = ended or [child.poll() for child in children]
     if killed := [(rank, -code) for rank, code in enumerate(ended) if code is not None and code < 0]:
         said = ", ".join(f"process {rank} was ended by {signal.Signals(number).name}" for rank, number in killed)
         print(f"posttrain: {said}", file=sys.stderr)

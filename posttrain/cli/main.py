@@ -86,7 +86,8 @@ def main(arguments: list[str] | None = None) -> int:
         said = explanation(error, words)
         from posttrain.runs.terminal.output import Output, columns, wrapped
 
-        if os.environ.get("RANK", "0") == "0":  # of several processes in a run, only the first prints messages
+        # of several processes in a run, only the first prints messages, unless it cannot know of one
+        if os.environ.get("RANK", "0") == "0" or getattr(error, "unheard", False):
             print(wrapped(f"posttrain: {_presentable(said)}", columns(Output(sys.stderr))), file=sys.stderr)
         return error.code if isinstance(error, UserError) else 2
     except KeyboardInterrupt:

@@ -40,6 +40,7 @@ class UserError(ValueError):
     """A user's mistake. The message is one line with the fix; the command line prints it and exits with 2."""
 
     code = 2  # exit code of the command
+    unheard = False  # of one of several processes: whether the first, which prints for all, may not know of it
 
 
 class StopRun(Exception):

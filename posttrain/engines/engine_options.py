@@ -29,9 +29,9 @@ class EngineOptions:
     world: World = field(default_factory=Alone)  # processes of which each has engines that this run starts
     rank: int = 0  # rank of the process to which the engines belong
     devices: tuple[int, ...] = ()  # GPUs of the processes
-    urls: Sequence[str] = ()  # vLLM servers that run already
-    gpus: int = 1  # of each vLLM server
-    seeds: bool = False  # whether vLLM samples each request with a seed of its own
+    urls: Sequence[str] = ()  # servers that run already
+    gpus: int = 1  # of each server
+    seeds: bool = False  # whether servers sample each request with a seed of its own
     seed: int = 0  # from it follow those of the servers, for other requests
     learner_devices: tuple[int, ...] = ()  # GPUs of the learners
     role_devices: tuple[int, ...] = ()  # GPUs of models beside the policy

@@ -7,7 +7,9 @@ has failed or hangs, the others get an error with the reason, and none waits in 
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +30,9 @@ from posttrain.models.gpu_placement import GPUPlacement
 from posttrain.system.child_processes import MEETING
 
 FAILED = "failed"  # the store's entry for the first failure: exit code and reason
+HEARD = "heard"  # the store's entry that the first process ends, and so prints the reason
+HEARD_SECONDS = 5.0  # for the first process to notice a failure; it may wait on a GPU for the process that has failed
+LEAVE_SECONDS = 5.0  # for a process that has failed to leave the group
 FIRST_PAUSE, LONGEST_PAUSE = 0.0001, 0.01  # seconds between checks for readiness
 
 
@@ -94,7 +99,7 @@ class Processes:
                 raise
             raise self._lost(error) from error
 
-    def _lost(self, error: RuntimeError) -> Elsewhere:
+    def _lost(self, error: RuntimeError) -> UserError:
         """Return the error for a broken collective, with the reason if the other process has reported one."""
         try:
             if (failed := self._failure()) is not None:
@@ -153,15 +158,32 @@ class Processes:
 
     def fail(self, error: BaseException) -> None:
         """Report, to other processes and to other threads of this one, the reason why this process makes no more calls.
-        The first report counts.
+        The first report counts. A UserError of which the first process does not hear is marked as unheard.
         """
-        if self._store is not None and not isinstance(error, Elsewhere):
-            code = error.code if isinstance(error, UserError) else 1
-            why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            try:
-                self._store.compare_set(FAILED, "", f"{code} process {self.rank}: {why}")
-            except RuntimeError:  # the process that serves the store is gone, which all others detect
-                return
+        global _failed
+        _failed = True
+        if self._store is None:
+            return
+        code = error.code if isinstance(error, UserError) else 1
+        why = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        told = f"{code} process {self.rank}: {why}"
+        try:
+            if self.rank == 0:
+                self._store.set(HEARD, "")
+            first = not isinstance(error, Elsewhere) and self._store.compare_set(FAILED, "", told) == told.encode()
+            # over Gloo the first process notices when this one ends, over NCCL it may wait for it for ever
+            if first and isinstance(error, UserError) and not error.unheard and "nccl" in dist.get_backend_config():
+                error.unheard = not self._is_heard()
+        except RuntimeError:  # the process that serves the store is gone, which all others detect
+            return
+
+    def _is_heard(self) -> bool:
+        """Return whether the first process has heard of a failure, or does within a short time."""
+        assert self._store is not None
+        end = time.monotonic() + HEARD_SECONDS
+        while not (heard := self._store.check([HEARD])) and time.monotonic() < end:
+            time.sleep(LONGEST_PAUSE)
+        return heard
 
     def mark(self, name: str) -> None:
         if self._lasting is not None:
@@ -178,12 +200,14 @@ class Processes:
         pause, end = FIRST_PAUSE, time.monotonic() + self._timeout
         try:
             call = f"{self._name}{self._calls}"
+            entries = {f"{call}/{r}": place for r, place in enumerate(self._ranks)}
             self._store.set(f"{call}/{self.rank}", "")
-            while missing := [r for r in range(self.size) if not self._store.check([f"{call}/{r}"])]:
+            while not self._store.check(list(entries)):  # one message to the store, however many processes there are
                 if (failed := self._failure()) is not None:
                     raise failed
                 if time.monotonic() > end:
-                    said = ", ".join(str(self._ranks[r]) for r in missing)
+                    missing = [str(place) for entry, place in entries.items() if not self._store.check([entry])]
+                    said = ", ".join(missing)
                     raise Elsewhere(f"process {said} did not respond within {self._timeout:g} s (--collective-timeout)")
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
@@ -201,10 +225,18 @@ def with_peers(call: Callable[[], Any]) -> None:
         raise gone(error) from error
 
 
-def gone(error: RuntimeError) -> Elsewhere:
-    return Elsewhere(f"another process of the run is gone ({' '.join(str(error).split())[:100]})")
+def gone(error: RuntimeError) -> UserError:
+    """Return the error for a broken collective. NCCL also fails by itself, and the reason ends a long message."""
+    said = " ".join(str(error).split())
+    if "NCCL error" in said and "ncclRemoteError" not in said:
+        found = re.search(r"Last error: (.+)", said) or re.search(r"NCCL version \S+ (.+)", said)
+        own = UserError(f"NCCL failed: {found[1][:300] if found else said[:300]} (with NCCL_DEBUG=INFO it says more)")
+        own.code = 1
+        return own
+    return Elsewhere(f"another process of the run is gone ({said[:100]})")
 
 
+_failed = False  # whether a run of this process has failed
 _runs = count()
 """Number of runs in this process: each run's calls have names of their own."""
 
@@ -257,7 +289,10 @@ def gpus_of_all(device: str, placement: GPUPlacement, store: Store) -> list[str]
 
 def _leave() -> None:
     if dist.is_initialized():
+        if _failed:  # NCCL waits for processes that may be waiting for this one
+            faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True, file=os.open(os.devnull, os.O_WRONLY))
         dist.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
     _shared_store.cache_clear()
     _attempt.cache_clear()
 

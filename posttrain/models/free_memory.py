@@ -9,6 +9,10 @@ from pathlib import Path
 
 import torch
 
+ALLOCATOR = (
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)  # variables with settings of torch's, the second one older
 MEMINFO = Path("/proc/meminfo")
 LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))  # of a container
 

@@ -86,9 +86,13 @@ class GPUPlacement:
         """Return whether one engine has these GPUs to itself. `engines`: number of engines of each learner."""
         if self.shares(gpus) or not set(gpus).isdisjoint(self.role_devices):
             return False
+        return self.engines_on(gpus, engines) == 1
+
+    def engines_on(self, gpus: Sequence[int], engines: int) -> int:
+        """Return the number of engines with one of these GPUs. `engines`: of each learner, with as many GPUs each."""
         learners = [self.at(place) for place in range(self.learners)]
         seats = [one.engine_gpus(number, len(gpus)) for one in learners for number in range(engines)]
-        return sum(not set(gpus).isdisjoint(seat) for seat in seats) == 1
+        return sum(not set(gpus).isdisjoint(seat) for seat in seats)
 
     def _learning(self) -> list[int]:
         return [self.learner(place) for place in range(self.learners)]

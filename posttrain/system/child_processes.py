@@ -58,10 +58,10 @@ class Child:
         *,
         folder: str | None = None,
         output: int | IO[Any] | None = None,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str | None] | None = None,
     ) -> None:
         """Start the child. `output`: where its output goes; None: to our standard error, through `sys.stderr` if that
-        is a terminal.
+        is a terminal. `environment`: variables in addition to ours; None: one that it does not have.
         """
         self._mark = f"{os.getpid()}-{secrets.token_hex(8)}"
         self._life, theirs = pair()
@@ -69,6 +69,7 @@ class Child:
             output = _our_error()
         here = folder or os.getcwd()
         numbers = ",".join(map(str, descriptors))
+        variables = {**os.environ, **(environment or {}), MARK: self._mark}
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, target, str(theirs.fileno()), numbers, *(p or here for p in sys.path)],
@@ -77,7 +78,7 @@ class Child:
                 stdout=output,
                 stderr=output,
                 cwd=folder,
-                env={**os.environ, **(environment or {}), MARK: self._mark},
+                env={name: value for name, value in variables.items() if value is not None},
                 start_new_session=True,
             )
 

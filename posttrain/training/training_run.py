@@ -23,6 +23,7 @@ from posttrain.models.free_memory import gpu_memory
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_folder import RunFolder
 from posttrain.training.distributed_setup import open_world
+from posttrain.training.full_gpu import full_gpu_in_words
 from posttrain.training.gpu_assignment import gpu_assignment
 from posttrain.training.hooks import Hooks
 from posttrain.training.memory_estimate import (
@@ -83,7 +84,12 @@ def run_training(
     build: Callable[[RunContext[AnyTraining]], RunParts] = load(VERBS[config.verb].function)
     if not config.resume:
         validate(config)  # first, as a command that lacks an option is no reason to delete the run in --out
-    with open_world(config) as world, RunFolder(config, rows, env, world) as run, ExitStack() as resources:
+    with (
+        open_world(config) as world,
+        full_gpu_in_words(config),
+        RunFolder(config, rows, env, world) as run,
+        ExitStack() as resources,
+    ):
         validate(run.config)
         watching = Hooks([*run.config.hook, *hooks])
         device = prepare(run.config)

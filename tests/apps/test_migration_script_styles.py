@@ -313,7 +313,7 @@ def test_a_trainer_of_the_scripts_own_is_read_and_what_it_overrides_is_printed(t
         ("optim='adamw_torch', adam_beta2=0.95", {"betas": [0.9, 0.95]}, ""),
         ("top_p=0.9", {"top_p": None}, "top_p = 0.9: training samples from the model's own distribution"),
         ("neftune_noise_alpha=5", {}, "neftune_noise_alpha = 5: nothing is dropped or disturbed"),
-        ("surprise=5", {}, "surprise = 5: no counterpart in posttrain; it may change what is learned"),
+        ("surprise=5", {}, "surprise = 5: no counterpart in posttrain"),
         ("logging_steps=5, dataloader_num_workers=2, push_to_hub=True", {}, ""),
         ("warmup_ratio=0.1, max_steps=50", {"warmup": 5}, ""),
     ],

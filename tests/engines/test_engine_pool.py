@@ -37,12 +37,13 @@ from posttrain.engines.pool.pool_member import MemberState, PoolMember
 from posttrain.engines.pool.pool_protocol import Gone, Wire, decode_completion
 from posttrain.engines.pool.ray_engines import INWARD, RayWeights
 from posttrain.engines.pool.replicas import open_pool
+from posttrain.engines.servers.server_setup import server_layout
 from posttrain.engines.vllm.gpu_transfer import CardToCard
-from posttrain.engines.vllm.server_setup import vllm_layout
 from posttrain.engines.weight_probe import LIMIT, WeightProbe
 from posttrain.engines.weight_sync import (
     Received,
     SharedMemory,
+    Stored,
     WeightLayout,
     checksum_of,
     checksum_of_names,
@@ -321,7 +322,8 @@ def test_an_engine_that_does_not_fall_asleep_in_time_is_lost_and_starts_again_af
     pool.poll()
     assert len(world.engines) == 2 and len(released) == 2, "the learner has the memory now"
     pool.load(1, 1)
-    assert len(world.engines) == 3 and not world.engines[1].asleep and len(released) >= 3
+    assert len(world.engines) == 3 and not world.engines[1].asleep
+    assert len(released) == 5, "before one starts again, and before each loads"
 
 
 def test_engines_without_an_offer_may_rest() -> None:
@@ -425,6 +427,24 @@ def test_weights_arrive_to_the_bit(tokenizer: Tokenizer) -> None:
     one, *others = ((name, tensor.detach().clone()) for name, tensor in second.named_parameters())
     one[1].view(-1)[0] += 1
     assert checksum_of([one, *others]) != found, "all of it counts"
+
+
+@pytest.mark.parametrize("count", [0, 1, 4095, 4096, 4097, 3 * 4096 + 5])
+def test_a_checksum_notices_each_changed_number_and_blocks_that_changed_places(count: int) -> None:
+    content = torch.randn(count, generator=torch.Generator().manual_seed(count)).to(torch.bfloat16)
+    found = checksum_of([("w", content)])
+    place = Stored("w", (count,), 64)
+    memory = torch.zeros(64 + 2 * count, dtype=torch.uint8)
+    place.tensor_in(memory, torch.bfloat16).copy_(content)
+    assert place.checksum(memory, torch.bfloat16, 0) == found and checksum_of([("v", content)]) != found
+    shifted = torch.cat([content[:1], content])[1:]  # begins at no multiple of eight bytes
+    assert checksum_of([("w", shifted)]) == found
+    for at in {*range(0, count, 511), *range(max(0, count - 9), count)}:
+        bits = content.clone().view(torch.int16)
+        bits[at] ^= 1
+        assert checksum_of([("w", bits.view(torch.bfloat16))]) != found, at
+    if count > 2 * 4096:
+        assert checksum_of([("w", torch.cat([content[4096:8192], content[:4096], content[8192:]]))]) != found
 
 
 def test_weights_that_do_not_fit_into_the_object_store_end_the_run_in_one_line(tokenizer: Tokenizer) -> None:
@@ -591,7 +611,7 @@ def test_weights_from_card_to_card_follow_the_documented_calls(
     monkeypatch.setattr(engine, f"{kind}TrainerWeightTransferEngine", own, raising=False)
     Sender.made.clear()
     first, second = tiny(tokenizer), tiny(tokenizer, seed=1)
-    transport = CardToCard(backend, vllm_layout(first, torch.float32), 20.0)
+    transport = CardToCard(backend, server_layout(first, torch.float32), 20.0)
     world = World(random.Random(0), 0)
     world.gpus = 6
     pool = pool_of(world, 2, transport)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +25,9 @@ from posttrain.algorithms.policy import Algorithm, PolicyObjective
 from posttrain.core.batch import Batch, Scores
 from posttrain.core.protocols import Alone, World
 from posttrain.core.rollouts import Rollout
-from posttrain.learners.process_group import FIRST_PAUSE, LONGEST_PAUSE, Processes, backend, gpus_of_all
+from posttrain.core.types import UserError
+from posttrain.learners import process_group
+from posttrain.learners.process_group import FIRST_PAUSE, LONGEST_PAUSE, Elsewhere, Processes, backend, gpus_of_all
 from posttrain.models.gpu_placement import GPUPlacement
 
 GROUPS, SIZE = 3, 2
@@ -130,33 +136,35 @@ class Board(dict[str, str]):
 
     def __init__(self, looks: int) -> None:
         super().__init__()
-        self.looks, self.noted = looks, list[str]()
+        self.looks, self.noted, self.asked = looks, list[str](), 0
 
     def set(self, key: str, value: str) -> None:
         self.noted.append(key)
         self[key] = value
 
     def check(self, keys: list[str]) -> bool:
-        if keys[0].endswith("/1"):
+        self.asked += 1
+        others = [key for key in keys if not key.endswith("/0") and "/" in key]
+        if others:
             self.looks -= 1
             return self.looks < 0
-        return keys[0] in self
+        return all(key in self for key in keys)
 
     def delete_key(self, key: str) -> None:
         del self[key]
 
 
-def with_another(monkeypatch: pytest.MonkeyPatch, store: Any) -> Processes:
-    """The first of two processes, as far as it waits for the other."""
-    known = {"is_initialized": True, "get_rank": 0, "get_world_size": 2, "new_group": None}
-    for name, value in {**known, "get_process_group_ranks": [0, 1]}.items():
+def with_others(monkeypatch: pytest.MonkeyPatch, store: Any, size: int = 2) -> Processes:
+    """The first of some processes, as far as it waits for the others."""
+    known = {"is_initialized": True, "get_rank": 0, "get_world_size": size, "new_group": None}
+    for name, value in {**known, "get_process_group_ranks": list(range(size))}.items():
         monkeypatch.setattr(dist, name, lambda *group, value=value, **how: value)
     return Processes(store)
 
 
 def test_views_of_a_world_never_count_their_calls_under_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Board(0)
-    world = with_another(monkeypatch, store)
+    world = with_others(monkeypatch, store)
     views = [world.apart(), world.apart()]
     for view in (*views, views[0].apart(), views[1].apart(), world):
         with view.meeting():
@@ -167,9 +175,87 @@ def test_views_of_a_world_never_count_their_calls_under_one_name(monkeypatch: py
 def test_pauses_between_looks_for_the_others_double_up_to_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr("time.sleep", slept.append)
-    with with_another(monkeypatch, Board(10)).meeting():
+    with with_others(monkeypatch, Board(10)).meeting():
         pass
     assert slept == [min(FIRST_PAUSE * 2**i, LONGEST_PAUSE) for i in range(10)] and slept[-1] == LONGEST_PAUSE
+
+
+def test_a_process_asks_once_for_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    for size in (2, 64):
+        store = Board(0)
+        with with_others(monkeypatch, store, size).meeting():
+            pass
+        asked.append(store.asked)
+    assert asked == [1, 1]
+
+
+NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, {}, NCCL version 2.29.3\n{}"
+"""As torch writes it: `C10D_NCCL_CHECK` of c10d/NCCLUtils.hpp."""
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "told"),
+    [
+        (
+            NCCL.format("unhandled cuda error (run with NCCL_DEBUG=INFO for details)", "ncclUnhandledCudaError: Call to "
+            "CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"),
+            UserError, "NCCL failed: Cuda failure 2 'out of memory' (with NCCL_DEBUG=INFO it says more)",
+        ),
+        (
+            NCCL.format("invalid usage", "ncclInvalidUsage: This usually reflects invalid usage of NCCL library."),
+            UserError, "NCCL failed: ncclInvalidUsage: This usually reflects invalid usage",
+        ),
+        (
+            NCCL.format("remote process exited or there was a network error", "ncclRemoteError: A call failed possibly "
+            "due to a network error or a remote process exiting prematurely."),
+            Elsewhere, "another process of the run is gone (NCCL error in",
+        ),
+        ("[gloo/transport/tcp/pair.cc:525] Connection closed by peer", Elsewhere, "another process of the run is gone"),
+    ],
+)  # fmt: skip
+def test_the_reason_at_the_end_of_what_nccl_says_is_reported(
+    text: str, kind: type[UserError], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = with_others(monkeypatch, Board(0))
+    with pytest.raises(UserError, match=re.escape(told)) as found, world.meeting():
+        raise dist.DistBackendError(text)
+    assert type(found.value) is kind and found.value.code == 1
+
+
+@pytest.mark.parametrize(
+    ("backends", "hears"), [("cpu:gloo,cuda:nccl", True), ("cpu:gloo,cuda:nccl", False), ("gloo", True)]
+)
+def test_a_failure_of_which_the_first_process_does_not_hear_is_printed_by_its_own(
+    backends: str, hears: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    monkeypatch.setattr(process_group, "HEARD_SECONDS", 10.0 if hears else 0.05)
+    monkeypatch.setattr(process_group, "_failed", False)
+    store = dist.HashStore()
+    first = with_others(monkeypatch, store)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 1)
+    second, error = Processes(store), UserError("the GPU is full")
+    waiting = threading.Thread(target=second.fail, args=(error,))
+    waiting.start()
+    if hears:
+        with pytest.raises(Elsewhere, match="process 1: the GPU is full") as found, first.meeting():
+            pass
+        first.fail(found.value)  # as `open_world` does
+    waiting.join()
+    assert error.unheard is not hears
+
+
+def test_a_process_that_has_failed_does_not_wait_for_others_at_its_end() -> None:
+    program = (
+        "import time, torch.distributed as dist\n"
+        "from posttrain.learners import process_group\n"
+        "dist.is_initialized, dist.destroy_process_group = lambda: True, lambda: time.sleep(60)\n"
+        "process_group.LEAVE_SECONDS, process_group._failed = 0.1, True\n"
+        "process_group._leave()"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert (ended.returncode, ended.stderr) == (1, "")
 
 
 @pytest.mark.parametrize(

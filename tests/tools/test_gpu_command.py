@@ -48,4 +48,19 @@ def test_a_part_that_crashes_is_reported_beside_those_that_do_not(tmp_path: Path
 def test_parts_that_do_not_fit_into_the_time_are_listed(tmp_path: Path) -> None:
     code, document = measured(tmp_path, "--limit", "0")
     assert code == 1
-    assert document.count("NOT RUN") == 10
+    assert document.count("NOT RUN") == 13
+
+
+def test_every_part_begins_however_long_the_others_take() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu" / "gpu.py"), "--list"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(listed) == 13 and sum(int(line.split()[1]) for line in listed) <= 25 * 60
+
+
+@pytest.mark.slow
+def test_options_that_no_card_had_run_are_compared_with_the_run_without_them(tmp_path: Path) -> None:
+    code, document = measured(tmp_path, "--only", "options", "cards", "vllm")
+    assert code == 0, document
+    assert "| --weights bfloat16 |" in document and "| --role-devices reference=cpu |" in document
+    assert "--offload optimizer activations was not tried: it needs a card." in document
+    assert "| --processes 2 --shard | 0 |" in document and "vLLM is not installed here" in document

@@ -28,6 +28,7 @@ from posttrain.cli.main import main
 from posttrain.config.training import RL, Distill
 from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.core.component import Need
+from posttrain.core.protocols import Alone
 from posttrain.core.rollouts import Branch, Piece, PlayedTurn, Rollout
 from posttrain.core.seeds import seed_of
 from posttrain.core.transcripts import SpanKind, Transcript
@@ -208,6 +209,28 @@ def test_copies_of_weights_are_freed_as_soon_as_the_engine_has_them(
         for step in stock._steps:
             step.result()
         assert len(copies) == 1 and len(stock._steps) == 2 and copies[0]() is None
+
+
+def test_no_process_computes_before_the_engines_of_all_rest(start: Path, tokenizer: Tokenizer) -> None:
+    told: list[str] = []
+
+    class Rests(LocalEngine):
+        def rest(self) -> None:
+            told.append("rests")
+
+    class Meets(Alone):
+        def gather(self, x: Any) -> list[Any]:
+            told.append("meets")
+            return [x]
+
+    learner = LocalLearner(load_model(start), Optimization())
+    with EnvPool(digits, 0) as pool:
+        player = Player(pool, Rests(learner.weights(), tokenizer), tokenizer, Sampling(max_tokens=2), 64, world=Meets())
+        tasks = to_tasks(SUMS)
+        StepQueue(Quick(tasks, player, Size(2, 1, 64), 0, None, order=Uniform(len(tasks), 0)), None, 0, 3).take(
+            1, learner
+        )
+    assert told[-2:] == ["rests", "meets"]
 
 
 def test_a_state_is_that_behind_the_last_step_learned_from_however_far_playing_is(

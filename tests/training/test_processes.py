@@ -211,6 +211,25 @@ def test_every_process_computes_its_share_alone_and_has_the_results_of_all() -> 
     assert asked == [[9], [5, 2]]
 
 
+def test_a_process_that_no_signal_ends_does_not_hide_which_one_failed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch_processes, "GRACE", 0.5)
+    monkeypatch.setattr(launch_processes, "DYING", 0.5)
+    waits = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_DFL if {} else signal.SIG_IGN); time.sleep(60)"
+    )
+    programs = [waits.format(False), "raise SystemExit(1)", waits.format(True)]
+    children = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
+    try:
+        assert launch_processes._watched(children, 0.0) == 1
+        assert capfd.readouterr().err == ""
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+
+
 def test_programs_of_several_processes_are_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="torchrun --nproc-per-node 2"):
         posttrain.sft(SUMS, out="never", processes=2, **SMALL)
@@ -432,3 +451,19 @@ def test_the_first_process_listens_at_the_socket_that_its_launcher_holds(monkeyp
         store = process_group._shared_store.__wrapped__(5.0)
         store.set("a", "b")
         assert store.get("a") == b"b" and MEETING not in os.environ
+
+
+@pytest.mark.parametrize("unheard", [False, True])
+def test_another_process_prints_a_message_only_if_the_first_does_not_know_it(
+    unheard: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = UserError("the GPU is full")
+    error.unheard = unheard
+
+    def fails(words: list[str]) -> list[str]:
+        raise error
+
+    monkeypatch.setattr("posttrain.cli.main.prepared", fails)
+    monkeypatch.setenv("RANK", "3")
+    assert main(["rl"]) == 2
+    assert capsys.readouterr().err == ("posttrain: the GPU is full\n" if unheard else "")

@@ -15,6 +15,7 @@ LARGEST = 1 << 18  # bytes of a file that is read: a command has some thousands
 MOST_VALUES = 50_000  # of a configuration or an expression, each counted as often as anchors or names repeat it
 DEEPEST = 20  # levels of brackets and mappings in a value
 
+_KEY = re.compile(r"\w+|'\w+'|\"\w+\"")
 _INTEGER = re.compile(r"[+-]?\d{1,18}")
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
 
@@ -110,8 +111,11 @@ def value_of(text: str) -> Any:
     if word.startswith("{") and word.endswith("}"):
         try:
             read = json.loads(word)
-        except (ValueError, RecursionError):
-            return text
+        except (ValueError, RecursionError):  # perhaps Hydra's {a:1,b:c}
+            pairs = [part.partition(":") for part in _parts(word[1:-1])]
+            if not all(colon and _KEY.fullmatch(key.strip()) for key, colon, _ in pairs):
+                return text
+            read = {key.strip().strip("'\""): value_of(value) for key, _, value in pairs}
         return read if isinstance(read, dict) else text
     if "$" in word or "`" in word:
         return Unresolved(word)

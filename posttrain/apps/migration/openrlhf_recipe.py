@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from posttrain.apps.migration.foreign_run import shown
+from posttrain.apps.migration.foreign_run import shown, value_of
 from posttrain.apps.migration.openrlhf_names import FLAT, OF_ONE_MODEL
 from posttrain.apps.migration.recipe_draft import RecipeDraft
 from posttrain.apps.migration.shared_rules import (
@@ -67,6 +67,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "algo.kl.estimator": "k1",
         "algo.kl.horizon": 10000,
         "algo.dynamic_filtering_range": [0, 1],
+        "eval.n_samples_per_prompt": 4,
+        "train.async_queue_size": 1,
+        "critic.freezing_steps": -1,
         "algo.advantage.is_correction_threshold": [0.5, 5.0],
         "algo.advantage.is_correction_type": "tis",
         "algo.advantage.is_correction_level": "off",
@@ -86,7 +89,9 @@ _ESTIMATORS = {
     "rloo": "grpo",
     "group_norm": "grpo",
     "dr_grpo": "grpo",
+    "flash_reinforce": "grpo",
 }
+_BASELINES = {"rloo": "others", "flash_reinforce": "batch"}
 _CORRECTIONS = {
     **{"tis": "truncate", "icepop": "icepop", "seq-mask-tis": "sequence"},
     **{"token, clip": "truncate", "token, mask": "icepop", "seq, mask": "sequence"},
@@ -107,7 +112,7 @@ def openrlhf_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -
     draft.same("model", "model_name_or_path")
     samples = draft.number("data.max_samples")
     if samples is not None:
-        draft.same("limit", "data.max_samples")
+        draft.same("limit", "data.max_samples", "same meaning; of several files, of each and of all together there")
         rows = min(rows, int(samples)) if rows else int(samples) if samples < 1e7 else None
     draft.same("chat", "data.apply_chat_template")
     if draft.run.trainer == "train_ppo_ray":
@@ -125,7 +130,7 @@ def openrlhf_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -
     schedule = draft.read("lr_scheduler")
     draft.same("schedule", "lr_scheduler")
     if schedule == "cosine_with_min_lr":
-        draft.note(draft.origin("min_lr_ratio"), "the cosine ends at 0 here, not at a share of the peak")
+        draft.differs(draft.origin("min_lr_ratio"), "the cosine ends at 0 here, not at a share of the peak")
     draft.read("min_lr_ratio")
     draft.same("seed", "train.seed")
     draft.same("precision", "ds.param_dtype")
@@ -158,9 +163,16 @@ def _rows(draft: RecipeDraft, name: str, shares: str) -> None:
     value = draft.run.options.get(name)
     if isinstance(value, str) and "," in value:
         draft.run.options[name] = [part.strip() for part in value.split(",") if part.strip()]
+    probs = draft.read(shares)
+    weights = [value_of(part) for part in probs.split(",")] if isinstance(probs, str) else [probs]
+    if probs is not None and all(isinstance(weight, (int, float)) for weight in weights):
+        draft.shares = ([float(weight) for weight in weights], f"{draft.origin(shares)}: same share")
     draft.tasks(name)
-    if draft.parts and draft.given(shares):
-        draft.note(draft.origin(shares), "weights of the parts: mixture.NAME.weight")
+    if draft.parts and probs is not None:
+        draft.differs(
+            draft.origin(shares),
+            "a pass ends there when every file was read once, the others repeated: set steps or epochs to as many rows",
+        )
 
 
 def _rollouts(draft: RecipeDraft, rows: int | None) -> None:
@@ -171,7 +183,8 @@ def _rollouts(draft: RecipeDraft, rows: int | None) -> None:
     draft.same("fields.answer", "data.label_key")
     _template(draft, draft.read("data.input_key"))
     draft.same("eval_tasks", "eval.dataset")
-    draft.same("eval_samples", "eval.n_samples_per_prompt")
+    if draft.given("eval.dataset"):
+        draft.same("eval_samples", "eval.n_samples_per_prompt")
     _reward(draft)
     prompts, updates = _batch(draft)
     steps = steps_of(draft, draft.number("train.num_episodes"), "train.num_episodes", prompts, rows)
@@ -180,26 +193,26 @@ def _rollouts(draft: RecipeDraft, rows: int | None) -> None:
     frequency(draft, "save_every", "ckpt.save_steps", 1)
     frequency(draft, "eval_every", "eval.steps", 1)
     longest, length = draft.number("rollout.max_new_tokens"), draft.number("data.max_len")
-    told = "rollout.max_new_tokens" if longest else "data.max_len"
-    draft.put(
-        "max_tokens",
-        int(longest or length),
-        f"{draft.origin(told)}" + ("" if longest else ", of prompt and reply together"),
-    )
+    if draft.given("data.prompt_max_len"):  # before version 0.11, whose replies have a length of their own
+        told = "longer prompts are cut there, here those that leave no room for a reply in the model's context"
+        draft.differs(draft.origin("data.prompt_max_len"), told)
+        length = 1024
+    draft.read("data.prompt_max_len")
+    named = "rollout.max_new_tokens" if longest or draft.given("data.prompt_max_len") else "data.max_len"
+    together = "" if named != "data.max_len" else ", of prompt and reply together"
+    if together:
+        draft.differs(
+            draft.origin(named), "a reply has at most as many tokens less those of its prompt there, here as many"
+        )
+    draft.put("max_tokens", int(longest or length), f"{draft.origin(named)}{together}")
     draft.same("temperature", "rollout.temperature")
     if draft.read("rollout.top_p") not in (None, 1, 1.0):
-        draft.note(draft.origin("rollout.top_p"), "training samples from the model's own distribution: left out")
+        draft.differs(draft.origin("rollout.top_p"), "training samples from the model's own distribution: left out")
     draft.same("lr", "actor.adam.lr")
     _policy(draft, updates)
     _kl(draft)
-    if draft.read("algo.dynamic_filtering_enable"):
-        draft.put(
-            "dynamic_sampling", 10, "dynamic_filtering: groups without signal are replaced, up to 10 times the prompts"
-        )
-    if draft.read("algo.dynamic_filtering_range") not in ([0, 1], [0.0, 1.0]):
-        draft.note(
-            draft.origin("algo.dynamic_filtering_range"), "here a group is replaced if its rewards are all equal"
-        )
+    _filtering(draft)
+    _asynchronous(draft)
     if draft.number("vllm.num_engines"):
         engine(draft, draft.origin("vllm.num_engines"), "vllm.gpu_memory_utilization", "vllm.tensor_parallel_size")
         if draft.number("vllm.num_engines") >= draft.lines.get("processes", (1, ""))[0]:
@@ -209,6 +222,30 @@ def _rollouts(draft: RecipeDraft, rows: int | None) -> None:
         draft.read(f"{_CORRECTION}_{name}")
 
 
+def _filtering(draft: RecipeDraft) -> None:
+    """Write that groups whose mean score is not between two bounds are replaced: here those with equal rewards."""
+    bounds = draft.read("algo.dynamic_filtering_range")
+    if not draft.read("algo.dynamic_filtering_enable"):
+        return
+    draft.put(
+        "dynamic_sampling", 10, "dynamic_filtering: groups without signal are replaced, up to 10 times the prompts"
+    )
+    if bounds not in ([0, 1], [0.0, 1.0]):
+        draft.differs(
+            draft.origin("algo.dynamic_filtering_range"), "here a group is replaced if its rewards are all equal"
+        )
+
+
+def _asynchronous(draft: RecipeDraft) -> None:
+    """Write how many steps sampling is ahead, in a run that samples while it learns."""
+    ahead = draft.count("train.async_queue_size")
+    if draft.read("train.async_enable"):
+        told = "as many steps ahead; rollouts of older weights get a correction here"
+        draft.put("async_steps", ahead, f"{draft.origin('train.async_queue_size')}, with async_enable: {told}")
+    elif draft.given("train.async_queue_size"):
+        draft.note(draft.origin("train.async_queue_size"), "no effect without async_enable")
+
+
 def _correction(draft: RecipeDraft) -> None:
     """Write the correction for vLLM's log-probabilities: by the names of version 0.11, or of the versions before."""
     level, mode = draft.read("algo.advantage.is_correction_level"), draft.read("algo.advantage.is_correction_mode")
@@ -216,8 +253,11 @@ def _correction(draft: RecipeDraft) -> None:
     threshold, by_type = draft.read("algo.advantage.is_correction_threshold"), draft.read(f"{_CORRECTION}_enable")
     if level == "off" and not by_type:
         return
+    if draft.read("actor.policy_loss_type") == "gspo":
+        told = f"{draft.origin('actor.policy_loss_type')} with a correction: the ratio is one to the sampler's own"
+        return draft.put("old_policy", "sampler", told)
     if gating != "ratio":
-        draft.note(draft.origin(f"{_CORRECTION}_gating"), "only the ratio bounds a correction here: left out")
+        draft.differs(draft.origin(f"{_CORRECTION}_gating"), "only the ratio bounds a correction here: left out")
         return
     named = "type" if by_type else "level"
     found = _CORRECTIONS.get(kind if by_type else f"{level}, {mode}", "truncate")
@@ -242,8 +282,14 @@ def _batch(draft: RecipeDraft) -> tuple[int, int]:
     )
     draft.put("prompts", int(prompts), f"{draft.origin('rollout.batch_size')}: same meaning")
     draft.put("group", int(group), f"{draft.origin('rollout.n_samples_per_prompt')}: same meaning")
+    if left := prompts * group % size:
+        draft.differs(
+            draft.origin("train.batch_size"),
+            f"of {prompts * group} rollouts the last {left} are no update of their own there; here all updates have "
+            "nearly the same number of groups",
+        )
     if minibatches > prompts:
-        draft.note(
+        draft.differs(
             draft.origin("train.batch_size"),
             f"{minibatches} updates a pass: an update needs a whole group here, so {prompts}",
         )
@@ -264,11 +310,8 @@ def _reward(draft: RecipeDraft) -> None:
             "reward.model_name_or_path: its score is the reward",
         )
     if agent:
-        draft.put(
-            "env",
-            "agent.py:play",
-            f"{draft.origin('train.agent_func_path')}: write it as a generator function (guides/environments)",
-        )
+        written = "write it as a generator function (guides/environments)"
+        draft.put("env", "agent.py:play", f"{draft.origin('train.agent_func_path')}: {written}")
     elif isinstance(remote, str) and remote.endswith(".py"):
         told = f"{draft.origin('reward.remote_url')}: write reward_func(queries, prompts, labels) as reward(tasks, replies)"
         draft.put("env", "reward.py:reward", told)
@@ -278,14 +321,16 @@ def _reward(draft: RecipeDraft) -> None:
         )
     elif not isinstance(model, str):
         draft.put("env", "reward.py:reward", "no reward is named: name yours")
-    if draft.read("reward.clip_range"):
-        bounds = shown(draft.read("reward.clip_range"))
-        draft.note(f"reward.clip_range {bounds}", "rewards are not clipped here: bound them in the reward")
+    bounds = draft.read("reward.clip_range")
+    if bounds:
+        named = f"reward.clip_range {shown(bounds)}"
+        text = "rewards are not clipped here: bound them in the reward"
+        (draft.differs if draft.given("reward.clip_range") or isinstance(model, str) else draft.note)(named, text)
     length, factor = draft.number("reward.overlong_buffer_len"), draft.number("reward.overlong_penalty_factor", 1)
     if length:
         draft.put("overlong_cache", int(length), f"{draft.origin('reward.overlong_buffer_len')}: same meaning")
         if factor != 1:
-            draft.note(f"reward.overlong_penalty_factor = {factor:g}", "the penalty grows to 1 here")
+            draft.differs(f"reward.overlong_penalty_factor = {factor:g}", "the penalty grows to 1 here")
 
 
 def _policy(draft: RecipeDraft, updates: int) -> None:
@@ -302,14 +347,20 @@ def _policy(draft: RecipeDraft, updates: int) -> None:
     )
     gamma, lam = draft.number("algo.advantage.gamma"), draft.number("algo.advantage.lambd")
     if _ESTIMATORS[estimator] == "grpo":
-        draft.put("baseline", "others" if estimator == "rloo" else "group", f"{estimator}: the mean that is subtracted")
+        draft.put("baseline", _BASELINES.get(estimator, "group"), f"{estimator}: the mean that is subtracted")
         draft.put(
             "scale",
             "group" if estimator == "group_norm" else "none",
             f"{estimator}: the division by the standard deviation",
         )
+    elif estimator == "reinforce_baseline":
+        draft.put("gamma", 1.0, "reinforce_baseline: OpenRLHF takes 1, whatever is given")
     else:
         draft.put("gamma", float(gamma), f"{draft.origin('algo.advantage.gamma')}: same meaning")
+    if draft.read("algo.advantage.no_std_norm") and _ESTIMATORS[estimator] != "grpo":
+        draft.put("whiten", False, "no_std_norm: advantages are not divided by their standard deviation")
+        draft.differs("algo.advantage.no_std_norm", "the mean of advantages over all tokens is not subtracted here")
+    _penalised(draft, estimator)
     value_clip, learning_rate = draft.number("critic.value_clip"), draft.number("critic.adam.lr")
     if estimator == "gae":
         draft.put("gae_lambda", float(lam), f"{draft.origin('algo.advantage.lambd')}: same meaning")
@@ -317,8 +368,10 @@ def _policy(draft: RecipeDraft, updates: int) -> None:
         draft.put("value_coefficient", 1.0, "OpenRLHF's critic learns 1/2 max(...) with coefficient 1")
         draft.put("critic_lr", float(learning_rate), f"{draft.origin('critic.adam.lr')}: same meaning")
         draft.same("critic_model", "critic.model_name_or_path")
-        if draft.number("actor.freezing_steps", 0) > 0:
-            draft.same("critic_warmup", "actor.freezing_steps")
+        if draft.number("critic.freezing_steps") > 0:
+            draft.same("critic_warmup", "critic.freezing_steps")
+    elif draft.number("critic.freezing_steps") > 0:
+        draft.differs(draft.origin("critic.freezing_steps"), "the policy learns from the first step here")
     _aggregate(draft, loss)
     if loss == "gspo":
         draft.put("ratio", "sequence-mean", f"{draft.origin('actor.policy_loss_type')}: GSPO's ratio")
@@ -328,6 +381,25 @@ def _policy(draft: RecipeDraft, updates: int) -> None:
     clips(draft, updates, low, high, draft.number("actor.dual_clip"), "eps_clip")
     if entropy := draft.number("actor.entropy_coef"):
         draft.put("entropy", float(entropy), f"{draft.origin('actor.entropy_coef')}: same meaning")
+
+
+def _penalised(draft: RecipeDraft, estimator: str) -> None:
+    """Write the advantages of a group with a KL in the reward: there it is that of a token and those after it, and no
+    baseline has it.
+    """
+    if _ESTIMATORS[estimator] != "grpo" or not draft.number("algo.kl.init_coef") or draft.read("algo.kl.use_loss"):
+        return
+    if estimator == "dr_grpo":
+        draft.lines.pop("scale")
+        draft.put(
+            "algorithm", "reinforce++-baseline", "dr_grpo with a KL in the reward: rewards and KL from a token on"
+        )
+        draft.put("whiten", False, "dr_grpo: advantages are not normalised")
+        return
+    told = (
+        "the KL of a whole reply is in its reward here, and so in the baseline; there a token's and those after it are"
+    )
+    draft.differs(f"init_coef without use_loss, with {estimator}", told)
 
 
 def _aggregate(draft: RecipeDraft, loss: Any) -> None:
@@ -362,8 +434,14 @@ def _kl(draft: RecipeDraft) -> None:
 
 def _template(draft: RecipeDraft, column: Any) -> None:
     template = draft.read("data.input_template")
-    if isinstance(template, str) and "{}" in template and not draft.run.options.get("data.apply_chat_template"):
-        text = template.replace("\\n", "\n").replace("{}", "\0").replace("{", "{{").replace("}", "}}")
+    if draft.run.options.get("data.apply_chat_template") or not isinstance(template, str):
+        return
+    if "\\n" in template:
+        draft.differs(
+            "data.input_template", "it has \\n as two characters, as OpenRLHF reads it: a line break is $'\\n'"
+        )
+    if "{}" in template:
+        text = template.replace("{}", "\0").replace("{", "{{").replace("}", "}}")
         draft.put("prompt_template", text.replace("\0", f"{{{column}}}"), "data.input_template: the column in braces")
 
 
@@ -386,15 +464,13 @@ def _given_responses(draft: RecipeDraft, rows: int | None) -> None:
     draft.put(
         "too_long", "truncate", "longer rows are cut; they end with the end-of-sequence token there, without it here"
     )
+    if not draft.run.options.get("data.apply_chat_template") and not draft.read("model.pretrain_mode_enable"):
+        told = "a response ends with a space and the end-of-sequence token there, with the token alone here"
+        draft.differs(draft.origin("data.apply_chat_template"), told)
     frequency(draft, "save_every", "ckpt.save_steps", 1)
     frequency(draft, "eval_every", "eval.steps", 1)
     if draft.run.trainer == "train_sft":
-        draft.same("fields.prompt", "data.input_key")
-        draft.same("fields.response", "data.output_key")
-        _template(draft, draft.read("data.input_key"))
-        if draft.read("model.pretrain_mode_enable"):
-            draft.put("mask", "all", "pretrain_mode: the loss is on prompts too")
-        return
+        return _demonstrations(draft)
     for option, name in (("prompt", "prompt_key"), ("chosen", "chosen_key"), ("rejected", "rejected_key")):
         draft.same(f"fields.{option}", f"data.{name}")
         if draft.lines.get(f"fields.{option}", ("",))[0] == option:
@@ -402,19 +478,43 @@ def _given_responses(draft: RecipeDraft, rows: int | None) -> None:
     (_dpo if draft.run.trainer == "train_dpo" else _reward_model)(draft)
 
 
+def _demonstrations(draft: RecipeDraft) -> None:
+    """Write the columns of train_sft: texts, messages, or prompts with their responses."""
+    column, reply = draft.read("data.input_key"), draft.read("data.output_key")
+    if draft.read("model.pretrain_mode_enable"):
+        draft.put("fields.text", column, f"{draft.origin('data.input_key')}, with pretrain_mode: trained as a whole")
+        draft.differs("model.pretrain_mode_enable", "a text ends with the end-of-sequence token here, not there")
+        draft.lines.pop("chat", None)
+    elif draft.run.options.get("data.apply_chat_template") and not reply:
+        if column != "messages":
+            draft.put("fields.messages", column, f"{draft.origin('data.input_key')}: whole conversations")
+        turns = ("assistant", "all turns of") if draft.read("data.multiturn") else ("last", "the last turn of")
+        draft.put(
+            "mask", turns[0], f"data.multiturn {'' if turns[0] == 'assistant' else 'not '}given: {turns[1]} the model"
+        )
+    else:
+        draft.same("fields.prompt", "data.input_key")
+        draft.same("fields.response", "data.output_key")
+        _template(draft, column)
+    draft.read("data.multiturn")
+
+
 def _dpo(draft: RecipeDraft) -> None:
-    smoothing = draft.number("model.label_smoothing", 0)
-    name = "ipo" if draft.read("model.ipo_enable") else "cdpo" if smoothing else "dpo"
-    draft.put(
-        "algorithm",
-        name,
-        "train_dpo" + ("; posttrain takes the mean over tokens, OpenRLHF the sum" if name == "ipo" else ""),
-    )
+    smoothing, ipo = draft.number("model.label_smoothing", 0), draft.read("model.ipo_enable")
+    draft.put("algorithm", "ipo" if ipo else "cdpo" if smoothing else "dpo", "train_dpo")
     draft.put("beta", float(draft.number("model.beta")), f"{draft.origin('model.beta')}: same meaning")
-    if smoothing:
+    if ipo:
+        draft.put("length_normalised", False, "model.ipo_enable: OpenRLHF takes the sum over tokens, not their mean")
+    if smoothing and ipo:
+        draft.note(draft.origin("model.label_smoothing"), "no effect with ipo_enable")
+    elif smoothing:
         draft.put("smoothing", float(smoothing), f"{draft.origin('model.label_smoothing')}: same meaning")
     if weight := draft.number("model.nll_loss_coef", 0):
         draft.put("imitation", float(weight), f"{draft.origin('model.nll_loss_coef')}: same meaning")
+        draft.put("imitation_per", "responses", "model.nll_loss_coef: the mean over replies of each one's mean")
+    other = draft.read("ref.model_name_or_path")
+    if other and other != draft.read("model_name_or_path"):
+        draft.differs(draft.origin("ref.model_name_or_path"), "the reference is the starting model here: start with it")
 
 
 def _reward_model(draft: RecipeDraft) -> None:
@@ -422,6 +522,6 @@ def _reward_model(draft: RecipeDraft) -> None:
     if kind not in ("sigmoid", "logexp"):
         raise UserError(f"OpenRLHF's reward loss {shown(kind)!r:.40} has no counterpart; supported: sigmoid and logexp")
     draft.put("algorithm", "bradley-terry", f"{draft.origin('model.loss_type')}: log(1 + exp(r_rejected - r_chosen))")
-    draft.put(
-        "row_margins", 1.0 if draft.read("model.margin_loss_enable") else 0.0, "margin_loss: margins of the rows count"
-    )
+    counts = draft.read("model.margin_loss_enable") and kind == "sigmoid"
+    told = "margins of the rows count, with loss_type sigmoid alone"
+    draft.put("row_margins", 1.0 if counts else 0.0, f"{draft.origin('model.margin_loss_enable')}: {told}")

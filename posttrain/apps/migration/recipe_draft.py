@@ -64,6 +64,8 @@ _CHOICES: dict[str, Mapping[Any, Any]] = {
     "schedule": SCHEDULES,
     "kl_estimator": ESTIMATORS,
     "precision": _PRECISIONS,
+    "weights": _PRECISIONS,
+    "frozen_weights": _PRECISIONS,
     "scale": {True: "group", False: "none"},
     "too_long": {
         "error": "refuse",
@@ -81,12 +83,37 @@ _CHOICES: dict[str, Mapping[Any, Any]] = {
 _OF_OTHERS = re.compile(r"(critic|reward|reward_model|eval|distillation|.*\.ref|.*\.val_kwargs|.*\.profiler)\.")
 """Names of options of models that are not the policy: only an entry of their own takes them over."""
 
+_NONE = "no counterpart in posttrain"
 _OF_THE_CRITIC = "the critic learns in the policy's updates here: it has no such option of its own"
 
 _SECRET = re.compile(
     r"(wandb\.key|wandb_key|use_wandb|(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)(?<!stop_)(?<!image_)token|secret|password|api_key)$"
 )
 """Names of options whose values no file may repeat: tokens of a model are none."""
+
+_SAME_IN_ANY_CASE = re.compile(
+    r"(?!.*(qat|aux_|freeze|dropout(?!_fusion)|moe_router))("
+    r"(transfer_queue|skip|ray_kwargs|logger|eval|ckpt|vllm|wandb|ds|global_profiler)\.|.*\.(fsdp_config|fsdp|megatron|checkpoint|checkpoint_engine|"
+    r"prometheus|trace|disaggregation|engine_kwargs|profiler|val_kwargs|fused_kernel_options|tiled_mlp)\.|"
+    r"(.*\.)?(eval_|val_|save_|log|hub_|push_|fsdp|ddp_|deep(speed|compile)|vllm_|sglang_|dataloader_|tpu_|include_|torch_|ref_log|"
+    r"async_save|nnodes|num_(workers|nodes|gpus)|WANDB|output_dir|default_local_dir|out$|max_(num|mem|colocate)|n_gpus|resume|report_to|wandb|swanlab|use_(shm|ms|torch|cpu|"
+    r"mbridge|remove|prefix|legacy)|enable_(prefix|chunked|sleep|ema)|calculate_|balance_|profile|test_freq|default_hdfs|validation)|"
+    r".*(micro_batch|per_gpu|worker|dynamic_b|memory|gpu|parallel|offload|shard|compile|flash|attn|attention_backend|eager|cuda|"
+    r"nccl|kernel|chunk|prefetch|timeout|address|colocate|sleep|sync_|determinis|load_format|recompute|checkpointing|tensorboard|"
+    r"hybrid_engine|perf$|value_head_prefix|_fusion|use_reward_loop|overlap_|use_precision_aware|wake_up|_metrics|_ckpt|pad_to_|local_rank|experiment|project|run_name|run_id|trust_remote|fast_tokenizer|disable_log|image_patch_size|rollout\.(prompt|response)_length)|"
+    r"(.*\.)?(\w*seed|device|mode|reward_fn_key|return_raw_\w+|strategy|tf32|max_concurrent|skip_tokenizer_init|ema_beta|actor\.shuffle|"
+    r"scheduling_policy|num_proc)$)"
+)
+"""Names of options that change memory, speed, logs, checkpoints or evaluations, and not what is learned."""
+
+_LEARNED = re.compile(
+    r"(shuffle|shuffle_dataset|do_sample|min_lr_ratio|lr_scheduler_kwargs|lora_dropout|neftune_noise_alpha|ref_model|ref_pretrain|"
+    r"ref_model_name_or_path|reference_model|min_p|repetition_penalty|suppress_tokens|normalize_reward|normalize_enable|"
+    r"reward_clip_range|override_config|interaction_config_path|partial_rollout|partial_rollout_enable|resume_from_path)"
+)
+"""Last parts of names that have an answer in the table of option names, and change what is learned."""
+_IF_FALSE = re.compile("shuffle|do_sample")
+"""Those of them that change it by the value false."""
 
 _GUESS = re.compile(r"(, not known here: \w+'s default).*", re.DOTALL)
 """A comment on a value that the script does not show: what would follow is true of the script's own value."""
@@ -111,12 +138,14 @@ class RecipeDraft:
     lines: dict[str, tuple[Any, str]] = field(default_factory=dict)  # option -> its value, comment
     settings: dict[str, tuple[Any, str]] = field(default_factory=dict)  # of the algorithm, by place
     parts: dict[str, tuple[str, str]] = field(default_factory=dict)  # of a mixture -> its file, comment
+    shares: tuple[list[float], str] = field(default=([], ""))  # weights of the parts, comment
     without: dict[str, list[str]] = field(default_factory=dict)  # what to do -> options
+    changes: dict[str, list[str]] = field(default_factory=dict)  # as `without`: of options that change what is learned
     head: list[str] = field(default_factory=list)
     first: list[str] = field(default_factory=list)  # what has to be put right before the first run
     treated: set[str] = field(default_factory=set)
     learned: Collection[str] = ()  # options with an answer that change what is learned
-    is_learned: Callable[[str], bool] = lambda name: False  # whether an option without an equal changes what is learned
+    quiet: Callable[[str], Any] = _SAME_IN_ANY_CASE.match  # whether a name is that of an option that learning ignores
     guessed: dict[str, str] = field(
         default_factory=dict
     )  # option there that has its default here -> what the script has
@@ -130,8 +159,8 @@ class RecipeDraft:
         value = self.run.options.get(name, self.defaults.get(name, otherwise))
         if isinstance(value, Unresolved):
             guessed = self.defaults.get(name) is not None
-            learned = not guessed and self.is_learned(name)
-            self.note(name, f"only the script computes its value, {value.text}: set it here", learned)
+            told = f"only the script computes its value, {value.text}: set it here"
+            self.tell(name, told, not guessed and self.is_learned(name))
             if guessed:
                 self.guessed[self.run.names.get(name, name)] = value.text
             return self.defaults.get(name, otherwise)
@@ -176,28 +205,37 @@ class RecipeDraft:
     def set(self, place: str, value: Any, comment: str) -> None:
         self.settings[place] = (value, comment)
 
-    def note(self, name: str, text: str, learned: bool = False) -> None:
-        """Note an option that has no counterpart in posttrain, with what to do: at the end of the recipe, or, where it
-        changes what is learned, among the lines that its reader checks.
-        """
-        called = self.run.names.get(name, name)
-        if learned:
-            self.run.notes += [line for line in [f"{called}: {text}"] if line not in self.run.notes]
-            return
-        names = self.without.setdefault(text, [])
+    def note(self, name: str, text: str) -> None:
+        """Note an option that has no counterpart in posttrain, with what to do."""
+        self._listed(self.without, name, text)
+
+    def differs(self, name: str, text: str) -> None:
+        """Note an option without which the recipe learns something else: the command prints it, to be checked."""
+        self._listed(self.changes, name, text)
+
+    def tell(self, name: str, text: str, learned: bool) -> None:
+        """Note an option in the one way or the other."""
+        self._listed(self.changes if learned else self.without, name, text)
+
+    def is_learned(self, name: str) -> bool:
+        """Return whether an option without an equal may change what is learned."""
+        return not self.quiet(name)
+
+    def _listed(self, found: dict[str, list[str]], name: str, text: str) -> None:
+        names, called = found.setdefault(text, []), self.run.names.get(name, name)
         if called not in names:
             names.append(called)
 
     def same(self, option: str, name: str, why: str = "same meaning") -> None:
         """Take over an option's value: as given, or the default there where ours is another one."""
         value = self.read(name)
-        if value is None:
+        if value is None or value == "":
             return
         try:
             value = self.fitted(option, value)
         except UserError as error:
             told = f"not taken over as {option}: {inline(str(error))}"
-            self.note(self.origin(name), told, self.is_learned(name))
+            self.tell(self.origin(name), told, self.is_learned(name))
             return
         if self.given(name) and not isinstance(self.run.options[name], Unresolved):
             self.put(option, value, f"{self.origin(name)}: {why}")
@@ -228,9 +266,8 @@ class RecipeDraft:
         if len(files) == 1:
             return self.put("tasks", *found[0])
         self.parts = dict(zip(names_of([place for place, _ in found]), found, strict=True))
-        self.head.append(
-            f"Rows: {len(files)} files as parts of a mixture, each as often as its size, as one file would be."
-        )
+        often = "by the weights given" if self.shares[0] else "as often as its size, as one file would be"
+        self.head.append(f"Rows: {len(files)} files as parts of a mixture, each {often}.")
 
     def fitted(self, option: str, value: Any) -> Any:
         """Return the value as an option here takes it. Raises UserError for one that it cannot take."""
@@ -294,11 +331,11 @@ class RecipeDraft:
             if _OF_OTHERS.match(name) and "." not in (here := entry(name, ELSEWHERE)):
                 option = ""
                 if here and len(here) >= len(entry(name, ANSWERS)):  # of the policy's own option
-                    told = _OF_THE_CRITIC if name.startswith("critic.") else "no counterpart in posttrain"
+                    told = _OF_THE_CRITIC if name.startswith("critic.") else _NONE
             if isinstance(value, Unresolved):
                 what = f" (here {option})" if option else ""
                 told = f"only the script computes its value, {value.text}: set it here{what}"
-                self.note(name, told, self.is_learned(name))
+                self.tell(name, told, self.is_learned(name))
             elif (
                 option
                 and option not in self.lines
@@ -306,11 +343,16 @@ class RecipeDraft:
                 and value is not None
             ):
                 self.same(option, name)
-            elif value not in (None, False, "") or told:
-                learned = self.is_learned(name) and (not told or name in self.learned)
-                other = "no counterpart in posttrain" + "; it may change what is learned" * learned
-                self.note(self.origin(name), told or other, learned)
+            elif value is not None and value != "":
+                last = name.rpartition(".")[2]
+                learned = (
+                    (told in ("", _NONE, _OF_THE_CRITIC) and self.is_learned(name))
+                    or name in self.learned
+                    or (bool(_LEARNED.fullmatch(last)) and (not _IF_FALSE.match(last) or value is False))
+                )
+                self.tell(self.origin(name), told or _NONE, learned)
         self._leave_out_evaluations()
+        self.run.notes += [f"what is learned: {line}" for line in map(_grouped, self.changes.items())]
 
     def _leave_out_evaluations(self) -> None:
         """Leave out how often to evaluate, where nothing is held out: posttrain would refuse it."""
@@ -337,10 +379,11 @@ class RecipeDraft:
         if self.guessed:
             listed = ", ".join(f"{name} ({inline(clip(text))})" for name, text in list(self.guessed.items())[:8])
             found.append(f"set {listed}: only the script computes it, and here is {self.run.framework}'s default")
-        if value.get("engine") == "vllm" and "engine_url" not in value:
+        if (server := value.get("engine")) and "engine_url" not in value:
             what = "engine and correction" if "correction" in value else "engine"
-            found.append(f"install vLLM, or remove {what}: the local engine samples")
-        files = re.findall(r"(?:trl|verl):([\w/.-]+\.py)", str(value.get("env")))
+            program = {"vllm": "vLLM", "sglang": "SGLang"}[server]
+            found.append(f"install {program}, or remove {what}: the local engine samples")
+        files = re.findall(r"(?:^|[ +:])([\w/.-]+\.py)(?=$|[:, ])", str(value.get("env")))
         if files := [file for file in dict.fromkeys(files) if file not in self.run.files]:
             found.append(f"{', '.join(files)} must be here, with the functions that env names")
         if tracked := value.get("track"):
@@ -360,8 +403,9 @@ class RecipeDraft:
         out = [_comment(line) for line in head]
         out += ["", f"[{self.verb}]"]
         out += [_line(option, value, comment) for option, (value, comment) in self.lines.items()]
-        for name, (file, comment) in self.parts.items():
+        for number, (name, (file, comment)) in enumerate(self.parts.items()):
             out += ["", f"[{self.verb}.mixture.{name}]", _line("tasks", file, comment)]
+            out += [_line("weight", weight, self.shares[1]) for weight in self.shares[0][number : number + 1]]
         if self.settings:
             out += ["", f"[{self.verb}.settings]"]
             out += [_line(json.dumps(place), value, comment) for place, (value, comment) in self.settings.items()]

@@ -21,7 +21,7 @@ from posttrain.apps.migration.foreign_run import (
 )
 from posttrain.apps.migration.hydra_files import configured
 from posttrain.apps.migration.other_programs import answer_to, refuse_configuration, script_that_is_missing
-from posttrain.apps.migration.shell_script import commands
+from posttrain.apps.migration.shell_script import BRANCH, commands
 from posttrain.apps.migration.trl_script import CONFIGS, read_script
 from posttrain.core import user_files
 from posttrain.core.messages import clip, one_line
@@ -29,7 +29,7 @@ from posttrain.core.types import UserError
 
 TRL_TRAINERS = tuple(CONFIGS.values())
 VERL = {
-    **dict.fromkeys(("main_ppo", "main_dapo"), "main_ppo"),
+    **dict.fromkeys(("main_ppo", "main_ppo_v0", "main_dapo"), "main_ppo"),
     **dict.fromkeys(("sft_trainer", "sft_trainer_ray"), "sft_trainer"),
     "fsdp_sft_trainer": "fsdp_sft_trainer",
 }
@@ -45,6 +45,8 @@ _LARGEST_NOTEBOOK = 1 << 24  # bytes, pictures that it shows included
 _RUNS_PYTHON = re.compile(r"%%(capture|prun|python3?|time|timeit|wandb)\b")
 """Magics of a notebook's cell whose further lines are Python that it runs."""
 _COMMAND = re.compile(r"(\s*)(?:\w+\s*=\s*)?[!%]")  # !pip install x, %env A=b, files = !ls
+_VARIABLE = re.compile(r"\$\{?[A-Za-z_]\w*(\[[@*]\])?\}?|\$\(.*\)", re.DOTALL)
+_CHOICES = {"engine", "optim", "model", "model_engine", "profiler"}
 _NODES = {"--nnodes", "--num_machines", "--num_nodes"}
 
 
@@ -113,7 +115,24 @@ def _more(rest: Iterable[list[str]], path: Path) -> int:
 
 
 def _of_command(words: list[str], path: Path, beside: str = "") -> ForeignRun | None:
-    """Return the run of a command, or None if it is of no trainer that is known here."""
+    """Return the run of a command, or None if it is of no trainer that is known here. Words that only a run of the script
+    would give are left out and noted.
+    """
+    unknown = [
+        place
+        for place, word in enumerate(words)
+        if word.startswith(BRANCH) or (_VARIABLE.fullmatch(word) and not words[place - 1].startswith(("-", "$")))
+    ]
+    run = _of_words([word for place, word in enumerate(words) if place not in unknown], path, beside)
+    if run is not None:
+        for word in (words[place] for place in unknown):
+            branch = word[1:].replace(BRANCH, " ")
+            what = f"of a branch of the script, {branch}" if word.startswith(BRANCH) else f"in {word}"
+            run.notes.append(f"the options {clip(what)}: only the script knows them, so add those that you want")
+    return run
+
+
+def _of_words(words: list[str], path: Path, beside: str) -> ForeignRun | None:
     for place, word in enumerate(words):
         module = re.sub(r"\.py$", "", word).replace("/", ".").rpartition(".")
         after = words[place + 1 :]
@@ -121,6 +140,10 @@ def _of_command(words: list[str], path: Path, beside: str = "") -> ForeignRun | 
             module[0].split(".")[0] in ("verl", "recipe") or "verl" in module[0] or "dapo" in module[0]
         ):
             run = _of_hydra(VERL[module[2]], after, _launched(words[:place]), path.parent)
+            if ("recipe" in module[0] and "dapo" not in module[0]) or "experimental" in module[0]:
+                run.notes.append(
+                    f"what is learned: {clip(module[0])} has a trainer of its own, and this recipe is main_ppo's"
+                )
             if module[2] == "main_dapo":  # of verl's recipe for DAPO, whose configuration has another manager
                 run.defaults["reward.reward_manager.name"] = "dapo"
             return run
@@ -173,6 +196,7 @@ def _launched_by(run: ForeignRun, words: list[str], path: Path) -> ForeignRun:
 def _of_hydra(trainer: str, words: list[str], devices: int | None, folder: Path) -> ForeignRun:
     """Return a run of verl: name=value, +name=value, ++name=value, over a configuration; ~name takes one away."""
     options, notes = configured(_hydra_files(words), folder)
+    sweep = "--multirun" in words or "-m" in words
     for word in words:
         name, equals, value = word.partition("=")
         if name.startswith("~"):
@@ -180,6 +204,12 @@ def _of_hydra(trainer: str, words: list[str], devices: int | None, folder: Path)
             notes.append(f"{word}, which deletes an option: the recipe uses the default of {name[1:]}")
         elif equals and re.fullmatch(r"\+{0,2}[\w@][\w.@/-]*", name):
             read = value_of(value)
+            if sweep and isinstance(read, str) and "," in read:
+                raise UserError(f"{clip(word)} is a sweep of several runs: give one value, without --multirun")
+            if (
+                ("." not in name and name in _CHOICES) or "/" in name or "@" in name
+            ):  # of files of verl's own configuration
+                continue
             options |= flat({name.lstrip("+"): read}) if isinstance(read, dict) else {name.lstrip("+"): read}
     gpus, nodes = options.get("trainer.n_gpus_per_node"), options.get("trainer.nnodes", 1)
     if isinstance(gpus, int) and isinstance(nodes, int):

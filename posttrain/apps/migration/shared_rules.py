@@ -51,8 +51,7 @@ def warm_up(draft: RecipeDraft, name: str, share: float, updates: int | None) ->
     if not share:
         return
     if updates is None:
-        told = f"warmup is a number of updates here: {share:g} x all updates"
-        draft.note(draft.origin(name), told, draft.is_learned(name))
+        draft.differs(draft.origin(name), f"warmup is a number of updates here: {share:g} x all updates")
         return
     draft.put("warmup", math.ceil(share * updates), f"{draft.origin(name)}: {share:g} of {updates} updates{FIRST_RATE}")
 
@@ -73,6 +72,8 @@ def frequency(draft: RecipeDraft, option: str, name: str, updates: int) -> None:
     """Write how often to save or to evaluate: there in updates, here in steps."""
     value = draft.read(name)
     never = NEVER if option == "save_every" else 0
+    if isinstance(value, str):
+        return draft.note(draft.origin(name), f"{option} is a number of steps here: set it")
     if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
         if value is not None:
             draft.put(option, never, f"{draft.origin(name)}: only at the end")
@@ -106,7 +107,7 @@ def adapters(draft: RecipeDraft, rank: str, alpha: str, targets: str, quantized:
         draft.put("lora_targets", chosen, f"{draft.origin(targets)}: same meaning")
     elif chosen is not None:
         told = f"here any of {', '.join(sorted(known))}; all-linear is the default"
-        draft.note(draft.origin(targets), told, draft.is_learned(targets))
+        draft.tell(draft.origin(targets), told, draft.is_learned(targets))
     elif draft.run.framework == "TRL":
         draft.put("lora_targets", ["q_proj", "v_proj"], f"{targets}, not given: PEFT's default for most models")
     for name, kind in zip(quantized or (), ("nf4", "int8"), strict=False):
@@ -114,12 +115,12 @@ def adapters(draft: RecipeDraft, rank: str, alpha: str, targets: str, quantized:
             draft.put("quantize", kind, f"{name}: same meaning")
 
 
-def engine(draft: RecipeDraft, name: str, share: str, parallel: str) -> None:
-    """Write that vLLM samples; its memory is a share there and the size of the cache here. `parallel`: GPUs of each
+def engine(draft: RecipeDraft, name: str, share: str, parallel: str, server: str = "vllm") -> None:
+    """Write that a server samples; its memory is a share there and the size of the cache here. `parallel`: GPUs of each
     engine.
     """
     draft.put(
-        "engine", "vllm", f"{name}: same meaning; without a GPU of its own, leave it out: the local engine samples"
+        "engine", server, f"{name}: same meaning; without a GPU of its own, leave it out: the local engine samples"
     )
     if draft.given(share):
         draft.note(draft.origin(share), "--engine-cache is the size of the KV cache in GiB, not a share of the GPU")
@@ -137,11 +138,12 @@ def same_estimator(estimator: str) -> str:
 def optimizer(draft: RecipeDraft, prefix: str) -> None:
     """Write the optimizer of verl: a class of `optimizer_impl`, which is torch.optim unless it is given."""
     name, module = f"{prefix}.optimizer", draft.read(f"{prefix}.optimizer_impl", "torch.optim")
-    if draft.given(name) and isinstance(kind := draft.read(name), str):
+    kind = draft.read(name, "AdamW")
+    if (draft.given(name) or draft.given(f"{prefix}.optimizer_impl")) and isinstance(kind, str):
         try:
             draft.put("optimizer", draft.fitted("optimizer", f"{module}:{kind}"), f"{draft.origin(name)} of {module}")
         except UserError as error:
-            draft.note(f"{draft.origin(name)} of {module}", f"not taken over as optimizer: {error}")
+            draft.differs(f"{draft.origin(name)} of {module}", f"not taken over as optimizer: {error}")
 
 
 def split_of(draft: RecipeDraft, name: str) -> None:
@@ -165,7 +167,7 @@ def held_out(draft: RecipeDraft, name: str, rows: int | None) -> None:
     share = size if size < 1 else size / rows if rows else None
     if share is None or share >= 1:
         told = "held_out is a share of the rows here: import with --rows ROWS, or set it"
-        draft.note(draft.origin(name), told, draft.is_learned(name))
+        draft.tell(draft.origin(name), told, draft.is_learned(name))
     else:
         draft.put("held_out", round(float(share), 6), f"{draft.origin(name)}: the same share, other rows of it")
 
@@ -203,13 +205,15 @@ def chat_variables(draft: RecipeDraft, name: str) -> None:
     """Write the variables of the chat template: a mapping, or a dotted name for each."""
     given = draft.read(name) if draft.given(name) else {}
     values = dict(given) if isinstance(given, dict) else {}
+    if given and not values:
+        draft.differs(draft.origin(name), "variables of the chat template: set them as chat_template_kwargs")
     values |= {key.removeprefix(f"{name}."): draft.read(key) for key in draft.run.options if key.startswith(f"{name}.")}
     for variable, value in values.items():
         if isinstance(value, (bool, int, float, str)) and re.fullmatch(r"\w+", variable, re.ASCII):
             told = f"{name}.{variable} = {shown(value)}: same meaning"
             draft.put(f"chat_template_kwargs.{variable}", value, told)
         elif value is not None:
-            draft.note(
+            draft.differs(
                 f"{name}.{variable} = {shown(value)}", "a variable is a number, a truth value or a text: set it here"
             )
 

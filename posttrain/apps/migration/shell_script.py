@@ -1,6 +1,7 @@
 """Reads the commands of a shell script without running it: words, quotes, continuations, and the variables that it sets.
 
-Not a shell: branches are read one after the other, and what another program would print stays as it is written.
+Not a shell: what another program would print stays as it is written. So does a variable that a branch sets, unless the
+condition compares texts that are known.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import ast
 import operator
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from posttrain.core.types import UserError
 
@@ -20,8 +22,22 @@ LONGEST_REFERENCE = 4000  # characters of ${...} or $((...))
 
 _NAME = re.compile(r"(?:export\s+|local\s+|declare\s+(?:-\w+\s+)*|readonly\s+)?([A-Za-z_]\w*)(\+?)=")
 _HEREDOC = re.compile(r"<<(-?)\s*(['\"]?)(\w+)\2[^\n]*\n(.*?)\n[ \t]*\3[ \t]*(?:\n|$)", re.DOTALL)
+BRANCH = "\x02"
+"""Beginning of a word that only a branch adds to a variable: its name and the words, each after another beginning."""
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    **{"=": operator.eq, "==": operator.eq, "!=": operator.ne, "-eq": operator.eq, "-ne": operator.ne},
+    **{"-lt": operator.lt, "-le": operator.le, "-gt": operator.gt, "-ge": operator.ge},
+}
+_COMMENT = re.compile(r"^([ \t]*#[^\n]*?)\\+$", re.MULTILINE)  # a backslash at its end continues nothing
+_LEADING = re.compile(r"(?:(?:do|\{|!)\s+)+")
+_IN_BRANCH = re.compile(r"(?:(?:then|else|elif|if|do|\{|!|case\s+\S+\s+in)\s+)*(?:\(?[\w*|\"'.+ -]+\)\s*(?=\w+\+?=))?")
+_NESTS = re.compile(r"\S*\b(?:bash|sh|zsh) -\w*c")
 _READ = re.compile(r"\bread\s+(?:-\w+\s+(?:''\s+|\"\"\s+)?)*([A-Za-z_]\w*)\s*$")
 _BRACED = re.compile(r"([A-Za-z_]\w*|\d)(?:\[[@*]\])?(?:(:?[-=])(.*))?", re.DOTALL)
+_REDIRECTS = re.compile(r"[>]&|.&>", re.DOTALL)  # 2>&1, &> file: no end of a statement
+_REDIRECTION = re.compile(r"(?:\d*|&)(?:>>?|<)&?(.*)", re.DOTALL)
+_ESCAPED = re.compile(r"\\(.)", re.DOTALL)
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", "'": "'", '"': '"'}
 _KEYWORDS = {"if", "then", "else", "elif", "fi", "do", "done", "{", "}", "nohup", "exec", "time", "sudo", "env", "!"}
 _OPERATORS = {
     ast.Add: operator.add,
@@ -33,38 +49,125 @@ _OPERATORS = {
 }
 
 
-def commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of each command of a script, variables in place.
+def commands(text: str, depth: int = 0) -> Iterator[list[str]]:
+    """Yield the words of each command of a script, variables in place; of `bash -c` and `eval`, those in their text.
 
     Raises UserError for a script that grows beyond any command.
     """
-    variables = {name: os.environ[name] for name in ("HOME",) if name in os.environ}
+    variables = {name: os.environ[name] for name in ("HOME",) if name in os.environ} | {"PWD": "."}
     arrays: dict[str, list[str]] = {}
-    text = re.sub(r"\\\n", " ", text)
+    text = re.sub(r"\\\n", " ", _COMMENT.sub(r"\1", text))
     text, documents = _without_documents(text)
-    for statement in _statements(text):
+    branches = _Branches()
+    for statement, joined in _statements(text):
         if found := re.search(r"\x00(\d+)", statement):
             head = statement[: found.start()]
             if reads := _READ.search(head):
                 variables[reads[1]] = _expanded(documents[int(found[1])], variables)
             continue
-        while assignment := _NAME.match(statement):
-            name, adds = assignment[1], bool(assignment[2])
-            rest = statement[assignment.end() :]
-            if rest.startswith("("):
-                inside, rest = _bracketed(rest)
-                new = _words(inside, variables, arrays)
-                arrays[name] = [*arrays.get(name, []), *new] if adds else new
-            else:
-                value, rest = _first_word(rest)
-                text_of = "".join(_unquoted(value, variables, arrays)[:1])
-                variables[name] = _bounded(variables.get(name, "") + text_of if adds else text_of)
-            statement = rest.lstrip()
-        words = _words(statement, variables, arrays)
+        runs = branches.enter(statement, joined, variables, arrays)
+        statement = (_IN_BRANCH if branches.states else _LEADING).sub("", statement)
+        if runs is False:
+            continue
+        words = _words(_assigned(statement, variables, arrays, runs is None), variables, arrays)
         while words and words[0] in _KEYWORDS:
             words = words[1:]
-        if words:
+        inner = next(
+            (words[i + 1] for i, word in enumerate(words[:-1]) if _NESTS.fullmatch(f"{words[i - 1]} {word}")), ""
+        )
+        if words[:1] == ["eval"]:
+            inner = " ".join(words[1:])
+        if inner and depth < 3:
+            yield from commands(inner, depth + 1)
+        elif words:
             yield words
+
+
+class _Branches:
+    """The branches around a statement and the tests before it: whether it runs, None where only a run knows."""
+
+    def __init__(self) -> None:
+        self.states: list[
+            list[bool | None]
+        ] = []  # of each `if` and `case`: whether its branches run, the last one here
+        self.condition = False  # the statement before was one
+        self.test: list[bool | None] = []  # that of a chain [ ... ] && ..., if the statements before are one
+
+    def enter(
+        self, statement: str, joined: str, variables: dict[str, str], arrays: dict[str, list[str]]
+    ) -> bool | None:
+        """Return whether a statement runs. `joined`: && or || before it, or ""."""
+        first, _, rest = statement.partition(" ")
+        first = first.split()[0]
+        after_condition, self.condition = self.condition, first in ("if", "elif")
+        known = _truth(rest if self.condition else statement, variables, arrays)
+        if first in ("if", "case"):
+            self.states.append([known if first == "if" else None])
+        elif first in ("fi", "esac"):
+            self.states[-1:] = []
+        elif first in ("elif", "else") and self.states:
+            known, before = known if first == "elif" else True, self.states[-1]
+            before.append(False if True in before or known is False else None if None in before else known)
+        elif after_condition and joined:
+            self.states[-1][-1], self.condition = None, True
+        runs = [branches[-1] for branches in self.states]
+        if joined and self.test:
+            runs.append(self.test[0] if joined == "&&" or self.test[0] is None else not self.test[0])
+        if first in ("[", "[[", "test"):
+            self.test = [None if joined else known]
+        elif not joined:
+            self.test = []
+        return False if False in runs else None if None in runs else True
+
+
+def _truth(statement: str, variables: dict[str, str], arrays: dict[str, list[str]]) -> bool | None:
+    """Return whether a test holds that compares known texts or numbers; None for any other."""
+    found = re.fullmatch(r"(!\s+)?\[\[?\s+(.*?)\s+\]?\]", statement.strip(), re.DOTALL)
+    words = _words(found[2], variables, arrays) if found else []
+    if found is None or any(character in word for word in words for character in "$`*?"):
+        return None
+    if len(words) == 2 and words[0] in ("-z", "-n"):
+        value = (words[1] == "") == (words[0] == "-z")
+    elif len(words) == 3 and words[1] in _COMPARISONS:
+        sides = (words[0], words[2])
+        if not words[1].startswith("-"):
+            value = _COMPARISONS[words[1]](*sides)
+        elif all(re.fullmatch(r"-?\d{1,18}", side) for side in sides):
+            value = _COMPARISONS[words[1]](*map(int, sides))
+        else:
+            return None
+    else:
+        return None
+    return value != bool(found[1])
+
+
+def _assigned(statement: str, variables: dict[str, str], arrays: dict[str, list[str]], unsure: bool) -> str:
+    """Set the variables that a statement begins with, and return the rest of it. `unsure`: perhaps it does not run."""
+    while assignment := _NAME.match(statement):
+        name, adds = assignment[1], bool(assignment[2])
+        rest = statement[assignment.end() :]
+        if rest.startswith("("):
+            inside, rest = _bracketed(rest)
+            new = _words(inside, variables, arrays)
+            if unsure and new:
+                new = [_of_branch(name, " ".join(new))]
+            arrays[name] = [*arrays.get(name, []), *new] if adds or unsure else new
+        else:
+            value, rest = _first_word(rest)
+            text, before = "".join(_unquoted(value, variables, arrays)[:1]), variables.get(name, "")
+            text = _bounded(before + text if adds else text)
+            if not unsure or rest.strip() or text == before:
+                variables[name] = text
+            elif before and text.startswith(before):
+                variables[name] = f"{before} {_of_branch(name, text.removeprefix(before))}"
+            else:
+                variables.pop(name, None)
+        statement = rest.lstrip()
+    return statement
+
+
+def _of_branch(name: str, words: str) -> str:
+    return f"{BRANCH}{name}:" + "".join(f"{BRANCH}{word}" for word in words.split())
 
 
 def _bounded(text: str) -> str:
@@ -85,9 +188,12 @@ def _without_documents(text: str) -> tuple[str, list[str]]:
     return _HEREDOC.sub(taken, text) if few else text, documents
 
 
-def _statements(text: str) -> Iterator[str]:
-    """Yield the statements: ends of lines, ;, && and | end one, outside quotes and brackets. Comments are left out."""
-    start, place, depth, before = 0, 0, 0, ""
+def _statements(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the statements, each with the && or || that joins it to the one before, or "".
+
+    Ends of lines, ;, &, && and | end one, outside quotes and brackets. Comments are left out.
+    """
+    start, place, depth, before, joined = 0, 0, 0, "", ""
     while place < len(text):
         character = text[place]
         if character == "\\":
@@ -104,21 +210,23 @@ def _statements(text: str) -> Iterator[str]:
             before, start = before + text[start:place], len(text) if end < 0 else end
             place = start
             continue
-        elif depth == 0 and character in "\n;&|":
+        elif depth == 0 and character in "\n;&|" and not (character == "&" and _REDIRECTS.match(text, place - 1)):
             if statement := (before + text[start:place]).strip():
-                yield statement
+                yield statement, joined
+                joined = text[place : place + 2] if text[place : place + 2] in ("&&", "||") else ""
             before, start = "", place + 1
         place += 1
     if statement := (before + text[start:]).strip():
-        yield statement
+        yield statement, joined
 
 
 def _end_of_quote(text: str, place: int) -> int:
     """Return the place of the quote that ends the one here; of the text's last character if none does."""
     quote = text[place]
+    escapes = quote != "'" or text[max(0, place - 1) : place] == "$"  # $'...'
     place += 1
     while place < len(text) and text[place] != quote:
-        place += 2 if text[place] == "\\" and quote != "'" else 1
+        place += 2 if text[place] == "\\" and escapes else 1
     return min(place, len(text) - 1)
 
 
@@ -159,6 +267,9 @@ def _words(text: str, variables: dict[str, str], arrays: dict[str, list[str]]) -
     words: list[str] = []
     while text := text.lstrip():
         word, text = _first_word(text)
+        if redirected := _REDIRECTION.fullmatch(word):
+            text = text if redirected[1] else _first_word(text.lstrip())[1]
+            continue
         words += _unquoted(word, variables, arrays)
         if len(words) > MOST_WORDS:
             raise UserError(f"the script has more than {MOST_WORDS:,} words: give the command itself")
@@ -188,6 +299,10 @@ def _unquoted(word: str, variables: dict[str, str], arrays: dict[str, list[str]]
         elif character == "\\":
             text += word[place + 1 : place + 2]
             place += 1
+        elif word[place : place + 2] == "$'":
+            end = _end_of_quote(word, place + 1)
+            text += _ESCAPED.sub(lambda found: _ESCAPES.get(found[1], found[0]), word[place + 2 : end])
+            place = end
         elif character == "$":
             taken, length = _variable(word[place : place + LONGEST_REFERENCE], variables)
             text += taken
@@ -226,8 +341,9 @@ def _variable(text: str, variables: dict[str, str], depth: int = 0) -> tuple[str
         number = _arithmetic(inside[1:-1], variables)
         return (text[: len(text) - len(rest)] if number is None else str(number)), len(text) - len(rest)
     if text.startswith("$("):
-        _, rest = _bracketed(text[1:])
-        return text[: len(text) - len(rest)], len(text) - len(rest)
+        inside, rest = _bracketed(text[1:])
+        length = len(text) - len(rest)
+        return "." if inside.strip() == "pwd" else text[:length], length
     if text.startswith("${"):
         inside, rest = _bracketed(text[1:], "{", "}")
         length = len(text) - len(rest)
@@ -238,8 +354,11 @@ def _variable(text: str, variables: dict[str, str], depth: int = 0) -> tuple[str
             return variables[found[1]], length
         if found[2]:
             other = found[3].strip("\"'")
-            return (_variable(other, variables, depth + 1)[0] if other.startswith("$") and re.fullmatch(
-                r"\$\{?\w+\}?", other) else _expanded(other, variables)), length  # fmt: skip
+            bare = re.fullmatch(r"\$\{?\w+\}?", other)
+            value = _variable(other, variables, depth + 1)[0] if bare else _expanded(other, variables)
+            if found[2].endswith("="):
+                variables[found[1]] = value
+            return value, length
         return text[:length], length
     if found := re.match(r"\$([A-Za-z_]\w*)", text):
         return variables.get(found[1], found[0]), found.end()

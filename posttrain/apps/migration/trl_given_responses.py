@@ -70,7 +70,7 @@ def given_responses(draft: RecipeDraft, processes: int, rows: int | None) -> Non
         smaller = "; an update with such rows has fewer here" * (how == "skip")
         draft.put("too_long", how, f"{draft.origin('max_length')}: longer rows are {told}{smaller}")
     if draft.read("truncation_mode") == "keep_end":
-        draft.note("truncation_mode = keep_end", "the end of a long row is cut here, not its beginning", learned=True)
+        draft.differs("truncation_mode = keep_end", "the end of a long row is cut here, not its beginning")
     {"sft": _sft, "reward": _reward_model}.get(trainer, _preferences)(draft)
 
 
@@ -90,7 +90,7 @@ def _sft(draft: RecipeDraft) -> None:
     draft.put("mask", "assistant" if masked else "all", told)
     if draft.read("packing"):
         told = "a packed row of TRL holds several of yours: rows counts yours, so raise it by as much"
-        draft.note("packing = true", told, learned=True)
+        draft.differs("packing = true", told)
         draft.treated.add("packing_strategy")
 
     if (column := draft.read("dataset_text_field")) not in (None, "text"):
@@ -167,7 +167,7 @@ def _direct_preferences(draft: RecipeDraft, kinds: list[Any], weights: list[Any]
         draft.put(_SMOOTHED[name], smoothing, f"{draft.origin('label_smoothing')}: same meaning")
     elif smoothing:
         older = f"; versions before 1.0 smooth it: algorithm = cdpo, smoothing = {smoothing:g}" * (name == "dpo")
-        draft.note(draft.origin("label_smoothing"), f"no effect: TRL 1.16 has none for {links[0]}{older}", learned=True)
+        draft.differs(draft.origin("label_smoothing"), f"no effect: TRL 1.16 has none for {links[0]}{older}")
     weight = dict(zip(kinds, weights, strict=True))
     if "sft" in weight or weight[links[0]] != 1:
         draft.put("preference", float(weight[links[0]]), "loss_weights: of the comparisons")

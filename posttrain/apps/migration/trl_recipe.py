@@ -166,7 +166,7 @@ _OWN_ALGORITHMS = {"cispo": "cispo", "sapo": "sapo", "vespo": "vespo", "luspo": 
 def trl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> None:
     """Write the lines of a run of TRL."""
     trainer = draft.run.trainer
-    draft.learned, draft.is_learned = _LEARNED, _is_learned
+    draft.learned, draft.quiet = _LEARNED, _is_quiet
     _initial(draft)
     if draft.run.options.get("model_revision") == "main":
         draft.treated.add("model_revision")
@@ -194,8 +194,8 @@ def trl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> Non
     trackers(draft, "report_to", "WANDB_PROJECT")
 
 
-def _is_learned(name: str) -> bool:
-    return not _QUIET.match(name.rpartition(".")[2])
+def _is_quiet(name: str) -> bool:
+    return bool(_QUIET.match(name.rpartition(".")[2]))
 
 
 def _initial(draft: RecipeDraft) -> None:
@@ -217,7 +217,7 @@ def _moments(draft: RecipeDraft) -> None:
             draft.note(draft.origin(name), f"no effect: transformers does not give it to optim = {kind}")
         return
     if "lion" in kind and (first, second) == (0.9, 0.999):
-        draft.note("adam_beta2", "transformers gives 0.999 to Lion; here its own default, 0.99, stays", learned=True)
+        draft.differs("adam_beta2", "transformers gives 0.999 to Lion; here its own default, 0.99, stays")
     if (first, second) != (0.9, 0.999):
         draft.put("betas", [first, second], "adam_beta1, adam_beta2: same meaning")
     if epsilon != 1e-8 and "lion" not in kind:
@@ -245,7 +245,7 @@ def _precision(draft: RecipeDraft) -> None:
         draft.put("precision", "bfloat16", f"{draft.origin(chosen)}: {told}")
         if draft.read("dtype") == "auto" and not any(map(draft.read, _LORA)):
             told = "weights that learn are float32 here; there of the checkpoint's type, in which updates are rounded"
-            draft.note(f"{draft.run.names.get('dtype', 'dtype')} = auto", told, learned=True)
+            draft.differs(f"{draft.run.names.get('dtype', 'dtype')} = auto", told)
 
 
 def _adapters(draft: RecipeDraft) -> None:
@@ -259,13 +259,11 @@ def _adapters(draft: RecipeDraft) -> None:
     draft.defaults = {**draft.defaults, **_LORA[on[0]]}
     adapters(draft, "lora_r", "lora_alpha", "lora_target_modules", _BITS)
     if draft.read("load_in_4bit") and (kind := draft.read("bnb_4bit_quant_type", "nf4")) != "nf4":
-        draft.note(draft.origin("bnb_4bit_quant_type"), f"4 bits here are nf4, not {shown(kind)}", learned=True)
+        draft.differs(draft.origin("bnb_4bit_quant_type"), f"4 bits here are nf4, not {shown(kind)}")
         draft.put("quantize", "nf4", f"load_in_4bit: also 4 bits, but nf4, not {shown(kind)}")
     if share := draft.number("lora_dropout"):
         told = "" if draft.given("lora_dropout") else f", {share:g}"
-        draft.note(
-            f"{draft.origin('lora_dropout')}{told}", "nothing is dropped here while adapters learn", learned=True
-        )
+        draft.differs(f"{draft.origin('lora_dropout')}{told}", "nothing is dropped here while adapters learn")
 
 
 def _data(draft: RecipeDraft, rows: int | None) -> None:
@@ -296,7 +294,7 @@ def _rollouts(draft: RecipeDraft, processes: int, rows: int | None) -> None:
     draft.same("temperature", "temperature")
     for name, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("repetition_penalty", 1)):
         if draft.read(name) not in (None, neutral):
-            draft.note(draft.origin(name), "training samples from the model's own distribution: left out", learned=True)
+            draft.differs(draft.origin(name), "training samples from the model's own distribution: left out")
     _rewards(draft)
     (_grpo if draft.run.trainer == "grpo" else _rloo)(draft, updates)
     if draft.read("use_vllm"):
@@ -353,7 +351,7 @@ def _generations(draft: RecipeDraft, processes: int) -> tuple[int, int, int, int
     draft.put("group", int(group), f"{draft.origin('num_generations')}: same meaning")
     if minibatches > prompts:
         told = f"{minibatches} updates a pass: an update needs a whole group here, so {prompts}"
-        draft.note("steps_per_generation", told, learned=True)
+        draft.differs("steps_per_generation", told)
         minibatches = prompts
     told = "steps_per_generation / gradient_accumulation_steps: updates a pass"
     mixed = "; TRL deals the replies of a step out at random, here the replies to a prompt stay together"
@@ -403,7 +401,7 @@ def _rewards(draft: RecipeDraft) -> None:
         )
     if weights and not (sum_of and fits):
         told = "weights follow the terms of env: trl:rewards.py:f*0.5"
-        draft.note(draft.origin("reward_weights"), told, learned=True)
+        draft.differs(draft.origin("reward_weights"), told)
 
 
 def _agent(draft: RecipeDraft, sum_of: list[str]) -> None:
@@ -470,7 +468,7 @@ def _grpo(draft: RecipeDraft, updates: int) -> None:
         )
     if draft.lines["minibatches"][0] > 1 and kind in ("dapo", "cispo", "vespo"):
         told = "TRL divides by the tokens of a whole generation over its updates; posttrain by those of the update"
-        draft.note("loss_type", told, learned=True)
+        draft.differs("loss_type", told)
     _ratio(draft, kind, level, updates)
     scale = draft.word("scale_rewards")
     draft.put(
@@ -532,7 +530,7 @@ def _penalties(draft: RecipeDraft, updates: int) -> None:
         )
         if corrected and draft.read("importance_sampling_level") == "sequence":
             told = "the KL is weighed by the ratio of the token here, of the reply there"
-            draft.note("use_bias_correction_kl", told, learned=True)
+            draft.differs("use_bias_correction_kl", told)
         moving_reference(draft, updates)
     if (share := draft.number("top_entropy_quantile")) != 1:
         draft.put("top_entropy", share, "top_entropy_quantile: same meaning")

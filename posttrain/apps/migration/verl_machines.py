@@ -31,9 +31,9 @@ def correction(draft: RecipeDraft) -> None:
     for name in ("rollout_rs", "rollout_rs_threshold", "rollout_is_batch_normalize"):
         if draft.read(f"{CORRECTION}.{name}"):
             what = "its mean is not made 1 here" if "normalize" in name else _REJECTION
-            draft.note(draft.origin(f"{CORRECTION}.{name}"), what)
+            draft.differs(draft.origin(f"{CORRECTION}.{name}"), what)
     if bypasses(draft) and draft.lines["algorithm"][0] == "gpg":
-        draft.note(draft.origin(f"{CORRECTION}.bypass_mode"), "no counterpart: gpg has no ratio here")
+        draft.differs(draft.origin(f"{CORRECTION}.bypass_mode"), "no counterpart: gpg has no ratio here")
         return
     if bypasses(draft):
         draft.put("old_policy", "sampler", "rollout_correction.bypass_mode: the ratio is one to the sampler's own")
@@ -42,7 +42,7 @@ def correction(draft: RecipeDraft) -> None:
         return
     if bypass:
         what = "no counterpart: without it, or with --surrogate reinforce, see posttrain algorithms"
-        draft.note(draft.origin(f"{CORRECTION}.loss_type"), what)
+        draft.differs(draft.origin(f"{CORRECTION}.loss_type"), what)
     if not level:
         return _of_earlier_versions(draft)
     if level not in ("token", "sequence"):
@@ -58,7 +58,7 @@ def correction(draft: RecipeDraft) -> None:
     )
     at = draft.origin(f"{CORRECTION}.rollout_is_threshold")
     if upper <= 1:
-        draft.note(at, "correction_cap is above 1 here: 2 is taken")
+        draft.differs(at, "correction_cap is above 1 here: 2 is taken")
         return
     mirrored = lower is None or abs(lower * upper - 1) < 0.02
     draft.put(
@@ -74,10 +74,10 @@ def _of_earlier_versions(draft: RecipeDraft) -> None:
             draft.put("correction", "truncate", f"{told}: same meaning")
             draft.put("correction_cap", float(cap), f"{told}: same meaning")
         elif cap > 0:
-            draft.note(told, "correction_cap is above 1 here: left out")
+            draft.differs(told, "correction_cap is above 1 here: left out")
     for name in [name for name in draft.run.options if name.startswith("algorithm.rollout_is")]:
         draft.treated.add(name)
-        draft.note(draft.origin(name), "names of verl 0.6: set correction (a kind), and correction_cap above 1")
+        draft.differs(draft.origin(name), "names of verl 0.6: set correction (a kind), and correction_cap above 1")
 
 
 _REJECTION = "no such rejection here: correction icepop masks tokens, sequence whole replies, by the ratio"

@@ -26,7 +26,7 @@ from posttrain.apps.migration.shared_rules import (
     trackers,
 )
 from posttrain.apps.migration.verl_machines import CORRECTION, bypasses, correction, divisions, offload
-from posttrain.apps.migration.verl_sft_recipe import DECAYED, verl_sft
+from posttrain.apps.migration.verl_sft_recipe import DECAYED, limited, verl_sft
 from posttrain.core.types import UserError
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -41,12 +41,14 @@ SFT_DEFAULTS: Mapping[str, Any] = {
     "trainer.seed": 1,
     "trainer.save_freq": -1,
     "trainer.test_freq": -1,
+    "trainer.max_ckpt_to_keep": NEVER,  # all of them
 }
 """Defaults of both SFT trainers."""
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "main_ppo": {
         "data.train_files": "~/data/rlhf/gsm8k/train.parquet",
         "data.train_batch_size": 1024,
+        "data.max_prompt_length": 512,
         "data.max_response_length": 512,
         "data.truncation": "error",
         "data.filter_overlong_prompts": False,
@@ -54,6 +56,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         f"{MODEL}.lora_rank": 0,
         f"{MODEL}.lora_alpha": 16,
         f"{MODEL}.target_modules": "all-linear",
+        f"{MODEL}.lora.alpha": 32,
         f"{ROLLOUT}.n": 1,
         f"{ROLLOUT}.temperature": 1.0,
         f"{ROLLOUT}.name": "vllm",
@@ -69,6 +72,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         f"{ACTOR}.kl_loss_coef": 0.001,
         f"{ACTOR}.kl_loss_type": "low_var_kl",
         f"{ACTOR}.policy_loss.loss_mode": "vanilla",
+        f"{ACTOR}.policy_loss.ppo_kl_coef": 0.1,
         f"{ACTOR}.fsdp_config.dtype": "bfloat16",
         f"{OPTIMIZER}.lr": 1e-6,
         f"{OPTIMIZER}.weight_decay": 0.01,
@@ -170,9 +174,20 @@ LOSSES = {
 """policy_loss.loss_mode -> the algorithm with that loss on advantages within a group."""
 
 
+_LAYERS = {
+    "linear_qkv": ["q_proj", "k_proj", "v_proj"],
+    "linear_proj": ["o_proj"],
+    "linear_fc1": ["gate_proj", "up_proj"],
+    "linear_fc2": ["down_proj"],
+}
+"""Layers of Megatron -> those here."""
+
+
 def verl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> None:
     """Write the lines of a run of verl."""
     verl_reward.rename(draft)
+    if draft.read("trainer.val_only"):
+        raise UserError("verl's trainer.val_only evaluates and trains nothing: here it is posttrain eval")
     devices_of(draft, devices, need=False)
     for name in ("trainer.n_gpus_per_node", "trainer.nnodes"):
         draft.read(name)
@@ -184,9 +199,10 @@ def verl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> No
     draft.same("fields.prompt", "data.prompt_key")
     if draft.lines.get("fields.prompt", ("",))[0] == "prompt":
         del draft.lines["fields.prompt"]
-    adapted = draft.read(f"{MODEL}.lora_rank")
+    adapted = draft.read(f"{MODEL}.lora_rank") or draft.read(f"{MODEL}.lora.rank")
     draft.same("model", f"{MODEL}.path", "same meaning" if adapted else f"same meaning; {PADDING}")
     verl_reward.reward(draft)
+    rows = limited(draft, rows)
     prompts, minibatches = _batch(draft)
     updates = minibatches * draft.count(f"{ACTOR}.ppo_epochs")
     _policy(draft, updates)
@@ -197,18 +213,19 @@ def verl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> No
     draft.same("temperature", f"{ROLLOUT}.temperature")
     for name, neutral in (("top_p", (1, 1.0)), ("top_k", (-1, 0))):
         if (value := draft.read(f"{ROLLOUT}.{name}")) is not None and value not in neutral:
-            draft.note(
+            draft.differs(
                 draft.origin(f"{ROLLOUT}.{name}"), "training samples from the model's own distribution: left out"
             )
     _long_rows(draft)
-    if draft.read(f"{ROLLOUT}.name") in ("vllm", "sglang", "trtllm"):
+    if (server := draft.read(f"{ROLLOUT}.name")) in ("vllm", "sglang", "trtllm"):
         engine(
             draft,
             draft.origin(f"{ROLLOUT}.name"),
             f"{ROLLOUT}.gpu_memory_utilization",
             f"{ROLLOUT}.tensor_model_parallel_size",
+            "sglang" if server == "sglang" else "vllm",
         )
-    adapters(draft, f"{MODEL}.lora_rank", f"{MODEL}.lora_alpha", f"{MODEL}.target_modules")
+    _adapters(draft)
     frequency(draft, "save_every", "trainer.save_freq", 1)
     frequency(draft, "eval_every", "trainer.test_freq", 1)
     kept_checkpoints(draft, "trainer.max_actor_ckpt_to_keep")
@@ -231,6 +248,11 @@ def _batch(draft: RecipeDraft) -> tuple[int, int]:
     draft.put("prompts", int(prompts), f"{draft.origin('data.train_batch_size')}: prompts of a step")
     draft.put("group", int(group), f"{draft.origin(f'{ROLLOUT}.n')}: same meaning")
     mini_told = draft.origin(f"{ACTOR}.ppo_mini_batch_size")
+    if mini > prompts or prompts % mini:
+        what = (
+            f"verl 0.9 refuses it for {prompts} prompts a step; here all updates have nearly the same number of groups"
+        )
+        draft.differs(mini_told, what)
     whole = "; of whole groups here, there of rollouts in the order of their end, balanced over GPUs"
     told = f"{mini_told} prompts of {prompts}: updates a pass{whole * (minibatches > 1)}"
     draft.put("minibatches", minibatches, told)
@@ -303,15 +325,27 @@ def _clip(draft: RecipeDraft, mode: str, updates: int) -> None:
         clips(draft, updates, low, high, None, names)
     elif mode == "cispo" and updates > 1:
         draft.put("clip_high", high, f"{names}: the weight is at most 1 + clip_high")
+        if low < 1:
+            told = f"a weight is at least {1 - low:g} there too, and has no lower bound here"
+            draft.differs(draft.origin(f"{ACTOR}.clip_ratio_low"), told)
     elif mode in ("clip_cov", "kl_cov"):
-        draft.same(mode, f"{ACTOR}.policy_loss.{mode}_ratio")
+        draft.same(mode, f"{ACTOR}.policy_loss.{mode}_ratio", "same meaning; of the step here, of a micro-batch there")
+        if mode == "kl_cov":
+            weight = float(draft.number(f"{ACTOR}.policy_loss.ppo_kl_coef"))
+            told = f"{draft.origin(f'{ACTOR}.policy_loss.ppo_kl_coef')}: same meaning"
+            draft.set("covariance.coefficient", weight, told)
         if mode == "clip_cov":
             _keeps_clip(draft, updates, f"clip_ratio_low, clip_ratio_high ({low:g}, {high:g})")
     elif mode == "geo_mean":
-        draft.note(
+        draft.differs(
             f"{names} ({low:g}, {high:g})",
             "gmpo clips the log ratio of each token by 0.4: see posttrain algorithms gmpo",
         )
+    elsewhere = [f"{ACTOR}.tau_pos", f"{ACTOR}.tau_neg"] if mode != "sapo" else []
+    for name in (*elsewhere, *(name for name in draft.run.options if name.startswith(f"{ACTOR}.policy_loss."))):
+        if draft.given(name) and name not in draft.treated and f".{mode}_" not in name:
+            draft.note(draft.origin(name), f"no effect: it is not of loss_mode {mode}")
+            draft.treated.add(name)
     for place, name in (("positive", "tau_pos"), ("negative", "tau_neg")):
         if mode == "sapo" and draft.given(f"{ACTOR}.{name}"):
             draft.set(f"surrogate.{place}", float(draft.number(f"{ACTOR}.{name}")), f"{name}: same meaning")
@@ -321,7 +355,7 @@ def _keeps_clip(draft: RecipeDraft, updates: int, names: str) -> None:
     """Note that verl's Clip-Cov keeps the clip of PPO, which that of the paper has not."""
     if updates == 1:
         return draft.note(names, "no effect: with one update a step every ratio is 1, and nothing is clipped")
-    draft.note(
+    draft.differs(
         names,
         "verl's Clip-Cov keeps PPO's clip, and tokens that it clips are no candidates; clip-cov here is the paper's r A: "
         "--surrogate clip with --clip-low and --clip-high clips it, without an effect on the candidates",
@@ -349,7 +383,15 @@ def _advantage(draft: RecipeDraft, estimator: str) -> None:
     elif estimator == "remax":
         draft.put("baseline", "greedy", "adv_estimator remax: the reward of a greedy reply")
         draft.put("scale", "none", "adv_estimator remax: no standard deviation")
-    elif estimator != "gpg":
+    elif estimator == "gpg":
+        draft.differs(
+            draft.origin("algorithm.adv_estimator"),
+            "advantages are multiplied by rollouts / those with a reward other than 0 there; here by rollouts / those in "
+            "groups with unequal rewards",
+        )
+    elif estimator == "reinforce_plus_plus_baseline":
+        draft.put("gamma", 1.0, "reinforce_plus_plus_baseline: verl discounts nothing")
+    else:
         draft.put("gamma", float(draft.number("algorithm.gamma")), f"{draft.origin('algorithm.gamma')}: same meaning")
     for name in (
         "algorithm.gamma",
@@ -369,6 +411,8 @@ def _advantage(draft: RecipeDraft, estimator: str) -> None:
         if warmup := draft.number("trainer.critic_warmup"):
             draft.put("critic_warmup", int(warmup), f"{draft.origin('trainer.critic_warmup')}: same meaning")
         return
+    if draft.number("trainer.critic_warmup"):
+        draft.differs(draft.origin("trainer.critic_warmup"), "the policy learns from the first step here")
     skipped = [name for name in draft.run.options if name.startswith("critic.")]
     draft.treated |= set(skipped)
     if skipped:
@@ -383,7 +427,7 @@ def _kl(draft: RecipeDraft) -> None:
     control = draft.read("algorithm.kl_ctrl.type")
     target, horizon = draft.number("algorithm.kl_ctrl.target_kl"), draft.number("algorithm.kl_ctrl.horizon")
     if in_loss and in_reward and loss and reward:
-        draft.note(
+        draft.differs(
             "use_kl_in_reward", "here a run has one KL penalty: that in the loss is taken, the one in the reward is not"
         )
     if in_loss and loss:
@@ -395,14 +439,29 @@ def _kl(draft: RecipeDraft) -> None:
     elif in_reward and reward:
         draft.put("kl", float(reward), f"{draft.origin('algorithm.kl_ctrl.kl_coef')}: same meaning")
         draft.put("kl_where", "reward", "use_kl_in_reward")
-        estimator = _estimator(kinds[1], "kl_penalty")
+        estimator = _estimator(str(kinds[1]).removesuffix("+"), "kl_penalty")  # the + is of gradients
         told = f"{draft.origin('algorithm.kl_penalty')}: {same_estimator(estimator)}"
         draft.put("kl_estimator", estimator, told)
         if control == "adaptive":
             draft.put("kl_control", "adaptive", "kl_ctrl.type: same meaning")
             draft.put("kl_target", float(target), "kl_ctrl.target_kl: same meaning")
             draft.put("kl_horizon", float(horizon), "kl_ctrl.horizon: same meaning, in rollouts")
+        of, kind = draft.origin("algorithm.use_kl_in_reward"), draft.read("algorithm.adv_estimator")
+        if kind == "remax":
+            draft.differs(of, "with remax a token has the KL from it on there, here that of the whole reply")
+        if kind == "reinforce_plus_plus_baseline":
+            draft.differs(of, "with this estimator a token has the KL of the whole reply there, here that from it on")
     else:
+        if (
+            draft.given("algorithm.kl_ctrl.kl_coef")
+            and not draft.given("algorithm.use_kl_in_reward")
+            and reward
+            and not in_loss
+        ):
+            told = (
+                "no effect without use_kl_in_reward; versions of verl that did not have it put this KL into the reward"
+            )
+            draft.differs(draft.origin("algorithm.kl_ctrl.kl_coef"), told)
         draft.put("kl", 0.0, "neither use_kl_loss nor use_kl_in_reward (or a coefficient of 0): no reference")
 
 
@@ -417,8 +476,8 @@ def _optimizer(draft: RecipeDraft, prompts: int, updates: int, rows: int | None)
     optimizer(draft, OPTIMIZER)
     draft.same("weight_decay", f"{OPTIMIZER}.weight_decay", DECAYED)
     _clipping(draft)
-    schedule = "lr_scheduler_type" if draft.given(f"{OPTIMIZER}.lr_scheduler_type") else "warmup_style"
-    draft.same("schedule", f"{OPTIMIZER}.{schedule}")
+    names = [f"{OPTIMIZER}.{name}" for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style")]
+    draft.same("schedule", next(filter(draft.given, names), names[0]))
     most = draft.number("trainer.total_training_steps")
     passes = draft.number("trainer.total_epochs")
     if most:
@@ -432,7 +491,7 @@ def _optimizer(draft: RecipeDraft, prompts: int, updates: int, rows: int | None)
     if warm is not None and warm > 0:
         draft.put("warmup", int(warm) * updates, f"{draft.origin(f'{OPTIMIZER}.lr_warmup_steps')}: {told}")
     elif share and steps is None:
-        draft.note(
+        draft.differs(
             draft.origin(f"{OPTIMIZER}.lr_warmup_steps_ratio"), f"warmup = {share:g} x steps x {updates} updates"
         )
     elif share and steps is not None:
@@ -441,6 +500,10 @@ def _optimizer(draft: RecipeDraft, prompts: int, updates: int, rows: int | None)
         )
     if draft.read(f"{MODEL}.enable_gradient_checkpointing"):
         draft.put("recompute", "layers", f"{draft.origin(f'{MODEL}.enable_gradient_checkpointing')}: memory only")
+    if draft.given(stored := f"{ACTOR}.fsdp_config.model_dtype"):
+        adapted = draft.read(f"{MODEL}.lora_rank") or draft.read(f"{MODEL}.lora.rank")
+        rounded = "same type; updates are rounded stochastically here"
+        draft.same("frozen_weights" if adapted else "weights", stored, "same meaning" if adapted else rounded)
     types = (f"{ACTOR}.fsdp_config.mixed_precision.param_dtype", f"{ACTOR}.dtype")
     draft.same("precision", next(filter(draft.given, types), f"{ACTOR}.fsdp_config.dtype"))
 
@@ -457,19 +520,32 @@ def _clipping(draft: RecipeDraft) -> None:
     draft.same("max_grad_norm", before, told)
 
 
+def _adapters(draft: RecipeDraft) -> None:
+    """Write LoRA: model.lora_rank, or the model.lora.* of Megatron, which has layers of other names."""
+    if not draft.read(f"{MODEL}.lora.rank"):
+        return adapters(draft, f"{MODEL}.lora_rank", f"{MODEL}.lora_alpha", f"{MODEL}.target_modules")
+    name = f"{MODEL}.lora.target_modules"
+    if isinstance(chosen := draft.read(name), list):
+        draft.run.options[name] = [part for layer in chosen for part in _LAYERS.get(layer, [layer])]
+    adapters(draft, f"{MODEL}.lora.rank", f"{MODEL}.lora.alpha", name)
+
+
 def _long_rows(draft: RecipeDraft) -> None:
-    """Write how many rows are read, and how prompts are treated that are longer than data.max_prompt_length: here, than
-    the context.
-    """
-    if most := max(0, draft.number("data.train_max_samples", 0)):  # -1: all
-        if draft.parts:
-            draft.note(draft.origin("data.train_max_samples"), "limit is of each part here: set it in each table")
-        else:
-            draft.put("limit", int(most), f"{draft.origin('data.train_max_samples')}: the first ones here")
+    """Write how prompts are treated that are longer than data.max_prompt_length: here, than the context."""
     skips, how = draft.read("data.filter_overlong_prompts"), draft.read("data.truncation")
+    draft.read("data.max_prompt_length")
     draft.read("data.filter_overlong_prompts_workers")
     name, value = ("data.filter_overlong_prompts", False) if skips else ("data.truncation", how)
     draft.put("too_long", draft.fitted("too_long", value), f"{draft.origin(name)}: here at the model's context")
+    if skips or draft.given("data.max_prompt_length"):
+        there = "left out" if skips else "cut"
+        draft.differs(
+            draft.origin("data.max_prompt_length"),
+            f"longer prompts are {there} there, here those that leave no room for a reply in the model's context: "
+            "leave them out of the rows",
+        )
+    if how in ("right", "middle") and not skips:
+        draft.differs(draft.origin("data.truncation"), "here the start of a prompt is cut")
     if skips and draft.given("data.truncation"):
         draft.note(draft.origin("data.truncation"), "no effect: longer prompts are left out (too_long)")
 

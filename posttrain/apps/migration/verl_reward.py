@@ -5,10 +5,12 @@ Names are those of version 0.9, below `reward`; those of earlier versions are re
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Mapping
 
-from posttrain.apps.migration.foreign_run import shown
+from posttrain.apps.migration.foreign_run import is_known, shown
 from posttrain.apps.migration.recipe_draft import RecipeDraft
 
 FUNCTION, MANAGER, BUFFER = (
@@ -48,7 +50,8 @@ def reward(draft: RecipeDraft) -> None:
     """Write the reward: a model, a function with its settings, or a hint where verl chooses one by itself."""
     path, name = draft.read(f"{FUNCTION}.path"), draft.read(f"{FUNCTION}.name", "compute_score")
     before = f"{FUNCTION}.reward_kwargs."
-    settings = {key.removeprefix(before): draft.read(key) for key in list(draft.run.options) if key.startswith(before)}
+    read = {key: draft.read(key) for key in list(draft.run.options) if key.startswith(before)}
+    settings = {key.removeprefix(before): value for key, value in read.items() if is_known(draft.run.options[key])}
     enabled, model = draft.read(f"{MODEL}.enable"), draft.read(f"{MODEL}.model_path")
     model = model if enabled and isinstance(model, str) else None
     if model:
@@ -56,8 +59,13 @@ def reward(draft: RecipeDraft) -> None:
         what = "the function asks it" if isinstance(path, str) else "its score is the reward"
         draft.put("reward_model", [draft.fitted("model", model)], f"{called}: {what}")
     if isinstance(path, str):
-        told = "".join(f",{key}={shown(value)}" for key, value in settings.items())
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()}
+        kept = {key: text for key, text in texts.items() if _fits(key, text, settings[key])}
+        told = "".join(f",{key}={text}" for key, text in kept.items())
         draft.put("env", f"verl:{path}:{name}{told}", "custom_reward_function: same function")
+        for key in (key for key in settings if key not in kept):
+            what = "env cannot name it: make it the default of the function"
+            draft.first.append(f"reward_kwargs.{key} = {shown(settings[key])}: {what}")
     elif not model:
         chosen = "verl chooses a function by data_source: copy it to score.py (or verify:math, verify:numeric)"
         draft.put("env", "verl:score.py:compute_score", chosen)
@@ -67,15 +75,33 @@ def reward(draft: RecipeDraft) -> None:
     _filter_groups(draft)
 
 
+def _fits(key: str, text: str, value: object) -> bool:
+    """Return whether a setting of `env` is read as the value that verl passes to the function."""
+    if (
+        not key.isidentifier()
+        or not is_known(value)
+        or not re.fullmatch(r"[^,+*]*|[-+\d.eE]+", text)
+        or text != text.strip()
+    ):
+        return False
+    try:
+        read = json.loads(text)
+    except ValueError:
+        read = text
+    return type(read) is type(value) and read == value
+
+
 def _tools(draft: RecipeDraft) -> None:
     """Note that a reward alone has one turn: tools and turns of verl are an environment's here."""
     turns = "actor_rollout_ref.rollout.multi_turn"
     given = [name for name in draft.run.options if name.startswith(f"{turns}.")]
     if not draft.read(f"{turns}.enable"):
         return
-    file = draft.read(f"{turns}.tool_config_path")
-    tools = f", tools of {shown(file)}" if isinstance(file, str) else ""
+    file = draft.run.options.get(f"{turns}.tool_config_path")
+    tools = f", tools of {shown(file)}" if file else ""
     draft.treated |= {name for name in given if not name.endswith(("max_assistant_turns", "max_user_turns"))}
+    told = "of all turns and results of tools together there; max_tokens is of each reply, max_episode_tokens of all replies"
+    draft.differs(draft.origin("data.max_response_length"), told)
     draft.first.append(
         f"multi_turn.enable = true{tools}: env has one turn alone, so write an environment with turns and tools, "
         "--env my.py:play (docs/guides/environments.md)"
@@ -85,7 +111,7 @@ def _tools(draft: RecipeDraft) -> None:
 def _manager(draft: RecipeDraft) -> None:
     manager = draft.read(MANAGER)
     if manager is not None and manager not in _LIKE_NAIVE:
-        draft.note(draft.origin(MANAGER), "a manager of your own: its reward is the environment's, --env my.py:play")
+        draft.differs(draft.origin(MANAGER), "a manager of your own: its reward is the environment's, --env my.py:play")
 
 
 def _overlong(draft: RecipeDraft) -> None:
@@ -104,9 +130,9 @@ def _overlong(draft: RecipeDraft) -> None:
         return
     draft.put("overlong_cache", int(length), f"{draft.origin(f'{BUFFER}.len')}: same meaning")
     if factor != 1:
-        draft.note(draft.origin(f"{BUFFER}.penalty_factor"), "the penalty grows to 1 here")
+        draft.differs(draft.origin(f"{BUFFER}.penalty_factor"), "the penalty grows to 1 here")
     if limit is not None and limit != most:
-        draft.note(draft.origin("reward.reward_kwargs.max_resp_len"), "the penalty ends at max_tokens here")
+        draft.differs(draft.origin("reward.reward_kwargs.max_resp_len"), "the penalty ends at max_tokens here")
 
 
 def generated_together(draft: RecipeDraft) -> int:
@@ -138,4 +164,4 @@ def _filter_groups(draft: RecipeDraft) -> None:
     )
     if metric is not None and metric not in _BEFORE_PENALTY:
         what = "groups are compared by the environment's reward here, before the overlong penalty"
-        draft.note(draft.origin("algorithm.filter_groups.metric"), what)
+        draft.differs(draft.origin("algorithm.filter_groups.metric"), what)

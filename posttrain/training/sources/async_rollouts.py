@@ -119,6 +119,7 @@ class StepQueue:
         collected = self.collector.collect(number, self.groups, stats)
         if self._thread is None and isinstance(player.engine, Resting):  # the update follows
             player.engine.rest()
+            player.world.gather(None)  # engines of other processes may be on this process's GPU
         seconds = {name: now - seconds[name] for name, now in self._waited().items()}
         seconds |= {"load": loaded - began, "play": time.perf_counter() - loaded}
         work = {name: now - before.get(name, 0.0) for name, now in self._work().items()}

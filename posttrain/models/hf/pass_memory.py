@@ -42,13 +42,13 @@ def pass_bytes(
     code does more than shapes allow.
     """
     try:
-        with without_numbers(model) as (short, stands_for):
+        with without_numbers(model) as (short, represented):
             most, kept = _counted(short, (rows, length), narrow, recompute, graded)
     except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
         raise UserError(
             f"the activations of {type(model.inner).__name__} cannot be counted from its config.json: {one_line(error):.200}"
         ) from error
-    return most + sum((number - 1) * size for number, size in zip(stands_for, kept, strict=True)) * (not offloaded)
+    return most + sum((number - 1) * size for number, size in zip(represented, kept, strict=True)) * (not offloaded)
 
 
 def copied_weights(model: Backed) -> list[Tensor]:
@@ -61,7 +61,7 @@ def copied_weights(model: Backed) -> list[Tensor]:
 @contextmanager
 def without_numbers(model: Backed) -> Iterator[tuple[Backed, list[int]]]:
     """Context of tensors without numbers. Yields a copy of the model with its first layers, and how many layers of the
-    model each of those stands for.
+    model each of those represents.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -76,7 +76,7 @@ def without_numbers(model: Backed) -> Iterator[tuple[Backed, list[int]]]:
     several = Counter(first)
     with FakeTensorMode(allow_non_fake_inputs=True), _Grouped(), _not_packed():
         _give_no_memory(short)
-        # the last one of a kind stands for all that are left out
+        # the last one of a kind represents all that are left out
         yield (
             short,
             [1 + (count[kind] - several[kind]) * (kind not in first[place + 1 :]) for place, kind in enumerate(first)],
@@ -191,7 +191,7 @@ class _Grouped(TorchDispatchMode):
 
 
 class _Attention(torch.autograd.Function):
-    """What flash kernels keep: queries, keys, values, outputs, and a normaliser of each query."""
+    """Tensors that flash kernels keep: queries, keys, values, outputs, and a normaliser of each query."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _Kept:
-    """What layers keep when they mix the tokens of one text, without numbers."""
+    """Tensors that layers keep when they mix the tokens of one text, without numbers."""
 
     def __init__(self, length: int) -> None:
         places = torch.arange(length)

@@ -28,7 +28,7 @@ CAPTIONS = {
     "data": "files to rows, rows to tasks",
     "verify": "functions that judge a reply",
     "models": "decoder, transformers models, adapters, tokenizer, losses",
-    "engines": "sample: local, vLLM, pools, serving",
+    "engines": "sample: local, vLLM, SGLang, pools",
     "learners": "hold weights, update them",
     "envs": "play episodes; built-in environments, bridges",
     "algorithms": "components, and the tables of algorithms",

@@ -23,7 +23,7 @@ LEAST_DISK = 1.0  # GiB: with less, no checkpoint fits
 LITTLE_DISK = 10.0
 SECONDS = 1.5  # for reaching the hub
 NEEDED = ("torch", "numpy", "pyarrow", "safetensors", "tokenizers", "jinja2", "cyclopts", "rich")
-SHOWN = ("torch", "transformers", "tokenizers", "datasets", "numpy", "pyarrow", "vllm")
+SHOWN = ("torch", "transformers", "tokenizers", "datasets", "numpy", "pyarrow", "vllm", "sglang")
 TORCH = ((2, 11), (2, 16))  # lowest version, and first unsupported one: as in pyproject.toml
 
 
@@ -157,6 +157,6 @@ def _works(gpu: bool, compiler: bool) -> Iterator[Finding]:
     ways = ["training and sampling on the GPU" if gpu else "training and sampling on the CPU"]
     ways.append("compiled inner loops" if compiler or gpu else "no compiled inner loops")
     ways.append("any model of transformers" if installed("transformers") else "native models alone (Llama, Qwen ...)")
-    ways += ["--engine vllm"] if installed("vllm") else []
+    ways += [f"--engine {server}" for server in ("vllm", "sglang") if installed(server)]
     yield Finding("works", "; ".join(ways))
     yield Finding("try it", "posttrain demo")

@@ -134,12 +134,12 @@ class ServePolicy(HardwareGroup, ChatTemplateGroup):
     """Maximum number of requests in progress. Further ones are refused (429)."""
     slots: int = option(256, above=0, group="scale")
     """Replies that are decoded at once: bounds the memory of the KV cache."""
-    engine: Literal["local", "vllm"] = option("local", group="scale", first_hour=True)
-    """Sampling engine: local, in this process, or vllm, a server of its own."""
+    engine: Literal["local", "vllm", "sglang"] = option("local", group="scale", first_hour=True)
+    """Sampling engine: local, in this process, or a server of its own: vllm, sglang."""
     engine_cache: float | None = option(None, above=0, group="scale", value="GIB")
-    """vLLM: KV cache limit, in GiB. Default: 4; on GPUs that it has to itself, what it finds free."""
+    """Server: KV cache limit, in GiB. Default: 4; on GPUs that it has to itself, what it finds free."""
     engine_timeout: float = option(120.0, above=0, most=86_400, group="scale", value="SECONDS")
-    """vLLM: timeout of a decoding step, in seconds. After it, vLLM is restarted, and its requests are sampled again."""
+    """Server: timeout of a decoding step, in seconds. After it, it is restarted, and its requests are sampled again."""
 
 
 @dataclass(frozen=True)

@@ -294,18 +294,22 @@ def _validate_engines(config: RL) -> None:
         named = {"--engine-url": config.engine_url, "--engine-seeds": config.engine_seeds}
         named["--engine-tensor-parallel"] = config.engine_tensor_parallel > 1
         if idle := [name for name, given in named.items() if given]:
-            raise UserError(f"{idle[0]} requires --engine vllm: add it, or leave {idle[0]} out")
+            raise UserError(f"{idle[0]} requires --engine vllm or sglang: add it, or leave {idle[0]} out")
     elif config.launch == "ray":
         raise UserError(
-            "--launch ray is for the local engine: start vLLM elsewhere (vllm serve) and give --engine-url, or leave out "
-            "--engine vllm"
+            "--launch ray is for the local engine: start servers elsewhere and give --engine-url, or leave out --engine "
+            f"{config.engine}"
+        )
+    if config.engine == "sglang" and config.weight_sync in ("nccl", "ipc"):
+        raise UserError(
+            f"--weight-sync {config.weight_sync} requires --engine vllm, since SGLang reads weights from files: leave it out"
         )
     if config.launch == "ray" and not config.replicas:
         raise UserError("--launch ray has no effect without --replicas: add it, or leave --launch out")
     if config.engine_url:
         if config.replicas:
             raise UserError(
-                "--engine-url and --replicas exclude each other: vLLM servers run already, or the run starts them"
+                "--engine-url and --replicas exclude each other: servers run already, or the run starts them"
             )
         started: dict[str, object] = {"--engine-devices": config.engine_devices}
         started["--engine-tensor-parallel"] = config.engine_tensor_parallel > 1
@@ -356,8 +360,10 @@ def _validate_rl(config: RL) -> None:
             raise UserError(
                 f"{option} 0 is greedy, and equal rollouts of a group give no signal: give a temperature above 0"
             )
-    if config.epsilon_greedy and config.engine == "vllm":
-        raise UserError("vLLM does not sample with --epsilon-greedy: leave out --engine vllm, or --epsilon-greedy")
+    if config.epsilon_greedy and config.engine != "local":
+        raise UserError(
+            f"servers do not sample with --epsilon-greedy: leave out --engine {config.engine}, or --epsilon-greedy"
+        )
     if config.top_p != 1 or config.top_k != 0:
         raise UserError(
             "--top-p and --top-k sample from a truncated distribution, which biases the gradient and which no "

@@ -148,7 +148,7 @@ class ReplicaGroup(OptionGroup, group="scale"):
     replicas: int = option(0, least=0, most=1024, on_resume="free")
     """Sampling engines, each in a process of its own with a copy of the weights (0: none). An engine that dies is
     restarted. Samples of the local engine do not depend on their number. With 0, the local engine runs in this process,
-    and vLLM in one server."""
+    vLLM and SGLang in one server."""
 
 
 @dataclass(frozen=True)

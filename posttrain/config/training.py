@@ -317,30 +317,30 @@ class RewardModelling(AlgorithmGroup, Passes):
 class EngineGroup(ReplicaGroup, group="scale"):
     """Engine of training, and its weight sync."""
 
-    engine: Literal["local", "vllm"] = "local"
-    """Sampling engine: local, with the learner's own weights, or vllm, a server that the run starts."""
+    engine: Literal["local", "vllm", "sglang"] = "local"
+    """Sampling engine: local, with the learner's own weights, or a server that the run starts: vllm, sglang."""
     engine_url: tuple[str, ...] = option((), value="URL", on_resume="free")
-    """vLLM: servers that run already, such as http://10.0.0.7:8000, instead of one that the run starts. The variable
-    VLLM_API_KEY holds their key, if they need one."""
+    """Servers of vLLM or SGLang that run already, such as http://10.0.0.7:8000, instead of one that the run starts. The
+    variable VLLM_API_KEY or SGLANG_API_KEY holds their key, if they need one."""
     engine_tensor_parallel: int = option(1, above=0, most=1024, value="N", on_resume="free")
-    """vLLM: GPUs of each server, which share its weights (tensor parallelism)."""
+    """vLLM, SGLang: GPUs of each server, which share its weights (tensor parallelism)."""
     engine_seeds: bool = option(False, on_resume="free")
-    """vLLM: sample each reply with a seed of its own, so that a repeated run samples the same replies, apart from
-    rounding. On CPUs vLLM samples more slowly then."""
+    """vLLM, SGLang: sample each reply with a seed of its own, so that a repeated run samples the same replies, apart from
+    rounding. vLLM on CPUs and SGLang sample more slowly then."""
     engine_devices: tuple[int, ...] = option((), value="GPU", on_resume="free")
-    """GPUs of engines in processes of their own (--replicas, --engine vllm), in turn. Default: the GPUs that no
+    """GPUs of engines in processes of their own (--replicas, --engine), in turn. Default: the GPUs that no
     training process uses; if there are none, the training GPUs."""
     engine_cache: float | None = option(None, above=0, value="GIB")
-    """KV cache limit in GiB: of vLLM, or of the local engine's cache of episodes between turns. The local engine
-    recomputes dropped entries, bit for bit. Default: 4; for vLLM on GPUs that it has to itself, what it finds free, and
-    where it sleeps during updates, a fifth of the GPU."""
+    """KV cache limit in GiB: of a server, or of the local engine's cache of episodes between turns. The local engine
+    recomputes dropped entries, bit for bit. Default: 4; for a server on GPUs that it has to itself, what it finds free,
+    and where it sleeps during updates, a fifth of the GPU."""
     engine_timeout: float = option(120.0, above=0, most=86_400, value="SECONDS", on_resume="free")
     """Timeout of an engine in another process, in seconds, for a weight sync or a decoding step. After it, the engine is
     restarted."""
     weight_sync: Literal["copied", "adapter", "nccl", "ipc"] = option("copied", on_resume="free")
-    """Transport of new weights to vLLM. copied: all of them, adapters merged, through host memory, or to --engine-url
-    through files under --out. adapter: with --lora, the base once, then only the adapters. nccl, ipc: from GPU to GPU, or
-    within one GPU; both are vLLM's own, and have not been tested on GPUs yet."""
+    """Transport of new weights to vLLM or SGLang. copied: all of them, adapters merged, through host memory, or to SGLang
+    and --engine-url through files, for the latter under --out. adapter: with --lora, the base once, then only the
+    adapters. nccl, ipc: from GPU to GPU, or within one GPU; both are vLLM's own, and have not been tested on GPUs yet."""
     launch: Literal["local", "ray"] = option("local", on_resume="free")
     """Where --replicas of the local engine run: on this machine, or on a Ray cluster. RAY_ADDRESS names the cluster;
     without it, one is started here. Weights and requests go through Ray: no shared disk is needed."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from posttrain.core.protocols import World
+from posttrain.core.protocols import Alone, World
 from posttrain.core.types import UserError
 
 
@@ -26,11 +26,12 @@ class EngineOptions:
     cpus: float = 1.0  # processors of the cluster per engine
     # transport of the weight sync to processes of this machine
     weight_sync: Literal["copied", "adapter", "nccl", "ipc"] = "copied"
+    world: World = field(default_factory=Alone)  # processes of which each has engines that this run starts
     rank: int = 0  # rank of the process to which the engines belong
     devices: tuple[int, ...] = ()  # GPUs of the processes
-    urls: Sequence[str] = ()  # vLLM servers that run already
-    gpus: int = 1  # of each vLLM server
-    seeds: bool = False  # whether vLLM samples each request with a seed of its own
+    urls: Sequence[str] = ()  # servers that run already
+    gpus: int = 1  # of each server
+    seeds: bool = False  # whether servers sample each request with a seed of its own
     seed: int = 0  # from it follow those of the servers, for other requests
     learner_devices: tuple[int, ...] = ()  # GPUs of the learners
     role_devices: tuple[int, ...] = ()  # GPUs of models beside the policy
@@ -57,4 +58,6 @@ class EngineOptions:
             )
         replicas = len(range(world.rank, self.replicas, world.size))
         most = -(-self.replicas // world.size)
-        return replace(self, replicas=replicas, most=most, urls=self.urls[world.rank :: world.size], rank=world.rank)
+        urls, all_have = self.urls[world.rank :: world.size], self.replicas >= world.size
+        sharing = world if all_have else self.world
+        return replace(self, replicas=replicas, most=most, urls=urls, rank=world.rank, world=sharing)

@@ -15,7 +15,7 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 
 def open_engine(
-    kind: Literal["local", "vllm"],
+    kind: Literal["local", "vllm", "sglang"],
     model: Model,
     tokenizer: Tokenizer,
     options: EngineOptions,
@@ -31,7 +31,7 @@ def open_engine(
     for them.
     """
     if kind == "local" and options.weight_sync == "adapter":
-        raise UserError("--weight-sync adapter requires --engine vllm: add it, or leave --weight-sync out")
+        raise UserError("--weight-sync adapter requires --engine vllm or sglang: add it, or leave --weight-sync out")
     if kind == "local" and not options.pooled:
         cache = options.cache_gib
         return embedded(model, tokenizer, options.slots, options.precision, cache, rests=not serving, own=own)
@@ -42,7 +42,10 @@ def open_engine(
         )
     if kind == "local":
         return open_pool(model, tokenizer, options)
-    from posttrain.engines.vllm.server_pool import open_servers
+    from posttrain.engines.servers.server_pool import open_servers
+    from posttrain.engines.sglang.sglang_setup import SGLangSetup
+    from posttrain.engines.vllm.vllm_setup import VLLMSetup
 
     options = replace(options, seeds=options.seeds or serving)
-    return open_servers(model, tokenizer, options, sleeps=not (serving or asynchronous))
+    server = VLLMSetup if kind == "vllm" else SGLangSetup
+    return open_servers(server, model, tokenizer, options, sleeps=not (serving or asynchronous))

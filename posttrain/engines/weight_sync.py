@@ -2,7 +2,8 @@
 
 Each sync makes an *offer*: the place of the weights, their version, and their checksum. An engine loads them, and
 returns the version and the checksum of the weights that it read. The weights of a version remain until the next version
-is put, so a restarted engine gets them without the learner. `pool.ray_engines` and `vllm` have further transports.
+is put, so a restarted engine gets them without the learner. `pool.ray_engines`, `servers` and
+`vllm` have further transports.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import socket
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +21,8 @@ import torch
 from torch import Tensor
 
 from posttrain.core import user_files
-from posttrain.models.row_shards import whole, whole_shape
+from posttrain.core.protocols import World
+from posttrain.models.row_shards import is_sharded, whole, whole_shape
 from posttrain.models.tensor_files import size_of
 
 Named = Iterable[tuple[str, Tensor]]
@@ -78,6 +81,12 @@ class WeightLayout:
     def described(self) -> dict[str, Any]:
         """Return the layout as plain JSON data."""
         return {"dtype": str(self.dtype).removeprefix("torch."), "stored": [asdict(s) for s in self.stored]}
+
+    def pass_by(self, weights: Any) -> None:
+        """Take part in gathering sharded weights, which another process writes."""
+        if any(map(is_sharded, weights.parameters())):
+            for _, tensor in self.named(weights):
+                whole(tensor)
 
     def write(self, weights: Any, memory: Tensor) -> int:
         """Copy the weights into memory, and return their checksum."""
@@ -166,7 +175,41 @@ class SharedMemory(Fetched):
     def close(self) -> None:
         if self.descriptor >= 0:
             os.close(self.descriptor)
-            self.descriptor = -1
+            self.descriptor, self.memory = -1, self.memory[:0].clone()  # the map has a descriptor of its own
+
+
+class OneWriter(Fetched):
+    """Shared memory that one training process of each machine writes, for the engines of all that it has. Each version is
+    there once, and the others offer it under the writer's place, version and checksum.
+
+    All processes have to make the same calls: as many `put`, in the same order.
+    """
+
+    def __init__(self, memory: SharedMemory, world: World) -> None:
+        self.memory, self.world = memory, world.apart()
+        machines = self.world.gather(machine())
+        self.writer = machines.index(machines[self.world.rank])
+
+    def put(self, weights: Any, version: int) -> None:
+        self.world.gather(None)  # until no engine of any process reads the previous version
+        if self.writer == self.world.rank:
+            self.memory.put(weights, version)
+        else:
+            self.memory.weight_layout.pass_by(weights)
+        self.offer = self.world.gather(self.memory.offer)[self.writer]
+
+    def close(self) -> None:
+        self.memory.close()
+
+
+def machine() -> str:
+    """Return a name that the processes share which can open each other's memory: host, process numbers and user."""
+    return f"{socket.gethostname()} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()}"
+
+
+def shared_writer(memory: SharedMemory, world: World) -> SharedMemory | OneWriter:
+    """Return the transport of a process of `world` whose engines are on this machine."""
+    return memory if world.size == 1 else OneWriter(memory, world)
 
 
 class Received:
@@ -189,4 +232,4 @@ def offered(offer: Offer) -> Tensor:
 
 
 if TYPE_CHECKING:
-    _proof: Callable[..., Transport] = SharedMemory
+    _proof: tuple[Callable[..., Transport], ...] = (SharedMemory, OneWriter)

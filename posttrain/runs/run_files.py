@@ -12,7 +12,7 @@ index/000000-000049.parquet the short columns of all of them, in pieces of 50 st
 pictures/                   those of tasks and turns, each named by the hash of its content
 checkpoints/step-000012/    see `posttrain.runs.checkpoint`
 tensorboard/                metrics and timing as event files
-weight-sync/weights-0-12    for vLLM servers that ran already, while it runs: see `posttrain.engines.vllm.server_pool`
+weight-sync/weights-0-12    for servers that ran already, while it runs: see `posttrain.engines.servers.server_pool`
 tracking/wandb.json         of a tracker: the id of its run, and its last step; its output is in wandb.log
 curves.png                  drawn by `posttrain.runs.curves`
 lock                        there while a process writes: see `posttrain.runs.lock`

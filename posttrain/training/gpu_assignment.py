@@ -42,7 +42,7 @@ def gpu_assignment(config: Training, world: World, device: torch.device) -> list
 
 def _apart(config: RL) -> bool:
     """Return whether engines are in processes of their own."""
-    return config.engine == "vllm" or bool(config.replicas)
+    return config.engine != "local" or bool(config.replicas)
 
 
 def _sampling(config: RL, world: World, device: torch.device) -> Iterator[int]:

@@ -22,12 +22,15 @@ from posttrain.learners.host_memory import without_shared_weights
 from posttrain.learners.local_learner import REFERENCE, LocalLearner
 from posttrain.learners.optimizer_chunks import CHUNK, wide_bytes
 from posttrain.models.adapters.adapter_writer import adapters
-from posttrain.models.backbone import decoders_in
+from posttrain.models.backbone import Backbone, decoders_in
 from posttrain.models.free_memory import in_gib
+from posttrain.models.hf.pass_memory import copied_weights, pass_bytes
+from posttrain.models.hf.transformers_folder import ACTIVATIONS
 from posttrain.models.losses.likelihood import GPU_LOGITS
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.merged_weights import copied_bytes
 from posttrain.models.native.quantized import packed_layers
+from posttrain.models.row_shards import whole_shape
 from posttrain.training.role_devices import CRITIC, TEACHERS
 
 TIGHT = 0.95
@@ -39,6 +42,7 @@ FEW_TOKENS = 1024  # tokens of a micro-batch below which a GPU waits for the hos
 LORA_OFFER = "--lora 16 with --frozen-weights bfloat16"
 NARROW_OFFER = "--weights bfloat16 with --optimizer adamw8bit"
 FLOAT8_BYTES = 9  # of a number that torchao rounds: scaled and clamped in float32, and the result
+ROW = 1024  # tokens of a row, where no option bounds them
 KL_LOGITS = 5  # float32 copies of the logits of a chunk in the backward pass of the exact KL
 
 
@@ -93,6 +97,7 @@ class UpdateSize:
     copies: int = 0  # of the weights, that engines which sample during updates have or wait for
     wants: frozenset[str] = frozenset()  # outputs that the loss reads, see `Objective`
     processes: int = 1
+    row: int = ROW  # tokens of a row of a model that computes its rows apart
 
     @classmethod
     def of(
@@ -105,48 +110,55 @@ class UpdateSize:
         # the step that is sampled, and those that wait; an engine elsewhere has its own, and receives one meanwhile
         copies = config.async_steps if isinstance(config, RL) else 0
         placed = frozenset(config.offload), dict(config.role_devices)
-        return cls(tokens, *how, room, *divided, *placed, copies, wants, processes)
+        row = config.max_tokens if isinstance(config, RL) else getattr(config, "max_length", None) or ROW
+        return cls(tokens, *how, room, *divided, *placed, copies, wants, processes, row)
 
 
 def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate | None:
     """Estimate the peak of an update on a GPU, which the policy's engine shares. It is in the backward pass: buckets of
     gradients, which several processes sum after it, are smaller than its activations and logits.
 
-    None for a model of transformers, and for a trust region, whose second derivatives keep every operation of a pass.
+    None for a model of transformers with numbers, whose passes are counted without, and for a trust region, whose second
+    derivatives keep every operation of a pass.
     """
-    shape = learner.model.config
-    if not isinstance(shape, DecoderConfig) or learner.trust_region is not None:
+    if learner.trust_region is not None:
         return None
     narrow = learner.precision == "bfloat16"
     critic, here = _placed(learner, size)
     compared = learner.compared(size.wants)
     away = _fetched(learner, size)
-    read = _unique((learner.model, critic, *(other for name, other in here.items() if name in compared)))
+    read = learner.model, critic, *(other for name, other in here.items() if name in compared)
     tokens = size.tokens / size.context
-    learning = [shape, *(found for found in _shapes_that_learn(critic) if found is not None)]
+    learning = [*([] if learner.model.decoder is None else [learner.model.decoder]), *_decoders_that_learn(critic)]
+    if not learning or not all(map(_is_known, learning)):
+        return None
     parts = {
         **_lasting(learner, size),
         "copies in bfloat16": _copied_bytes(_narrowed(learner, read)) * (narrow and size.shares == 1),
         "gathered": _gathered_bytes(learner, narrow) if size.shares > 1 else 0.0,
         "unpacked": _unpacked_bytes((learner.model, *here.values()), narrow),
-        "activations": tokens * sum(_kept_bytes(one, size, learner) for one in learning),
+        "activations": sum(_pass_bytes(one, size, learner) for one in learning),
         "logits": 4.0 * GPU_LOGITS * (KL_LOGITS if "kl" in size.wants else 2),
         "compared models": sum(
             _compared_bytes(learner.others[name], tokens, narrow, name in here) for name in compared
         ),
     }
-    parts["rounding to float8"] = max(0.0, _rounding_bytes(learner, read, tokens) - parts["logits"])  # at another time
+    parts["rounding to float8"] = max(
+        0.0, _rounding_bytes(learner, _unique(read), tokens) - parts["logits"]
+    )  # at another time
     parts["fetched models"] = _evaluated_bytes([learner.others[name] for name in away], parts, size)
     if size.sampling is not None:
         # packed weights are sampled from as they are, see `cuda_step.fits`; copies of them are not packed
         cast_once = narrow and (size.copies > 0 or not _packed(learner))
-        engine = _engine_bytes(learner.model, shape, size.sampling, narrow, cast_once * COPIED_SHARE * size.room)
+        engine = _engine_bytes(learner.model, size.sampling, narrow, cast_once * COPIED_SHARE * size.room)
         if size.sampling.asynchronous or engine <= RESTING_SHARE * size.room:  # else it is freed before an update
             parts["engine"] = engine
     divided = size.shares > 1 or size.tensor > 1  # an engine here samples with whole weights of its own
     if copies := max(size.copies, int(divided and size.sampling is not None)):
         parts["engine's weights"] = copies * (
-            4.0 * shape.parameters if divided else copied_bytes(cast(nn.Module, learner.model))
+            4.0 * sum(whole_shape(p).numel() for p in _unique((learner.model,)))
+            if divided
+            else copied_bytes(cast(nn.Module, learner.model))
         )
     return MemoryEstimate(parts)
 
@@ -163,14 +175,13 @@ def estimate_roles(learner: LocalLearner, size: UpdateSize) -> dict[str, MemoryE
         critic = cast(nn.Module | None, learner.critic) if CRITIC in roles else None
         evaluated = [other for name, other in frozen.items() if _role(name) in roles]
         held = (critic, *evaluated)
-        shapes = [s for s in (other.config for other in evaluated) if isinstance(s, DecoderConfig)]
-        kept = [_kept_bytes(s, size, learner) for s in _shapes_that_learn(critic) if s is not None]
-        passing = [s.activation_bytes(narrow) // s.layers for s in shapes]
+        kept = [_pass_bytes(one, size, learner) for one in _decoders_that_learn(critic) if _is_known(one)]
+        passing = [_pass_bytes(other.decoder, size, learner, False) for other in evaluated if _is_known(other.decoder)]
         parts = {
             **_trained_bytes((critic,), held, learner, size),
-            "copies in bfloat16": _copied_bytes(_narrowed(learner, _unique((critic,)))) * narrow,
+            "copies in bfloat16": _copied_bytes(_narrowed(learner, (critic,))) * narrow,
             "unpacked": _unpacked_bytes(held, narrow),
-            "activations": float(size.tokens * max([sum(kept), *passing])),
+            "activations": max([sum(kept), *passing]),
             "logits": 4.0 * GPU_LOGITS * (bool(evaluated) or getattr(critic, "reads_policy", False)),
         }
         rounding = _rounding_bytes(learner, _unique(held), size.tokens)
@@ -198,10 +209,16 @@ def _copied_bytes(parameters: Iterable[nn.Parameter]) -> float:
     return sum(2.0 * p.numel() for p in parameters if p.dtype == torch.float32 and p.ndim == 2)
 
 
-def _narrowed(learner: LocalLearner, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Return those of these parameters that products read in bfloat16: with `--float8` not the matrices of layers."""
-    layers = _matrices_of_layers(learner) if learner.product is not None else set()
-    return [p for p in parameters if id(p) not in layers]
+def _narrowed(learner: LocalLearner, modules: Iterable[Any]) -> list[nn.Parameter]:
+    """Return those parameters of these modules that products of an update read in bfloat16: with `--float8` not the
+    matrices of layers, and of a model of transformers those of linear layers, if it learns.
+    """
+    modules = [module for module in modules if module is not None]
+    left = _matrices_of_layers(learner) if learner.product is not None else set()
+    for decoder in (one for module in modules for one in decoders_in(module) if not one.native):
+        left |= {id(p) for p in cast(nn.Module, decoder).parameters()}
+        left -= {id(p) for p in copied_weights(cast(Any, decoder))}
+    return [p for p in _unique(modules) if id(p) not in left]
 
 
 def _rounding_bytes(learner: LocalLearner, parameters: Iterable[nn.Parameter], tokens: float) -> float:
@@ -241,17 +258,38 @@ def _lasting(learner: LocalLearner, size: UpdateSize) -> dict[str, float]:
     return _trained_bytes((learner.model, critic), held, learner, size, sharded)
 
 
-def _shapes_that_learn(critic: nn.Module | None) -> list[DecoderConfig | None]:
-    """Return the shapes of a critic's own backbones that have gradients; None for those that transformers computes."""
+def _decoders_that_learn(critic: nn.Module | None) -> list[Backbone]:
+    """Return a critic's own backbones that have gradients."""
     own = [] if critic is None else decoders_in(critic)
-    learned = [one for one in own if any(p.requires_grad for p in cast(nn.Module, one).parameters())]
-    return [one.config if isinstance(one.config, DecoderConfig) else None for one in learned]
+    return [one for one in own if any(p.requires_grad for p in cast(nn.Module, one).parameters())]
 
 
-def _kept_bytes(shape: DecoderConfig, size: UpdateSize, learner: LocalLearner) -> int:
-    """Return the bytes per token that a backbone keeps for its backward pass."""
-    how = learner.precision == "bfloat16", size.recompute, size.tensor, "activations" in size.offload
-    return shape.activation_bytes(*how, learner.product is not None)
+def _is_known(decoder: Backbone | None) -> bool:
+    """Return whether the activations of a backbone can be counted: by a formula, or as it has no numbers."""
+    return decoder is not None and (decoder.native or decoder.head.weight.is_meta)
+
+
+def _pass_bytes(decoder: Any, size: UpdateSize, learner: LocalLearner, graded: bool = True) -> float:
+    """Return the bytes that a micro-batch takes in a backbone: for the backward pass, or in an evaluation of one layer
+    after the other.
+    """
+    narrow, tokens, offloaded = (
+        learner.precision == "bfloat16",
+        size.tokens / size.context,
+        "activations" in size.offload,
+    )
+    if isinstance(shape := decoder.config, DecoderConfig):
+        if not graded:
+            return float(size.tokens * (shape.activation_bytes(narrow) // shape.layers))
+        how = narrow, size.recompute, size.tensor, offloaded, learner.product is not None
+        return tokens * shape.activation_bytes(*how)
+    length = min(size.row, size.tokens, shape.context)
+    rows = max(1, size.tokens // length)
+    kept = pass_bytes(decoder, rows, length, narrow, size.recompute, offloaded, graded)
+    room = (size.room - sum(p.nbytes for p in decoder.parameters())) * ACTIVATIONS
+    if graded and not size.recompute and kept > room:  # the model then recomputes its layers of itself
+        kept = pass_bytes(decoder, rows, length, narrow, True, offloaded)
+    return kept * size.tokens / (rows * length)
 
 
 def _packed_bytes(modules: Iterable[Any]) -> float:
@@ -329,7 +367,7 @@ def _gathered_bytes(learner: LocalLearner, narrow: bool) -> float:
     rest = layers = 0.0
     for module in (learner.model, learner.critic, *learner.others.values()):
         for decoder in [] if module is None else decoders_in(cast(nn.Module, module)):
-            first = list(decoder.layers[0].parameters())
+            first = max((list(layer.parameters()) for layer in decoder.layers), key=_bytes, default=[])
             inner = {id(p) for layer in decoder.layers for p in layer.parameters()}
             outer = [p for p in decoder.parameters() if id(p) not in inner]
             rest += sum(p.nbytes + wide_bytes(p) * p.requires_grad for p in outer)
@@ -338,14 +376,22 @@ def _gathered_bytes(learner: LocalLearner, narrow: bool) -> float:
     return rest + layers
 
 
+def _bytes(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(p.nbytes for p in parameters)
+
+
 def _unique(modules: Iterable[Any]) -> list[nn.Parameter]:
     """Return the parameters of these modules, shared ones once."""
     return list({id(p): p for m in modules if m is not None for p in cast(nn.Module, m).parameters()}.values())
 
 
-def _engine_bytes(model: Any, shape: DecoderConfig, size: SamplingSize, narrow: bool, most: float) -> float:
-    """Return the bytes of a decoding step's weights, at `most` these, and cache, see `posttrain.engines.local.cuda_step`."""
-    number, copied = 2 if narrow else 4, 0
+def _engine_bytes(model: Any, size: SamplingSize, narrow: bool, most: float) -> float:
+    """Return the bytes of a decoding step's weights, at `most` these, and cache, see `posttrain.engines.local.cuda_step`.
+    With a model of transformers there are no other weights, and each reply has its cache while it runs.
+    """
+    shape, number, copied = model.config, 2 if narrow else 4, 0
+    if not isinstance(shape, DecoderConfig):
+        return float(number * model.decoder.kept_numbers * size.requests * size.tokens * size.asynchronous)
     if 2 * shape.parameters < most:
         # embedding and output head are not copied if they are in bfloat16 already
         held = 0 if model.head.dtype == torch.float32 else shape.vocab * shape.hidden * (1 if shape.tied else 2)

@@ -6,7 +6,7 @@ before its first step. So it needs no GPU, and of the model's folder only config
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -23,13 +23,16 @@ from posttrain.core.types import UserError
 from posttrain.learners.local_learner import REFERENCE, LocalLearner
 from posttrain.models.adapters.adapter_config import is_adapter
 from posttrain.models.adapters.lora import LoRA, attach, named_targets, targets_of
-from posttrain.models.backbone import decoders_in
+from posttrain.models.backbone import Backbone, decoders_in
 from posttrain.models.checkpoint_location import checkpoint_folder
 from posttrain.models.critic import Critic, ValueModel
 from posttrain.models.free_memory import gpu_memory, in_gib
+from posttrain.models.hf.backed import Backed
+from posttrain.models.hf.expert_parallel import divide_shapes, expert_layers
+from posttrain.models.hf.linear_layers import narrow_products
 from posttrain.models.json_files import read_json
 from posttrain.models.native.decoder import Decoder
-from posttrain.models.native.decoder_config import read_config
+from posttrain.models.native.decoder_config import ARCHITECTURES, NotNativeError, read_config
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.tensor_parallel import divide
 from posttrain.runs.checkpoint import resolve
@@ -47,9 +50,9 @@ from posttrain.training.memory_estimate import (
     roles_too_large,
     with_recomputation,
 )
-from posttrain.training.open_learner import refuse_idle, refuse_packed_shards, refuse_without_lora
+from posttrain.training.open_learner import refuse_backed, refuse_idle, refuse_packed_shards, refuse_without_lora
 from posttrain.training.preference_choice import chosen_preference
-from posttrain.training.setup import ACTIVATION_SHARE, optimization, tokens_of_activations
+from posttrain.training.setup import ACTIVATION_SHARE, GPU_TOKENS, optimization, tokens_of_activations
 from posttrain.training.weight_types import frozen_type, refuse_useless, trained_type
 
 ESTIMATED = (SFT, RL, Prefer, Distill)
@@ -92,12 +95,12 @@ class MemoryPlan:
 def plan_memory(config: Training, room: float) -> MemoryPlan:
     """Estimate the peak of a run of these options on one GPU with `room` bytes.
 
-    Raises UserError for what the estimate does not know: models that transformers backs, parallel experts, critics of
-    actions, trust regions.
+    Raises UserError for what the estimate does not know: critics of actions, trust regions, and models of transformers
+    whose code does more than shapes allow.
     """
     learner, size = _sized(config, config.model or "", config.processes, room)
     found = estimate_memory(learner, size)
-    assert found is not None, "the shape is known"
+    assert found is not None, "the shapes are known"
     told = (*advice(found, learner, size), *roles_too_large(learner, size))
     return MemoryPlan(
         found, room, size.tokens, recomputation_lines(config, size), told, tuple(estimate_roles(learner, size).values())
@@ -139,7 +142,8 @@ def _sized(config: Training, model: str, processes: int, room: float) -> tuple[L
     shape = shape_of(model)
     refuse_packed_shards(config, resolve(model))
     learner = shapes_of(config, shape)
-    tokens = config.tokens_per_microbatch or tokens_of_activations(shape, room * ACTIVATION_SHARE)
+    fitting = tokens_of_activations(shape, room * ACTIVATION_SHARE) if isinstance(shape, DecoderConfig) else GPU_TOKENS
+    tokens = config.tokens_per_microbatch or fitting
     size = UpdateSize.of(config, tokens, room, _wants(config), processes)
     return learner, with_recomputation(config, learner, size)
 
@@ -150,23 +154,27 @@ def _refuse(config: Training, processes: int) -> None:
         raise UserError(
             "--model is missing, a folder with the model's config.json: posttrain memory --gpu-memory 80 -- rl --model "
             "FOLDER; --lora, --tokens-per-microbatch, --recompute, --offload, --role-devices, --shard, --shard-size, "
-            "--tensor-parallel and --context-parallel change the estimate"
+            "--tensor-parallel, --context-parallel and --expert-parallel change the estimate"
         )
-    if config.expert_parallel > 1:
-        raise UserError("posttrain memory cannot estimate --expert-parallel yet: leave it out")
     if config.shard and processes == 1:
         raise UserError(SHARD_ALONE)
     check_divisions(config)
     refuse_uneven(config, processes)
 
 
-def shape_of(model: str) -> DecoderConfig:
-    """Return the shape of a model by its folder. Raises UserError for one that is not computed natively."""
+def shape_of(model: str) -> DecoderConfig | Path:
+    """Return the shape of a model by its folder; the folder itself if transformers computes the model."""
     folder = resolve(model)
-    found = folder if (folder / "config.json").exists() else checkpoint_folder(folder)
+    found = Path(folder if (folder / "config.json").exists() else checkpoint_folder(folder))
     if not (found / "config.json").exists():
         raise UserError(f"{model} has no config.json: give the folder of a model (of an adapter: that of its base)")
-    return read_config(Path(found), read_json(found / "config.json"))
+    source = read_json(found / "config.json")
+    if source.get("model_type") not in ARCHITECTURES:
+        return found
+    try:
+        return read_config(found, source)
+    except NotNativeError:
+        return found
 
 
 def _wants(config: Training) -> frozenset[str]:
@@ -176,21 +184,24 @@ def _wants(config: Training) -> frozenset[str]:
     return adjust(find(config.algorithm), config).wants if isinstance(config, RL) else frozenset()
 
 
-def shapes_of(config: Training, shape: DecoderConfig) -> LocalLearner:
+def shapes_of(config: Training, shape: DecoderConfig | Path) -> LocalLearner:
     """Return the learner of a run, with models that have shapes and no numbers."""
     frozen = frozen_type(config)
     model, learned = _decoder(shape), trained_type(config)
     if config.lora is not None:
         targets = named_targets(config.lora_targets, targets_of(model))
         how: dict[str, Any] = {"dora": config.dora, "quantize": config.quantize or ""}
+        if not model.native:
+            _held(model, frozen)
         lora = LoRA(rank=config.lora, alpha=float(config.lora_alpha or 2 * config.lora), **how)
         with torch.device("meta"):
             attach(model, lora, lambda name: name.rpartition(".")[2] in targets)
-        _held(model, frozen)
+        if model.native:
+            _held(model, frozen)
     else:
         refuse_without_lora(config)
         _held(model, learned, learns=True)
-    others: dict[str, Decoder] = {}
+    others: dict[str, Decoder | Backed] = {}
     critic: Critic | None = None
     moves = isinstance(config, Prefer) and chosen_preference(config).moving is not None
     if moves and config.lora is None:
@@ -206,10 +217,10 @@ def shapes_of(config: Training, shape: DecoderConfig) -> LocalLearner:
             )
         if algorithm.critic is not None:
             own = shape_of(config.critic_model) if config.critic_model else shape
-            headless = replace(own, tied=True)  # see `load_headless`
-            critic = ValueModel(own.hidden, None if config.critic == "shared" else _decoder(headless), 0)
-            for decoder in decoders_in(critic):
-                _held(cast(Decoder, decoder), learned, learns=True)
+            backbone = _decoder(own, headless=True)
+            critic = ValueModel(backbone.config.hidden, None if config.critic == "shared" else backbone, 0)
+            if config.critic != "shared":
+                _held(backbone, learned, learns=True)
     if isinstance(config, Distill):
         teachers = {**config.teachers, **({"teacher": config.teacher} if config.teacher else {})}
         start = resolve(config.model or "").resolve()
@@ -218,11 +229,19 @@ def shapes_of(config: Training, shape: DecoderConfig) -> LocalLearner:
                 others[name] = _held(_decoder(shape_of(folder)).requires_grad_(False), frozen)
     refuse_useless(config, model, others)
     refuse_idle(config, model, others, critic)
-    if config.tensor_parallel > 1:
+    if config.tensor_parallel > 1 or config.context_parallel > 1:
         first = _FirstProcess(config.tensor_parallel)
         for held in (model, critic, *others.values()):
             for decoder in decoders_in(held) if held is not None else ():
-                divide(cast(Decoder, decoder), first)
+                refuse_backed(config, decoder)
+                if first.size > 1:
+                    divide(cast(Decoder, decoder), first)
+    if config.expert_parallel > 1:
+        _divide_experts(config, model, critic, others)
+    if config.float8 and not model.native:
+        raise UserError(
+            "--float8 is for native decoders without adapters, and this run has another model: leave it out"
+        )
     product = functional.linear if config.float8 else None  # of which only the memory matters
     held_models: dict[str, Any] = {"others": others, "critic": critic}
     return LocalLearner(model, optimization(config, 1), **held_models, precision=config.precision, product=product)
@@ -244,13 +263,30 @@ class _FirstProcess:
     stacked = exchanged = dealt = total
 
 
-def _decoder(shape: DecoderConfig) -> Decoder:
+def _divide_experts(config: Training, model: Backbone, critic: Any, others: Mapping[str, Any]) -> None:
+    """Keep the first process's experts, as `ExpertParallelLearner` does."""
+    first = _FirstProcess(config.expert_parallel)
+    divide_shapes(cast(Any, model), first)
+    for held in (critic, others.get(REFERENCE)):
+        for decoder in decoders_in(held) if held is not None else ():
+            if not decoder.native and expert_layers(cast(Any, decoder)):
+                divide_shapes(cast(Any, decoder), first)
+
+
+def _decoder(shape: DecoderConfig | Path, headless: bool = False) -> Decoder | Backed:
+    if isinstance(shape, Path):
+        from posttrain.models.hf.transformers_folder import shaped_backed  # imports transformers
+
+        return shaped_backed(shape, read_json(shape / "config.json"), headless)
     with torch.device("meta"):
-        return Decoder(shape)
+        return Decoder(replace(shape, tied=True) if headless else shape)
 
 
-def _held(model: Decoder, dtype: torch.dtype | None, learns: bool = False) -> Decoder:
+def _held(model: Any, dtype: torch.dtype | None, learns: bool = False) -> Any:
     """Put the matrices that are not trained, or those that are, into the type in which they are held."""
+    if dtype is not None and not model.native:
+        narrow_products(model.inner, dtype)
+        return model.requires_grad_(learns)
     for module in model.modules() if dtype is not None else ():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.ndim == 2 and parameter.requires_grad == learns:

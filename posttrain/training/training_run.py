@@ -144,9 +144,13 @@ def _sized(run: RunFolder[Any], parts: RunParts, device: torch.device) -> tuple[
     if it cannot fit.
     """
     config, learner = run.config, parts.learner
-    if config.divisions and config.expert_parallel == 1:
-        # the learner has a part of each weight, and the estimate of a native decoder starts from whole ones
-        return planned(config, run.start, run.world.size, device)
+    decoder = parts.learner.model.decoder if isinstance(parts.learner, LocalLearner) else None
+    if config.divisions or (decoder is not None and not decoder.native):
+        # the estimate starts from whole weights, of which the learner may have parts, and for a model of transformers
+        # from weights without numbers
+        found = planned(config, run.start, run.world.size, device)
+        if found is not None or (config.divisions and config.expert_parallel == 1):
+            return found
     if device.type != "cuda" or not isinstance(learner, LocalLearner):
         return None
     tokens = microbatch_tokens(config, learner.model)

@@ -19,7 +19,8 @@ from posttrain.config.resolve import filled, validate
 from posttrain.config.verbs import VERBS
 from posttrain.core.option_aliases import suggestion
 from posttrain.core.types import UserError
-from posttrain.engines.vllm.server_places import GivenServer
+from posttrain.engines.servers.server_places import GivenServer
+from posttrain.engines.vllm.vllm_client import VLLMClient
 from posttrain.learners.optimizers import OptimizerChoice
 from posttrain.training.adjust import adjust
 
@@ -135,7 +136,7 @@ def test_a_server_of_trl_is_one_url(given: str, url: str | None, tmp_path: Path)
     _, text, table = imported(path)
     assert table.get("engine_url") == ([url] if url else None) and (url is None or "not with trl vllm-serve" in text)
     if url:
-        GivenServer(url, None, None)  # type: ignore[arg-type]  # it is one that is accepted
+        GivenServer(url, VLLMClient, None, None)  # type: ignore[arg-type]  # it is one that is accepted
 
 
 @pytest.mark.parametrize(
@@ -259,6 +260,8 @@ def test_a_script_has_the_defaults_of_peft_and_not_those_of_the_command(
         ("python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo "
          "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp32 actor_rollout_ref.actor.optim.clip_grad=0.5",
          {"precision": "float32", "max_grad_norm": 0.5}, {}),
+        ("python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.rollout.name=sglang "
+         "actor_rollout_ref.rollout.tensor_model_parallel_size=2", {"engine": "sglang", "engine_tensor_parallel": 2}, {}),
         ("python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo actor_rollout_ref.actor.grad_clip=0.3",
          {"max_grad_norm": 0.3}, {}),
         ("python -m openrlhf.cli.train_ppo_ray --actor.loss_agg_mode seq-mean-token-mean",

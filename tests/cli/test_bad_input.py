@@ -310,9 +310,14 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
         words("rl", engine="vllm", engine_url="http://a:1", engine_tensor_parallel="2"),
         ("--engine-tensor-parallel has no effect on servers that run already",),
     ),
-    "server of another engine": (words("rl", engine_url="http://a:1"), ("--engine-url requires --engine vllm: add it",)),
+    "server of another engine": (
+        words("rl", engine_url="http://a:1"), ("--engine-url requires --engine vllm or sglang: add it",)
+    ),
     "GPUs of another engine": (words("rl", engine_tensor_parallel=2), ("--engine-tensor-parallel requires --engine vllm",)),
     "Ray without engines": (words("rl", launch="ray"), ("--launch ray has no effect without --replicas: add it",)),
+    "GPU transfer to SGLang": (
+        words("rl", engine="sglang", weight_sync="nccl"), ("--weight-sync nccl requires --engine vllm",)
+    ),
     "Ray for vLLM": (words("rl", engine="vllm", launch="ray", replicas=1), ("--launch ray is for the local engine",)),
     "server that is no URL": (
         words("rl", engine="vllm", engine_url="a:1"), ("--engine-url a:1: give http://HOST:PORT",)

@@ -37,8 +37,8 @@ from posttrain.engines.pool.pool_member import MemberState, PoolMember
 from posttrain.engines.pool.pool_protocol import Gone, Wire, decode_completion
 from posttrain.engines.pool.ray_engines import INWARD, RayWeights
 from posttrain.engines.pool.replicas import open_pool
+from posttrain.engines.servers.server_setup import server_layout
 from posttrain.engines.vllm.gpu_transfer import CardToCard
-from posttrain.engines.vllm.server_setup import vllm_layout
 from posttrain.engines.weight_probe import LIMIT, WeightProbe
 from posttrain.engines.weight_sync import (
     Received,
@@ -611,7 +611,7 @@ def test_weights_from_card_to_card_follow_the_documented_calls(
     monkeypatch.setattr(engine, f"{kind}TrainerWeightTransferEngine", own, raising=False)
     Sender.made.clear()
     first, second = tiny(tokenizer), tiny(tokenizer, seed=1)
-    transport = CardToCard(backend, vllm_layout(first, torch.float32), 20.0)
+    transport = CardToCard(backend, server_layout(first, torch.float32), 20.0)
     world = World(random.Random(0), 0)
     world.gpus = 6
     pool = pool_of(world, 2, transport)

@@ -26,7 +26,8 @@ from posttrain.engines.engine_options import EngineOptions
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.pool_member import MemberState
-from posttrain.engines.vllm.server_setup import BLOCK, PREFILL_TOKENS
+from posttrain.engines.servers.server_setup import BLOCK
+from posttrain.engines.vllm.vllm_setup import PREFILL_TOKENS
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.episode import Episode
 from posttrain.envs.play.player import Player

@@ -18,7 +18,8 @@ import posttrain
 from posttrain.core.types import UserError
 from posttrain.engines.engine_options import EngineOptions
 from posttrain.engines.open_engine import open_engine
-from posttrain.engines.vllm.adapter_sync import AdapterFiles, rank_for
+from posttrain.engines.servers.adapter_sync import AdapterFiles, rank_for
+from posttrain.engines.vllm.vllm_setup import VLLMSetup
 from posttrain.models.adapters.adapter_writer import adapters, save_adapter
 from posttrain.models.adapters.lora import LoRA, attach, begin, decoder_of, targets_of
 from posttrain.models.backbone import Backbone
@@ -67,7 +68,7 @@ def test_vllm_samples_with_the_newest_adapter_and_gets_nothing_else(
     prompts, how = ragged(12)
     with closing(opened(model, tokenizer, options=ALONE)) as engine:
         assert engine.counts()["probe_gap"] < GAP
-        engine.members[0].place.transport.memory.put = None  # type: ignore[attr-defined]  # the base never goes over again
+        engine.members[0].place.transport.base.put = None  # type: ignore[attr-defined]  # the base never goes over again
         stale = complete(engine, prompts, how)
         for version in range(1, 6):
             move(model, version)
@@ -129,15 +130,15 @@ def test_a_run_learns_with_adapters_handed_over_alone_and_logs_the_mismatch(
 
 def test_what_cannot_be_handed_over_alone_is_refused_in_one_line(tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError, match="requires a model with adapters: give --lora"):
-        rank_for(tiny(tokenizer))
+        rank_for(tiny(tokenizer), VLLMSetup)
     with pytest.raises(UserError, match="vLLM does not support DoRA: leave it out, so that adapters are merged"):
-        rank_for(adapted(tiny(tokenizer), dora=True))
+        rank_for(adapted(tiny(tokenizer), dora=True), VLLMSetup)
     with pytest.raises(UserError, match="vLLM does not support ranks above 512"):
-        rank_for(adapted(tiny(tokenizer), rank=600))
+        rank_for(adapted(tiny(tokenizer), rank=600), VLLMSetup)
     with pytest.raises(UserError, match="--weight-sync adapter requires --engine vllm"):
         open_engine("local", adapted(tiny(tokenizer)), tokenizer, EngineOptions(4, weight_sync="adapter"))
 
 
 def test_room_is_made_for_the_next_rank_that_vllm_knows(tokenizer: Tokenizer) -> None:
     for rank, room in ((1, 1), (3, 8), (8, 8), (65, 128)):
-        assert rank_for(adapted(tiny(tokenizer), rank=rank)) == room
+        assert rank_for(adapted(tiny(tokenizer), rank=rank), VLLMSetup) == room

@@ -91,7 +91,8 @@ class Fake:
             )
         elif not self.begun:
             self.begun = True
-            about = {"backend": "fake", "batch_invariant": True, "coldest": 0.0, "slots": 3, "context": 64}
+            about = {"backend": "fake", "batch_invariant": True, "coldest": 0.0, "truncates": True, "slots": 3,
+                     "context": 64}  # fmt: skip
             self.outbox.append(["hello", about])
         elif self.inbox:
             self.read(*self.inbox.pop(0))

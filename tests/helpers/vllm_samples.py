@@ -14,7 +14,8 @@ from posttrain.core.transcripts import Transcript
 from posttrain.core.types import Completion, Sampling
 from posttrain.engines.engine_options import EngineOptions
 from posttrain.engines.pool.engine_pool import EnginePool
-from posttrain.engines.vllm.server_pool import open_servers
+from posttrain.engines.servers.server_pool import open_servers
+from posttrain.engines.vllm.vllm_setup import VLLMSetup
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.native.decoder import Decoder, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
@@ -52,7 +53,7 @@ def opened(
 ) -> EnginePool:
     """A pool of vLLM servers that have the model's weights, as version 0."""
     how = replace(options, slots=slots, precision=precision, cache_gib=1.0, seconds=seconds, seeds=True)
-    pool = open_servers(model, tokenizer, how)
+    pool = open_servers(VLLMSetup, model, tokenizer, how)
     pool.load(model, 0)
     return pool
 

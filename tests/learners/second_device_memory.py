@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from second_device import bytes_held, peak, second_device
 from sharded import micro_batches
 from torch import Tensor
 
+from posttrain.config.resolve import filled
+from posttrain.config.training import SFT
 from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.core.transcripts import Transcript
 from posttrain.learners import host_memory, optimizer_chunks
@@ -22,6 +25,9 @@ from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimizati
 from posttrain.models.adapters.lora import LoRA, attach, begin
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.critic import ValueModel
+from posttrain.models.hf.transformers_folder import load_backed
+from posttrain.models.json_files import read_json
+from posttrain.models.native.attention import SegmentAttention
 from posttrain.models.native.decoder import new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.decoder_writer import save_model
@@ -32,6 +38,7 @@ from posttrain.models.reward_model import ScoreShape, new_reward_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training import memory_estimate
 from posttrain.training.memory_estimate import MemoryEstimate, UpdateSize, estimate_memory, estimate_roles
+from posttrain.training.memory_plan import shapes_of
 from posttrain.training.sources.sft_source import Demonstrations
 
 SECOND = second_device()
@@ -180,3 +187,45 @@ def test_the_estimate_of_another_gpu_counts_the_models_that_are_there(roles: tup
     [(place, found)] = estimate_roles(ours, size).items()
     assert place == "1" and str(found).startswith(f"memory of GPU 1 ({', '.join(roles)}): about ")
     near(found, measured)
+
+
+# -- models that transformers computes ---------------------------------------------------------------------------------
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "moe_intermediate_size": 48, "vocab_size": 200,
+}  # fmt: skip
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention that keeps what a GPU's keeps."""
+    before = SegmentAttention.__call__
+
+    def attend(self: SegmentAttention, layer: int, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> Tensor:
+        return before(self, layer, q, k, v, *how) if self._forest.prefixes else self.joined(q, k, v)
+
+    monkeypatch.setattr(SegmentAttention, "__call__", attend)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "precision"),
+    [("phi3", "float32"), ("qwen3_moe", "bfloat16")],
+)
+def test_the_estimate_from_a_config_alone_is_what_a_model_of_transformers_takes(
+    kind: str, precision: Any, recompute: bool, tmp_path: Path, flash: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Dense, and a mixture of experts."""
+    folder, batch = tiny_models.make(kind, tmp_path, **SIZES), long_batch(160)
+    monkeypatch.setattr(memory_estimate, "GPU_LOGITS", batch.target.numel() * SIZES["vocab_size"])
+
+    def backed() -> LocalLearner:
+        model = load_backed(folder, read_json(folder / "config.json"), device=SECOND)
+        model.recomputes, model.activation_room = recompute, 1e12
+        return LocalLearner(model, Optimization(), precision=precision)
+
+    _, measured = peak_of(backed, batches=[batch] * 3)
+    ours = filled(SFT, {"tasks": "x", "precision": precision})
+    shaped = shapes_of(ours, folder)
+    near(estimate_memory(shaped, UpdateSize(160, recompute, None, 1e12, row=160)), measured)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from layouts import segments
 from processes import in_processes
 from ranks import free_port, joined
 from safetensors.torch import load_file
@@ -20,7 +21,7 @@ from tiny_models import InDouble, make, opened
 from torch import Tensor
 
 import posttrain
-from posttrain.config.resolve import validate
+from posttrain.config.resolve import filled, validate
 from posttrain.config.training import SFT
 from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.core.types import UserError
@@ -34,11 +35,14 @@ from posttrain.learners.router_losses import RouterLosses
 from posttrain.models.critic import ValueModel
 from posttrain.models.hf import expert_parallel
 from posttrain.models.hf.expert_parallel import divide_experts
+from posttrain.models.hf.pass_memory import _Count, pass_bytes
 from posttrain.models.hf.transformers_folder import load_backed
+from posttrain.models.native.kernels import build
 from posttrain.models.row_shards import part_of, whole
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training import memory_estimate
 from posttrain.training.memory_estimate import UpdateSize
+from posttrain.training.memory_plan import shapes_of
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.timeout(1200)  # a module's processes start in its first test
@@ -187,6 +191,32 @@ def memory(out: Path, together: Processes) -> None:
     (out / "memory").write_text("counted")
 
 
+def planned(out: Path, together: Processes) -> None:
+    """The estimate from config.json alone equals the bytes of weights, and of a forward and backward pass, of a process to
+    which half of all tokens go.
+    """
+    folder, length = out / "qwen3_moe", 128
+    real, options = opened(folder), {"tasks": "x", "processes": 2, **DIVIDED}
+    divide_experts(real, open_mesh(together, 2, 1).tensor)  # type: ignore[arg-type]
+    for parameter in real.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    layout = segments((length, -1))
+    layout = replace(layout, position=torch.arange(length), experts=torch.tensor([0, 2]).expand(length, 2, 2))
+    real.replays, compiled, count = True, build.used(), _Count(real)
+    build.use(False)  # compiled attention fills the heads of a tiny model up
+    with count, real.peers.meeting():  # type: ignore[union-attr]
+        states = real.hidden(layout, torch.arange(length))
+        states.backward(torch.ones_like(states))
+    shaped: Any = shapes_of(filled(SFT, options), folder).model
+    build.use(compiled)
+    bytes_of = [sum(p.nbytes for p in model.parameters()) for model in (real, shaped)]
+    assert bytes_of[0] == bytes_of[1]
+    found = pass_bytes(shaped, 1, length, False, False)
+    assert found == pytest.approx(count.most, rel=0.1), (found, count.most)
+    together.gather(None)
+    (out / "planned").write_text("near")
+
+
 @dataclass(frozen=True)
 class Likelihood:
     """A loss of the policy alone."""
@@ -306,7 +336,7 @@ def runs_of_two(out: Path, together: Processes) -> None:
 
 
 PARTS: dict[str, list[Callable[[Path, Processes], None]]] = {
-    "quick": [partial(learners, kinds=KINDS[:1]), rounded, memory, faults],
+    "quick": [partial(learners, kinds=KINDS[:1]), rounded, memory, planned, faults],
     "long": [partial(learners, kinds=KINDS[1:]), deep, runs_of_two],
     "four": [learners],
 }
@@ -356,6 +386,10 @@ def test_updates_of_two_processes_are_those_of_one_and_planted_mistakes_are_noti
 
 def test_memory_that_lasts_is_estimated_as_it_is_counted(place: Path) -> None:
     assert (place / "memory").read_text() == "counted"
+
+
+def test_the_estimate_from_a_config_alone_is_near_what_a_process_takes(place: Path) -> None:
+    assert (place / "planned").read_text() == "near"
 
 
 def test_weights_in_bfloat16_are_rounded_as_in_one_process(place: Path) -> None:

@@ -34,7 +34,8 @@ from posttrain.core.protocols import Alone, Objective
 from posttrain.core.token_probe import Found, TokenSink
 from posttrain.core.types import UserError
 from posttrain.engines.local.engine_weights import own_copy
-from posttrain.engines.vllm.adapter_sync import rank_for
+from posttrain.engines.servers.adapter_sync import rank_for
+from posttrain.engines.vllm.vllm_setup import VLLMSetup
 from posttrain.engines.weight_probe import LIMIT, WeightProbe
 from posttrain.learners import fsdp, process_group, sharded_decoder
 from posttrain.learners.fsdp import FSDPLearner
@@ -466,7 +467,7 @@ def refusals(folder: Path, option: str) -> dict[str, Callable[[], Any]]:
         adapted.embed.weight.full_tensor = None  # type: ignore[assignment]  by which a sharded weight is known
         stacked = SFT(tasks="x", optimizer="muon", **how)
         found |= {
-            "`--weight-sync adapter`": lambda: rank_for(adapted),
+            "`--weight-sync adapter`": lambda: rank_for(adapted, VLLMSetup),
             "`--quantize`": lambda: policy(packed, folder, torch.device("cpu"), Alone()),
             "`--optimizer muon`, `adafactor`, `adamw8bit`, `lion`": lambda: validate(stacked),
         }

@@ -187,7 +187,7 @@ def test_a_layer_whose_window_is_not_that_of_its_mask_is_computed_in_rows(
 ) -> None:
     own, masked = windows
     q, mask = torch.zeros(4, 2, 8), None if masked is None else torch.full((1, 1, 4, 4), float(masked))
-    found = transformers_folder._Recording()
+    found = transformers_folder._Recording(True)
     if flat:
         found.attention(q, q, q, AttentionVariant(own), mask)
         assert found.attentions == 1

@@ -57,7 +57,8 @@ def test_every_part_begins_however_long_the_others_take() -> None:
     assert len(listed) == 13 and sum(int(line.split()[1]) for line in listed) <= 25 * 60
 
 
-@pytest.mark.slow
+@pytest.mark.long  # starts some thirty runs
+@pytest.mark.timeout(1200)
 def test_options_that_no_card_had_run_are_compared_with_the_run_without_them(tmp_path: Path) -> None:
     code, document = measured(tmp_path, "--only", "options", "cards", "vllm")
     assert code == 0, document

@@ -63,7 +63,7 @@ HOMES = {
     "rapidfuzz": ("training/sources/diversity.py", "verify/", "apps/audit/shared_phrases.py"),
     "aiohttp": (
         "engines/serving/",
-        "engines/vllm/server_client.py",
+        "engines/servers/server_client.py",
         "services/retrieval/search_server.py",
         "system/endpoint.py",
         "system/http_server.py",

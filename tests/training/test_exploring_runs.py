@@ -103,5 +103,5 @@ def test_entropy_is_steered_by_the_policy_s_own_where_tokens_are_drawn_uniformly
 
 
 def test_engine_without_it_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="vLLM does not sample with --epsilon-greedy: leave out --engine vllm"):
+    with pytest.raises(UserError, match="servers do not sample with --epsilon-greedy: leave out --engine vllm"):
         posttrain.rl(TASKS, digits, model="nowhere", out=str(tmp_path / "run"), engine="vllm", **QUICK)

@@ -27,6 +27,12 @@ QWEN_7B = {
     **{**QWEN, "vocab_size": 152064, "hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4},
     **{"intermediate_size": 18944, "tie_word_embeddings": False},
 }
+MIXTURE = {  # Qwen3-30B-A3B
+    **{**QWEN, "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "tie_word_embeddings": False},
+    **{"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4},
+    **{"head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128},
+    **{"num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1},
+}
 GIB = 2**30
 BF16 = {"precision": "bfloat16"}
 ADAPTED: dict[str, Any] = {"lora": 16, "frozen_weights": "bfloat16", "recompute": "layers"}
@@ -35,7 +41,13 @@ ADAPTED: dict[str, Any] = {"lora": 16, "frozen_weights": "bfloat16", "recompute"
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    for name, config in {"1b": QWEN, "7b": QWEN_7B, "other": {**QWEN, "model_type": "gpt_neox"}}.items():
+    for name, config in {
+        "1b": QWEN,
+        "7b": QWEN_7B,
+        "other": {**QWEN, "model_type": "gpt_neox"},
+        "unheard": {**QWEN, "model_type": "unheard"},
+        "mixture": MIXTURE,
+    }.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     return tmp_path
@@ -205,22 +217,26 @@ def test_a_run_that_cannot_fit_is_refused_before_weights_are_read(
     assert "this run needs" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("how", [{}, {"shard": True}, {"tensor_parallel": 2}, {"context_parallel": 4}])
+@pytest.mark.parametrize(
+    ("model", "how"),
+    [("1b", {}), ("1b", {"shard": True}), ("1b", {"tensor_parallel": 2}), ("1b", {"context_parallel": 4}),
+     ("other", {}), ("other", {"shard": True}), ("mixture", {"expert_parallel": 4})],
+)  # fmt: skip
 def test_a_run_says_the_memory_of_each_of_its_gpus(
-    models: Path, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    models: Path, model: str, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda = torch.device("cuda")
     for module in (memory_plan, training_run):
-        monkeypatch.setattr(module, "gpu_memory", lambda device: 80 * GIB)
+        monkeypatch.setattr(module, "gpu_memory", lambda device: 600 * GIB)
     monkeypatch.setattr(training_run, "microbatch_tokens", lambda *given: 1024)
-    ours = config(SFT, model="1b", tokens_per_microbatch=1024, processes=4, **how)
+    ours = config(SFT, model=model, tokens_per_microbatch=1024, processes=4, **how)
     parts: Any = SimpleNamespace(
-        learner=memory_plan.shapes_of(ours, memory_plan.shape_of("1b")), objective=SimpleNamespace(wants=frozenset())
+        learner=memory_plan.shapes_of(ours, memory_plan.shape_of(model)), objective=SimpleNamespace(wants=frozenset())
     )
     world = SimpleNamespace(size=4, gather=lambda given: [given] * 4)
-    run: Any = SimpleNamespace(config=ours, start=models / "1b", world=world)
+    run: Any = SimpleNamespace(config=ours, start=models / model, world=world)
     [said, *_] = training_run._memory(run, parts, cuda)
-    assert said == str(plan_memory(ours, 80 * GIB).found)
+    assert said == str(plan_memory(ours, 600 * GIB).found)
     assert training_run._memory(run, parts, torch.device("cpu")) == []
 
 
@@ -262,7 +278,15 @@ def test_layers_are_recomputed_where_they_may_not_fit_and_in_all_processes_alike
     [
         ("-- rl", "posttrain memory --gpu-memory 80 -- rl --model FOLDER; --lora, --tokens-per-microbatch"),
         ("-- rl --model nowhere", "nowhere"),
-        ("-- rl --model other", 'model_type "gpt_neox" is not supported'),
+        ("-- rl --model unheard", 'model_type "unheard" is unknown to posttrain and to the installed transformers'),
+        ("-- rl --model other --tensor-parallel 2 --processes 2", "transformers computes gpt_neox: leave it out"),
+        ("-- rl --model other --context-parallel 2 --processes 2", "transformers computes gpt_neox: leave it out"),
+        ("-- rl --model other --expert-parallel 2 --processes 2", "this model is dense: leave it out"),
+        (
+            "-- rl --model mixture --expert-parallel 3 --processes 3",
+            "this model has 128 per layer: give a divisor of 128",
+        ),
+        ("-- sft --model other --float8 --precision bfloat16", "--float8 is for native decoders"),
         ("-- sft --model 7b --lora 8 --quantize nf4 --shard --processes 2", "--quantize nf4 packs whole matrices"),
         ("-- sft --model 7b --quantize nf4", "--quantize has no effect without --lora"),
         ("-- rl --model 7b --algorithm sac", "cannot estimate the critic of sac"),
@@ -283,9 +307,44 @@ def test_mistakes_are_one_line(models: Path, capsys: pytest.CaptureFixture[str],
     assert told in err and "\n" not in err
 
 
-def test_a_model_of_a_kind_that_is_backed_is_refused(models: Path) -> None:
-    with pytest.raises(UserError, match="not supported"):
-        plan_memory(config(SFT, model="other"), 80 * GIB)
+def test_a_mixture_of_experts_is_counted_whole_and_divided(models: Path) -> None:
+    given: dict[str, Any] = {"model": "mixture", "tokens_per_microbatch": 4096, "algorithm": "grpo", "env": "e"}
+    whole = plan_memory(config(RL, **given), 1e15).found.parts
+    parts = plan_memory(config(RL, **given, processes=8, expert_parallel=8), 1e15).found.parts
+    experts, layer = 48 * 128 * 3 * 768 * 2048, 2048 * 128 * (2 * 32 + 2 * 4) + 128 * 2048 + 2 * 2048 + 2 * 128
+    numbers = experts + 48 * layer + 2 * 151936 * 2048 + 2048
+    assert whole["gradients"] == 4.0 * numbers == whole["weights"] / 2 == whole["moments"] / 2  # and its reference
+    for name, sizes in {"weights": 2, "gradients": 1, "moments": 2}.items():
+        assert parts[name] == 4.0 * sizes * (numbers - experts * 7 / 8), name
+    assert parts["engine's weights"] == 4.0 * numbers and "engine's weights" not in whole
+    least = 4 * 4096 * 8 * (2 * 2048 + 3 * 768)  # what goes into and out of the experts of a layer
+    less = plan_memory(config(RL, **given, recompute="layers"), 1e15).found.parts
+    assert whole["activations"] > 48 * least > less["activations"] > least
+
+
+@pytest.mark.parametrize("options", [{}, {"frozen_weights": "bfloat16"}, {"quantize": "int8"}])
+def test_adapters_of_a_model_of_transformers_are_counted(models: Path, options: dict[str, Any]) -> None:
+    whole, adapted = (
+        plan_memory(config(SFT, model="other", **how), 1e12).found.parts for how in ({}, {"lora": 16, **options})
+    )
+    assert adapted["gradients"] < 0.05 * whole["gradients"] and adapted["moments"] == 2 * adapted["gradients"]
+    layers = 4.0 * 28 * (4 * 1536 * 1536 + 2 * 1536 * 8960)
+    left = {"": 1.0, "frozen_weights": 0.5, "quantize": 0.25}["".join(options)]
+    held = whole["weights"] - (1 - left) * layers + adapted["gradients"]
+    assert adapted["weights"] == pytest.approx(held, rel=0.01)
+
+
+@pytest.mark.parametrize("how", [{"shard": True, "processes": 4}, {"offload": ("activations",)}, {"async_steps": 1}])
+def test_options_change_the_estimate_of_a_model_of_transformers(models: Path, how: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"model": "other", "algorithm": "ppo", "env": "e", "recompute": "none"}
+    whole, other = (plan_memory(config(RL, **given, **more), 1e12).found.parts for more in ({}, how))
+    if "shard" in how:
+        assert other["weights"] == pytest.approx(whole["weights"] / 4, rel=0.01) and other["gathered"] > 0
+    elif "offload" in how:
+        assert other["activations"] < whole["activations"] / 5
+    else:
+        cache = 2 * 28 * 2 * 2 * 128  # bytes, layers, keys and values, heads, their size
+        assert other["engine"] == cache * 128 * 256 and other["engine's weights"] > 0
 
 
 def test_processes_that_divide_weights_or_tokens_take_their_parts(models: Path) -> None:

@@ -379,9 +379,10 @@ class RecipeDraft:
         if self.guessed:
             listed = ", ".join(f"{name} ({inline(clip(text))})" for name, text in list(self.guessed.items())[:8])
             found.append(f"set {listed}: only the script computes it, and here is {self.run.framework}'s default")
-        if value.get("engine") == "vllm" and "engine_url" not in value:
+        if (server := value.get("engine")) and "engine_url" not in value:
             what = "engine and correction" if "correction" in value else "engine"
-            found.append(f"install vLLM, or remove {what}: the local engine samples")
+            program = {"vllm": "vLLM", "sglang": "SGLang"}[server]
+            found.append(f"install {program}, or remove {what}: the local engine samples")
         files = re.findall(r"(?:^|[ +:])([\w/.-]+\.py)(?=$|[:, ])", str(value.get("env")))
         if files := [file for file in dict.fromkeys(files) if file not in self.run.files]:
             found.append(f"{', '.join(files)} must be here, with the functions that env names")

@@ -115,12 +115,12 @@ def adapters(draft: RecipeDraft, rank: str, alpha: str, targets: str, quantized:
             draft.put("quantize", kind, f"{name}: same meaning")
 
 
-def engine(draft: RecipeDraft, name: str, share: str, parallel: str) -> None:
-    """Write that vLLM samples; its memory is a share there and the size of the cache here. `parallel`: GPUs of each
+def engine(draft: RecipeDraft, name: str, share: str, parallel: str, server: str = "vllm") -> None:
+    """Write that a server samples; its memory is a share there and the size of the cache here. `parallel`: GPUs of each
     engine.
     """
     draft.put(
-        "engine", "vllm", f"{name}: same meaning; without a GPU of its own, leave it out: the local engine samples"
+        "engine", server, f"{name}: same meaning; without a GPU of its own, leave it out: the local engine samples"
     )
     if draft.given(share):
         draft.note(draft.origin(share), "--engine-cache is the size of the KV cache in GiB, not a share of the GPU")

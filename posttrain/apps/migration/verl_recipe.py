@@ -217,12 +217,13 @@ def verl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> No
                 draft.origin(f"{ROLLOUT}.{name}"), "training samples from the model's own distribution: left out"
             )
     _long_rows(draft)
-    if draft.read(f"{ROLLOUT}.name") in ("vllm", "sglang", "trtllm"):
+    if (server := draft.read(f"{ROLLOUT}.name")) in ("vllm", "sglang", "trtllm"):
         engine(
             draft,
             draft.origin(f"{ROLLOUT}.name"),
             f"{ROLLOUT}.gpu_memory_utilization",
             f"{ROLLOUT}.tensor_model_parallel_size",
+            "sglang" if server == "sglang" else "vllm",
         )
     _adapters(draft)
     frequency(draft, "save_every", "trainer.save_freq", 1)

@@ -121,6 +121,11 @@ class EnginePool:
         coldest = max((m.hello["coldest"] for m in self.members if m.hello), default=0.0)
         if 0 < sampling.temperature < coldest:
             raise UserError(f"an engine samples at temperature 0 or {coldest} and above, not at {sampling.temperature}")
+        cut = sampling.top_p != 1 or sampling.top_k > 0
+        if cut and not all(m.hello["truncates"] for m in self.members if m.hello):
+            raise UserError(
+                "SGLang returns log-probabilities from before top-p and top-k: leave these at 1 and 0, or use another engine"
+            )
         tokens = tuple(prompt)
         kept = self._kept.continued(id, tokens)
         first = len(tokens if kept is None else kept.prompt)
@@ -186,7 +191,7 @@ class EnginePool:
     def rest(self) -> None:
         """Free the memory of engines that share a GPU with the learner, until the next weights or the next request.
 
-        Return when each has freed it or is lost: an update needs that memory, and vLLM fails if the GPU's free memory
+        Return when each has freed it or is lost: an update needs that memory, and a server fails if the GPU's free memory
         shrinks meanwhile.
         """
         assert not self._queue and not self._submitted, "engines rest between batches of rollouts, not within one"
@@ -335,7 +340,8 @@ class EnginePool:
         """Handle one message. Raises Gone, or ValueError and similar errors if it is malformed."""
         if what == "hello" and member.state is MemberState.STARTING:
             (hello,) = more
-            kinds = {"backend": str, "batch_invariant": bool, "coldest": float, "slots": int, "context": int}
+            kinds = {"backend": str, "batch_invariant": bool, "coldest": float, "truncates": bool, "slots": int,
+                     "context": int}  # fmt: skip
             if any(type(hello[name]) is not kind for name, kind in kinds.items()):
                 raise ValueError(hello)
             if hello["context"] < self.context:

@@ -7,7 +7,7 @@ from typing import Any
 from posttrain.engines.engine_process import CLOSE_SECONDS, EngineProcess
 from posttrain.engines.pool.pool_member import EngineLink
 from posttrain.engines.pool.pool_protocol import Wire
-from posttrain.engines.weight_sync import SharedMemory
+from posttrain.engines.weight_sync import Transport
 
 
 class LocalProcess:
@@ -15,7 +15,7 @@ class LocalProcess:
 
     sleeps = False
 
-    def __init__(self, name: str, setup: dict[str, Any], transport: SharedMemory) -> None:
+    def __init__(self, name: str, setup: dict[str, Any], transport: Transport) -> None:
         self.name, self.setup, self.transport = name, setup, transport
 
     def open(self) -> EngineLink:

@@ -6,9 +6,9 @@
                      ("done", ticket, completion),
                      ("alive",) as a heartbeat while it works, ("failed", reason) before it exits
 
-It also samples while the pool does not listen. A vLLM server gets the same messages through a client of its own (see
-`posttrain.engines.vllm.server_client`), and ("transfer", method, info) and ("sleep",) besides, which it answers
-with ("transferred", result) and ("slept",).
+It also samples while the pool does not listen. A server of vLLM or SGLang gets the same messages through a client of its
+own (see `posttrain.engines.servers.server_client`), and ("transfer", method, info) and ("sleep",) besides, which it
+answers with ("transferred", result) and ("slept",).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class LocalHost:
         self.engine = embedded(self.model, tokenizer, self.slots, precision, kept, filled=True)
 
     def hello(self) -> dict[str, Any]:
-        return {"coldest": 0.0, "slots": self.slots, "context": self.model.config.context}
+        return {"coldest": 0.0, "truncates": True, "slots": self.slots, "context": self.model.config.context}
 
     def take(self, offer: Offer) -> tuple[int, int]:
         """Load the offered weights. The checksum is computed from the engine's own weights, after the weight sync."""

@@ -19,7 +19,7 @@ from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.places import LocalProcess
 from posttrain.engines.pool.pool_member import EnginePlace
 from posttrain.engines.weight_probe import LIMIT, LIMIT_BFLOAT16, WeightProbe
-from posttrain.engines.weight_sync import SharedMemory, WeightLayout
+from posttrain.engines.weight_sync import SharedMemory, WeightLayout, shared_writer
 from posttrain.models.gpu_placement import GPUPlacement
 from posttrain.models.json_files import write_json
 from posttrain.models.native.kernels import build
@@ -64,7 +64,7 @@ def open_pool(model: Model, tokenizer: Tokenizer, options: EngineOptions) -> Eng
             cluster = opened.enter_context(closing(RayPlaces(setup, weight_layout, options.cpus)))
             places = cluster.places(options.replicas)
         else:
-            memory = SharedMemory(weight_layout)
+            memory = shared_writer(SharedMemory(weight_layout), options.world)
             opened.callback(memory.close)
             placement = placement_of(options, model.head.device)
             setups = [_on_device(setup, number, placement) for number in range(options.replicas)]

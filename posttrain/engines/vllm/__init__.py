@@ -1,1 +1,1 @@
-"""vLLM's own server as a rollout engine."""
+"""vLLM's own server as a rollout engine: what is vLLM's alone."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from posttrain.core.messages import one_line
 from posttrain.engines.pool.pool_protocol import Gone
-from posttrain.engines.vllm.server_setup import checkpoint_tensors
+from posttrain.engines.servers.server_setup import checkpoint_tensors
 from posttrain.engines.weight_sync import Call, Fetched, Transport, WeightLayout, checksum_of_names
 from posttrain.models.gpu_placement import working_on
 from posttrain.models.tensor_files import size_of

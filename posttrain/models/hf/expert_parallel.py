@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from posttrain.models.hf.backed import Backed
 
 
+DENSE = (
+    "--expert-parallel divides the experts of a mixture, and this model is dense: leave it out; --shard divides dense "
+    "models"
+)
+
+
 def divide_experts(decoder: Backbone, peers: Peers) -> None:
     """Keep this process's experts of each layer of a mixture; those of an earlier call stay. All peers call this.
 
@@ -36,17 +42,10 @@ def divide_experts(decoder: Backbone, peers: Peers) -> None:
             "--expert-parallel was not tried with a model that sees pictures: leave it out; --processes works without it"
         )
     if decoder.native or decoder.routers is None:
-        raise UserError(
-            "--expert-parallel divides the experts of a mixture, and this model is dense: leave it out; --shard divides "
-            "dense models"
-        )
+        raise UserError(DENSE)
     model, count = cast("Backed", decoder), decoder.routers.experts
-    if count % peers.size:
-        raise UserError(
-            f"--expert-parallel {peers.size} divides experts, and this model has {count} per layer: give a divisor of "
-            f"{count}, or leave it out"
-        )
-    layers = [m for m in model.inner.modules() if hasattr(m, "is_transposed") and hasattr(m, "num_experts")]
+    _refuse_uneven(count, peers.size)
+    layers = expert_layers(model)
     if len(layers) != len(decoder.routers):  # a list of modules, or a function of its own
         raise UserError(
             f"--expert-parallel divides experts that transformers stacks in one tensor: {type(model.inner).__name__} has "
@@ -56,10 +55,7 @@ def divide_experts(decoder: Backbone, peers: Peers) -> None:
         return
     own = _states(model)
     for layer in layers:
-        for name, parameter in list(layer.named_parameters(recurse=False)):
-            if parameter.shape[0] == count:
-                cut(layer, name, (count,), 0, peers)
-        layer.num_experts = count // peers.size
+        _keep_own(layer, count, peers)
         layer.forward = partial(_exchanged, layer.forward, peers, count)
     model.peers = peers
     model.at_once = True  # every process then makes the same number of calls
@@ -71,6 +67,41 @@ def divide_experts(decoder: Backbone, peers: Peers) -> None:
             f"--expert-parallel: hidden states of {type(model.inner).__name__} with divided experts are {apart:.2g} off: "
             "leave it out"
         )
+
+
+def divide_shapes(model: Backed, peers: Any) -> None:
+    """Keep the first process's experts of a model that has shapes and no numbers. Its passes then take as many rows from
+    others as they send: `peers` have equal shares of all tokens. Raises UserError if the experts cannot be divided.
+    """
+    layers = [] if model.native else expert_layers(model)
+    if not layers:
+        raise UserError(DENSE)
+    for layer in layers:
+        count = layer.num_experts
+        _refuse_uneven(count, peers.size)
+        _keep_own(layer, count, peers)
+        layer.forward = partial(_balanced, layer.forward)
+
+
+def expert_layers(model: Backed) -> list[Any]:
+    """Return the modules whose experts transformers stacks in one tensor."""
+    return [m for m in model.inner.modules() if hasattr(m, "is_transposed") and hasattr(m, "num_experts")]
+
+
+def _refuse_uneven(count: int, size: int) -> None:
+    if count % size:
+        raise UserError(
+            f"--expert-parallel {size} divides experts, and this model has {count} per layer: give a divisor of {count}, "
+            "or leave it out"
+        )
+
+
+def _keep_own(layer: Any, count: int, peers: Peers) -> None:
+    """Keep this process's experts of a layer."""
+    for name, parameter in list(layer.named_parameters(recurse=False)):
+        if parameter.shape[0] == count:
+            cut(layer, name, (count,), 0, peers)
+    layer.num_experts = count // peers.size
 
 
 def _states(model: Backed) -> Tensor:
@@ -95,4 +126,15 @@ def _exchanged(inner: Any, peers: Peers, count: int, *given: Tensor, **named: Te
     if len(rows):  # else the rows pass as they are: the backward pass of every process has the same exchanges
         rows = inner(rows, index, weights.new_ones(index.shape))
     found = dealt(rows, peers, back, to)[order.argsort()].view(-1, taken, rows.shape[1])
+    return (found * weights[..., None]).sum(1).to(states.dtype)
+
+
+def _balanced(inner: Any, *given: Tensor, **named: Tensor) -> Tensor:
+    """Compute a layer's experts as `_exchanged` does, with tensors that have no numbers."""
+    states, experts, weights = (*given, *named.values())
+    taken = experts.shape[1]
+    order = experts.flatten().argsort(stable=True)
+    rows = states[order // taken].clone()  # those of others, as many as were sent
+    rows = inner(rows, order[:, None], weights.new_ones((len(order), 1)))
+    found = rows.clone()[order.argsort()].view(-1, taken, rows.shape[1])
     return (found * weights[..., None]).sum(1).to(states.dtype)

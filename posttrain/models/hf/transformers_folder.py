@@ -10,7 +10,7 @@ import copy
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, redirect_stderr
+from contextlib import nullcontext, redirect_stderr, suppress
 from dataclasses import replace
 from importlib import import_module
 from io import StringIO
@@ -35,6 +35,7 @@ from posttrain.models.hf.backed_writer import quiet
 from posttrain.models.hf.experts import watching
 from posttrain.models.hf.headless import let_head_go, names_of_head
 from posttrain.models.hf.linear_layers import narrow_products
+from posttrain.models.hf.pass_memory import without_numbers
 from posttrain.models.hf.probes import BEGINNING, PROBES, probe_ids
 from posttrain.models.hf.size_check import check_layers, check_room, other_shape
 from posttrain.models.hf.token_mixing import NAME, NotFlatError, follow_layouts, layout_attention, mixing
@@ -121,6 +122,36 @@ def empty_backed(
     return model
 
 
+def shaped_backed(folder: Path, source: Mapping[str, Any], headless: bool = False) -> Backed:
+    """Build the model of a config.json with shapes and without numbers, on the "meta" device. Raises UserError if it is
+    not supported.
+    """
+    from transformers import AutoConfig
+
+    trust = os.environ.get(TRUST) == "1"
+    _check(folder, source, trust)
+    check_layers(folder, source)
+    try:
+        with quiet(), torch.device("meta"):
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust, local_files_only=True)
+            inner = _kind(source).from_config(config, trust_remote_code=trust, dtype=torch.float32)
+    except Exception as error:  # code of models raises errors of any type
+        raise UserError(f"{folder}: transformers cannot build this model: {one_line(error):.300}") from error
+    model = Backed(inner, context_of(folder, source), vision=_vision(inner, folder, source))
+    if headless:
+        let_head_go(model)
+    _register()
+    follow_layouts(model.inner)
+    with without_numbers(model) as (short, _):
+        flat = _is_flat(short, numbers=False)
+    model.way = "flat" if flat else "rows"
+    for attention in (NAME,) if flat else ("sdpa", "eager"):
+        with suppress(ValueError, NotImplementedError):
+            model.attend(attention)
+            break
+    return model
+
+
 def _vision(inner: Any, folder: Path, source: Mapping[str, Any]) -> Vision | None:
     """Return the vision part of a model; None if it is text-only."""
     processor = ImageProcessor.of(folder, source)
@@ -158,12 +189,9 @@ def _check(folder: Path, source: Mapping[str, Any], trust: bool) -> None:
 
 
 def _opened(folder: Path, source: Mapping[str, Any], dtype: torch.dtype, trust: bool, headless: bool) -> Any:
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING
+    from transformers import CONFIG_MAPPING, AutoConfig
 
-    kind: Any = AutoModelForCausalLM
-    if source.get("model_type") in SEEING and isinstance(source.get("vision_config"), dict):
-        kind = AutoModelForImageTextToText
+    kind = _kind(source)
     check_layers(folder, source)
     how: dict[str, Any] = dict(trust_remote_code=trust, local_files_only=True)
     place, reading = _place(folder)
@@ -191,6 +219,15 @@ def _opened(folder: Path, source: Mapping[str, Any], dtype: torch.dtype, trust: 
     inner, told = opened
     _check_tensors(folder, inner, told, headless)
     return inner
+
+
+def _kind(source: Mapping[str, Any]) -> Any:
+    """Return transformers' class that opens the model of a config.json."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING
+
+    sees = source.get("model_type") in SEEING and isinstance(source.get("vision_config"), dict)
+    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def _place(folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -420,11 +457,14 @@ def _for_rows(model: Backed, own: Tensor, limit: float) -> str:
 class _Recording:
     """Counts how the layers of a model mix tokens, in place of mixing them, and compares their windows with their masks."""
 
-    def __init__(self) -> None:
+    def __init__(self, numbers: bool) -> None:
+        self.numbers = numbers  # whether masks have any
         self.attentions = self.convolutions = self.rules = 0
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, how: AttentionVariant, mask: Tensor | None) -> Tensor:
         self.attentions += 1
+        if not self.numbers:
+            return q
         windows = {0} if mask is None else set(mask.unique().tolist())
         if windows != {how.window or 0}:
             raise NotFlatError("the window of a layer is not that of its mask")
@@ -439,13 +479,13 @@ class _Recording:
         return v
 
 
-def _is_flat(model: Backed) -> bool:
+def _is_flat(model: Backed, numbers: bool = True) -> bool:
     """Return whether every layer calls our attention exactly once, with a causal mask or a window, or our functions for
     linear attention, and nothing besides. Texts of a few tokens do not show what a long window hides, so the masks are
     looked at. Nor do numbers of little precision show all that else mixes tokens, so gradients are: without our functions
     a token's state depends on no other token.
     """
-    found, begins = _Recording(), list[Tensor]()
+    found, begins = _Recording(numbers), list[Tensor]()
     ids = torch.tensor([probe_ids(model, BEGINNING)], device=model.head.device)
 
     def begin(module: nn.Module, given: Any, out: Tensor) -> Tensor:
@@ -463,7 +503,7 @@ def _is_flat(model: Backed) -> bool:
     finally:
         hook.remove()
     layers = model.inner.config.get_text_config().num_hidden_layers
-    mixed = gradient[0, :-1].any() or not gradient[0, -1].any()
+    mixed = numbers and bool(gradient[0, :-1].any() or not gradient[0, -1].any())
     return not mixed and found.attentions + max(found.convolutions, found.rules) == layers
 
 
@@ -515,18 +555,20 @@ def _recorded_mask(
     """Return, for a mask with a window, the window in place of the mask, [1, 1, q, kv]; None for a causal mask. Raises
     NotFlatError for other masks.
     """
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
     from transformers.masking_utils import causal_mask_function
 
     if mask_function is causal_mask_function:
         return None
     window = more.get("local_size") or 0
-    zero, keys = torch.tensor(0), torch.arange(3 * window + 8)
-    for query in (0, 1, window - 1, window, 3 * window + 5):
-        distance = query - keys
-        try:
-            seen = mask_function(zero, zero, torch.tensor(query), keys)
-        except (IndexError, TypeError, RuntimeError):  # a mask of something else than two places
-            raise NotFlatError("a mask depends on more than distances") from None
-        if not torch.equal(seen, (distance >= 0) & (distance < window)):
-            raise NotFlatError("a mask is neither causal nor a window")
+    with unset_fake_temporarily():  # numbers, also where those of a model are missing
+        zero, keys = torch.tensor(0), torch.arange(3 * window + 8)
+        for query in (0, 1, window - 1, window, 3 * window + 5):
+            distance = query - keys
+            try:
+                seen = mask_function(zero, zero, torch.tensor(query), keys)
+            except (IndexError, TypeError, RuntimeError):  # a mask of something else than two places
+                raise NotFlatError("a mask depends on more than distances") from None
+            if not torch.equal(seen, (distance >= 0) & (distance < window)):
+                raise NotFlatError("a mask is neither causal nor a window")
     return torch.full((1, 1, q_length, kv_length), float(window))

@@ -75,7 +75,8 @@ def sight(layout: Layout, forest: Forest, window: int | None) -> Callable[..., T
     device = layout.tokens.device
     enter, leave = (torch.from_numpy(np.repeat(x, lengths)).to(device) for x in (first, behind))
     column = torch.from_numpy(np.concatenate(columns).astype(np.int32)).to(device)
-    far = len(column) if window is None else window
+    # a tensor: a number would compile the kernel anew for each
+    far = torch.tensor(len(column) if window is None else window, device=device)
 
     def see(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         distance = column[q] - column[k]

@@ -1,9 +1,7 @@
-"""Places of vLLM servers: processes that the run starts, and servers that run already."""
+"""Places of servers: processes that the run starts, and servers that run already."""
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
@@ -17,12 +15,11 @@ from posttrain.engines.engine_process import EngineProcess
 from posttrain.engines.pool.places import ended
 from posttrain.engines.pool.pool_member import EngineLink, EnginePlace
 from posttrain.engines.pool.pool_protocol import Gone
-from posttrain.engines.vllm.server_client import ServedRun, ServerClient
-from posttrain.engines.vllm.server_setup import SERVER, ServerSetup
+from posttrain.engines.servers.server_client import ServedRun, ServerClient
+from posttrain.engines.servers.server_setup import ServerSetup
 from posttrain.engines.weight_sync import Transport
 
-SEEDS = 1 << 32  # vLLM takes lower seeds
-LONGEST = 107 if sys.platform == "linux" else 103  # bytes in the path of a socket
+SEEDS = 1 << 32  # servers take lower seeds
 
 
 class OwnServer:
@@ -32,35 +29,33 @@ class OwnServer:
         self, name: str, folder: Path, setup: ServerSetup, run: ServedRun, transport: Transport, gpus: Sequence[int],
         sleeps: bool,
     ) -> None:  # fmt: skip
-        """`folder`: for its socket. `setup`: with the seed of this server, from which those of its starts follow. `gpus`:
+        """`folder`: for its files. `setup`: with the seed of this server, from which those of its starts follow. `gpus`:
         its GPUs, one for each part of tensor parallelism; none: the processor. `sleeps`: it frees their memory for
-        updates. Raises UserError if the path of the socket is too long.
+        updates.
         """
         self._starts = count()
         self.name, self.setup, self.run, self.transport = name, setup, run, transport
-        self.socket, self.gpus, self.sleeps = folder / f"{name}.socket", gpus, sleeps
-        if len(os.fsencode(self.socket)) > LONGEST:
-            raise UserError(f"{self.socket} is too long a path for a socket: set TMPDIR to a folder with a shorter one")
+        self.folder, self.gpus, self.sleeps = folder, gpus, sleeps
 
     def open(self) -> EngineLink:
-        self.socket.unlink(missing_ok=True)  # of a process that was lost
         # servers of one seed give their nth requests the same random numbers, so equal prompts the same replies
-        setup = replace(self.setup, seed=seed_of(self.setup.seed, "vLLM", next(self._starts)) % SEEDS)
-        process = EngineProcess(SERVER, "vllm", setup.environment(str(self.socket), self.gpus, self.sleeps))
-        return _OwnLink(process, ServerClient(self.run, "http://vllm", str(self.socket)))
+        seed = seed_of(self.setup.seed, self.setup.client.program, next(self._starts)) % SEEDS
+        return _Link(*replace(self.setup, seed=seed).start(self.run, self.folder / self.name, self.gpus, self.sleeps))
 
 
-class _OwnLink:
-    def __init__(self, process: EngineProcess, wire: ServerClient) -> None:
-        self.process, self.wire = process, wire
+class _Link:
+    def __init__(self, process: EngineProcess | None, wire: ServerClient) -> None:
+        """`process`: None for a server that somebody else has started, whose end the client notices."""
+        self.process: Any = process
+        self.wire = wire
 
     def look(self) -> None:
-        if self.process.child.ended:
+        if self.process is not None and self.process.child.ended:
             raise Gone("its process has ended")
 
     def end(self, kept: bool) -> str:
         self.wire.close()
-        return ended(self.process, kept, 0.0)
+        return "" if self.process is None else ended(self.process, kept, 0.0)
 
 
 class GivenServer:
@@ -68,7 +63,7 @@ class GivenServer:
 
     sleeps = False
 
-    def __init__(self, address: str, run: ServedRun, transport: Transport) -> None:
+    def __init__(self, address: str, client: type[ServerClient], run: ServedRun, transport: Transport) -> None:
         """Raises UserError for an invalid address."""
         try:
             parts = urlsplit(address)
@@ -78,22 +73,10 @@ class GivenServer:
             fits = False
         if not fits:
             raise UserError(f"--engine-url {address}: give http://HOST:PORT, such as http://127.0.0.1:8000")
-        self.name, self.run, self.transport = address, run, transport
+        self.name, self.client, self.run, self.transport = address, client, run, transport
 
     def open(self) -> EngineLink:
-        return _GivenLink(ServerClient(self.run, self.name))
-
-
-class _GivenLink:
-    def __init__(self, wire: ServerClient) -> None:
-        self.wire: Any = wire
-
-    def look(self) -> None:
-        pass  # the client notices
-
-    def end(self, kept: bool) -> str:
-        self.wire.close()
-        return ""
+        return _Link(None, self.client(self.run, self.name))
 
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Opens a pool of vLLM servers: processes that the run starts, and servers that run already."""
+"""Opens a pool of inference servers: processes that the run starts, and servers that run already."""
 
 from __future__ import annotations
 
@@ -22,12 +22,25 @@ from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.pool_member import EnginePlace
 from posttrain.engines.pool.replicas import ALIVE_SECONDS, placement_of, probe_of
 from posttrain.engines.request import end_ids
-from posttrain.engines.vllm.adapter_sync import AdapterFiles, base_of, rank_for
-from posttrain.engines.vllm.gpu_transfer import CardToCard
-from posttrain.engines.vllm.server_client import ServedRun
-from posttrain.engines.vllm.server_places import GivenServer, OwnServer
-from posttrain.engines.vllm.server_setup import ServerSetup, cache_bytes, prepare, require_vllm, vllm_layout
-from posttrain.engines.weight_sync import Fetched, SharedMemory, Transport, WeightLayout, checksum_of_names
+from posttrain.engines.servers.adapter_sync import AdapterFiles, adapted_names, base_of, rank_for
+from posttrain.engines.servers.server_client import ServedRun
+from posttrain.engines.servers.server_places import GivenServer, OwnServer
+from posttrain.engines.servers.server_setup import (
+    ServerSetup,
+    cache_bytes,
+    prepare,
+    require,
+    server_layout,
+    token_bytes,
+)
+from posttrain.engines.weight_sync import (
+    Fetched,
+    SharedMemory,
+    Transport,
+    WeightLayout,
+    checksum_of_names,
+    shared_writer,
+)
 from posttrain.models.free_memory import ALLOCATOR, gpu_memory
 from posttrain.models.gpu_placement import GPUPlacement
 from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -40,8 +53,8 @@ START_SECONDS = 1800.0  # timeout of a server's start, in which it may compile
 
 
 class CheckpointFiles(Fetched):
-    """Transport to servers that somebody else has started: a folder for each version, which vLLM itself reads, on a disk
-    that both sides see under one path. Its contents are verified by the weight probe alone.
+    """Transport to servers that read checkpoints themselves: a folder for each version, on a disk that both sides see under
+    one path. Its contents are verified by the weight probe alone.
     """
 
     def __init__(self, folder: Path, rank: int, weight_layout: WeightLayout) -> None:
@@ -73,65 +86,76 @@ class CheckpointFiles(Fetched):
         self.offer = None
 
 
-def open_servers(model: Model, tokenizer: Tokenizer, options: EngineOptions, sleeps: bool = False) -> EnginePool:
+def open_servers(
+    kind: type[ServerSetup], model: Model, tokenizer: Tokenizer, options: EngineOptions, sleeps: bool = False
+) -> EnginePool:
     """Open a pool of servers; without replicas and URLs in the options, of one. Before the first weight sync it cannot
     sample.
 
-    Without a limit of its cache a server takes what vLLM finds free on GPUs that it has to itself, a fifth of a GPU where
-    it sleeps during updates, and 4 GiB elsewhere.
+    Without a limit of its cache a server takes what it finds free on GPUs that it has to itself, a fifth of a GPU where it
+    sleeps during updates, and 4 GiB elsewhere.
     `sleeps`: free the memory of GPUs that a learner uses too during updates.
-    Raises UserError if vLLM is not installed, or a server does not start.
+    Raises UserError if the program is not installed, or a server does not start.
     """
     replicas = options.replicas or int(not options.urls)
     adapter, cuda = options.weight_sync == "adapter", on_gpu(model)
     if options.transfer and not cuda:
         raise UserError(f"--weight-sync {options.transfer} requires GPUs: give --device cuda, or leave it out")
-    rank = rank_for(model) if adapter else 0
+    rank = rank_for(model, kind) if adapter else 0
     if replicas:
-        require_vllm()
+        require(kind)
     dtype = torch.bfloat16 if options.precision == "bfloat16" else torch.float32
     sent = base_of(model) if adapter else model
     with ExitStack() as opened:
-        own = Path(opened.enter_context(TempFolder("vllm")))
-        read = own / "model"  # by vLLM
-        prepare(str(read), sent, tokenizer)
-        layout = vllm_layout(sent, dtype)
+        own = Path(opened.enter_context(TempFolder(kind.package)))
+        read, eos_ids = own / "model", end_ids(model, tokenizer)  # the servers read it
+        prepare(kind, read, sent, tokenizer, eos_ids)
+        layout = server_layout(sent, dtype)
         run = ServedRun(
-            tokenizer, end_ids(model, tokenizer), model.config.context, options.slots,
+            tokenizer, eos_ids, model.config.context, options.slots,
             min(ALIVE_SECONDS, options.seconds / 8), options.seeds, layout.described,
         )  # fmt: skip
-        ours, theirs = _transports(options, layout, own)
+        ours, theirs = _transports(kind, options, layout, own)
         if replicas:
             opened.callback(ours.close)
         threads = max(1, torch.get_num_threads() // max(1, replicas))
         limit = KEPT_BYTES / 2**30 if options.cache_gib is None else options.cache_gib
         cache = cache_bytes(model, options.slots, dtype, limit, options.gpus)
-        setup = ServerSetup(
-            str(read), dtype, model.config.context, options.slots, cache, threads, options.seed, rank, options.transfer
-        )
+        setup = kind(
+            str(read), dtype, model.config.context, options.slots, cache, threads, options.seed, rank, options.transfer,
+            options.seeds, token_bytes(model, dtype, options.gpus), adapted_names(model) if adapter else (),
+        )  # fmt: skip
         placement = placement_of(options, model.head.device) if cuda else None
-        places: list[EnginePlace] = [GivenServer(url, run, theirs) for url in options.urls]
+        places: list[EnginePlace] = [GivenServer(url, kind.client, run, theirs) for url in options.urls]
         for number in range(replicas):
             gpus = () if placement is None else placement.engine_gpus(number, options.gpus)
-            own_seed, rests = seed_of(options.seed, "vLLM", options.rank, number), False
+            own_seed, rests = seed_of(options.seed, kind.client.program, options.rank, number), False
             own_setup = replace(setup, seed=own_seed)
             if placement is not None:
                 check_transfer(options.transfer, gpus, placement)
                 rests = sleeps and placement.shares(gpus)
-                engines = max(options.most, replicas)
-                if options.cache_gib is None and placement.alone(gpus, engines):
-                    own_setup = replace(own_setup, cache_bytes=None)
-                elif options.cache_gib is None and rests:
-                    most = resting_gib(model.head.device) / placement.engines_on(gpus, engines)
-                    own_setup = replace(
-                        own_setup, cache_bytes=cache_bytes(model, options.slots, dtype, most, options.gpus)
-                    )
+                if options.cache_gib is None:
+                    share = placement, gpus, max(options.most, replicas)
+                    own_setup = replace(own_setup, cache_bytes=_cache_of(model, options, dtype, *share, rests, cache))
             places.append(OwnServer(str(number), own, own_setup, run, ours, gpus, rests))
         sizes, closed = (model.config.context, model.config.vocab), opened.pop_all().close
         return EnginePool(
             places, probe_of(model, options.precision), *sizes, seconds=options.seconds, start_seconds=START_SECONDS,
             restarts=options.restarts, closed=closed,
         )  # fmt: skip
+
+
+def _cache_of(
+    model: Model, options: EngineOptions, dtype: torch.dtype, placement: GPUPlacement, gpus: Sequence[int], engines: int,
+    rests: bool, otherwise: int,
+) -> int | None:  # fmt: skip
+    """Return the bytes of the cache of one of the `engines` servers of a run, without a limit in the options."""
+    if placement.alone(gpus, engines):
+        return None
+    if not rests:
+        return otherwise
+    most = resting_gib(model.head.device) / placement.engines_on(gpus, engines)
+    return cache_bytes(model, options.slots, dtype, most, options.gpus)
 
 
 def resting_gib(device: torch.device) -> float:
@@ -144,7 +168,7 @@ def on_gpu(model: Model) -> bool:
 
 
 def check_transfer(transfer: str | None, gpus: Sequence[int], placement: GPUPlacement) -> None:
-    """Raise UserError if vLLM cannot send weights in this way to a server on these GPUs."""
+    """Raise UserError if weights cannot be sent in this way to a server on these GPUs."""
     if transfer == "nccl" and placement.shares(gpus):
         raise UserError(
             "--weight-sync nccl sends weights to other GPUs than the learner's: name some with --engine-devices, or give "
@@ -164,16 +188,22 @@ def check_transfer(transfer: str | None, gpus: Sequence[int], placement: GPUPlac
         )
 
 
-def _transports(options: EngineOptions, layout: WeightLayout, folder: Path) -> tuple[Transport, Transport]:
+def _transports(
+    kind: type[ServerSetup], options: EngineOptions, layout: WeightLayout, folder: Path
+) -> tuple[Transport, Transport]:
     """Return the transports of weights to our own servers, and to those that others have started."""
     shared, rank = (options.folder or folder / "weights").absolute(), options.rank
     if options.transfer is not None:
-        direct = CardToCard(options.transfer, layout, options.seconds)
+        direct = kind.gpu_transport(options.transfer, layout, options.seconds)
         return direct, direct
-    memory = SharedMemory(layout)
+    ours: Transport
+    if kind.shares_memory:
+        ours = shared_writer(SharedMemory(layout), options.world)
+    else:
+        ours = CheckpointFiles(folder, rank, layout)
     if options.weight_sync == "adapter":
-        return AdapterFiles(folder, rank, memory), AdapterFiles(shared, rank, None)
-    return memory, CheckpointFiles(shared, rank, layout)
+        return AdapterFiles(folder, rank, ours), AdapterFiles(shared, rank, None)
+    return ours, CheckpointFiles(shared, rank, layout)
 
 
 if TYPE_CHECKING:

@@ -1,10 +1,10 @@
-"""HTTP client of one vLLM server, which its pool uses like a connection to an engine (see `pool_protocol.Wire`).
+"""HTTP client of one inference server, which its pool uses like a connection to an engine (see `pool_protocol.Wire`).
 
-Messages of the pool become calls of vLLM's server: requests are token ids at /inference/v1/generate, weights come by
-/collective_rpc, /load_lora_adapter or vLLM's weight transfer. Answers become messages. A thread does the work.
+Messages of the pool become calls of the server, and its answers become messages. A thread does the work. The calls of
+each program are in a subclass: `vllm.vllm_client`, `sglang.sglang_client`.
 
-vLLM ends a reply at a stop string that its own tokenizer finds. Where the reply really ends is decided here, with the
-run's tokenizer, token by token, so that stop strings mean the same with every engine.
+A server ends a reply at a stop string that its own tokenizer finds. Where the reply really ends is decided here, with
+the run's tokenizer, token by token, so that stop strings mean the same with every engine.
 """
 
 from __future__ import annotations
@@ -14,32 +14,24 @@ import json
 import os
 import socket
 import threading
+from abc import abstractmethod
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, ClassVar
 
 import aiohttp
 
 from posttrain.core.messages import one_line
 from posttrain.engines.pool.pool_protocol import Gone, Message, Wire, decode_sampling, encode_completion
 from posttrain.engines.request import Request, complete, tokens_to_stop
-from posttrain.engines.vllm.server_setup import LOGPROBS
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
-COLDEST = 0.01  # vLLM silently raises lower temperatures to this value
 LOOK_SECONDS = 0.2  # between questions whether the server has started
 REACH_SECONDS = 10.0  # for a server that runs already to answer
 CLOSE_SECONDS = 5.0
 ADAPTER = "posttrain-version-"  # name of an adapter as the server calls it, before the version
-NEEDED = {
-    "/inference/v1/generate": "--enable-scale-out",
-    "/v1/load_lora_adapter": "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
-}
-"""Path of a call that a server lacks -> what gives it. Others come with VLLM_SERVER_DEV_MODE=1."""
-KEY = "VLLM_API_KEY"  # environment variable with the key of the server, as vLLM itself calls it
-WORK = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")  # metrics that grow while a server works
 
 
 @dataclass(frozen=True)
@@ -54,38 +46,42 @@ class ServedRun:
     seeds: bool  # sample each request with its own seed
     layout: dict[str, Any]  # of the weights that are offered in memory
 
-    def parameters(self, request: Request) -> dict[str, Any]:
-        """Return vLLM's sampling parameters of a request."""
-        how = request.sampling
-        assert not how.epsilon, "options refuse it"
-        return {
-            "temperature": how.temperature,
-            "top_p": how.top_p,
-            "top_k": how.top_k,
-            "max_tokens": request.budget(self.context),
-            "stop_token_ids": list(self.eos_ids),
-            "ignore_eos": True,  # only the stop tokens above end a reply
-            "logprobs": 0,  # only of the sampled token
-            "stop": list(how.stop),
-            "detokenize": bool(how.stop),
-            "skip_special_tokens": False,
-            **({"seed": how.seed} if self.seeds else {}),
-        }
+
+@dataclass(frozen=True)
+class Sampled:
+    """A reply as the server ended it."""
+
+    tokens: list[int]
+    logp: list[float]
+    cut: bool  # at the maximum of tokens; else at a stop token or a stop string
+
+
+class NotReady(Gone):
+    """Raised for a call that a server does not answer yet, since it is starting."""
 
 
 class ServerClient(Wire):
     """The connection to one server."""
 
-    def __init__(self, run: ServedRun, address: str, path: str | None = None) -> None:
-        """`address`: that of the server; `path`: of its socket, if it listens on none of the network. A server without a
-        path runs already.
+    program: ClassVar[str]  # name as users know it
+    key: ClassVar[str]  # environment variable with the key of a server that runs already
+    coldest: ClassVar[float]  # lowest temperature above 0 that the server applies
+    truncates = True  # whether log-probabilities are those after top-p and top-k
+    adapter_calls = ""  # what the paths of calls for adapters begin with
+
+    def __init__(
+        self, run: ServedRun, address: str, path: str | None = None, *, own: bool = False, key: str = ""
+    ) -> None:
+        """`address`: that of the server; `path`: of its socket, if it listens on none of the network. `own`: the run has
+        started it, as it has to be; `key`: which then has to be given with each call.
         """
         here, self._there = socket.socketpair()
         super().__init__(here)
-        self.run, self.address, self.path = run, address.rstrip("/"), path
+        self.run, self.address, self.path, self.own = run, address.rstrip("/"), path, own or path is not None
+        self._key = key or os.environ.get(self.key)
         self.version = -1  # of the weights; -1: none yet
-        self.model = ""  # name by which requests ask for the model, or for its adapter
-        self._asleep: set[str] = set()  # what of the GPU's memory the server has freed, by vLLM's tags
+        self.name = self.model = ""  # by which requests ask for the model; for the model or its adapter
+        self._asleep: set[str] = set()  # what of the GPU's memory the server has freed, by its tags
         self._base: int | None = None  # checksum of the weights below an adapter that the server has
         self._gone: Gone | None = None  # why the server cannot be used any more
         self._answers: SimpleQueue[Message] = SimpleQueue()
@@ -95,6 +91,44 @@ class ServerClient(Wire):
         self._ending = self._loop.create_task(self._work())
         self._thread = threading.Thread(target=self._run, name=f"calls {address}", daemon=True)
         self._thread.start()
+
+    # -- the calls of a program ----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def check(self) -> None: ...  # raises Gone for a server that was started in a way that a run cannot use
+    @abstractmethod
+    async def sample(self, request: Request) -> Sampled: ...
+    async def abandon(self, id: int) -> None: ...  # ends a request whose connection was closed
+    @abstractmethod
+    async def progress(self) -> object: ...  # returns something else whenever the server has worked
+    @abstractmethod
+    async def pause(self) -> None: ...  # ends all requests, and begins no further one
+    @abstractmethod
+    async def resume(self) -> None: ...  # forgets all prefixes, and begins requests
+    @abstractmethod
+    async def read_weights(self, offer: dict[str, Any]) -> tuple[int, int]: ...  # returns (version, checksum) as read
+    @abstractmethod
+    async def finish_adapter(self, offer: dict[str, Any]) -> int: ...  # after it was loaded: returns its checksum
+    @abstractmethod
+    async def sleep(self) -> None: ...  # frees the server's GPU memory for weights and cache
+    @abstractmethod
+    async def wake_up(self, tag: str) -> None: ...  # allocates it again. `tag`: weights, kv_cache
+
+    async def transfer(self, method: str, info: Any) -> Any:
+        """Carry out a call of a weight transfer from GPU to GPU, and return its answer."""
+        raise NotImplementedError("options refuse it")
+
+    @classmethod
+    @abstractmethod
+    def remedy(cls, path: str) -> str: ...  # what gives a server a call that it lacks
+
+    @classmethod
+    def way(cls, path: str, status: int, told: str) -> str:
+        """Return what a user can do about a refused call; nothing if that is not known."""
+        if status == 401:
+            return f"; set {cls.key} to the key of the server"
+        # the call itself, not a model or an adapter
+        return f"; {cls.remedy(path)}" if status == 404 and "Not Found" in told else ""
 
     # -- what the pool calls -------------------------------------------------------------------------------------------
 
@@ -133,11 +167,10 @@ class ServerClient(Wire):
         self._loop.close()
 
     async def _work(self) -> None:
-        key = os.environ.get(KEY)
-        # a connection for each call: vLLM closes idle ones after seconds, perhaps while the next call begins
+        # a connection for each call: servers close idle ones after seconds, perhaps while the next call begins
         how: Any = {"limit": 0, "force_close": True}
         connector = aiohttp.TCPConnector(**how) if self.path is None else aiohttp.UnixConnector(self.path, **how)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         limit = aiohttp.ClientTimeout(total=None)  # the pool has its own
         async with (
             aiohttp.ClientSession(connector=connector, headers=headers, timeout=limit, read_bufsize=1 << 20) as session,
@@ -155,11 +188,12 @@ class ServerClient(Wire):
             self._replies[id].add_done_callback(lambda task: self._forget(id, task))
         elif what == "cancel":
             if (task := self._replies.get(more[0])) is not None:
-                task.cancel()  # closes its connection, which vLLM takes as the end of the request
+                task.cancel()  # closes its connection
+                self._start(self.abandon(more[0]))
         elif what in ("load", "transfer", "sleep"):
             self._start(self._in_turn(getattr(self, f"_{what}")(*more)))
         else:
-            assert what in ("forget", "copy"), what  # vLLM's prefix cache evicts by itself
+            assert what in ("forget", "copy"), what  # the server's prefix cache evicts by itself
 
     def _forget(self, id: int, task: asyncio.Task[None]) -> None:
         if self._replies.get(id) is task:  # else the next request of this id is there already
@@ -190,7 +224,7 @@ class ServerClient(Wire):
             self._there.send(b".", socket.MSG_DONTWAIT)
 
     async def _watch(self) -> None:
-        """Send a heartbeat whenever the server has processed tokens."""
+        """Send a heartbeat whenever the server has worked."""
         before = None
         while True:
             await asyncio.sleep(self.run.alive)
@@ -198,8 +232,7 @@ class ServerClient(Wire):
                 continue
             with suppress(aiohttp.ClientError, OSError, TimeoutError, Gone):
                 async with asyncio.timeout(self.run.alive * 4):
-                    lines = (await self._call("GET", "/metrics")).decode().splitlines()
-                now = [line for line in lines if line.startswith(WORK)]
+                    now = await self.progress()
                 if now != before:
                     self._tell(["alive"])
                 before = now
@@ -209,44 +242,34 @@ class ServerClient(Wire):
         end = self._loop.time() + REACH_SECONDS
         while True:
             try:
-                async with asyncio.timeout(REACH_SECONDS if self.path is None else None):
+                async with asyncio.timeout(None if self.own else REACH_SECONDS):
                     await self._call("GET", "/health")
                 break
-            except (aiohttp.ClientError, OSError) as error:
-                if self.path is None and self._loop.time() > end:
+            except (aiohttp.ClientError, OSError, NotReady) as error:
+                if not self.own and self._loop.time() > end:
                     why = one_line(error) or f"no answer within {REACH_SECONDS:g} s"
                     raise Gone(f"it cannot be reached: {why}") from error
             await asyncio.sleep(LOOK_SECONDS)
-        if self.path is None:  # we started others as they have to be
-            told = (await self._json("GET", "/server_info?config_format=json"))["vllm_config"]["model_config"]
-            if told["logprobs_mode"] != LOGPROBS:
-                raise Gone(f"it was started with another --logprobs-mode than {LOGPROBS}: start it with that one")
-        (model, *adapters) = (await self._json("GET", "/v1/models"))["data"]
-        for adapter in adapters:  # of a run, or of a connection, that was lost: its name could not be loaded again
+        if not self.own:
+            await self.check()
+        (model, *others) = (await self._json("GET", "/v1/models"))["data"]
+        for adapter in others:  # of a run, or of a connection, that was lost: its name could not be loaded again
             if adapter["id"].startswith(ADAPTER):
-                await self._call("POST", "/v1/unload_lora_adapter", {"lora_name": adapter["id"]})
+                await self._drop_adapter(adapter["id"])
         self.model = self.name = model["id"]
-        about = {"coldest": COLDEST, "slots": self.run.slots, "context": model["max_model_len"]}
-        return ["hello", {"backend": "vLLM", "batch_invariant": False, **about}]
+        about: dict[str, Any] = {"coldest": self.coldest, "truncates": self.truncates, "slots": self.run.slots}
+        about |= {"backend": self.program, "batch_invariant": False, "context": model["max_model_len"]}
+        return ["hello", about]
 
     async def _sample(
         self, ticket: int, id: int, prompt: Sequence[int], own: Sequence[int], sampling: dict[str, Any], keep: bool
     ) -> Message:
         request, version = Request(id, (*prompt, *own), decode_sampling(sampling)), self.version
-        body = {
-            "model": self.model,
-            "token_ids": [*prompt, *own],
-            "sampling_params": self.run.parameters(request),
-            "stream": False,
-        }
-        [choice] = (await self._json("POST", "/inference/v1/generate", body))["choices"]
-        tokens, logp = choice["token_ids"], [float(told["logprob"]) for told in choice["logprobs"]["content"]]
-        if choice["finish_reason"] not in ("stop", "length"):
-            raise ValueError(f"a reply ended with {choice['finish_reason']!r}")
-        how, eos_ids = request.sampling, self.run.eos_ids
+        found = await self.sample(request)
+        tokens, logp, how, eos_ids = found.tokens, found.logp, request.sampling, self.run.eos_ids
         count = tokens_to_stop(self.run.tokenizer, request.begun, tokens, how.stop) if how.stop else None
-        # vLLM's tokenizer may see a stop string in bytes that ours does not read as text
-        stopped = count is not None or (choice["finish_reason"] == "stop" and tokens[-1] not in eos_ids)
+        # the server's tokenizer may see a stop string in bytes that ours does not read as text
+        stopped = count is not None or (not found.cut and tokens[-1] not in eos_ids)
         done = complete(
             request,
             tokens[:count],
@@ -263,77 +286,46 @@ class ServerClient(Wire):
     async def _load(self, offer: dict[str, Any]) -> Message:
         """Load what was offered. Return version and checksum as the server read them."""
         await self._wake_up("weights")
-        await self._call("POST", "/pause?mode=abort")  # ends cancelled requests of which vLLM has not heard yet
-        version, checksum = offer["version"], offer["checksum"]
-        if "adapter" in offer:
-            version, checksum = await self._load_adapter(offer)
-        elif "file" in offer:
-            version, checksum = await self._load_tensors(offer)
-        elif "folder" in offer:
-            await self._remote("reload_weights", weights_path=offer["folder"])
+        await self.pause()  # ends cancelled requests of which the server has not heard yet
+        version, checksum = await (self._load_adapter(offer) if "adapter" in offer else self.read_weights(offer))
         await self._wake_up("kv_cache")
-        await self._call("POST", "/reset_prefix_cache")
-        await self._call("POST", "/resume")
+        await self.resume()
         self.version = version
         return ["loaded", version, checksum]
-
-    async def _load_tensors(self, offer: dict[str, Any]) -> tuple[int, int]:
-        told = await self._remote("posttrain_load", layout=self.run.layout, offer=offer)
-        read = {(version, checksum) for version, checksum in told}
-        if len(read) > 1:
-            raise Gone(f"its processes loaded different weights: {sorted(read)}")
-        return read.pop()
 
     async def _load_adapter(self, offer: dict[str, Any]) -> tuple[int, int]:
         """Load an adapter, and the weights below it if this server does not have them yet."""
         base = offer["base"]
         if base is not None and self._base != base["checksum"]:
-            _, self._base = await self._load_tensors(base)
+            _, self._base = await self.read_weights(base)
             if self._base != base["checksum"]:
                 raise Gone(f"it loaded a base with checksum {self._base:08x}, not {base['checksum']:08x}")
         if self.model != self.name:
-            await self._call("POST", "/v1/unload_lora_adapter", {"lora_name": self.model})
-        name = f"{ADAPTER}{offer['version']}"
-        await self._call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": offer["adapter"]})
-        self.model = name
-        if base is None:  # a server without our extension
-            return offer["version"], offer["checksum"]
-        for read, matrices in await self._remote("posttrain_adapter", folder=offer["adapter"]):
-            if matrices != offer["matrices"]:
-                raise Gone(f"it has adapters in {matrices} of {offer['matrices']} matrices")
-            if read != offer["checksum"]:
-                return offer["version"], read
-        return offer["version"], offer["checksum"]
+            await self._drop_adapter(self.model)
+        self.model = f"{ADAPTER}{offer['version']}"
+        call = f"{self.adapter_calls}/load_lora_adapter"
+        await self._call("POST", call, {"lora_name": self.model, "lora_path": offer["adapter"]})
+        return offer["version"], await self.finish_adapter(offer)
+
+    async def _drop_adapter(self, name: str) -> None:
+        await self._call("POST", f"{self.adapter_calls}/unload_lora_adapter", {"lora_name": name})
 
     async def _transfer(self, method: str, info: Any) -> Message:
-        """Carry out one call of vLLM's weight transfer."""
         await self._wake_up("weights")
-        if method == "start_weight_update":  # requests that vLLM still computes would read weights that are moved
-            await self._call("POST", "/pause?mode=abort")
-        names = {"init_weight_transfer_engine": "init_info", "update_weights": "update_info"}
-        if method == "get_world_size":
-            return ["transferred", (await self._json("GET", f"/{method}"))["world_size"]]
-        await self._call("POST", f"/{method}", {names[method]: info} if method in names else {})
-        return ["transferred", None]
+        return ["transferred", await self.transfer(method, info)]
 
     async def _sleep(self) -> Message:
         """Free the server's GPU memory until the next weights."""
-        await self._call("POST", "/sleep?level=2")
+        await self.sleep()
         self._asleep, self._base = {"weights", "kv_cache"}, None  # it has no weights at all then
         return ["slept"]
 
     async def _wake_up(self, tag: str) -> None:
-        """Allocate memory of this kind again."""
         if tag in self._asleep:
-            await self._call("POST", f"/wake_up?tags={tag}")
+            await self.wake_up(tag)
             self._asleep.discard(tag)
 
     # -- HTTP ----------------------------------------------------------------------------------------------------------
-
-    async def _remote(self, method: str, **arguments: Any) -> Any:
-        """Call a method of vLLM's workers, and return the result of each."""
-        body = {"method": method, "kwargs": arguments, "timeout": None}
-        return (await self._json("POST", "/collective_rpc", body))["results"]
 
     async def _json(self, method: str, path: str, body: Any = None) -> Any:
         return json.loads(await self._call(method, path, body))
@@ -345,14 +337,6 @@ class ServerClient(Wire):
         if response.status != 200:
             place = path.partition("?")[0]
             told = content[:300].decode(errors="replace")
-            raise Gone(f"{place}: {response.status} {told}{way(place, response.status, told)}")
+            kind = NotReady if response.status == 503 else Gone
+            raise kind(f"{place}: {response.status} {told}{self.way(place, response.status, told)}")
         return content
-
-
-def way(path: str, status: int, told: str) -> str:
-    """Return what a user can do about a refused call; nothing if that is not known."""
-    if status == 401:
-        return f"; set {KEY} to the key of the server"
-    if status == 404 and "Not Found" in told:  # the call itself, not a model or an adapter
-        return f"; start it with {NEEDED.get(path, 'VLLM_SERVER_DEV_MODE=1')}"
-    return ""

@@ -1,0 +1,1 @@
+"""Inference servers over HTTP as rollout engines: what is the same for vLLM and SGLang."""

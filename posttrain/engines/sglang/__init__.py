@@ -1,0 +1,1 @@
+"""SGLang's own server as a rollout engine: what is SGLang's alone."""

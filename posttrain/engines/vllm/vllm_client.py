@@ -1,0 +1,122 @@
+"""The calls of vLLM's server: requests are token ids at /inference/v1/generate, weights come by /collective_rpc,
+/load_lora_adapter or vLLM's weight transfer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from posttrain.engines.pool.pool_protocol import Gone
+from posttrain.engines.request import Request
+from posttrain.engines.servers.server_client import Sampled, ServerClient
+
+LOGPROBS = "processed_logprobs"  # of the sampled distribution, with the temperature applied
+NEEDED = {
+    "/inference/v1/generate": "--enable-scale-out",
+    "/v1/load_lora_adapter": "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+}
+"""Path of a call that a server lacks -> what gives it. Others come with VLLM_SERVER_DEV_MODE=1."""
+WORK = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")  # metrics that grow while a server works
+
+
+class VLLMClient(ServerClient):
+    """The connection to one vLLM server."""
+
+    program = "vLLM"
+    key = "VLLM_API_KEY"  # as vLLM itself calls it
+    coldest = 0.01  # vLLM silently raises lower temperatures to this value
+    adapter_calls = "/v1"
+
+    async def check(self) -> None:
+        told = (await self._json("GET", "/server_info?config_format=json"))["vllm_config"]["model_config"]
+        if told["logprobs_mode"] != LOGPROBS:
+            raise Gone(f"it was started with another --logprobs-mode than {LOGPROBS}: start it with that one")
+
+    async def progress(self) -> list[str]:
+        lines = (await self._call("GET", "/metrics")).decode().splitlines()
+        return [line for line in lines if line.startswith(WORK)]
+
+    async def sample(self, request: Request) -> Sampled:
+        body = {
+            "model": self.model,
+            "token_ids": list(request.prompt),
+            "sampling_params": self._parameters(request),
+            "stream": False,
+        }
+        [choice] = (await self._json("POST", "/inference/v1/generate", body))["choices"]
+        tokens, logp = choice["token_ids"], [float(told["logprob"]) for told in choice["logprobs"]["content"]]
+        if choice["finish_reason"] not in ("stop", "length"):
+            raise ValueError(f"a reply ended with {choice['finish_reason']!r}")
+        return Sampled(tokens, logp, choice["finish_reason"] == "length")
+
+    def _parameters(self, request: Request) -> dict[str, Any]:
+        """Return vLLM's sampling parameters of a request."""
+        how = request.sampling
+        assert not how.epsilon, "options refuse it"
+        return {
+            "temperature": how.temperature,
+            "top_p": how.top_p,
+            "top_k": how.top_k,
+            "max_tokens": request.budget(self.run.context),
+            "stop_token_ids": list(self.run.eos_ids),
+            "ignore_eos": True,  # only the stop tokens above end a reply
+            "logprobs": 0,  # only of the sampled token
+            "stop": list(how.stop),
+            "detokenize": bool(how.stop),
+            "skip_special_tokens": False,
+            **({"seed": how.seed} if self.run.seeds else {}),
+        }
+
+    # -- weights -------------------------------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        await self._call("POST", "/pause?mode=abort")
+
+    async def resume(self) -> None:
+        await self._call("POST", "/reset_prefix_cache")
+        await self._call("POST", "/resume")
+
+    async def read_weights(self, offer: dict[str, Any]) -> tuple[int, int]:
+        if "file" in offer:
+            told = await self._remote("posttrain_load", layout=self.run.layout, offer=offer)
+            read = {(version, checksum) for version, checksum in told}
+            if len(read) > 1:
+                raise Gone(f"its processes loaded different weights: {sorted(read)}")
+            return read.pop()
+        if "folder" in offer:
+            await self._remote("reload_weights", weights_path=offer["folder"])
+        return offer["version"], offer["checksum"]  # else they have been transferred
+
+    async def finish_adapter(self, offer: dict[str, Any]) -> int:
+        if offer["base"] is None:  # a server without our extension
+            return int(offer["checksum"])
+        for read, matrices in await self._remote("posttrain_adapter", folder=offer["adapter"]):
+            if matrices != offer["matrices"]:
+                raise Gone(f"it has adapters in {matrices} of {offer['matrices']} matrices")
+            if read != offer["checksum"]:
+                return int(read)
+        return int(offer["checksum"])
+
+    async def transfer(self, method: str, info: Any) -> Any:
+        if method == "start_weight_update":  # requests that vLLM still computes would read weights that are moved
+            await self.pause()
+        names = {"init_weight_transfer_engine": "init_info", "update_weights": "update_info"}
+        if method == "get_world_size":
+            return (await self._json("GET", f"/{method}"))["world_size"]
+        await self._call("POST", f"/{method}", {names[method]: info} if method in names else {})
+        return None
+
+    async def sleep(self) -> None:
+        await self._call("POST", "/sleep?level=2")
+
+    async def wake_up(self, tag: str) -> None:
+        await self._call("POST", f"/wake_up?tags={tag}")
+
+    async def _remote(self, method: str, **arguments: Any) -> Any:
+        """Call a method of vLLM's workers, and return the result of each."""
+        body = {"method": method, "kwargs": arguments, "timeout": None}
+        return (await self._json("POST", "/collective_rpc", body))["results"]
+
+    @classmethod
+    def remedy(cls, path: str) -> str:
+        return f"start it with {NEEDED.get(path, 'VLLM_SERVER_DEV_MODE=1')}"

@@ -15,6 +15,7 @@ from posttrain.cli.main import main
 from posttrain.core.types import UserError
 
 VERL = "python -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=a actor_rollout_ref.model.path=/m"
+VERL_SFT = "torchrun -m verl.trainer.sft_trainer data.train_files=a model.path=/m"
 PPO = "python -m openrlhf.cli.train_ppo_ray --pretrain /m --prompt_data a.jsonl --remote_rm_url r.py"
 DPO = "deepspeed --module openrlhf.cli.train_dpo --pretrain /m --dataset a.jsonl"
 SFT = "deepspeed --module openrlhf.cli.train_sft --pretrain /m --dataset a.jsonl"
@@ -62,6 +63,13 @@ def imported(folder: Path, text: str, rows: int = 2048) -> tuple[RecipeDraft, di
          "a weight is at least 0.8 there too"),
         ("python -m verl.trainer.sft_trainer data.truncation=left", "data.truncation = left: rows keep their end there"),
         (f"{VERL} actor_rollout_ref.rollout.multi_turn.enable=True", "of all turns and results of tools together there"),
+        (f"{VERL} actor_rollout_ref.rollout.multi_turn.enable=True actor_rollout_ref.rollout.multi_turn.format=hermes",
+         "multi_turn.format = hermes: tools and the texts between turns are of the environment here"),
+        (f"{VERL} actor_rollout_ref.rollout.multi_turn.enable=True "
+         "actor_rollout_ref.rollout.multi_turn.max_tool_response_length=512", "max_tool_response_length = 512: tools"),
+        (f"{VERL_SFT} optim.lr_scheduler_type=cosine trainer.total_training_steps=300",
+         "total_training_steps = 300: the learning rate falls over these steps there, over the 32 of the run here"),
+        (f"{PPO} --algo.advantage.is_correction_level token", "is_correction_level = token: no engine is named"),
         (f"{PPO} --max_len 512", "data.max_len = 512: a reply has at most as many tokens less those of its prompt"),
         (f"{PPO} --top_p 0.9", "top_p = 0.9: training samples from the model's own"),
         (f"{PPO} --rollout_batch_size 100 --train_batch_size 96", "of 100 rollouts the last 4 are no update of their own"),
@@ -134,9 +142,30 @@ def test_memory_speed_logs_and_evaluations_are_nothing_to_check(text: str, tmp_p
         (f"{PPO} --advantage_estimator dr_grpo --n_samples_per_prompt 4 --use_kl_loss",
          {"algorithm": "grpo", "scale": "none", "whiten": None, "kl_where": "loss"}),
         (f"{PPO} --algo.advantage.estimator flash_reinforce --init_kl_coef 0", {"baseline": "batch", "scale": "none"}),
-        (f"{PPO} --freezing_actor_steps 9 --num_episodes 20", {"algorithm": "ppo", "critic_warmup": 9}),
+        (f"{PPO} --freezing_actor_steps 9 --num_episodes 20", {"algorithm": "ppo", "critic_warmup": 10}),
+        (f"{PPO} --freezing_actor_steps 0", {"critic_warmup": 1}),
+        (f"{PPO}", {"critic_warmup": None, "critic_model": None, "prompt_template": None}),
+        (f"{PPO} --reward_pretrain /r", {"critic_model": None}),
+        (f"{PPO.replace('--remote_rm_url r.py', '')} --reward_pretrain /r", {"critic_model": "/r"}),
+        (f"{PPO.replace('--remote_rm_url r.py', '')} --reward_pretrain /r --critic_pretrain /c", {"critic_model": "/c"}),
+        (f"{PPO.replace('--remote_rm_url r.py', '')} --reward_pretrain /r --advantage_estimator reinforce",
+         {"critic_model": None}),
+        (f"{VERL.replace('=grpo', '=gae')} trainer.critic_warmup=10 trainer.total_epochs=15", {"critic_warmup": 9}),
+        (f"{VERL.replace('=grpo', '=gae')} trainer.critic_warmup=1", {"critic_warmup": None}),
+        (f"{SFT} --input_key q --output_key a", {"prompt_template": "User: {q}\nAssistant: "}),
+        (f"{SFT} --input_key q --output_key a --input_template none", {"prompt_template": None}),
+        (f"{SFT} --input_key q --output_key a --apply_chat_template", {"prompt_template": None}),
+        (f"{SFT} --pretrain_mode --input_key t", {"prompt_template": None}),
+        (DPO, {"prompt_template": None}),
         (f"{PPO} --policy_loss_type gspo --vllm_num_engines 1 --enable_vllm_is_correction --advantage_estimator rloo "
          "--n_samples_per_prompt 4 --init_kl_coef 0", {"old_policy": "sampler", "correction": None}),
+        *((f"{VERL} data.train_batch_size=128 {given}", {"steps": steps}) for given, steps in (
+            ("trainer.total_epochs=2 trainer.total_training_steps=300", 32),
+            ("trainer.total_epochs=2 trainer.total_training_steps=20", 20), ("trainer.total_training_steps=500", 480))),
+        (f"{VERL_SFT} data.train_batch_size=128 trainer.total_training_steps=300", {"steps": 64, "epochs": None}),
+        (f"{VERL_SFT} data.train_batch_size=128 trainer.total_training_steps=300 trainer.total_epochs=20", {"steps": 300}),
+        (f"{VERL_SFT} engine.model_dtype=bf16", {"weights": "bfloat16"}),
+        (f"{VERL_SFT} engine.model_dtype=bf16 model.lora_rank=8", {"weights": None, "frozen_weights": "bfloat16"}),
         (f"{VERL} data.train_max_samples=512 data.train_batch_size=256 trainer.total_epochs=3", {"limit": 512, "steps": 6}),
         (f"{VERL} actor_rollout_ref.model.lora.rank=16 '+actor_rollout_ref.model.lora.target_modules=[linear_qkv]'",
          {"lora": 16, "lora_alpha": 32.0, "lora_targets": ["q_proj", "k_proj", "v_proj"]}),
@@ -162,6 +191,16 @@ def test_lines_do_what_the_original_does(text: str, lines: dict[str, Any], tmp_p
     draft, table = imported(tmp_path, text)
     assert {name: table.get(name) for name in lines} == lines
     assert not any("refuses in this recipe" in note for note in draft.run.notes)
+
+
+@pytest.mark.parametrize("text", [VERL, VERL_SFT])
+def test_a_run_that_may_end_after_its_passes_is_to_be_checked_where_the_rows_are_not_counted(
+    text: str, tmp_path: Path
+) -> None:
+    (tmp_path / "run.sh").write_text(f"{text} trainer.total_training_steps=300")
+    draft = recipe_for(str(tmp_path / "run.sh"), None, None, None)
+    assert draft.lines["steps"][0] == 300
+    assert any("total_epochs, not given" in note and "import with --rows ROWS" in note for note in draft.run.notes)
 
 
 def test_a_setting_of_a_reward_function_that_env_cannot_name_is_left_to_the_reader(tmp_path: Path) -> None:

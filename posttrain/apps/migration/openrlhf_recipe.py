@@ -78,7 +78,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "actor.loss_agg_mode": "token-mean",
         "reward.clip_range": [-10, 10],
     },
-    "train_sft": {**_LEARNS, "train.max_epochs": 2, "adam.lr": 5e-6, "data.max_len": 2048, "data.input_key": "input"},
+    "train_sft": {
+        **_LEARNS,
+        "train.max_epochs": 2,
+        "adam.lr": 5e-6,
+        "data.max_len": 2048,
+        "data.input_key": "input",
+        "data.input_template": "User: {}\nAssistant: ",  # of no other program
+    },
     "train_dpo": {**_LEARNS, "adam.lr": 1e-5, "data.max_len": 512, "model.beta": 0.1},
     "train_rm": {**_LEARNS, "adam.lr": 9e-6, "data.max_len": 512, "model.loss_type": "sigmoid"},
 }
@@ -218,6 +225,11 @@ def _rollouts(draft: RecipeDraft, rows: int | None) -> None:
         if draft.number("vllm.num_engines") >= draft.lines.get("processes", (1, ""))[0]:
             draft.same("replicas", "vllm.num_engines")
         _correction(draft)
+    else:
+        told = "no engine is named (vllm.num_engines): with one, set correction and correction_cap"
+        for name in ("level", "mode", "gating", "enable", "type", "threshold"):
+            if draft.given(f"{_CORRECTION}_{name}"):
+                draft.differs(draft.origin(f"{_CORRECTION}_{name}"), told)
     for name in ("type", "threshold", "level", "mode", "gating", "enable"):
         draft.read(f"{_CORRECTION}_{name}")
 
@@ -367,10 +379,11 @@ def _policy(draft: RecipeDraft, updates: int) -> None:
         draft.put("value_clip", float(value_clip), f"{draft.origin('critic.value_clip')}: same meaning")
         draft.put("value_coefficient", 1.0, "OpenRLHF's critic learns 1/2 max(...) with coefficient 1")
         draft.put("critic_lr", float(learning_rate), f"{draft.origin('critic.adam.lr')}: same meaning")
-        draft.same("critic_model", "critic.model_name_or_path")
-        if draft.number("critic.freezing_steps") > 0:
-            draft.same("critic_warmup", "critic.freezing_steps")
-    elif draft.number("critic.freezing_steps") > 0:
+        _critic_start(draft)
+        if (frozen := draft.number("critic.freezing_steps")) >= 0:
+            told = f"{draft.origin('critic.freezing_steps')}: the policy learns in steps after it, the first is 0"
+            draft.put("critic_warmup", int(frozen) + 1, told)
+    elif draft.number("critic.freezing_steps") >= 0:
         draft.differs(draft.origin("critic.freezing_steps"), "the policy learns from the first step here")
     _aggregate(draft, loss)
     if loss == "gspo":
@@ -381,6 +394,16 @@ def _policy(draft: RecipeDraft, updates: int) -> None:
     clips(draft, updates, low, high, draft.number("actor.dual_clip"), "eps_clip")
     if entropy := draft.number("actor.entropy_coef"):
         draft.put("entropy", float(entropy), f"{draft.origin('actor.entropy_coef')}: same meaning")
+
+
+def _critic_start(draft: RecipeDraft) -> None:
+    """Write the model that the critic starts from: as given, or the first reward model where nothing else is the reward."""
+    draft.same("critic_model", "critic.model_name_or_path")
+    elsewhere = draft.read("reward.remote_url") or draft.read("train.agent_func_path")
+    model = draft.read("reward.model_name_or_path")
+    if "critic_model" not in draft.lines and isinstance(model, str) and model and not elsewhere:
+        told = f"{draft.origin('critic.model_name_or_path')} is the first reward model"
+        draft.put("critic_model", draft.fitted("critic_model", model.split(",")[0]), told)
 
 
 def _penalised(draft: RecipeDraft, estimator: str) -> None:
@@ -442,7 +465,8 @@ def _template(draft: RecipeDraft, column: Any) -> None:
         )
     if "{}" in template:
         text = template.replace("{}", "\0").replace("{", "{{").replace("}", "}}")
-        draft.put("prompt_template", text.replace("\0", f"{{{column}}}"), "data.input_template: the column in braces")
+        name = "data.input_template" if draft.given("data.input_template") else draft.origin("data.input_template")
+        draft.put("prompt_template", text.replace("\0", f"{{{column}}}"), f"{name}: the column in braces")
 
 
 def _given_responses(draft: RecipeDraft, rows: int | None) -> None:
@@ -484,6 +508,9 @@ def _demonstrations(draft: RecipeDraft) -> None:
     if draft.read("model.pretrain_mode_enable"):
         draft.put("fields.text", column, f"{draft.origin('data.input_key')}, with pretrain_mode: trained as a whole")
         draft.differs("model.pretrain_mode_enable", "a text ends with the end-of-sequence token here, not there")
+        if draft.given("data.input_template"):
+            draft.treated.add("data.input_template")
+            draft.note("data.input_template", "no effect with pretrain_mode")
         draft.lines.pop("chat", None)
     elif draft.run.options.get("data.apply_chat_template") and not reply:
         if column != "messages":

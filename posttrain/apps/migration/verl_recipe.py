@@ -26,7 +26,7 @@ from posttrain.apps.migration.shared_rules import (
     trackers,
 )
 from posttrain.apps.migration.verl_machines import CORRECTION, bypasses, correction, divisions, offload
-from posttrain.apps.migration.verl_sft_recipe import DECAYED, limited, verl_sft
+from posttrain.apps.migration.verl_sft_recipe import DECAYED, both_ends, limited, stored, verl_sft
 from posttrain.core.types import UserError
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -209,7 +209,12 @@ def verl_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> No
     correction(draft)
     _kl(draft)
     _optimizer(draft, prompts, updates, rows)
-    draft.same("max_tokens", "data.max_response_length")
+    turns = draft.read(f"{ROLLOUT}.multi_turn.enable")
+    draft.same(
+        "max_tokens",
+        "data.max_response_length",
+        "of all turns together there, of each reply here" if turns else "same meaning",
+    )
     draft.same("temperature", f"{ROLLOUT}.temperature")
     for name, neutral in (("top_p", (1, 1.0)), ("top_k", (-1, 0))):
         if (value := draft.read(f"{ROLLOUT}.{name}")) is not None and value not in neutral:
@@ -408,10 +413,11 @@ def _advantage(draft: RecipeDraft, estimator: str) -> None:
         clip = draft.number("critic.cliprange_value")
         draft.put("value_clip", float(clip), f"{draft.origin('critic.cliprange_value')}: same meaning")
         draft.put("value_coefficient", 1.0, "verl's critic learns 1/2 max(...) with coefficient 1")
-        if warmup := draft.number("trainer.critic_warmup"):
-            draft.put("critic_warmup", int(warmup), f"{draft.origin('trainer.critic_warmup')}: same meaning")
+        if (warmup := draft.number("trainer.critic_warmup")) > 1:
+            told = "the policy learns from this step on there, after so many here"
+            draft.put("critic_warmup", int(warmup) - 1, f"{draft.origin('trainer.critic_warmup')}: {told}")
         return
-    if draft.number("trainer.critic_warmup"):
+    if draft.number("trainer.critic_warmup") > 1:
         draft.differs(draft.origin("trainer.critic_warmup"), "the policy learns from the first step here")
     skipped = [name for name in draft.run.options if name.startswith("critic.")]
     draft.treated |= set(skipped)
@@ -478,13 +484,12 @@ def _optimizer(draft: RecipeDraft, prompts: int, updates: int, rows: int | None)
     _clipping(draft)
     names = [f"{OPTIMIZER}.{name}" for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style")]
     draft.same("schedule", next(filter(draft.given, names), names[0]))
-    most = draft.number("trainer.total_training_steps")
-    passes = draft.number("trainer.total_epochs")
+    most, passes = draft.number("trainer.total_training_steps"), draft.number("trainer.total_epochs")
+    together = verl_reward.generated_together(draft)
     if most:
-        draft.put("steps", int(most), f"{draft.origin('trainer.total_training_steps')}: same meaning")
-        steps: int | None = int(most)
+        ends = None if rows is None else max(together, rows // together * together) // together * passes
+        steps: int | None = both_ends(draft, int(most), ends)
     else:
-        together = verl_reward.generated_together(draft)
         steps = steps_of(draft, passes, "trainer.total_epochs", together, rows, together)
     warm, share = draft.number(f"{OPTIMIZER}.lr_warmup_steps"), draft.number(f"{OPTIMIZER}.lr_warmup_steps_ratio")
     told = f"verl counts steps, of which each has {updates} update{'s'[: updates != 1]}; its first step has the rate 0"
@@ -500,10 +505,8 @@ def _optimizer(draft: RecipeDraft, prompts: int, updates: int, rows: int | None)
         )
     if draft.read(f"{MODEL}.enable_gradient_checkpointing"):
         draft.put("recompute", "layers", f"{draft.origin(f'{MODEL}.enable_gradient_checkpointing')}: memory only")
-    if draft.given(stored := f"{ACTOR}.fsdp_config.model_dtype"):
-        adapted = draft.read(f"{MODEL}.lora_rank") or draft.read(f"{MODEL}.lora.rank")
-        rounded = "same type; updates are rounded stochastically here"
-        draft.same("frozen_weights" if adapted else "weights", stored, "same meaning" if adapted else rounded)
+    adapted = draft.read(f"{MODEL}.lora_rank") or draft.read(f"{MODEL}.lora.rank")
+    stored(draft, f"{ACTOR}.fsdp_config.model_dtype", adapted)
     types = (f"{ACTOR}.fsdp_config.mixed_precision.param_dtype", f"{ACTOR}.dtype")
     draft.same("precision", next(filter(draft.given, types), f"{ACTOR}.fsdp_config.dtype"))
 

@@ -99,7 +99,12 @@ def _tools(draft: RecipeDraft) -> None:
         return
     file = draft.run.options.get(f"{turns}.tool_config_path")
     tools = f", tools of {shown(file)}" if file else ""
-    draft.treated |= {name for name in given if not name.endswith(("max_assistant_turns", "max_user_turns"))}
+    draft.treated |= {f"{turns}.tool_config_path"}
+    for name in given:
+        if not name.endswith((".max_assistant_turns", ".tool_config_path", ".enable")):
+            draft.differs(
+                draft.origin(name), "tools and the texts between turns are of the environment here: do it there"
+            )
     told = "of all turns and results of tools together there; max_tokens is of each reply, max_episode_tokens of all replies"
     draft.differs(draft.origin("data.max_response_length"), told)
     draft.first.append(

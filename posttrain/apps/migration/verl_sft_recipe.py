@@ -17,12 +17,14 @@ def verl_sft(draft: RecipeDraft, rows: int | None) -> None:
     size = draft.count("data.train_batch_size")
     draft.head.append(f"An update: {size} rows.")
     draft.put("rows", size, f"{draft.origin('data.train_batch_size')}: rows of an update")
+    draft.same(
+        "schedule", "optim.lr_scheduler" if "optim.lr_scheduler" in draft.defaults else "optim.lr_scheduler_type"
+    )
     most, passes = draft.number("trainer.total_training_steps"), draft.number("trainer.total_epochs")
     rows = limited(draft, rows)
     updates = None if rows is None else int(rows // size * passes)
     if most:
-        updates = int(most)
-        draft.put("steps", updates, f"{draft.origin('trainer.total_training_steps')}: same meaning")
+        updates = both_ends(draft, int(most), updates)
     else:
         short = "the last rows of a pass, fewer than an update has, are left out there"
         draft.put("epochs", float(passes), f"{draft.origin('trainer.total_epochs')}: same meaning; {short}")
@@ -31,9 +33,6 @@ def verl_sft(draft: RecipeDraft, rows: int | None) -> None:
     draft.same("betas", "optim.betas")
     draft.same("weight_decay", "optim.weight_decay", DECAYED)
     draft.same("max_grad_norm", "optim.clip_grad")
-    draft.same(
-        "schedule", "optim.lr_scheduler" if "optim.lr_scheduler" in draft.defaults else "optim.lr_scheduler_type"
-    )
     if "optim.warmup_steps_ratio" in draft.run.options:  # the name of older versions
         draft.run.options["optim.lr_warmup_steps_ratio"] = draft.run.options.pop("optim.warmup_steps_ratio")
     first, share = draft.number("optim.lr_warmup_steps"), draft.number("optim.lr_warmup_steps_ratio")
@@ -53,12 +52,40 @@ def verl_sft(draft: RecipeDraft, rows: int | None) -> None:
         draft.differs(
             draft.origin("data.truncation"), "rows keep their end there; here a demonstration keeps its start"
         )
+    for name in ("engine.model_dtype", "model.fsdp_config.model_dtype"):
+        stored(draft, name, draft.read("model.lora_rank"))
     adapters(draft, "model.lora_rank", "model.lora_alpha", "model.target_modules")
     draft.same("seed", "trainer.seed")
     frequency(draft, "save_every", "trainer.save_freq", 1)
     frequency(draft, "eval_every", "trainer.test_freq", 1)
     kept_checkpoints(draft, "trainer.max_ckpt_to_keep")
     draft.same("out", "trainer.default_local_dir")
+
+
+def both_ends(draft: RecipeDraft, most: int, of_passes: float | None) -> int:
+    """Write the steps of a run that ends at total_training_steps or after total_epochs, whichever comes first; return
+    those that verl's warm-up is a share of: total_training_steps.
+    """
+    told, passes = draft.origin("trainer.total_training_steps"), draft.origin("trainer.total_epochs")
+    if of_passes is None:
+        ends = "the run ends after these passes there, if that is before total_training_steps: import with --rows ROWS"
+        draft.differs(passes, ends)
+        draft.put("steps", most, f"{told}: at most so many there")
+    elif of_passes < most:
+        steps = max(1, int(of_passes))
+        draft.put("steps", steps, f"{passes}: they end before {told}")
+        if draft.lines.get("schedule", (draft.own_default("schedule"),))[0] != "constant":
+            draft.differs(told, f"the learning rate falls over these steps there, over the {steps} of the run here")
+    else:
+        draft.put("steps", most, f"{told}: same meaning")
+    return most
+
+
+def stored(draft: RecipeDraft, name: str, adapted: object) -> None:
+    """Write the type in which weights are stored and updated, or with LoRA, stored."""
+    if draft.given(name):
+        rounded = "same type; updates are rounded stochastically here"
+        draft.same("frozen_weights" if adapted else "weights", name, "same meaning" if adapted else rounded)
 
 
 def _columns(draft: RecipeDraft) -> None:

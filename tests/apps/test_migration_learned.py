@@ -82,6 +82,7 @@ def imported(folder: Path, text: str, rows: int = 2048) -> tuple[RecipeDraft, di
         (f"{PPO} --input_template 'Q: {{}}\\nA:'", "as two characters"),
         (f"{PPO} --prompt_data a.jsonl,b.jsonl --prompt_data_probs 0.7,0.3", "every file was read once"),
         (f"{DPO} --ref_pretrain /other", "ref.model_name_or_path = /other: the reference is the starting model here"),
+        (f"{DPO} --dpo.label_smoothing 0.1", "dpo.label_smoothing = 0.1: OpenRLHF has no option of this name"),
         (f"{PPO} --prompt_max_len 64", "data.prompt_max_len = 64: longer prompts are cut there"),
         (f"{SFT} --pretrain_mode --input_key t", "a text ends with the end-of-sequence token here, not there"),
         (f"{SFT} --lr_scheduler cosine_with_min_lr", "the cosine ends at 0 here"),
@@ -118,6 +119,8 @@ def test_memory_speed_logs_and_evaluations_are_nothing_to_check(text: str, tmp_p
     ("text", "lines"),
     [
         (f"{DPO} --ipo --label_smoothing 0.1", {"algorithm": "ipo", "length_normalised": False, "smoothing": None}),
+        (f"{DPO} --dpo.label_smoothing 0.1 --dpo.beta 0.3", {"algorithm": "dpo", "smoothing": None, "beta": 0.1}),
+        (f"{VERL} actor_rollout_ref.actor.megatron.dtype=float32", {"precision": "float32"}),
         (f"{DPO} --label_smoothing 0.1", {"algorithm": "cdpo", "smoothing": 0.1}),
         (f"{DPO} --nll_loss_coef 0.2", {"algorithm": "dpo", "imitation": 0.2, "imitation_per": "responses"}),
         (f"{DPO} --dataset a.jsonl,b.jsonl --dataset_probs 0.7,0.3",

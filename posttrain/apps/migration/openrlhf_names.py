@@ -114,3 +114,25 @@ OF_ONE_MODEL = (
     "model_name_or_path",
 )
 """Options that version 0.11 gives to each model: of actor, or of model."""
+
+GROUPS = frozenset(
+    [
+        "actor",
+        "adam",
+        "algo",
+        "ckpt",
+        "critic",
+        "data",
+        "ds",
+        "eval",
+        "logger",
+        "model",
+        "muon",
+        "ref",
+        "reward",
+        "rollout",
+        "train",
+        "vllm",
+    ]
+)
+"""First parts of the names of version 0.11 that have dots."""

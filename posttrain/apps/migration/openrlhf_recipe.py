@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from posttrain.apps.migration.foreign_run import shown, value_of
-from posttrain.apps.migration.openrlhf_names import FLAT, OF_ONE_MODEL
+from posttrain.apps.migration.openrlhf_names import FLAT, GROUPS, OF_ONE_MODEL
 from posttrain.apps.migration.recipe_draft import RecipeDraft
 from posttrain.apps.migration.shared_rules import (
     adapters,
@@ -110,6 +110,10 @@ _CORRECTION = "algo.advantage.is_correction"
 def openrlhf_recipe(draft: RecipeDraft, devices: int | None, rows: int | None) -> None:
     """Write the lines of a run of OpenRLHF."""
     draft.run.options = _renamed(draft.run.options)
+    for name in draft.run.options:
+        if "." in name and name.partition(".")[0] not in GROUPS:
+            draft.treated.add(name)
+            draft.differs(draft.origin(name), "OpenRLHF has no option of this name: set what you mean by it here")
     devices_of(draft, devices, need=False)
     ours = "actor." if draft.run.trainer == "train_ppo_ray" else "model."
     for name in OF_ONE_MODEL:  # those of the model that is trained are read without a prefix

@@ -74,6 +74,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         f"{ACTOR}.policy_loss.loss_mode": "vanilla",
         f"{ACTOR}.policy_loss.ppo_kl_coef": 0.1,
         f"{ACTOR}.fsdp_config.dtype": "bfloat16",
+        f"{ACTOR}.megatron.dtype": "bfloat16",
         f"{OPTIMIZER}.lr": 1e-6,
         f"{OPTIMIZER}.weight_decay": 0.01,
         f"{OPTIMIZER}.clip_grad": 1.0,
@@ -480,7 +481,8 @@ def _estimator(name: Any, option: str) -> str:
 def _optimizer(draft: RecipeDraft, prompts: int, updates: int, rows: int | None) -> None:
     draft.same("lr", f"{OPTIMIZER}.lr")
     optimizer(draft, OPTIMIZER)
-    draft.same("weight_decay", f"{OPTIMIZER}.weight_decay", DECAYED)
+    megatron = any(name.startswith(f"{ACTOR}.megatron.") for name in draft.run.options)
+    draft.same("weight_decay", f"{OPTIMIZER}.weight_decay", "same value" if megatron else DECAYED)
     _clipping(draft)
     names = [f"{OPTIMIZER}.{name}" for name in ("lr_scheduler_type", "warmup_style", "lr_decay_style")]
     draft.same("schedule", next(filter(draft.given, names), names[0]))
@@ -508,7 +510,8 @@ def _optimizer(draft: RecipeDraft, prompts: int, updates: int, rows: int | None)
     adapted = draft.read(f"{MODEL}.lora_rank") or draft.read(f"{MODEL}.lora.rank")
     stored(draft, f"{ACTOR}.fsdp_config.model_dtype", adapted)
     types = (f"{ACTOR}.fsdp_config.mixed_precision.param_dtype", f"{ACTOR}.dtype")
-    draft.same("precision", next(filter(draft.given, types), f"{ACTOR}.fsdp_config.dtype"))
+    otherwise = f"{ACTOR}.megatron.dtype" if megatron else f"{ACTOR}.fsdp_config.dtype"
+    draft.same("precision", next(filter(draft.given, types), otherwise))
 
 
 def _clipping(draft: RecipeDraft) -> None:

@@ -387,3 +387,63 @@ def test_a_batch_of_unsloth_is_raised_to_a_whole_group(tmp_path: Path) -> None:
     script += f"GRPOTrainer('u/m', reward_funcs=r, args={config}, train_dataset=d)"
     _, table, printed = imported(tmp_path, script)
     assert (table["prompts"], table["group"]) == (1, 6) and "Unsloth raises it to num_generations, 6" in printed
+
+
+TWO_OF_A_CLASS = f"""{SFT}d = load_dataset('u/d', split='train')
+a = SFTTrainer('u/m', args=SFTConfig('a', learning_rate=1e-5, max_steps=100), train_dataset=d, peft_config=LoraConfig(r=4))
+b = SFTTrainer('u/n', args=SFTConfig('b', learning_rate=9e-3, max_steps=1), train_dataset=d, peft_config=LoraConfig(r=2))
+"""
+
+
+@pytest.mark.parametrize(
+    ("trains", "model", "values", "others"),
+    [
+        ("a.train()", "u/m", (1e-5, 100, "a", 4), "in line 3, not of those in line 4"),
+        ("b.train()", "u/n", (9e-3, 1, "b", 2), "in line 4, not of those in line 3"),
+        ("b.train()\na.train()", "u/n", (9e-3, 1, "b", 2), "in line 4, not of those in line 3"),
+    ],
+)
+def test_of_two_trainers_of_a_class_the_recipe_is_of_the_first_that_is_trained(
+    trains: str, model: str, values: tuple[Any, ...], others: str, tmp_path: Path
+) -> None:
+    draft, table, _ = imported(tmp_path, TWO_OF_A_CLASS + trains)
+    assert (table["model"], *(table[name] for name in ("lr", "steps", "out", "lora"))) == (model, *values)
+    assert any(others in line for line in draft.run.first)
+
+
+OWN_SETTINGS = """class S:
+    def __init__(self, **over):
+        self.beta = 0.1
+        {own}
+class T:
+    def __init__(self, s, **over):
+        self.s = s
+        {other}
+    def run(self):
+        DPOTrainer('u/m', args=DPOConfig('o', beta=self.s.beta), train_dataset=d).train()
+"""
+LOOP = "for k, v in over.items():\n            setattr(self.s, k, v)"
+
+
+@pytest.mark.parametrize(
+    ("script", "beta", "told"),
+    [
+        ("a = DPOConfig('o')\nsetattr(a, 'beta', 0.3)", 0.3, ""),
+        ("a = DPOConfig('o')\nvars(a).update(beta=0.3)", 0.3, ""),
+        ("a = DPOConfig('o')\na.__dict__.update({'beta': 0.3})", 0.3, ""),
+        ("a = DPOConfig('o')\nfor k, v in dict(beta=0.3).items():\n    setattr(a, k, v)", 0.3, ""),
+        ("a = DPOConfig('o')\nsetattr(a, name(), 0.3)", 0.1, "line 3 of the script, setattr(a, name(), 0.3)"),
+        ("a = DPOConfig('o')\na.__dict__.update(read())", 0.1, "line 3 of the script, a.__dict__.update(read())"),
+        (OWN_SETTINGS.format(own="", other=LOOP) + "T(S(), beta=0.3).run()", 0.3, ""),
+        (OWN_SETTINGS.format(own="self.__dict__.update(over)", other="") + "T(S(beta=0.3)).run()", 0.1, "set beta ("),
+        (OWN_SETTINGS.format(own="self.__dict__.update(over)", other="") + "T(S(**read())).run()", 0.1, "update(over)"),
+    ],
+)  # fmt: skip
+def test_attributes_that_are_set_by_their_names_are_followed_or_told(
+    script: str, beta: float, told: str, tmp_path: Path
+) -> None:
+    trains = "" if "class T" in script else "\nDPOTrainer('u/m', args=a, train_dataset=d).train()"
+    draft, table, _ = imported(tmp_path, f"{DPO}{script}{trains}")
+    assert table["beta"] == beta
+    found = [line for line in draft.before_the_first_run() if "of the script, " in line or line.startswith("set beta")]
+    assert bool(found) == bool(told) and told in "".join(found)

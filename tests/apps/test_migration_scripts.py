@@ -463,8 +463,6 @@ def test_a_trainer_that_is_another_verb_here_is_refused_with_this_verb(trainer: 
     [
         ("DPOConfig('o', **B)", "B = dict(beta=0.1)\nB.update(beta=0.4)", "", "which changes B: B.update(beta=0.4)"),
         ("DPOConfig('o')", "", "args.set_training(learning_rate=3e-6)", "which changes args: args.set_training("),
-        ("DPOConfig('o')", "", "setattr(args, 'seed', 7)", "which changes args: setattr(args, 'seed', 7)"),
-        ("DPOConfig('o')", "", "vars(args).update(seed=7)", "which changes args: vars(args).update(seed=7)"),
         ("DPOConfig('o', **read())", "", "", "the options in **read(), which only the script knows"),
     ],
 )

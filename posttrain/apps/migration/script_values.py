@@ -6,7 +6,7 @@ import ast
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from posttrain.apps.migration.foreign_run import DEEPEST, MOST_VALUES, Unresolved, is_known
 from posttrain.apps.migration.script_arguments import ScriptArguments
@@ -53,6 +53,16 @@ _LONGEST_CHAIN = 100  # methods that are called on rows one after another, and n
 _LONGEST = 10_000  # characters or elements of a value that an operator makes
 
 
+class Write(NamedTuple):
+    """A call that sets attributes of an object by their names: setattr, or an update of its __dict__."""
+
+    call: ast.Call
+    owner: ast.expr
+    values: ast.expr  # a mapping of names to values
+    branch: Branch
+    where: Branch  # in which the object is made
+
+
 class ConfigurationFiles(Protocol):
     """The configurations that a script may read, and the words of its command, its own name first."""
 
@@ -75,6 +85,9 @@ class ScriptValues(ScriptArguments):
         self.renamed: dict[str, str] = {}  # name -> what its module calls it
         self.attributes: list[tuple[ast.expr, str, ast.expr, Branch, Branch]] = []
         """Object, attribute, value, the branch in which it is set, and that in which the object is made."""
+        self.writes: list[Write] = []
+        self.not_followed: list[ast.Call] = []  # writes whose names only the script knows
+        self._loops: list[ast.For | ast.AsyncFor] = []
         self.environment: dict[str, ast.expr] = {}
         self._seen = 0  # parts of the expression whose value is being found
         self._truths: dict[ast.expr, bool | None] = {}
@@ -134,6 +147,54 @@ class ScriptValues(ScriptArguments):
         words = node.args
         if name_of(node).endswith("environ.setdefault") and len(words) == 2 and isinstance(words[0], ast.Constant):
             self.environment.setdefault(str(words[0].value), words[1])
+        if name_of(node) == "setattr" and len(words) == 3:
+            over, branch = self._loop_of(words[1], words[2])
+            self._write(node, words[0], over or ast.Dict([words[1]], [words[2]]), branch)
+        elif isinstance(node.func, ast.Attribute) and node.func.attr == "update":
+            of, given = node.func.value, ast.Call(ast.Name("dict", ast.Load()), words, node.keywords)
+            if isinstance(of, ast.Attribute) and of.attr == "__dict__":
+                self._write(node, of.value, given, self.branch)
+            elif isinstance(of, ast.Call) and name_of(of) == "vars" and of.args:
+                self._write(node, of.args[0], given, self.branch)
+
+    def visit_For(self, node: ast.For | ast.AsyncFor) -> None:
+        self._loops.append(node)
+        super().visit_For(node)
+        self._loops.pop()
+
+    visit_AsyncFor = visit_For
+
+    def _loop_of(self, key: ast.expr, value: ast.expr) -> tuple[ast.expr | None, Branch]:
+        """Return the mapping of a loop `for key, value in mapping.items()` around a statement, and its branch."""
+        loop = self._loops[-1] if self._loops else None
+        if loop is None or not isinstance(loop.iter, ast.Call) or not isinstance(loop.iter.func, ast.Attribute):
+            return None, self.branch
+        same = ast.unparse(loop.target).strip("()") == f"{ast.unparse(key)}, {ast.unparse(value)}"
+        place = max((at for at, arm in enumerate(self.branch) if arm.text.startswith("for ")), default=-1)
+        if loop.iter.func.attr != "items" or not same or place < 0:
+            return None, self.branch
+        return loop.iter.func.value, (*self.branch[:place], *self.branch[place + 1 :])
+
+    def _write(self, call: ast.Call, owner: ast.expr, values: ast.expr, branch: Branch) -> None:
+        made = self.values.get((self.scope, owner.id)) if isinstance(owner, ast.Name) else None
+        self.writes.append(Write(call, owner, values, branch, made.branch if made else ()))
+
+    def take_writes(self) -> None:
+        """Take the writes by name as assignments to attributes. After the visit."""
+        for call, owner, values, branch, where in self.writes:
+            found = self.value(values)
+            if not isinstance(found, dict):
+                if self.condition(branch, where) is not None:
+                    self.not_followed.append(call)
+                continue
+            for name, value in found.items():
+                node = (
+                    ast.parse(repr(value), mode="eval").body if is_known(value) else unknown(ast.unparse(values)[:200])
+                )
+                if isinstance(owner, ast.Name) and owner in self._selves:
+                    self._members.setdefault((self._selves[owner], name), []).append((node, branch))
+                else:
+                    self.attributes.append((owner, name, node, branch, where))
 
     def visit_Import(self, node: ast.Import) -> None:
         self.aliases |= {alias.asname or alias.name: alias.name for alias in node.names}

@@ -106,14 +106,18 @@ def read_script(
     last = {_root(script, name): call for name, call in called}
     parsed, parsed_as = _parsed_configuration(script, last) if given is not None else ("", "")
     config, call = (parsed, None) if parsed else _configuration(script, last, name)
+    started, others_of_class = _take_trained(script, last, config)
+    if call is not None:
+        call = last.get(config, call)
     if given is not None:
         for flag in own.keys() - (_fields(script, parsed_as).keys() | set(ELSEWHERE) if parsed else set()):
             del given[flag]
     run = ForeignRun("TRL", CONFIGS[config], names=dict(_NAMES))
+    run.first += [*others_of_class, *_writes_not_followed(script)]
     _of_class(script, parsed_as if call is None else name_of(call).rpartition(".")[2], run)
     if call is not None:
         run.options |= _keywords(script, call)
-        run.notes += _not_read(tree, call, run)
+        run.notes += _not_read(script, tree, call, run)
         _of_configuration(script, call, run)
         if name_of(call).endswith("TrainingArguments"):
             run.defaults = _OF_TRANSFORMERS
@@ -126,7 +130,7 @@ def read_script(
         _set_later(script, trainer, run, name)
     if trainer is not None:
         _of_trainer_and_rewards(script, (tree, text, name), trainer, run, beside)
-        if (started := last.get("train")) is not None:
+        if started is not None:
             run.options |= {n: v for n, v in _keywords(script, started).items() if n == "resume_from_checkpoint"}
     _of_adapters(script, last, run, config.replace("Config", "Trainer"))
     note_changes(script, tree, trainer, run)
@@ -144,6 +148,42 @@ def read_script(
     return run
 
 
+def _take_trained(script: ScriptValues, last: dict[str, ast.Call], config: str) -> tuple[ast.Call | None, list[str]]:
+    """Of several trainers of a class, put into `last` the first that is trained, with its configurations. Return the call
+    of its train, and a line that names the others.
+    """
+    root = config.replace("Config", "Trainer")
+    run = [call for call in script.calls if script.condition(script.branch_of[call]) is not None]
+    made = [call for call in run if _root(script, _last_name(call)) == root]
+    trains = [call for call in run if _last_name(call) == "train" and isinstance(call.func, ast.Attribute)]
+    trained = [(script.origin(call.func.value), call) for call in trains if isinstance(call.func, ast.Attribute)]
+    chosen, started = next(((one, call) for one, call in trained if one in made), (last.get(root), last.get("train")))
+    if not isinstance(chosen, ast.Call):
+        return started, []
+    last[root] = chosen
+    words = {word.arg: word.value for word in chosen.keywords}
+    words = dict(zip(_POSITIONS[CONFIGS[config]], chosen.args, strict=False)) | words
+    for argument, name in (("args", config), ("peft_config", "LoraConfig")):
+        given = script.origin(words[argument]) if argument in words else None
+        if name in last and isinstance(given, ast.Call) and _root(script, _last_name(given)) == name:
+            last[name] = given
+    others = [f"line {call.lineno}" for call in made if call is not chosen]
+    told = f"the recipe is of the {root} in line {chosen.lineno}, not of those in {', '.join(others)}"
+    return started, [f"{told}: import each of these from a script of its own"] if others else []
+
+
+def _writes_not_followed(script: ScriptValues) -> list[str]:
+    """Return a line for each write to attributes whose names only the script knows."""
+    return [
+        f"line {call.lineno} of the script, {ast.unparse(call)[:80]}: set here what it sets, which only the script knows"
+        for call in script.not_followed
+    ]
+
+
+def _last_name(call: ast.Call) -> str:
+    return name_of(call).rpartition(".")[2]
+
+
 def _parsed(text: str, name: str, files: ConfigurationFiles | None) -> tuple[ScriptValues, ast.Module]:
     """Return the values of a script and its tree. Raises UserError for text that is none."""
     try:
@@ -151,6 +191,7 @@ def _parsed(text: str, name: str, files: ConfigurationFiles | None) -> tuple[Scr
         script = ScriptValues(files)
         script.visit(tree)
         script.take_entries()
+        script.take_writes()
         if files is not None:
             files.words = script.choose(files.words)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -423,7 +464,7 @@ def _keywords(script: ScriptValues, call: ast.Call) -> dict[str, Any]:
     return found
 
 
-def _not_read(tree: ast.Module, call: ast.Call, run: ForeignRun) -> list[str]:
+def _not_read(script: ScriptValues, tree: ast.Module, call: ast.Call, run: ForeignRun) -> list[str]:
     """Return what to check: mappings of options whose values only the script knows, and calls that change the options."""
     found = [
         f"the options in {name}, which only the script knows: defaults here may be others there"
@@ -433,9 +474,10 @@ def _not_read(tree: ast.Module, call: ast.Call, run: ForeignRun) -> list[str]:
     mapped = [node for word in call.keywords if word.arg is None for node in ast.walk(word.value)]
     names = {node.id for node in mapped if isinstance(node, ast.Name)}
     made = [node for node in ast.walk(tree) if isinstance(node, ast.Assign) and node.value is call]
+    written = {write.call for write in script.writes}
     names |= {target.id for node in made for target in node.targets if isinstance(target, ast.Name)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and (changed := _changed(node)) in names:
+        if isinstance(node, ast.Call) and node not in written and (changed := _changed(node)) in names:
             found.append(f"line {node.lineno} of the script, which changes {changed}: {ast.unparse(node)[:80]}")
     return found
 

@@ -447,3 +447,40 @@ def test_attributes_that_are_set_by_their_names_are_followed_or_told(
     assert table["beta"] == beta
     found = [line for line in draft.before_the_first_run() if "of the script, " in line or line.startswith("set beta")]
     assert bool(found) == bool(told) and told in "".join(found)
+
+
+def test_rows_that_a_named_function_makes_messages_of_are_told(tmp_path: Path) -> None:
+    script = (
+        "def one(x): return {'role': 'user', 'content': x}\ndef to_chat(row): return {'messages': [one(row['q'])]}\n"
+    )
+    script += "def plain(row): return {'text': row['q']}\n"
+    for function, told in (("to_chat", True), ("partial(to_chat)", True), ("plain", False)):
+        rows = f"load_dataset('u/d', split='train').map({function})"
+        _, _, printed = imported(tmp_path, f"{SFT}{script}SFTTrainer('u/m', args=SFTConfig('o'), train_dataset={rows})")
+        assert ("delete chat = false" in printed) == told
+
+
+@pytest.mark.parametrize(
+    ("trainer", "config", "words", "lines", "told"),
+    [
+        ("SFT", "packing=True, packing_strategy='wrapped'", "", {"too_long": None, "max_length": None},
+         "packing_strategy = wrapped: rows are cut into blocks"),
+        ("SFT", "packing=True", "", {"too_long": "truncate", "max_length": 1024}, "packing = true"),
+        ("SFT", "chat_template_path='u/t'", "", {"chat_template": None}, "save the template of this tokenizer as a file"),
+        ("GRPO", "vllm_sampling_params={'min_p': 0.1}", "", {}, "vllm_sampling_params = "),
+        ("GRPO", "vllm_sampling_params=SamplingParams(min_p=0.1)", "", {}, "vllm_sampling_params = "),
+        ("DPO", "", "lora_dropout=0.1, inference_mode=False", {"lora": 8}, ""),
+        ("DPO", "disable_dropout=False", "lora_dropout=0.1", {"lora": 8}, "lora_dropout = 0.1: nothing is dropped here"),
+        ("SFT", "", "lora_dropout=0.1", {"lora": 8}, "lora_dropout = 0.1: nothing is dropped here"),
+        ("CPO", "max_completion_length=512", "", {"max_tokens": None}, ""),
+    ],
+)  # fmt: skip
+def test_options_that_change_what_is_learned_in_one_trainer_alone_are_told_of_it(
+    trainer: str, config: str, words: str, lines: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    more = ", reward_funcs=[r]" * (trainer == "GRPO") + f", peft_config=LoraConfig({words})" * bool(words)
+    script = f"{GRPO}from trl import {trainer}Config, {trainer}Trainer\nd = load_dataset('u/d', split='train')\n"
+    script += f"{trainer}Trainer('u/m', args={trainer}Config('o', {config}), train_dataset=d{more}).train()"
+    _, table, printed = imported(tmp_path, script)
+    assert {name: table.get(name) for name in lines} == lines and told in printed
+    assert told or "what is learned" not in printed

@@ -59,6 +59,7 @@ class ScriptNames(ast.NodeVisitor):
         self.calls: list[ast.Call] = []
         self.branch_of: dict[ast.Call, Branch] = {}
         self.functions: set[str] = set()
+        self.bodies: dict[str, ast.AST] = {}  # function or method, by its own name -> its definition
         self.classes: dict[str, Scope] = {}
         self.bases: dict[str, list[str]] = {}  # class -> the last names of those that it inherits from
         self.methods: dict[str, list[str]] = {}
@@ -397,6 +398,7 @@ class ScriptNames(ast.NodeVisitor):
         if not isinstance(node, ast.Lambda):
             self._visit_all(*node.decorator_list)
             self.functions.add(node.name)
+            self.bodies[node.name] = node
             name = node.name
             if self.scope[-1:] and self.scope[-1].startswith("class "):
                 name = f"{self.scope[-1].split()[1]}.{node.name}"

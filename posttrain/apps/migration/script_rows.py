@@ -75,7 +75,7 @@ def take_rows(script: ScriptValues, node: ast.expr, run: ForeignRun, prefix: str
             run.first.append(f"the rows: the script takes the first {number} of all files; limit is of each part here")
         shaped = any(isinstance(step, ast.Call) and isinstance(step.func, ast.Name) for step in after)
         if shaped or called.keys() & _CHANGES:
-            _note_changes(called, run)
+            _note_changes(script, called, run)
 
 
 def _place(
@@ -176,15 +176,27 @@ def _smallest(script: ScriptValues, node: ast.expr) -> Any:
     return script.value(node)
 
 
-def _note_changes(called: dict[str, ast.Call], run: ForeignRun) -> None:
+def _note_changes(script: ScriptValues, called: dict[str, ast.Call], run: ForeignRun) -> None:
     run.notes.append(
         "the rows: the script changes them after loading (map, filter ...); write them to a file with "
         f"{_COLUMNS[run.trainer]}, or use fields"
     )
-    if "map" in called and any(
-        isinstance(part, ast.Constant) and part.value == "role" for part in ast.walk(called["map"])
-    ):
+    if "map" in called and _makes_messages(script, called["map"]):
         run.notes.append("chat: the script makes messages of its rows (map); delete chat = false for their template")
+
+
+def _makes_messages(script: ScriptValues, mapped: ast.Call) -> bool:
+    """Return whether a function that maps rows, or one of the script that it names, has the word of messages, role."""
+    parts: list[ast.AST] = [mapped]
+    for part in parts:  # it grows
+        for node in ast.walk(part):
+            if isinstance(node, ast.Constant) and node.value == "role":
+                return True
+            name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+            body = script.bodies.get(name)
+            if body is not None and body not in parts and node is not mapped.func:
+                parts.append(body)
+    return False
 
 
 def _take_held_out(script: ScriptValues, call: ast.Call, run: ForeignRun) -> None:

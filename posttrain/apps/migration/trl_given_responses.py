@@ -64,7 +64,13 @@ def given_responses(draft: RecipeDraft, processes: int, rows: int | None) -> Non
     warm_up_of(draft, 1, None if updates is None else int(updates))
     strategies(draft, 1, None if rows is None else math.ceil(rows / size))
     trainer = draft.run.trainer
-    if draft.read("max_length") is not None:
+    if trainer == "sft" and draft.read("packing") and draft.read("packing_strategy") == "wrapped":
+        draft.treated.add("max_length")
+        told = (
+            "rows are cut into blocks of max_length there, whose rows see each other; here each row is whole and alone"
+        )
+        draft.differs(draft.origin("packing_strategy"), told)
+    elif draft.read("max_length") is not None:
         how, told = ("skip", "left out") if trainer == "reward" else ("truncate", "cut")
         draft.same("max_length", "max_length")
         smaller = "; an update with such rows has fewer here" * (how == "skip")
@@ -93,6 +99,13 @@ def _sft(draft: RecipeDraft) -> None:
         draft.differs("packing = true", told)
         draft.treated.add("packing_strategy")
 
+    if isinstance(place := draft.read("chat_template_path"), str):
+        if place.endswith((".jinja", ".j2")):
+            draft.same("chat_template", "chat_template_path")
+        else:
+            told = "save the template of this tokenizer as a file, and give it as chat_template"
+            draft.first.append(f"{draft.origin('chat_template_path')}: {told}")
+
     if (column := draft.read("dataset_text_field")) not in (None, "text"):
         draft.put("fields.text", str(column), f"{draft.origin('dataset_text_field')}: same meaning, of rows of text")
 
@@ -104,6 +117,9 @@ def _reward_model(draft: RecipeDraft) -> None:
 def _preferences(draft: RecipeDraft) -> None:
     """Write the loss of DPO and its family."""
     trainer, beta = draft.run.trainer, float(draft.number("beta"))
+    if trainer in ("cpo", "orpo") and draft.given("max_completion_length"):
+        draft.treated.add("max_completion_length")
+        draft.note(draft.origin("max_completion_length"), "no effect: TRL reads it for encoder-decoders alone")
     kinds = draft.read("loss_type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     if not is_known(kinds):

@@ -126,7 +126,7 @@ _QUIET = re.compile(
     r"torch_|use_(transformers|liger|cpu|mps|ipex|legacy|reentrant|bnb)|tf32|bf16_|fp16_|half_|parallel|metric_for|"
     r"greater_is|generate_during|do_|ignore_data|restore_|debug|past_index|local_rank|jit_|dataset_batch|dataset_num|"
     r"num_proc|cache_|ds3_|pad_to|padding|wandb|trackio|project|overwrite|auto_find|disable_tqdm|remove_unused|run_name|"
-    r"attn_implementation|trust_remote|lora_task|bnb_4bit_(compute|quant_storage|use_double)|no_cuda|activation_off|hf_|"
+    r"attn_implementation|inference_mode|trust_remote|lora_task|bnb_4bit_(compute|quant_storage|use_double)|no_cuda|activation_off|hf_|"
     r"gradient_checkpointing|optim_target|device|seed|data_seed|full_determinism|precompute|output_dir|resume|"
     r"average_tokens|eval|dataset_name|model_name_or_path|per_device_eval|num_generations_eval|max_model_length|tokenizer_name|WANDB|callbacks|token$)"
 )
@@ -134,6 +134,7 @@ _QUIET = re.compile(
 _SERVER = ("vllm_mode", "vllm_server_base_url", "vllm_server_host", "vllm_server_port")
 SPACE = "; a reply keeps its leading space here, which TRL's decoding drops with SentencePiece tokenizers"
 VERBS_OF = {"grpo": "rl", "rloo": "rl", "sft": "sft", "reward": "reward-model"}  # the others: prefer
+_WITH_DROPOUT = ("grpo", "rloo", "sft")  # trainers that drop unless they are told not to
 _AGGREGATES = {
     "grpo": ("sequence-mean", "mean of each reply's mean, 1 / (B n_i)"),
     "bnpo": (
@@ -261,7 +262,10 @@ def _adapters(draft: RecipeDraft) -> None:
     if draft.read("load_in_4bit") and (kind := draft.read("bnb_4bit_quant_type", "nf4")) != "nf4":
         draft.differs(draft.origin("bnb_4bit_quant_type"), f"4 bits here are nf4, not {shown(kind)}")
         draft.put("quantize", "nf4", f"load_in_4bit: also 4 bits, but nf4, not {shown(kind)}")
-    if share := draft.number("lora_dropout"):
+    share = draft.number("lora_dropout")
+    if share and draft.run.trainer not in _WITH_DROPOUT and draft.run.options.get("disable_dropout", True) is True:
+        draft.note(draft.origin("lora_dropout"), "nothing is dropped here; nor there, where disable_dropout is true")
+    elif share:
         told = "" if draft.given("lora_dropout") else f", {share:g}"
         draft.differs(f"{draft.origin('lora_dropout')}{told}", "nothing is dropped here while adapters learn")
 
@@ -295,6 +299,9 @@ def _rollouts(draft: RecipeDraft, processes: int, rows: int | None) -> None:
     for name, neutral in (("top_p", 1), ("top_k", 0), ("min_p", 0), ("repetition_penalty", 1)):
         if draft.read(name) not in (None, neutral):
             draft.differs(draft.origin(name), "training samples from the model's own distribution: left out")
+    if draft.read("vllm_sampling_params") is not None or "vllm_sampling_params" in draft.run.options:
+        told = "training samples from the model's own distribution: left out"
+        draft.differs(f"vllm_sampling_params = {shown(draft.run.options['vllm_sampling_params'])}", told)
     _rewards(draft)
     (_grpo if draft.run.trainer == "grpo" else _rloo)(draft, updates)
     if draft.read("use_vllm"):

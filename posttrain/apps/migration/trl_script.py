@@ -47,6 +47,7 @@ _LORA = {
 }
 _NOT_OF_LORA = (
     "task_type",
+    "inference_mode",
     "model",
     "random_state",
     "use_gradient_checkpointing",
@@ -161,7 +162,7 @@ def _take_trained(script: ScriptValues, last: dict[str, ast.Call], config: str) 
     if not isinstance(chosen, ast.Call):
         return started, []
     last[root] = chosen
-    words = {word.arg: word.value for word in chosen.keywords}
+    words = {word.arg: word.value for word in chosen.keywords if word.arg}
     words = dict(zip(_POSITIONS[CONFIGS[config]], chosen.args, strict=False)) | words
     for argument, name in (("args", config), ("peft_config", "LoraConfig")):
         given = script.origin(words[argument]) if argument in words else None

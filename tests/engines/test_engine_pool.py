@@ -10,9 +10,8 @@ import re
 import signal
 import socket
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -23,8 +22,9 @@ import torch
 from conftest import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inference_servers import leaves_no_process, ragged, sampled, until
 from pools import SECONDS, Put, Score, Somewhere, World, pool_of
-from processes import descendants, gone
+from processes import descendants
 
 import posttrain
 from posttrain.core.protocols import Engine
@@ -660,13 +660,6 @@ def test_weights_from_card_to_card_follow_the_documented_calls(
 # -- real processes ----------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def leaves_no_process() -> Iterator[None]:
-    before = set(descendants(os.getpid()))
-    yield
-    gone(*(pid for pid in descendants(os.getpid()) if pid not in before))
-
-
 def worker_of(member: PoolMember) -> int:
     """The process that samples."""
     link: Any = member.link
@@ -678,36 +671,6 @@ def worker_of(member: PoolMember) -> int:
 
 NO_RAY = "Ray is not installed here: pip install posttrain[ray]"
 LAUNCHES = ["local", pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)])]
-
-
-def until(pool: EnginePool, holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 300
-    while not holds():
-        pool.poll()
-        assert time.monotonic() < end
-
-
-def ragged(count: int) -> list[tuple[list[int], Sampling]]:
-    return [
-        ([5 + i % 5] * (2 + i % 5), Sampling(seed=i, max_tokens=4 + i % 40, stop=("ab",) if i % 3 else ()))
-        for i in range(count)
-    ]
-
-
-def sampled(
-    engine: Engine, asked: list[tuple[list[int], Sampling]], meanwhile: Callable[[], None] = lambda: None
-) -> list[tuple[Any, ...]]:
-    """`meanwhile`: what happens when the first replies have come."""
-    for id, (prompt, sampling) in enumerate(asked):
-        engine.submit(id, prompt, sampling)
-    found: dict[int, Completion] = {}
-    while len(found) < len(asked):
-        new = {done.id: done for done in engine.poll()}
-        if new and not found:
-            meanwhile()
-        assert not found.keys() & new.keys()
-        found |= new
-    return [(list(c.tokens), list(c.logp), c.text, c.stop, c.version) for _, c in sorted(found.items())]
 
 
 class Once:

@@ -1,4 +1,4 @@
-"""What is SGLang's own of a pool of servers, with a stand-in for SGLang (see `test_servers.py`)."""
+"""SGLang's part of a pool of servers, with a stand-in for SGLang. `test_servers.py` tests what all servers share."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What is vLLM's own of a pool of servers, with a stand-in for vLLM (see `test_servers.py`). With a real one:
-`test_vllm.py`.
+"""vLLM's part of a pool of servers, with a stand-in for vLLM. `test_servers.py` tests the part that all servers share, and
+`test_vllm.py` a real vLLM.
 """
 
 from __future__ import annotations

@@ -117,6 +117,7 @@ def sampled(engine: Any, asked: list[tuple[list[int], Sampling]], meanwhile: Cal
         new = {done.id: done for done in engine.poll()}
         if new and not found:
             meanwhile()
+        assert not found.keys() & new.keys()
         found |= new
     return [(list(c.tokens), list(c.logp), c.text, c.stop, c.version) for _, c in sorted(found.items())]
 
@@ -126,7 +127,7 @@ def server_of(member: PoolMember) -> int:
 
 
 def until(pool: EnginePool, holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while not holds():
         pool.poll()
         assert time.monotonic() < end

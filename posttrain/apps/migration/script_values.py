@@ -205,6 +205,19 @@ class ScriptValues(ScriptArguments):
             self.imported[alias.asname or alias.name] = "." * node.level + (node.module or "")
             self.renamed[alias.asname or alias.name] = alias.name
 
+    def keywords(self, call: ast.Call) -> dict[str, Any]:
+        """Return the keyword arguments of a call, those of **mappings of the script included."""
+        found: dict[str, Any] = {}
+        for keyword in call.keywords:
+            value = self.value(keyword.value)
+            if keyword.arg is not None:
+                found[keyword.arg] = value
+            elif isinstance(value, dict):
+                found |= value
+            else:
+                found[f"**{ast.unparse(keyword.value)[:100]}"] = value
+        return found
+
     def value(self, node: ast.expr | None, depth: int = 0) -> Any:
         """Return the value of an expression of constants, lists, names and sums of these; `Unresolved` for any other."""
         if node is None:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeGuard
 from posttrain.apps.migration.foreign_run import ENVIRONMENT, ForeignRun, Unresolved, shown
 from posttrain.apps.migration.reward_source import needs_training, source_of
 from posttrain.apps.migration.script_changes import note_changes, set_mask
+from posttrain.apps.migration.script_model import raise_batch_of_unsloth, take_adapters, take_type_of_weights
 from posttrain.apps.migration.script_names import name_of
 from posttrain.apps.migration.script_rows import take_rows
 from posttrain.apps.migration.script_values import ConfigurationFiles, ScriptValues
@@ -40,24 +41,6 @@ OTHER_TRAINERS = {
 }
 """Trainers of TRL whose options are not converted -> their equal here."""
 
-_LORA = {
-    "r": "lora_r",
-    "target_modules": "lora_target_modules",
-    "modules_to_save": "lora_modules_to_save",
-}
-_NOT_OF_LORA = (
-    "task_type",
-    "inference_mode",
-    "model",
-    "random_state",
-    "use_gradient_checkpointing",
-    "loftq_config",
-    "max_seq_length",
-    *("finetune_vision_layers", "finetune_language_layers", "finetune_attention_modules", "finetune_mlp_modules"),
-)
-"""Words of LoRA's configuration, or of Unsloth's function, that change nothing for models of text."""
-_NO_CHANGE = {"bias": "none", "init_lora_weights": True, "use_dora": False, "use_rslora": False}
-"""Words of LoRA's configuration -> the value with which they change nothing."""
 _DATA = ("train_dataset", "eval_dataset", "processing_class")
 _POSITIONS = {
     **dict.fromkeys(("grpo", "rloo"), ("model", "reward_funcs", "args", *_DATA)),
@@ -117,7 +100,7 @@ def read_script(
     run.first += [*others_of_class, *_writes_not_followed(script)]
     _of_class(script, parsed_as if call is None else name_of(call).rpartition(".")[2], run)
     if call is not None:
-        run.options |= _keywords(script, call)
+        run.options |= script.keywords(call)
         run.notes += _not_read(script, tree, call, run)
         _of_configuration(script, call, run)
         if name_of(call).endswith("TrainingArguments"):
@@ -132,13 +115,13 @@ def read_script(
     if trainer is not None:
         _of_trainer_and_rewards(script, (tree, text, name), trainer, run, beside)
         if started is not None:
-            run.options |= {n: v for n, v in _keywords(script, started).items() if n == "resume_from_checkpoint"}
-    _of_adapters(script, last, run, config.replace("Config", "Trainer"))
+            run.options |= {n: v for n, v in script.keywords(started).items() if n == "resume_from_checkpoint"}
+    take_adapters(script, last, run, config.replace("Config", "Trainer"))
     note_changes(script, tree, trainer, run)
     set_mask(script, run)
     if script.read:
         run.notes.append(f"{', '.join(sorted(script.read))}, which {name} reads: its values are those of the recipe")
-    _of_unsloth(script, run)
+    raise_batch_of_unsloth(script, run)
     if "max_seq_length" in run.options:
         longest = run.options.pop("max_seq_length")
         if "max_length" not in run.options:
@@ -331,88 +314,6 @@ def _copy_rewards(tree: ast.Module, text: str, run: ForeignRun, why: str, made: 
         run.notes.append(f"{name} in {run.home}, which uses it: the script loads or computes it, so define it there")
 
 
-def _of_adapters(script: ScriptValues, last: dict[str, ast.Call], run: ForeignRun, trainer: str) -> None:
-    """Add LoRA and the types of weights that a script gives to the model, not to the trainer."""
-    loads = {word.arg for call in (*_loads_of_models(script), last.get(trainer)) if call for word in call.keywords}
-    bits = last.get("BitsAndBytesConfig")
-    if bits is not None and not {"quantization_config", "model_init_kwargs", None} & loads and last.get(trainer):
-        run.notes.append(f"{name_of(bits)} (line {bits.lineno}), which no model gets: nothing is quantized")
-        bits = None
-    for call in (bits, *_loads_of_models(script)):
-        given = {} if call is None else _keywords(script, call)
-        run.options |= {word: given[word] for word in ("load_in_4bit", "load_in_8bit") if word in given}
-        if given.get("load_in_4bit") and call is not None and not name_of(call).startswith("Fast"):
-            run.options["bnb_4bit_quant_type"] = given.get("bnb_4bit_quant_type", "fp4")
-            run.names["bnb_4bit_quant_type"] = "bnb_4bit_quant_type of the model"
-    unsloth = next((call for call in _loads_of_models(script) if name_of(call).startswith("Fast")), None)
-    if unsloth is not None:
-        given = _keywords(script, unsloth)
-        full = given.get("full_finetuning") is True or given.get("load_in_8bit") or given.get("load_in_16bit")
-        run.options.setdefault("load_in_4bit", not full)
-        if "max_seq_length" in given and run.trainer not in ("grpo", "rloo"):
-            run.options.setdefault("max_seq_length", given["max_seq_length"])
-    made = last.get("get_peft_model")
-    own = made is not None and any(word.arg == "r" for word in made.keywords)
-    own = own or (made is not None and name_of(made).startswith("Fast"))
-    config = last.get("LoraConfig")
-    if config is not None and not _is_given(script, last.get(trainer)):
-        run.notes.append(
-            f"{name_of(config)} (line {config.lineno}), which the trainer does not get: all weights are trained"
-        )
-        config = None
-    for turned_on, lora in (("LoraConfig", config), ("get_peft_model", made if own else None)):
-        if lora is not None and (told := _used(script, lora, last.get(trainer))) is not None:
-            if told:
-                run.notes.append(f"whether adapters learn: {told}; without them, delete lora and its options")
-            words = _keywords(script, lora)
-            run.options |= {turned_on: True} | {_LORA.get(key, key): value for key, value in words.items()
-                                                if key not in _NOT_OF_LORA and value != _NO_CHANGE.get(key, ())}  # fmt: skip
-
-
-def _of_unsloth(script: ScriptValues, run: ForeignRun) -> None:
-    """Raise the batch to a whole group, as Unsloth does by itself."""
-    names = ("per_device_train_batch_size", "num_generations", "gradient_accumulation_steps")
-    batch, group, steps = (run.options.get(name, default) for name, default in zip(names, (8, 8, 1), strict=True))
-    if (
-        run.trainer != "grpo"
-        or "unsloth" not in script.modules
-        or not all(isinstance(n, int) for n in (batch, group, steps))
-    ):
-        return
-    if batch * steps % group:
-        run.options[names[0]] = group
-        run.notes.append(f"{names[0]} = {batch}: Unsloth raises it to num_generations, {group}")
-
-
-def _is_given(script: ScriptValues, trainer: ast.Call | None) -> bool:
-    """Return whether a configuration of adapters can reach the model: by the trainer, or by a function that adds them."""
-    names = {name_of(call).rpartition(".")[2] for call in script.calls}
-    words = {word.arg for word in trainer.keywords} if trainer is not None else {None}
-    return bool({"peft_config", None} & words or {"get_peft_model", "add_adapter", "inject_adapter_in_model"} & names)
-
-
-def _used(script: ScriptValues, lora: ast.Call, trainer: ast.Call | None) -> str | None:
-    """Return None if a switch that is off keeps the script from adapters, "" if nothing does, else what decides it."""
-    told = script.condition(script.branch_of[lora])
-    words = {word.arg: word.value for word in trainer.keywords} if trainer is not None else {}
-    if told is None or "peft_config" not in words:
-        return told
-    chosen = script.origin(words["peft_config"])
-    if isinstance(chosen, ast.Constant) and chosen.value is None:
-        return None
-    return told or (ast.unparse(chosen)[:100] if isinstance(chosen, ast.IfExp) else "")
-
-
-def _loads_of_models(script: ScriptValues) -> list[ast.Call]:
-    """Return the calls that load a model, in their order: not those of a tokenizer or of a processor."""
-    loads = [
-        call
-        for call in script.calls
-        if name_of(call).endswith("Model.from_pretrained") or ".from_pretrained" in name_of(call)
-    ]
-    return [call for call in loads if not re.search("Tokenizer|Processor|Config", name_of(call))]
-
-
 def _of_configuration(script: ScriptValues, call: ast.Call, run: ForeignRun) -> None:
     """Add what a configuration gets otherwise than by keywords: its place of output, and attributes that are set later."""
     for place, argument in enumerate(call.args):
@@ -449,20 +350,6 @@ def _refuse(script: ScriptValues, trainers: list[str], name: str) -> NoReturn:
     if trainers:
         raise UserError(f"{name} uses {trainers[-1]}, which has no counterpart in posttrain; there are {known}")
     raise UserError(f"{name} is not a script of TRL: it calls none of {known}")
-
-
-def _keywords(script: ScriptValues, call: ast.Call) -> dict[str, Any]:
-    """Return the keyword arguments of a call, those of **mappings of the script included."""
-    found: dict[str, Any] = {}
-    for keyword in call.keywords:
-        value = script.value(keyword.value)
-        if keyword.arg is not None:
-            found[keyword.arg] = value
-        elif isinstance(value, dict):
-            found |= value
-        else:
-            found[f"**{ast.unparse(keyword.value)[:100]}"] = value
-    return found
 
 
 def _not_read(script: ScriptValues, tree: ast.Module, call: ast.Call, run: ForeignRun) -> list[str]:
@@ -518,7 +405,7 @@ def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, beside: s
             named = {k.arg: k.value for k in load.keywords}
             place = next((named[n] for n in ("model_name", "pretrained_model_name_or_path") if n in named), None)
             value = script.value(load.args[0] if load.args else place)
-            _type_of_weights(script, load, named, run)
+            take_type_of_weights(script, load, named, run)
         run.options["model_name_or_path"] = value
     for argument, prefix in (("train_dataset", ""), ("eval_dataset", "eval_")):
         if argument in given:
@@ -541,17 +428,6 @@ def _of_trainer(script: ScriptValues, call: ast.Call, run: ForeignRun, beside: s
         run.files[file] = "".join(f"{json.dumps(row)}\n" for row in rows)
         run.options["dataset_name"] = file
         run.notes.append(f"{file}, in place of the rows that the script has not: reset gets seed if it takes it")
-
-
-def _type_of_weights(script: ScriptValues, load: ast.Call, named: dict[str | None, ast.expr], run: ForeignRun) -> None:
-    """Add the type in which a script loads its model: transformers takes that of the checkpoint unless one is given."""
-    given = named.get("torch_dtype") or named.get("dtype")
-    text = ast.unparse(script.origin(given)) if given is not None else "auto"
-    kind = next((name for name in ("bfloat16", "float16", "float32", "auto") if name in text), None)
-    if name_of(load).startswith("Fast") or kind is None:
-        return
-    run.options.setdefault("dtype", kind)
-    run.names["dtype"] = f"{name_of(load)}'s dtype"
 
 
 def _is_own(script: ScriptValues, reference: ast.expr, model: ast.expr | None) -> bool:

@@ -29,7 +29,7 @@ Named = Iterable[tuple[str, Tensor]]
 Offer = dict[str, Any]
 """Description of the offered weights: plain JSON data."""
 BLOCK = 1024
-"""Words of 8 bytes of which a checksum reads the sum alone."""
+"""Number of 8-byte words in a block; the checksum covers the sum of each block."""
 Call = Callable[[str, Any], Any]
 """Calls a method of an engine by name, with plain JSON data or None; returns its answer."""
 

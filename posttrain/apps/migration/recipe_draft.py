@@ -214,7 +214,7 @@ class RecipeDraft:
         self._listed(self.changes, name, text)
 
     def tell(self, name: str, text: str, learned: bool) -> None:
-        """Note an option in the one way or the other."""
+        """Note an option as `differs` does if it is `learned`, otherwise as `note` does."""
         self._listed(self.changes if learned else self.without, name, text)
 
     def is_learned(self, name: str) -> bool:

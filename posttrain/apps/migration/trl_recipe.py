@@ -398,7 +398,7 @@ def _rewards(draft: RecipeDraft) -> None:
     if models:
         draft.put("reward_model", models, "reward model of reward_funcs; without env its score is the reward")
         if sum_of:
-            told = f"env and reward model are not added by themselves: ask {models[0]} in a function of your own"
+            told = f"TRL adds the score of {models[0]}, posttrain does not: write an environment that asks for it"
             draft.first.append(f"reward_funcs: {told}")
     if sum_of or not models:
         draft.put(

@@ -1,1 +1,1 @@
-"""Inference servers over HTTP as rollout engines: what is the same for vLLM and SGLang."""
+"""Inference servers over HTTP as rollout engines: the part that vLLM and SGLang share."""

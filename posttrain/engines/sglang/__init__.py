@@ -1,1 +1,1 @@
-"""SGLang's own server as a rollout engine: what is SGLang's alone."""
+"""The part of server engines that is specific to SGLang."""

@@ -27,7 +27,7 @@ HOST = "127.0.0.1"
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Matrices for which SGLang has adapters."""
 TOGETHER = (({"k_proj", "v_proj"}, {"q_proj", "v_proj"}), ({"q_proj"}, {"v_proj"}), ({"up_proj"}, {"gate_proj"}))
-"""If one of the first has an adapter, SGLang needs one for each of the second, or loses it without a word."""
+"""If one of the first has an adapter, SGLang needs one for each of the second, or silently ignores the first."""
 
 
 class SGLangSetup(ServerSetup):

@@ -1,1 +1,1 @@
-"""vLLM's own server as a rollout engine: what is vLLM's alone."""
+"""The part of server engines that is specific to vLLM."""

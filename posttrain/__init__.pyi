@@ -590,7 +590,7 @@ class RLOptions(
     step, with newer weights; its group enters an update once all its replies are complete. For environments of one
     turn."""
     routing_replay: bool
-    """Mixtures of experts: update each token with the experts that sampled it. With the local engine."""
+    """Mixtures of experts: update each token with the experts that sampled it."""
     success: float | None
     """Reward from which a reply counts as right. It defines accuracy and pass@k. Default: the environment's own
     SUCCESS. Algorithms that imitate right replies use it too."""

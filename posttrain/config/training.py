@@ -396,7 +396,7 @@ class RL(
     step, with newer weights; its group enters an update once all its replies are complete. For environments of one
     turn."""
     routing_replay: bool = option(False, group="sampling")
-    """Mixtures of experts: update each token with the experts that sampled it. With the local engine."""
+    """Mixtures of experts: update each token with the experts that sampled it."""
     lr: float = option(1e-6, above=0)
     success: float | None = option(None, group="environment", value="REWARD", first_hour=True)
     """Reward from which a reply counts as right. It defines accuracy and pass@k. Default: the environment's own SUCCESS.

@@ -35,10 +35,10 @@ def open_engine(
     if kind == "local" and not options.pooled:
         cache = options.cache_gib
         return embedded(model, tokenizer, options.slots, options.precision, cache, rests=not serving, own=own)
-    if (decoder := backbone_of(model)).sees:
+    if kind != "vllm" and (decoder := backbone_of(model)).sees:
         raise UserError(
-            f"engines in other processes run text-only models, and {decoder.family} reads images: leave out "
-            "--replicas and --engine"
+            f"{'--replicas are' if kind == 'local' else '--engine sglang is'} for text-only models, and {decoder.family} reads "
+            "pictures: use --engine vllm, or leave it out"
         )
     if kind == "local":
         return open_pool(model, tokenizer, options)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ class ImageProcessor:
         self._theirs: Any = None
         self._known: OrderedDict[str, Pixels] = OrderedDict()
         self._room = REMEMBERED
+        self._lock = threading.Lock()  # threads of engines and of a learner share it
 
     @staticmethod
     def of(folder: Path, source: Mapping[str, Any]) -> ImageProcessor | None:
@@ -75,15 +77,16 @@ class ImageProcessor:
 
     def pixels(self, digest: str) -> Pixels:
         """Process the picture with this hash. Raises PictureError if it is damaged, or if the processor refuses it."""
-        if digest in self._known:
-            self._known.move_to_end(digest)
-            return self._known[digest]
-        found = self._made(digest)
-        self._known[digest] = found
-        self._room -= _size(found)
-        while self._room < 0 and len(self._known) > 1:
-            self._room += _size(self._known.popitem(last=False)[1])
-        return found
+        with self._lock:
+            if digest in self._known:
+                self._known.move_to_end(digest)
+                return self._known[digest]
+            found = self._made(digest)
+            self._known[digest] = found
+            self._room -= _size(found)
+            while self._room < 0 and len(self._known) > 1:
+                self._room += _size(self._known.popitem(last=False)[1])
+            return found
 
     def _made(self, digest: str) -> Pixels:
         what = f"the picture sha256:{digest[:12]}..."

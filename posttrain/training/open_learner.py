@@ -393,8 +393,6 @@ def replay_experts(config: RL, model: Model) -> None:
         return
     if model.decoder is None or model.decoder.routers is None:
         raise UserError("--routing-replay requires a mixture-of-experts model, and this one is dense: leave it out")
-    if config.engine != "local":
-        raise UserError(f"--routing-replay needs an engine that records experts: leave out --engine {config.engine}")
     if config.tokens_per_step:
         raise UserError("--routing-replay needs replies that one step samples: leave out --tokens-per-step")
     from posttrain.models.hf.transformers_folder import replay_routing

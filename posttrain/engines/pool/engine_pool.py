@@ -23,7 +23,8 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from posttrain.core.protocols import Engine
+from posttrain.core.protocols import Engine, VisionEngine
+from posttrain.core.transcripts import Media
 from posttrain.core.types import Completion, Sampling, UserError
 from posttrain.engines.local.prefix_cache import CachedPrefixes, PrefixCache
 from posttrain.engines.pool.pool_member import EnginePlace, MemberState, PoolMember
@@ -118,6 +119,12 @@ class EnginePool:
 
     def submit(self, id: int, prompt: Sequence[int], sampling: Sampling, keep: bool = False) -> None:
         """Queue one request. Raises UserError if the prompt leaves no room for a reply."""
+        self.submit_with_media(id, prompt, (), sampling, keep)
+
+    def submit_with_media(
+        self, id: int, prompt: Sequence[int], media: Sequence[Media], sampling: Sampling, keep: bool = False
+    ) -> None:
+        """See `posttrain.core.protocols.VisionEngine`."""
         coldest = max((m.hello["coldest"] for m in self.members if m.hello), default=0.0)
         if 0 < sampling.temperature < coldest:
             raise UserError(f"an engine samples at temperature 0 or {coldest} and above, not at {sampling.temperature}")
@@ -129,7 +136,8 @@ class EnginePool:
         tokens = tuple(prompt)
         kept = self._kept.continued(id, tokens)
         first = len(tokens if kept is None else kept.prompt)
-        request = Request(id, tokens[:first], sampling, tokens[first:], keep).check(self.context, self.vocab)
+        request = Request(id, tokens[:first], sampling, tokens[first:], keep, tuple(media))
+        request.check(self.context, self.vocab)
         assert self._weights_offered, "there are no weights yet"
         assert id not in self._queue and id not in self._submitted, "this request is not answered yet"
         self._queue[id], self._resting = request, False
@@ -297,8 +305,9 @@ class EnginePool:
         del self._queue[request.id]
         member.requests[ticket], self._submitted[request.id] = request, (member, ticket)
         member.tokens += _cost(request)
-        how = asdict(request.sampling)
-        self._send(member, "submit", ticket, request.id, list(request.prompt), list(request.own), how, request.keep)
+        how, shown = asdict(request.sampling), [[m.start, m.length, m.digest] for m in request.media]
+        given = list(request.prompt), list(request.own), how, request.keep, *([shown] if shown else [])
+        self._send(member, "submit", ticket, request.id, *given)
 
     def _send(self, member: PoolMember, *message: Any) -> bool:
         """Send a message. Return whether the engine is still alive."""
@@ -450,3 +459,4 @@ def _cost(request: Request) -> int:
 
 if TYPE_CHECKING:
     _proof: Callable[..., Engine] = EnginePool
+    _seeing: Callable[..., VisionEngine] = EnginePool

@@ -8,7 +8,8 @@
 
 It also samples while the pool does not listen. A server of vLLM or SGLang gets the same messages through a client of its
 own (see `posttrain.engines.servers.server_client`), and ("transfer", method, info) and ("sleep",) besides, which it
-answers with ("transferred", result) and ("slept",).
+answers with ("transferred", result) and ("slept",). Only servers get pictures: last in "submit", [start, length, digest]
+of each.
 """
 
 from __future__ import annotations

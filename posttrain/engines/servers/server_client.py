@@ -22,10 +22,14 @@ from queue import Empty, SimpleQueue
 from typing import Any, ClassVar
 
 import aiohttp
+import numpy as np
+from numpy.typing import NDArray
 
 from posttrain.core.messages import one_line
+from posttrain.core.transcripts import Media
 from posttrain.engines.pool.pool_protocol import Gone, Message, Wire, decode_sampling, encode_completion
 from posttrain.engines.request import Request, complete, tokens_to_stop
+from posttrain.engines.servers.routed_layers import RoutedLayers
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 LOOK_SECONDS = 0.2  # between questions whether the server has started
@@ -45,6 +49,7 @@ class ServedRun:
     alive: float  # seconds between two looks whether the server works
     seeds: bool  # sample each request with its own seed
     layout: dict[str, Any]  # of the weights that are offered in memory
+    routed: RoutedLayers | None = None  # None: experts are not recorded
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class Sampled:
     tokens: list[int]
     logp: list[float]
     cut: bool  # at the maximum of tokens; else at a stop token or a stop string
+    experts: NDArray[np.integer] | None = None  # see `RoutedLayers.split`, if they are recorded
 
 
 class NotReady(Gone):
@@ -66,6 +72,7 @@ class ServerClient(Wire):
     program: ClassVar[str]  # name as users know it
     key: ClassVar[str]  # environment variable with the key of a server that runs already
     coldest: ClassVar[float]  # lowest temperature above 0 that the server applies
+    records = "start it with --enable-return-routed-experts"  # what makes it return experts
     truncates = True  # whether log-probabilities are those after top-p and top-k
     adapter_calls = ""  # what the paths of calls for adapters begin with
 
@@ -262,9 +269,11 @@ class ServerClient(Wire):
         return ["hello", about]
 
     async def _sample(
-        self, ticket: int, id: int, prompt: Sequence[int], own: Sequence[int], sampling: dict[str, Any], keep: bool
-    ) -> Message:
-        request, version = Request(id, (*prompt, *own), decode_sampling(sampling)), self.version
+        self, ticket: int, id: int, prompt: Sequence[int], own: Sequence[int], sampling: dict[str, Any], keep: bool,
+        shown: Sequence[Sequence[Any]] = (),
+    ) -> Message:  # fmt: skip
+        media = tuple(Media(*one) for one in shown)
+        request, version = Request(id, (*prompt, *own), decode_sampling(sampling), media=media), self.version
         found = await self.sample(request)
         tokens, logp, how, eos_ids = found.tokens, found.logp, request.sampling, self.run.eos_ids
         count = tokens_to_stop(self.run.tokenizer, request.begun, tokens, how.stop) if how.stop else None
@@ -279,7 +288,15 @@ class ServerClient(Wire):
             tokenizer=self.run.tokenizer,
             version=version,
         )
-        return ["done", ticket, encode_completion(done)]
+        return ["done", ticket, [*encode_completion(done), *self._routes(request, found, len(done.tokens))]]
+
+    def _routes(self, request: Request, found: Sampled, sampled: int) -> Sequence[NDArray[np.int16]]:
+        """Return the experts of the `sampled` tokens and of the prompt, if they are recorded. Raises Gone without them."""
+        if self.run.routed is None:
+            return ()
+        if found.experts is None:
+            raise Gone(f"it returned no experts: {self.records}")
+        return self.run.routed.split(found.experts, request.given, request.given + len(found.tokens) - 1, sampled)
 
     # -- weights -------------------------------------------------------------------------------------------------------
 

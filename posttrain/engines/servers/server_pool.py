@@ -23,6 +23,7 @@ from posttrain.engines.pool.pool_member import EnginePlace
 from posttrain.engines.pool.replicas import ALIVE_SECONDS, placement_of, probe_of
 from posttrain.engines.request import end_ids
 from posttrain.engines.servers.adapter_sync import AdapterFiles, adapted_names, base_of, rank_for
+from posttrain.engines.servers.routed_layers import RoutedLayers
 from posttrain.engines.servers.server_client import ServedRun
 from posttrain.engines.servers.server_places import GivenServer, OwnServer
 from posttrain.engines.servers.server_setup import (
@@ -113,7 +114,7 @@ def open_servers(
         layout = server_layout(sent, dtype)
         run = ServedRun(
             tokenizer, eos_ids, model.config.context, options.slots,
-            min(ALIVE_SECONDS, options.seconds / 8), options.seeds, layout.described,
+            min(ALIVE_SECONDS, options.seconds / 8), options.seeds, layout.described, routed := RoutedLayers.of(model),
         )  # fmt: skip
         ours, theirs = _transports(kind, options, layout, own)
         if replicas:
@@ -124,6 +125,7 @@ def open_servers(
         setup = kind(
             str(read), dtype, model.config.context, options.slots, cache, threads, options.seed, rank, options.transfer,
             options.seeds, token_bytes(model, dtype, options.gpus), adapted_names(model) if adapter else (),
+            routed is not None, backbone_of(model).sees,
         )  # fmt: skip
         placement = placement_of(options, model.head.device) if cuda else None
         places: list[EnginePlace] = [GivenServer(url, kind.client, run, theirs) for url in options.urls]

@@ -7,8 +7,12 @@ and top-k; and with `--enable-deterministic-inference` all requests without a se
 
 from __future__ import annotations
 
+import base64
 import secrets
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from posttrain.engines.pool.pool_protocol import Gone
 from posttrain.engines.request import Request
@@ -35,6 +39,8 @@ class SGLangClient(ServerClient):
         told = await self._json("GET", "/server_info")
         if self.run.seeds and not told["enable_deterministic_inference"]:
             raise Gone("--engine-seeds needs a server that was started with --enable-deterministic-inference")
+        if self.run.routed is not None and not told["enable_return_routed_experts"]:
+            raise Gone(f"--routing-replay needs the experts of replies: {self.records}")
         said = set()  # the greatest log-probability at two temperatures
         for temperature in (1.0, 2.0):
             how = {"temperature": temperature, "max_new_tokens": 1}
@@ -56,6 +62,7 @@ class SGLangClient(ServerClient):
             "return_logprob": True,
             "stream": False,
             **({"lora_path": self.model} if self.model != self.name else {}),
+            **({"return_routed_experts": True} if self.run.routed is not None else {}),
         }
         told = await self._json("POST", "/generate", body)
         about, tokens = told["meta_info"], told["output_ids"]
@@ -65,7 +72,14 @@ class SGLangClient(ServerClient):
         if about["weight_version"] != str(self.version):
             raise Gone(f"it sampled with weights of version {about['weight_version']}, not {self.version}")
         cut = self._is_cut(request, tokens, about["finish_reason"])
-        return Sampled(tokens, [float(logp) for logp, *_ in said], cut)
+        experts = self._experts(about.get("routed_experts"), request.given + len(tokens) - 1)
+        return Sampled(tokens, [float(logp) for logp, *_ in said], cut, experts)
+
+    def _experts(self, content: str | None, computed: int) -> NDArray[np.integer] | None:
+        """Decode the experts [computed, L, k], which come as int32 without their shape."""
+        if content is None or self.run.routed is None:
+            return None
+        return np.frombuffer(base64.b64decode(content), np.int32).reshape(computed, -1, self.run.routed.taken)
 
     def _is_cut(self, request: Request, tokens: list[int], finish: dict[str, Any]) -> bool:
         """Return whether a reply ended at its maximum of tokens. Raises Gone if it ended in a way that is none of ours."""

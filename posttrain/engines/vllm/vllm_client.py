@@ -4,11 +4,16 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from typing import Any
+
+import numpy as np
 
 from posttrain.engines.pool.pool_protocol import Gone
 from posttrain.engines.request import Request
 from posttrain.engines.servers.server_client import Sampled, ServerClient
+from posttrain.engines.vllm.picture_prompts import biases, with_single_placeholders
 
 LOGPROBS = "processed_logprobs"  # of the sampled distribution, with the temperature applied
 NEEDED = {
@@ -28,26 +33,39 @@ class VLLMClient(ServerClient):
     adapter_calls = "/v1"
 
     async def check(self) -> None:
-        told = (await self._json("GET", "/server_info?config_format=json"))["vllm_config"]["model_config"]
-        if told["logprobs_mode"] != LOGPROBS:
+        told = (await self._json("GET", "/server_info?config_format=json"))["vllm_config"]
+        if told["model_config"]["logprobs_mode"] != LOGPROBS:
             raise Gone(f"it was started with another --logprobs-mode than {LOGPROBS}: start it with that one")
+        if self.run.routed is not None and not told["aux_output_config"]["enable_return_routed_experts"]:
+            raise Gone(f"--routing-replay needs the experts of replies: {self.records}")
 
     async def progress(self) -> list[str]:
         lines = (await self._call("GET", "/metrics")).decode().splitlines()
         return [line for line in lines if line.startswith(WORK)]
 
     async def sample(self, request: Request) -> Sampled:
+        prompt, shown = list(request.prompt), dict[str, Any]()
+        if request.media:
+            prompt, parts = with_single_placeholders(self.run.tokenizer, prompt, request.media)
+            shown = {"content_parts": parts, "return_token_ids": True}
         body = {
             "model": self.model,
-            "token_ids": list(request.prompt),
+            "token_ids": prompt,
             "sampling_params": self._parameters(request),
             "stream": False,
+            **shown,
         }
-        [choice] = (await self._json("POST", "/inference/v1/generate", body))["choices"]
+        told = await self._json("POST", "/inference/v1/generate", body)
+        if shown and told["prompt_token_ids"] != list(request.prompt):
+            raise Gone(f"its tokens of pictures are not those of this run ({len(told['prompt_token_ids'])} of a prompt, not "
+                       f"{request.given}): start it with the tokenizer and the image processor of this model")  # fmt: skip
+        [choice] = told["choices"]
         tokens, logp = choice["token_ids"], [float(told["logprob"]) for told in choice["logprobs"]["content"]]
         if choice["finish_reason"] not in ("stop", "length"):
             raise ValueError(f"a reply ended with {choice['finish_reason']!r}")
-        return Sampled(tokens, logp, choice["finish_reason"] == "length")
+        routed = choice.get("routed_experts") if self.run.routed is not None else None
+        experts = None if routed is None else np.load(io.BytesIO(base64.b64decode(routed)), allow_pickle=False)
+        return Sampled(tokens, logp, choice["finish_reason"] == "length", experts)
 
     def _parameters(self, request: Request) -> dict[str, Any]:
         """Return vLLM's sampling parameters of a request."""
@@ -65,6 +83,7 @@ class VLLMClient(ServerClient):
             "detokenize": bool(how.stop),
             "skip_special_tokens": False,
             **({"seed": how.seed} if self.run.seeds else {}),
+            **({"logit_bias": never} if (never := biases(self.run.tokenizer)) else {}),
         }
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -74,6 +93,8 @@ class VLLMClient(ServerClient):
 
     async def resume(self) -> None:
         await self._call("POST", "/reset_prefix_cache")
+        if self.run.tokenizer.pictures is not None:
+            await self._call("POST", "/reset_encoder_cache")  # features of pictures, by the old weights
         await self._call("POST", "/resume")
 
     async def read_weights(self, offer: dict[str, Any]) -> tuple[int, int]:

@@ -32,6 +32,11 @@ PREFILL_TOKENS = 2048  # tokens of prompts that a processor computes at once, or
 GPU_SHARE = 0.05  # vLLM checks at its start that this share is free; it uses weights + cache_bytes
 # of a GPU that a server has to itself, for weights, cache and activations; new weights arrive beside them
 ALONE_SHARE = 0.85
+SECOND_RUNNER = (
+    "VLLM_USE_V2_MODEL_RUNNER"  # of it come experts; it needs Triton, which vLLM's wheels for processors lack
+)
+SHOWN = {"video": 0, "audio": 0}  # pictures alone
+WITH_PIL = {"backend": "pil"}  # the learner's pixels: those of torchvision differ
 LONGEST = 107 if sys.platform == "linux" else 103  # bytes in the path of a socket
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the calls that sync weights
@@ -62,7 +67,9 @@ class VLLMSetup(ServerSetup):
 
     @classmethod
     def adapt(cls, config: dict[str, Any], tokenizer_config: dict[str, Any], eos_ids: Sequence[int]) -> None:
-        config["tie_word_embeddings"] = False
+        for part in (config, config.get("text_config")):
+            if isinstance(part, dict):
+                part["tie_word_embeddings"] = False
 
     @classmethod
     def rank_of(cls, lora: LoRA) -> int:
@@ -98,6 +105,12 @@ class VLLMSetup(ServerSetup):
             given["weight-transfer-config"] = json.dumps({"backend": self.transfer})
         if self.lora_rank:
             given |= {"enable-lora": True, "max-lora-rank": self.lora_rank, "max-loras": 1, "max-cpu-loras": 1}
+        if self.records:
+            if not gpus and os.environ.get(SECOND_RUNNER) != "1":
+                raise UserError("vLLM returns experts from GPUs alone: leave out --routing-replay, or --engine vllm")
+            given["enable-return-routed-experts"] = True
+        if self.sees:
+            given |= {"limit-mm-per-prompt": json.dumps(SHOWN), "mm-processor-kwargs": json.dumps(WITH_PIL)}
         if sleeps:
             given["enable-sleep-mode"] = True
         if not gpus:
@@ -105,6 +118,7 @@ class VLLMSetup(ServerSetup):
             # processor: there prompts are computed in one piece. And compiling takes longer than it saves.
             given |= {"no-enable-chunked-prefill": True, "enforce-eager": True}
             given["max-num-batched-tokens"] = max(self.context, PREFILL_TOKENS)
+            given |= {"skip-mm-profiling": True} if self.sees else {}
         return words_of(given)
 
     def environment(self, command: Sequence[str], gpus: Sequence[int], sleeps: bool) -> dict[str, str | None]:

@@ -10,9 +10,11 @@ TEMPLATE = (
     "{% if m.role == 'assistant' %}<|eos|>{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 SPECIAL = ("<fake_token_around_image>", "<global-img>", "<image>", "<video>")
+OF_QWEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")  # at the same ids
 LETTERS = "0123456789+-*/= .abcdefghijklmnopqrstuvwxyz<>?_"
 
 
-def picture_tokenizer() -> Tokenizer:
-    """Return a tokenizer with the special tokens of pictures and the chat template."""
-    return Tokenizer.train([LETTERS], 64, "characters", SPECIAL).templated(TEMPLATE, "the template")
+def picture_tokenizer(special: tuple[str, ...] = SPECIAL) -> Tokenizer:
+    """Return a tokenizer with the special tokens of pictures, the third for a picture, and the chat template."""
+    template = TEMPLATE.replace("<image>", special[2])
+    return Tokenizer.train([LETTERS], 64, "characters", special).templated(template, "the template")

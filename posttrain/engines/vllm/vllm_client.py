@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,10 @@ NEEDED = {
     "/v1/load_lora_adapter": "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
 }
 """Path of a call that a server lacks -> what gives it. Others come with VLLM_SERVER_DEV_MODE=1."""
+WITH_PIL = {"use_fast": False}  # the processor whose pixels the learner has: those of torchvision differ
+# with PIL's pixels vLLM 0.32 silently leaves out the normalization that it moves to the device
+PIXELS = {"mm_processor_kwargs": WITH_PIL, "mm_device_do_normalize": False}
+"""Settings of a server for pictures, as it reports them."""
 WORK = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")  # metrics that grow while a server works
 
 
@@ -38,6 +43,10 @@ class VLLMClient(ServerClient):
             raise Gone(f"it was started with another --logprobs-mode than {LOGPROBS}: start it with that one")
         if self.run.routed is not None and not told["aux_output_config"]["enable_return_routed_experts"]:
             raise Gone(f"--routing-replay needs the experts of replies: {self.records}")
+        shown = told["model_config"].get("multimodal_config") or {}
+        if self.run.tokenizer.pictures is not None and any(shown.get(name) != PIXELS[name] for name in PIXELS):
+            raise Gone(f"its pixels are not the learner's: start it with --mm-processor-kwargs '{json.dumps(WITH_PIL)}' "
+                       "--no-mm-device-do-normalize")  # fmt: skip
 
     async def progress(self) -> list[str]:
         lines = (await self._call("GET", "/metrics")).decode().splitlines()

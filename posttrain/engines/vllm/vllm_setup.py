@@ -18,7 +18,7 @@ from posttrain.engines.engine_process import EngineProcess
 from posttrain.engines.servers.server_client import ServedRun
 from posttrain.engines.servers.server_setup import SERVER, ServerSetup, words_of
 from posttrain.engines.vllm.gpu_transfer import Backend, CardToCard
-from posttrain.engines.vllm.vllm_client import LOGPROBS, VLLMClient
+from posttrain.engines.vllm.vllm_client import LOGPROBS, WITH_PIL, VLLMClient
 from posttrain.engines.weight_sync import Transport, WeightLayout
 from posttrain.models.adapters.lora import LoRA
 
@@ -36,7 +36,6 @@ SECOND_RUNNER = (
     "VLLM_USE_V2_MODEL_RUNNER"  # of it come experts; it needs Triton, which vLLM's wheels for processors lack
 )
 SHOWN = {"video": 0, "audio": 0}  # pictures alone
-WITH_PIL = {"backend": "pil"}  # the learner's pixels: those of torchvision differ
 LONGEST = 107 if sys.platform == "linux" else 103  # bytes in the path of a socket
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the calls that sync weights
@@ -111,6 +110,7 @@ class VLLMSetup(ServerSetup):
             given["enable-return-routed-experts"] = True
         if self.sees:
             given |= {"limit-mm-per-prompt": json.dumps(SHOWN), "mm-processor-kwargs": json.dumps(WITH_PIL)}
+            given["no-mm-device-do-normalize"] = True
         if sleeps:
             given["enable-sleep-mode"] = True
         if not gpus:

@@ -37,8 +37,8 @@ def open_engine(
         return embedded(model, tokenizer, options.slots, options.precision, cache, rests=not serving, own=own)
     if kind != "vllm" and (decoder := backbone_of(model)).sees:
         raise UserError(
-            f"{'--replicas are' if kind == 'local' else '--engine sglang is'} for text-only models, and {decoder.family} reads "
-            "pictures: use --engine vllm, or leave it out"
+            f"{'--replicas are' if kind == 'local' else '--engine sglang is'} for text-only models, and {decoder.family} "
+            "reads pictures: use --engine vllm, or leave it out"
         )
     if kind == "local":
         return open_pool(model, tokenizer, options)

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import tiny
@@ -27,14 +28,17 @@ from processes import descendants
 from rl_sources import digits
 
 import posttrain
-from posttrain.core.types import Completion, UserError
+from posttrain.core.types import Completion, Sampling, StopReason, UserError
 from posttrain.engines.engine_options import EngineOptions
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.pool_member import MemberState, PoolMember
+from posttrain.engines.pool.pool_protocol import Gone
+from posttrain.engines.servers.routed_layers import RoutedLayers
 from posttrain.engines.servers.server_places import GivenServer
 from posttrain.models.adapters.adapter_writer import adapters
 from posttrain.models.adapters.lora import LoRA, attach, begin
+from posttrain.models.hf.experts import Router, Routers
 from posttrain.models.native.decoder import Decoder, new_decoder
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
@@ -260,6 +264,79 @@ def test_a_server_that_is_not_there_or_too_short_ends_the_run_in_one_line(
         pytest.raises(UserError, match="its context is 16 tokens, the run's is 64"),
     ):
         server.opened(model, tokenizer, EngineOptions(urls=(url,), folder=tmp_path / "weights"))
+
+
+def routing(tokenizer: Tokenizer) -> Decoder:
+    """A dense policy that asks servers for experts of its layers 0 and 2 as a mixture does: stand-ins invent them."""
+    model = tiny(tokenizer)
+    model.replays = True
+    model.routers = Routers((Router("model.layers.0.mlp.gate", 0), Router("model.layers.2.mlp.gate", 0)), 4, 2)
+    return model
+
+
+def test_experts_reach_transcripts_as_the_servers_return_them(
+    server: StandIn, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    with closing(server.opened(routing(tokenizer), tokenizer, EngineOptions(replicas=1))) as pool:
+        asked = [([5 + i % 9] * (2 + i), Sampling(seed=i, max_tokens=20, stop=tuple("0123456789"))) for i in range(12)]
+        for id, (prompt, sampling) in enumerate(asked):
+            pool.submit(id, prompt, sampling)
+        done: list[Completion] = []
+        while len(done) < len(asked):
+            done += pool.poll()
+    assert StopReason.STOP in {c.stop for c in done}
+    for completion in done:
+        given, count = len(asked[completion.id][0]), len(completion.tokens)
+        first = np.arange(given + count - 1)[:, None] + np.array([0, 2])
+        known = np.stack([first % 4, (first + 1) % 4], -1)
+        assert completion.prompt_experts is not None and completion.experts is not None
+        assert np.array_equal(completion.prompt_experts, known[:given])
+        assert np.array_equal(completion.experts[:-1], known[given:]) and (completion.experts[-1] == -1).all()
+
+
+def test_experts_of_a_reply_that_ends_before_the_servers_did_end_with_it() -> None:
+    found = np.arange(60).reshape(10, 3, 2) % 50
+    own, before = RoutedLayers((0, 2), 50, 2).split(found, 4, 10, 3)
+    assert np.array_equal(before, found[:4, [0, 2]]) and np.array_equal(own[:2], found[4:6, [0, 2]])
+    assert len(own) == 3 and (own[2] == -1).all()
+
+
+@pytest.mark.parametrize("change", [{"numbers": (0, 3)}, {"experts": 30}, {"taken": 3}])
+def test_experts_of_another_model_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(Gone, match="it returned experts"):
+        replace(RoutedLayers((0, 2), 50, 2), **change).split(np.arange(60).reshape(10, 3, 2) % 50, 4, 10, 3)
+
+
+def test_layers_that_cannot_be_told_by_number_are_refused(tokenizer: Tokenizer) -> None:
+    model = routing(tokenizer)
+    model.routers = Routers((Router("blocks.0.gate", 0),), 4, 2)
+    with pytest.raises(UserError, match="at most one router in each numbered layer, .*: leave out --engine"):
+        RoutedLayers.of(model)
+    model.replays = False
+    assert RoutedLayers.of(model) is None
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("", "--routing-replay needs the experts of replies: start it with --enable-return-routed-experts"),
+        ("no experts", "it returned no experts: start it with --enable-return-routed-experts"),
+        ("more experts", r"it (returned experts of the shape|failed: ValueError)"),
+        ("empty experts", "it returned experts that are not 2 different ones of the model's 4"),
+    ],
+)
+def test_a_server_without_the_experts_of_its_tokens_is_refused(
+    fault: str, message: str, server: StandIn, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FAULT, fault)
+    words = ["--enable-return-routed-experts"] if fault else []
+    with (
+        server.running(tiny(tokenizer), tokenizer, tmp_path / "theirs", *words) as (url, _),
+        pytest.raises(UserError, match=message),
+    ):
+        options = EngineOptions(urls=(url,), folder=tmp_path / "weights", restarts=0)
+        server.opened(routing(tokenizer), tokenizer, options).close()
 
 
 def test_without_the_program_the_message_says_how_to_get_it(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import json
 import os
 import time
@@ -15,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import fake_server
+import numpy as np
 import torch
 from aiohttp import web
 from fake_server import FAULT, FakeServer
+from numpy.typing import NDArray
 
 from posttrain.core.types import StopReason
 from posttrain.engines.sglang.sglang_setup import MODULE
@@ -77,7 +80,10 @@ class Server(FakeServer):
 
     async def info(self, request: web.Request) -> web.Response:
         return web.json_response(
-            {"enable_deterministic_inference": bool(self.options.get("enable-deterministic-inference"))}
+            {
+                f"enable_{name}": bool(self.options.get(f"enable-{name.replace('_', '-')}"))
+                for name in ("deterministic_inference", "return_routed_experts")
+            }
         )
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -161,12 +167,18 @@ class Server(FakeServer):
             finish = {"type": "length", "length": len(done.tokens)}
         if os.environ.get(FAULT) == "not a number":
             finish = {"type": "stop", "matched": "NaN happened"}
-        return self.reply(list(done.tokens), list(done.logp), finish)
+        asks = asked.get("return_routed_experts") and self.options.get("enable-return-routed-experts")
+        found = fake_server.routes(len(tokens) + len(done.tokens) - 1) if asks else None
+        return self.reply(list(done.tokens), list(done.logp), finish, found)
 
-    def reply(self, tokens: list[int], logp: list[float], finish: dict[str, Any]) -> web.Response:
+    def reply(
+        self, tokens: list[int], logp: list[float], finish: dict[str, Any], found: NDArray[np.uint8] | None = None
+    ) -> web.Response:
         version = "default" if os.environ.get(FAULT) == "no version" else self.version
         said = [[p, token, None] for p, token in zip(logp, tokens, strict=True)]
         about = {"finish_reason": finish, "weight_version": version, "output_token_logprobs": said}
+        if found is not None:
+            about["routed_experts"] = base64.b64encode(found.astype(np.int32).tobytes()).decode()
         return web.json_response({"text": "", "output_ids": tokens, "meta_info": about})
 
     def likeliest(self, asked: dict[str, Any]) -> web.Response:
@@ -188,6 +200,7 @@ def main() -> None:
     parser.add_argument("--enable-lora", action="store_true")
     parser.add_argument("--enable-deterministic-inference", action="store_true")
     parser.add_argument("--lora-strict-loading", action="store_true")
+    parser.add_argument("--enable-return-routed-experts", action="store_true")
     own = vars(parser.parse_args())
     options = {name.replace("_", "-"): value for name, value in own.items()}
     if options["config"]:

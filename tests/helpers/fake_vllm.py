@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
+import io
 import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import fake_server
+import numpy as np
 from aiohttp import web
 from fake_server import FAULT, FakeServer
 from fake_transfer import join, received
@@ -42,8 +45,9 @@ class Server(FakeServer, WorkerExtension):
 
     guarded = ("/v1", "/inference")  # as in vLLM
 
-    def __init__(self, folder: str, context: int, processes: int, with_adapters: bool) -> None:
+    def __init__(self, folder: str, context: int, processes: int, with_adapters: bool, records: bool = False) -> None:
         super().__init__(folder, context, os.environ.get(VLLMClient.key))
+        self.records = records  # whether it returns experts
         self.processes, self.with_adapters = processes, with_adapters
         self.peers: list[Any] = []  # connections to the trainer
 
@@ -96,7 +100,10 @@ class Server(FakeServer, WorkerExtension):
 
     async def info(self, request: web.Request) -> web.Response:
         mode = "raw_logprobs" if os.environ.get(FAULT) == "raw" else "processed_logprobs"
-        return web.json_response({"vllm_config": {"model_config": {"logprobs_mode": mode}}})
+        routed = {"enable_return_routed_experts": self.records}
+        return web.json_response(
+            {"vllm_config": {"model_config": {"logprobs_mode": mode}, "aux_output_config": routed}}
+        )
 
     async def metrics(self, request: web.Request) -> web.Response:
         return web.Response(text=f'# HELP\nvllm:generation_tokens_total{{engine="0"}} {self.worked}\n')
@@ -126,6 +133,10 @@ class Server(FakeServer, WorkerExtension):
         content = [{"token": f"token_id:{t}", "logprob": p} for t, p in zip(done.tokens, done.logp, strict=True)]
         reason = "length" if done.stop in (StopReason.LENGTH, StopReason.CONTEXT) else "stop"
         choice = {"index": 0, "token_ids": list(done.tokens), "logprobs": {"content": content}, "finish_reason": reason}
+        found = fake_server.routes(len(asked["token_ids"]) + len(done.tokens) - 1) if self.records else None
+        if found is not None:
+            np.save(written := io.BytesIO(), found)
+            choice["routed_experts"] = base64.b64encode(written.getvalue()).decode()
         return web.json_response({"choices": [choice]})
 
 
@@ -137,7 +148,9 @@ def main() -> None:
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--enable-lora", action="store_true")
+    parser.add_argument("--enable-return-routed-experts", action="store_true")
     own, rest = parser.parse_known_args()
     fake_server.prepare(rest)
-    server = Server(own.model, own.max_model_len, own.tensor_parallel_size, own.enable_lora)
+    records = own.enable_return_routed_experts
+    server = Server(own.model, own.max_model_len, own.tensor_parallel_size, own.enable_lora, records)
     web.run_app(server.serve(), path=own.uds, host=None if own.uds else "127.0.0.1", port=own.port, print=None)

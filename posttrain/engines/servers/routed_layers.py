@@ -55,15 +55,10 @@ class RoutedLayers:
         `found`: integers [n, L, k]; `computed`: n; `sampled`: tokens of the reply, which may end before the server's did.
         Raises Gone if they are not those of this model.
         """
-        if (
-            found.ndim != 3
-            or len(found) != computed
-            or found.shape[1] <= self.numbers[-1]
-            or found.shape[2] != self.taken
-        ):
+        rows, layers, taken = found.shape if found.ndim == 3 else (0, 0, 0)
+        if (rows, taken) != (computed, self.taken) or layers <= self.numbers[-1]:
             raise Gone(
-                f"it returned experts of the shape {list(found.shape)}, not {self.taken} of each of {computed} tokens in all "
-                "layers"
+                f"it returned experts of the shape {list(found.shape)}, not {self.taken} in all layers of {computed} tokens"
             )
         routes = found[: prompt + sampled - 1, list(self.numbers)]
         first = np.sort(routes[0], -1)  # one token shows whether these are the layers with routers: others are zeros

@@ -26,7 +26,8 @@ slow-tests: .venv/ready
 	$(BIN)/python tools/slow_tests.py runs/slow-tests
 
 test-vllm: .venv-vllm/ready
-	.venv-vllm/bin/python -m pytest tests/engines/test_vllm.py tests/engines/test_vllm_adapters.py
+	.venv-vllm/bin/python -m pytest tests/engines/test_vllm.py tests/engines/test_vllm_adapters.py tests/engines/test_vllm_experts.py \
+		tests/engines/test_vllm_pictures.py
 
 test-verifiers: .venv/ready .venv-verifiers/ready
 	$(BIN)/python -m pytest tests/envs/test_verifiers_library.py
@@ -136,6 +137,7 @@ format: .venv/ready
 	.venv-vllm/bin/pip install --quiet --constraint constraints-vllm.txt "torch==2.13.0"
 	.venv-vllm/bin/pip install --quiet --no-deps --requirement constraints-vllm.txt
 	.venv-vllm/bin/pip install --quiet --no-deps --editable .
+	.venv-vllm/bin/pip install --quiet --no-deps --target .venv-vllm/torchvision torchvision==0.28.0
 	touch .venv-vllm/ready
 
 # The `verifiers` library asks for versions of its own, too.

@@ -26,7 +26,7 @@ slow-tests: .venv/ready
 	$(BIN)/python tools/slow_tests.py runs/slow-tests
 
 test-vllm: .venv-vllm/ready
-	.venv-vllm/bin/python -m pytest tests/engines/test_vllm.py tests/engines/test_vllm_adapters.py
+	.venv-vllm/bin/python -m pytest tests/engines/test_vllm.py tests/engines/test_vllm_adapters.py tests/engines/test_vllm_transfer.py
 
 test-verifiers: .venv/ready .venv-verifiers/ready
 	$(BIN)/python -m pytest tests/envs/test_verifiers_library.py

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,13 @@ def in_parts(rank: int, port: int, out: Path) -> None:
         assert [m.state is MemberState.READY for m in pool.members] == [[False, True], [True]][rank]
         assert sampled(pool, ragged(6)) == sampled(loaded(models[2], 2), ragged(6))
         together.gather(None)
+        if rank == 0:
+            pool.load(parts[0], 3)
+        else:  # all engines of this process are lost
+            pool.probe.look(parts[0])
+            transport.put(parts[0], 3)
+            assert transport.send([]) == {} and transport.offer is None
+        together.gather(None)
     (out / f"{rank} ended").touch()
 
 
@@ -130,10 +138,12 @@ class Trainer:
     def __init__(self, source: Any, takes: int) -> None:
         self.source, self.takes, self.client = source, takes, type("Client", (), {})()
         self.got: list[str] = []
+        self.kinds = set[torch.dtype]()
 
     def send_weights(self) -> None:
-        for name, _ in self.source:
+        for name, tensor in self.source:
             self.got.append(name)
+            self.kinds.add(tensor.dtype)
             if len(self.got) == self.takes:
                 threading.Event().wait(self.hangs)
                 raise ValueError("it is lost")
@@ -147,11 +157,11 @@ def test_an_engine_that_is_lost_or_hangs_does_not_keep_the_weights_from_the_othe
 ) -> None:
     monkeypatch.setattr("posttrain.engines.vllm.gpu_transfer.LOOK_SECONDS", 0.01)
     model = tiny(LETTERS)
-    layout = server_layout(model, torch.float32)
-    made: dict[str, Trainer] = {}
+    layout = server_layout(model, torch.bfloat16)
+    made, connected = dict[str, Trainer](), list[str]()
 
     def connect(self: Any, name: str, call: Any) -> Trainer:
-        assert name not in made, "it is connected already"
+        connected.append(name)
         source = type("Source", (), {"__iter__": lambda _: iter(self.feed)})()
         made[name] = Trainer(source, 3 if name == "bad" else 0)
         made[name].hangs = hangs
@@ -165,5 +175,6 @@ def test_an_engine_that_is_lost_or_hangs_does_not_keep_the_weights_from_the_othe
     assert lost.keys() == {"bad"} and ("within 0.3 s" if hangs else "it is lost") in lost["bad"]
     assert made["good"].got == made["fine"].got == [stored.name for stored in layout.stored]
     assert transport.offer is not None, "this process has all weights, so an engine that starts again can get them"
-    assert transport.send([Receiver("good", False, lambda method, info: None)]) == {}
-    assert made["good"].got == [stored.name for stored in layout.stored] * 2
+    assert transport.send([replace(receiver, first=False) for receiver in to]).keys() == {"bad"}
+    assert made["good"].got == [stored.name for stored in layout.stored] * 2 and made["good"].kinds == {torch.bfloat16}
+    assert transport.send([to[2]]) == {} and connected == ["good", "bad", "fine", "bad", "fine"], "it started again"

@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,11 @@ from inference_servers import VLLM, ragged, sampled
 from processes import in_processes
 from ranks import free_port, joined
 
+from posttrain.core.types import UserError
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.pool_member import MemberState
+from posttrain.engines.pool.pool_protocol import Gone
 from posttrain.engines.pool.replicas import probe_of
 from posttrain.engines.servers.server_client import ServedRun
 from posttrain.engines.servers.server_places import GivenServer
@@ -178,3 +181,32 @@ def test_an_engine_that_is_lost_or_hangs_does_not_keep_the_weights_from_the_othe
     assert transport.send([replace(receiver, first=False) for receiver in to]).keys() == {"bad"}
     assert made["good"].got == [stored.name for stored in layout.stored] * 2 and made["good"].kinds == {torch.bfloat16}
     assert transport.send([to[2]]) == {} and connected == ["good", "bad", "fine", "bad", "fine"], "it started again"
+
+
+class Ends:
+    """A feed that has room for some tensors."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.ends = room, list[Any]()
+
+    def give(self, *more: Any) -> bool:
+        self.room -= 1
+        return self.room >= 0
+
+    def end(self, error: Exception | None = None) -> None:
+        self.ends.append(error)
+
+
+def test_an_engine_that_was_too_slow_does_not_take_half_of_the_weights_for_all() -> None:
+    model = tiny(LETTERS)
+    transport = GPUTransfer("nccl", server_layout(model, torch.float32), 1.0)
+    transport.put(model, 0)
+    senders: list[Any] = [SimpleNamespace(feed=Ends(room), works=lambda: True) for room in (1000, 5)]
+    transport._feed(senders)
+    whole, half = (sender.feed.ends for sender in senders)
+    assert whole[0] is None and isinstance(half[0], Gone)
+    broken: Any = SimpleNamespace(parameters=lambda: [], decoder=None)  # gathering fails
+    transport._weights, senders[0].feed = broken, Ends(1000)
+    with pytest.raises(UserError):
+        transport._feed(senders[:1])
+    assert isinstance(senders[0].feed.ends[0], Gone)

@@ -24,7 +24,7 @@ from conftest import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inference_servers import leaves_no_process, ragged, sampled, until
-from pools import SECONDS, Put, Score, Somewhere, World, pool_of
+from pools import SECONDS, Put, Score, World, pool_of
 from processes import descendants
 
 import posttrain
@@ -59,7 +59,7 @@ from posttrain.runs.record.rollout_reading import read_rollouts
 
 
 class Interleaved:
-    """A run that asks, cancels, loads, and lets engines join and leave, while engines do what they do."""
+    """A run that asks, cancels and loads, while engines do what they do."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -69,7 +69,7 @@ class Interleaved:
         calm.mishaps = self.rng.randrange(12)
         self.open: dict[int, int] = {}  # id -> how often it was asked for and not answered
         self.answers = Counter[int]()
-        self.next, self.version, self.names = 0, 0, self.pool.members[0].place.name
+        self.next, self.version = 0, 0
 
     def load(self) -> None:
         self.version += 1
@@ -87,14 +87,6 @@ class Interleaved:
             id = self.rng.choice(list(self.open))
             self.pool.cancel(id)
             del self.open[id]
-
-    def join(self) -> None:
-        if len(self.pool.members) < 5:
-            self.pool.join(Somewhere(f"joined {self.next}", self.world, self.transport))
-
-    def leave(self) -> None:
-        if len(self.pool.members) > 1:
-            self.pool.leave(self.rng.choice(self.pool.members).place.name)
 
     def poll(self) -> None:
         for done in self.pool.poll():
@@ -126,7 +118,7 @@ def test_whatever_happens_each_request_is_answered_once_by_the_loaded_weights(se
     for _ in range(run.rng.randrange(1, 4)):
         run.load()
         for _ in range(run.rng.randrange(12)):
-            run.rng.choice((run.submit, run.submit, run.poll, run.poll, run.cancel, run.join, run.leave, run.rest))()
+            run.rng.choice((run.submit, run.submit, run.poll, run.poll, run.cancel, run.rest))()
         run.finish()
     known = Counter(run.world.happened)
     assert run.pool.counts()["duplicate_answers"] <= known["answers twice"] + known["babbles"]
@@ -352,9 +344,10 @@ def test_the_weight_probe_is_told_who_had_the_version_before(monkeypatch: pytest
     pool = pool_of(world, 1, Put(world))
     for version in (3, 4, 6):
         pool.load(version, version)
-    pool.join(Somewhere("new", world, pool.members[0].place.transport))
+    world.engines[0].closed = True
+    pool.poll()
     pool.load(7, 7)
-    assert told[:3] == [False, True, True] and sorted(told[3:]) == [False, True]
+    assert told == [False, True, True, False], "one that has just started never had it"
 
 
 def test_an_engine_that_was_of_use_once_is_not_started_for_ever() -> None:

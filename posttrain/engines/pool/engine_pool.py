@@ -78,7 +78,7 @@ class EnginePool:
         self.members: list[PoolMember] = []
         try:
             for place in places:
-                self.join(place)
+                self.members.append(PoolMember(place, place.open()))
             self._until(lambda: all(m.state is not MemberState.STARTING for m in self.members))
         except BaseException:
             self.close()
@@ -101,18 +101,6 @@ class EnginePool:
         ready = sum(m.state is MemberState.READY for m in self.members)
         most = max((m.memory for m in self.members), default=0)
         return {"ready": ready, "probe_gap": self._deviation, **self._counted, **({"memory": most} if most else {})}
-
-    # -- membership ------------------------------------------------------------------------------------------------------
-
-    def join(self, place: EnginePlace) -> None:
-        """Add an engine, which gets requests as soon as it has the weights."""
-        self.members.append(PoolMember(place, place.open()))
-
-    def leave(self, name: str) -> None:
-        """Remove an engine. Its open requests go to the others."""
-        member = next(m for m in self.members if m.place.name == name)
-        self._end(member)
-        self.members.remove(member)
 
     # -- the protocol of an engine -------------------------------------------------------------------------------------
 

@@ -332,6 +332,20 @@ def test_engines_without_an_offer_may_rest() -> None:
     assert pool.members[0].state is MemberState.READY
 
 
+def test_an_engine_that_the_weights_did_not_reach_is_lost_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, told = World(random.Random(0), 0), list[str]()
+    transport = Put(world)
+    pool = pool_of(world, 2, transport)
+    pool.say = told.append
+    send = transport.send
+    monkeypatch.setattr(transport, "send", lambda to: {r.name: "no way" for r in to if r.name == "1" and r.first})
+    pool.load(1, 1)
+    assert told[0] == "the engine 1 is lost: no way; it restarts in 0 s" and world.engines[1].ended
+    assert not world.engines[1].inbox and pool.members[0].state is MemberState.READY
+    monkeypatch.setattr(transport, "send", send)
+    until(pool, lambda: pool.members[1].state is MemberState.READY)
+
+
 def test_the_weight_probe_is_told_who_had_the_version_before(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[bool] = []
 

@@ -27,7 +27,7 @@ slow-tests: .venv/ready
 
 test-vllm: .venv-vllm/ready
 	.venv-vllm/bin/python -m pytest tests/engines/test_vllm.py tests/engines/test_vllm_adapters.py tests/engines/test_vllm_experts.py \
-		tests/engines/test_vllm_pictures.py
+		tests/engines/test_vllm_pictures.py tests/engines/test_vllm_transfer.py
 
 test-verifiers: .venv/ready .venv-verifiers/ready
 	$(BIN)/python -m pytest tests/envs/test_verifiers_library.py

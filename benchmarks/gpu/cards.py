@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ from subprocess import CompletedProcess
 import golden
 import torch
 from findings import ROOT, Findings, Setting
-from shapes import model_folder, rows, write_rows
+from shapes import SIGNAL, model_folder, rows, tasks, write_rows
 from stepping import memory_of
 from tables import Figure, Table, number
 from verbs import LEAST, difference, first_step, last_line
@@ -26,6 +27,7 @@ from posttrain.config.training import SFT
 from posttrain.runs.run_reading import read_timing
 
 SPARE = 25  # seconds without which a further run is not begun
+SERVER = 60  # more seconds for a run with servers of vLLM, which compile
 STEPS = 5
 PHASES = ("rollout", "update", "between")
 WAYS = {
@@ -35,6 +37,13 @@ WAYS = {
     "--processes 2 --context-parallel 2": "--context-parallel 2",
     "--processes 2 --shard --async-steps 1": "--shard --async-steps 1",
 }
+
+TRANSFERS = {
+    "--weight-sync copied": ("", 2),
+    "--weight-sync ipc": ("--weight-sync ipc --engine-devices 0 1", 2),
+    "--weight-sync nccl": ("--weight-sync nccl --engine-devices 2 3", 4),
+}
+"""Ways of weights from two processes with --shard to a server of vLLM for each, and the cards that they need."""
 
 
 def cards(setting: Setting, found: Findings) -> None:
@@ -52,6 +61,7 @@ def cards(setting: Setting, found: Findings) -> None:
     with found.trying("a resumed run"):
         _resumed(setting, found, place)
     _fast(setting, found, place, count)
+    _transfers(setting, found, place, count)
 
 
 def _equal(setting: Setting, found: Findings, place: Path) -> None:
@@ -109,6 +119,31 @@ def _fast(setting: Setting, found: Findings, place: Path, count: int) -> None:
             speed = each * count * length / median(seconds.values)
             table.add(name, seconds, number(speed), number(memory.most), number(memory.estimated))
             found.figures[f"0.5B, {name}: tokens/s"] = speed
+
+
+def _transfers(setting: Setting, found: Findings, place: Path, count: int) -> None:
+    table = found.table(
+        "Weight sync of 0.5B, two processes with --shard and a server of vLLM each", "", "s a weight sync",
+        "largest difference of the weight probe, nats", notes=("Medians of the steps after the first.",),
+    )  # fmt: skip
+    if not setting.cuda or not importlib.util.find_spec("vllm"):
+        table.notes.append("vLLM is not installed here, so no weight sync was measured.")
+        return
+    file, model = write_rows(place / "tasks.jsonl", tasks(8)), model_folder("0.5b", setting)
+    command = f"rl --tasks {file} --env {SIGNAL} --model {model} --precision bfloat16 --prompts 4 --group 4 --steps 4"
+    for name, (words, needed) in TRANSFERS.items():
+        if count < needed:
+            table.notes.append(f"{name} was not tried: it needs {needed} cards.")
+            continue
+        with found.trying(f"{name}, two processes"), _in_time(setting, table, name, SERVER) as fits:
+            if not fits:
+                continue
+            engines = f"--max-tokens 64 --engine vllm --replicas 2 {words}"
+            ran = _run(setting, place, f"{command} --processes 2 --shard {engines}", "transfer")
+            assert ran.returncode == 0, last_line(ran)
+            timing = read_timing(place / "runs" / "transfer")[1:]
+            gap = max(row["engines/probe_gap"] for row in timing)
+            table.add(name, Figure.of([row["seconds/load"] for row in timing]), f"{gap:.1e}")
 
 
 def _killed(setting: Setting, found: Findings, place: Path) -> None:
@@ -170,8 +205,8 @@ def _process(parent: int, rank: int) -> int:
 
 
 @contextmanager
-def _in_time(setting: Setting, table: Table, name: str) -> Iterator[bool]:
-    fits = setting.left() > SPARE
+def _in_time(setting: Setting, table: Table, name: str, more: float = 0.0) -> Iterator[bool]:
+    fits = setting.left() > SPARE + more
     if not fits:
         table.notes.append(f"{name} was not tried: the time of this part is over.")
     yield fits

@@ -52,7 +52,7 @@ PARTS = {
     "equality": Part(80, "equality:equality", "One update of each verb on the card compared with the CPU"),
     "verbs": Part(90, "verbs:verbs", "The runs of tools/golden.py on the card"),
     "options": Part(190, "options:options", "Runs with options that no card had run: offloading, bfloat16, float8 ..."),
-    "cards": Part(110, "cards:cards", "Runs divided among the cards of this machine, if it has several"),
+    "cards": Part(110, "cards:cards", "Runs divided among the cards of this machine, if it has several", longer=400),
     "vllm": Part(170, "vllm_runs:vllm_runs", "Whole steps with --engine vllm, where it is installed"),
     "steps": Part(190, "steps:steps", "Whole steps at the shapes of Qwen2.5-0.5B and 1.5B"),
     "lora7b": Part(230, "steps:lora7b", "GRPO of adapters at the shape of Qwen2.5-7B", longer=540),
@@ -107,7 +107,11 @@ def read_options() -> argparse.Namespace:
         "--limit", type=float, default=MINUTES, metavar="MINUTES", help="parts that do not fit are left out"
     )
     parser.add_argument("--rounds", type=int, default=3, help="measured steps of each kind")
-    parser.add_argument("--long", action="store_true", help="lora7b: all weights too, 9 minutes more")
+    parser.add_argument(
+        "--long",
+        action="store_true",
+        help="lora7b: all weights too, 9 minutes more; cards: weight sync with vLLM, up to 7 minutes more",
+    )
     parser.add_argument("--device", default="cuda", help=argparse.SUPPRESS)  # cpu: does it run at all?
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--crash", choices=list(PARTS), help=argparse.SUPPRESS)  # a part to be killed, for the test

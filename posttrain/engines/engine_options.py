@@ -49,8 +49,6 @@ class EngineOptions:
 
     def of(self, world: World) -> EngineOptions:
         """Return the options of this process's share of the engines. Raises UserError if it would have none."""
-        if self.transfer and world.size > 1:
-            raise UserError(f"--weight-sync {self.transfer} requires one training process: leave out --processes")
         if self.pooled and self.replicas + len(self.urls) < world.size:
             raise UserError(
                 f"each of {world.size} processes needs an engine of its own: give at least {world.size} (--replicas, "

@@ -31,7 +31,16 @@ Offer = dict[str, Any]
 BLOCK = 1024
 """Number of 8-byte words in a block; the checksum covers the sum of each block."""
 Call = Callable[[str, Any], Any]
-"""Calls a method of an engine by name, with plain JSON data or None; returns its answer."""
+"""Calls a method of an engine by name, with plain JSON data or None; returns its answer. Raises `pool_protocol.Gone`."""
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """An engine that waits for weights."""
+
+    name: str
+    first: bool  # it has just started
+    call: Call
 
 
 @dataclass(frozen=True)
@@ -133,13 +142,15 @@ def checksum_of_names(names: Sequence[str], dtypes: Sequence[str], shapes: Seque
 class Transport(Protocol):
     """Transport of weights to the engines of a pool."""
 
-    offer: Offer | None  # offer of the version that was put last; None: there is none
+    offer: Offer | None  # offer of the version that was put last; None: no engine can get it any more
 
     def put(self, weights: Any, version: int) -> None: ...  # makes the weights of a version available to all engines
-    def send(self, name: str, first: bool, call: Call) -> None:
-        """Send the data that an engine needs before the offer. `first`: the engine has just started. Raises
-        `pool_protocol.Gone`.
+    def send(self, to: Sequence[Receiver]) -> dict[str, str]:
+        """Send the data that engines need before the offer. Return why it did not reach an engine, by the engine's name.
+
+        After each `put` it is called once at the same place by all training processes, also with no engine that waits.
         """
+        ...
 
     def done(self) -> None: ...  # allows the caller to change the weights that were put
     def close(self) -> None: ...
@@ -150,8 +161,8 @@ class Fetched:
 
     offer: Offer | None = None
 
-    def send(self, name: str, first: bool, call: Call) -> None:
-        pass
+    def send(self, to: Sequence[Receiver]) -> dict[str, str]:
+        return {}
 
     def done(self) -> None:
         pass

@@ -33,7 +33,7 @@ from posttrain.engines.servers.server_client import ServedRun
 from posttrain.engines.servers.server_places import GivenServer
 from posttrain.engines.servers.server_pool import check_transfer, open_servers
 from posttrain.engines.servers.server_setup import cache_bytes, prepare, server_layout
-from posttrain.engines.vllm.gpu_transfer import CardToCard
+from posttrain.engines.vllm.gpu_transfer import GPUTransfer
 from posttrain.engines.vllm.vllm_client import LOGPROBS, VLLMClient
 from posttrain.engines.vllm.vllm_setup import VLLMSetup, socket_at
 from posttrain.models.checkpoint_folder import load_model
@@ -68,7 +68,7 @@ def test_a_server_of_several_gpus_gets_weights_by_transfer_or_says_what_it_lacks
     run = ServedRun(tokenizer, learner.eos_ids, 64, 8, 1.0, True, weight_layout.described)
 
     def pool_of(url: str) -> EnginePool:
-        place = GivenServer(url, VLLMClient, run, CardToCard("nccl", weight_layout, 20.0))
+        place = GivenServer(url, VLLMClient, run, GPUTransfer("nccl", weight_layout, 20.0))
         sizes = learner.config.context, learner.config.vocab
         return EnginePool([place], probe_of(learner, "float32"), *sizes, seconds=20.0, start_seconds=60.0, restarts=0)
 
@@ -339,6 +339,20 @@ def test_weights_are_sent_only_where_vllm_can_send_them(monkeypatch: pytest.Monk
     check_transfer("nccl", (1,), eight)
     with pytest.raises(UserError, match="expandable segments of PYTORCH_ALLOC_CONF: unset it"):
         check_transfer("ipc", (0,), eight)
+
+
+@pytest.mark.parametrize("learners", [1, 2, 4, 8])
+def test_each_of_several_processes_sends_weights_to_servers_of_its_own_gpu_or_of_free_ones(learners: int) -> None:
+    full, half = GPUPlacement(learners, learners), GPUPlacement(2 * learners, learners)
+    taken: list[int] = []
+    for place in range(learners):
+        check_transfer("ipc", full.at(place).engine_gpus(0, 1), full.at(place))
+        gpus = half.at(place).engine_gpus(0, 1)
+        check_transfer("nccl", gpus, half.at(place))
+        taken += gpus
+    assert sorted(taken) == list(range(learners, 2 * learners))
+    with pytest.raises(UserError, match=f"--engine-devices {' '.join(map(str, range(learners)))} and servers of one"):
+        check_transfer("ipc", half.engine_gpus(0, 1), half)
 
 
 def test_a_path_that_no_socket_can_have_is_refused() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from posttrain.core.types import Completion, Sampling, StopReason
 from posttrain.engines.pool.engine_pool import EnginePool
 from posttrain.engines.pool.pool_protocol import Gone, encode_completion
+from posttrain.engines.weight_sync import Receiver
 
 SECONDS = 5.0  # of silence
 RESTARTS = 10**9
@@ -22,14 +24,16 @@ class World:
         self.engines: list[Fake] = []
         self.gpus = 1  # of each engine
         self.happened: list[str] = []
+        self._turn = threading.Lock()
 
     def listen(self, wires: Sequence[Any], seconds: float) -> None:
-        """What happens while the pool waits."""
-        self.now += self.rng.choice((0.01, 0.5, 2.0))
-        for engine in list(self.engines):
-            for _ in range(self.rng.randrange(4)):
-                if not engine.closed and not engine.stopped:
-                    engine.act()
+        """What happens while the pool waits, perhaps in several threads."""
+        with self._turn:
+            self.now += self.rng.choice((0.01, 0.5, 2.0))
+            for engine in list(self.engines):
+                for _ in range(self.rng.randrange(4)):
+                    if not engine.closed and not engine.stopped:
+                        engine.act()
 
     def mishap(self, kind: str, chance: float) -> bool:
         if self.mishaps <= 0 or self.rng.random() > chance:
@@ -144,8 +148,8 @@ class Put:
             assert not reads, "it still reads the weights that are written over"
         self.offer = {"version": version, "checksum": 7 * version}
 
-    def send(self, name: str, first: bool, call: Any) -> None:
-        pass
+    def send(self, to: Sequence[Receiver]) -> dict[str, str]:
+        return {receiver.name: "no way" for receiver in to if self.world.mishap("weights do not arrive", 0.02)}
 
     def done(self) -> None:
         pass

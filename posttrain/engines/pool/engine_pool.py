@@ -31,7 +31,7 @@ from posttrain.engines.pool.pool_member import EnginePlace, MemberState, PoolMem
 from posttrain.engines.pool.pool_protocol import Gone, Wire, decode_completion, wait
 from posttrain.engines.request import Request
 from posttrain.engines.weight_probe import WeightProbe
-from posttrain.engines.weight_sync import Transport
+from posttrain.engines.weight_sync import Receiver, Transport
 from posttrain.models.free_memory import release_cached_memory
 
 POLL_SECONDS = 0.005  # maximal wait of a poll
@@ -79,7 +79,7 @@ class EnginePool:
         self.members: list[PoolMember] = []
         try:
             for place in places:
-                self.join(place)
+                self.members.append(PoolMember(place, place.open()))
             self._until(lambda: all(m.state is not MemberState.STARTING for m in self.members))
         except BaseException:
             self.close()
@@ -102,18 +102,6 @@ class EnginePool:
         ready = sum(m.state is MemberState.READY for m in self.members)
         most = max((m.memory for m in self.members), default=0)
         return {"ready": ready, "probe_gap": self._deviation, **self._counted, **({"memory": most} if most else {})}
-
-    # -- membership ------------------------------------------------------------------------------------------------------
-
-    def join(self, place: EnginePlace) -> None:
-        """Add an engine, which gets requests as soon as it has the weights."""
-        self.members.append(PoolMember(place, place.open()))
-
-    def leave(self, name: str) -> None:
-        """Remove an engine. Its open requests go to the others."""
-        member = next(m for m in self.members if m.place.name == name)
-        self._end(member)
-        self.members.remove(member)
 
     # -- the protocol of an engine -------------------------------------------------------------------------------------
 
@@ -174,7 +162,7 @@ class EnginePool:
         assert not self._queue and not self._submitted, "weights change between batches of rollouts, not within one"
         self._weights_offered = self._resting = False
         # until no engine reads the previous weights
-        self._until(lambda: not any(m.loading or m.probe for m in self.members))
+        self._until(lambda: not any(m.offered or m.probe for m in self.members))
         self.probe.look(weights)
         self._deviation, self._before, self.version = 0.0, self.version, version
         for member in self.members:
@@ -186,6 +174,7 @@ class EnginePool:
         self._kept.clear()
         for transport in self._transports():
             transport.put(weights, version)
+            self._sync(transport)  # in all training processes, also if here no engine waits
         self._weights_offered = True
         self._until(
             lambda: (
@@ -265,17 +254,31 @@ class EnginePool:
                 self._counted["restarts"] += 1
 
     def _offer(self) -> None:
-        """Offer the weights to the engines that do not have them."""
-        for member in () if self._resting else self.members:
-            offer = member.place.transport.offer
-            if self._weights_offered and offer is not None and member.state is MemberState.STALE and not member.awaited:
-                member.loading = True
-                if member.place.sleeps:
-                    release_cached_memory()
-                try:
-                    member.place.transport.send(member.place.name, member.held is None, partial(self._call, member))
-                except Gone as error:
-                    self._lose(member, str(error))
+        """Offer the weights to the engines that have started since the weight sync."""
+        if self._weights_offered and not self._resting:
+            for transport in self._transports():
+                if transport.offer is not None and self._waiting(transport):
+                    self._sync(transport)
+
+    def _waiting(self, transport: Transport) -> dict[str, PoolMember]:
+        """Return the engines that wait for weights of this transport, by name."""
+        members = (m for m in self.members if m.place.transport is transport)
+        return {m.place.name: m for m in members if m.state is MemberState.STALE and not m.awaited}
+
+    def _sync(self, transport: Transport) -> None:
+        """Send the offered weights to the engines that wait for them, and ask these to load them."""
+        waiting, offer = self._waiting(transport), transport.offer
+        if any(member.place.sleeps for member in waiting.values()):
+            release_cached_memory()
+        for member in waiting.values():
+            member.offered = offer
+        lost = transport.send(
+            [Receiver(m.place.name, m.held is None, partial(self._call, m)) for m in waiting.values()]
+        )
+        for name, member in waiting.items():
+            if name in lost:
+                self._lose(member, lost[name])
+            else:
                 self._send(member, "load", offer)
 
     def _submit_waiting(self) -> None:
@@ -371,13 +374,14 @@ class EnginePool:
 
     def _handle_loaded(self, member: PoolMember, version: int, checksum: int) -> None:
         """Check the weights that an engine has loaded, and send it the weight probe."""
-        offer = member.place.transport.offer or {}
-        if not member.loading or (version, checksum) != (offer["version"], offer["checksum"]):
+        if member.offered is None:
+            raise ValueError("it was not asked to load weights")
+        if (version, checksum) != (self.version, member.offered["checksum"]):
             raise Gone(
-                f"it loaded version {version} with checksum {checksum:08x}, not {offer['version']} with "
-                f"{offer['checksum']:08x}"
+                f"it loaded version {version} with checksum {checksum:08x}, not {self.version} with "
+                f"{member.offered['checksum']:08x}"
             )
-        member.loading, member.probed = False, {}
+        member.offered, member.probed = None, {}
         for place, (prompt, sampling) in enumerate(self.probe.requests()):
             ticket = next(self._tickets)
             member.probe[ticket] = place
@@ -449,7 +453,7 @@ class EnginePool:
         self._prefix_owner = {id: owner for id, owner in self._prefix_owner.items() if owner is not member}
         for had in (member.requests, member.cancelled, member.probe, member.probed):
             had.clear()
-        member.tokens, member.loading, member.sleep_requested, member.silent = 0, False, False, 0.0
+        member.tokens, member.offered, member.sleep_requested, member.silent = 0, None, False, 0.0
 
 
 def _cost(request: Request) -> int:

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from posttrain.core.types import Completion
 from posttrain.engines.pool.pool_protocol import Wire
 from posttrain.engines.request import Request
-from posttrain.engines.weight_sync import Transport
+from posttrain.engines.weight_sync import Offer, Transport
 
 
 class MemberState(StrEnum):
@@ -51,7 +51,7 @@ class PoolMember:
     requests: dict[int, Request] = field(default_factory=dict)  # open requests by ticket
     tokens: int = 0  # maximum of tokens of the open requests
     cancelled: set[int] = field(default_factory=set)  # tickets of cancelled requests
-    loading: bool = False
+    offered: Offer | None = None  # weights that it was asked to load, and has not answered
     sleep_requested: bool = False  # it was asked to free its GPU memory, and has not answered
     probe: dict[int, int] = field(default_factory=dict)  # open tickets of the weight probe -> number of its request
     probed: dict[int, Completion] = field(default_factory=dict)  # results of the weight probe, by number of the request
@@ -67,7 +67,7 @@ class PoolMember:
         """Whether the engine owes an answer."""
         return (
             self.state is MemberState.STARTING
-            or self.loading
+            or self.offered is not None
             or self.sleep_requested
             or bool(self.probe or self.requests)
         )

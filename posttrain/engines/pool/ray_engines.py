@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from posttrain.core.types import UserError
 from posttrain.engines.pool.pool_member import EngineLink, EnginePlace
 from posttrain.engines.pool.pool_protocol import PIECE, Wire
 from posttrain.engines.pool.replica import LocalHost, serve_pool
-from posttrain.engines.weight_sync import Call, Fetched, Offer, Transport, WeightLayout
+from posttrain.engines.weight_sync import Fetched, Offer, Receiver, Transport, WeightLayout
 from posttrain.system.temp_folders import TempFolder
 
 INWARD, OUTWARD = "inward", "outward"  # calls of one group run one after the other, in the order of the caller
@@ -96,8 +96,10 @@ class RayWeights(Fetched):
             raise UserError(f"the weights cannot be put into Ray's object store: {one_line(error)[:200]}") from error
         self.offer = {"version": version, "checksum": checksum}
 
-    def send(self, name: str, first: bool, call: Call) -> None:
-        _call(self.actors[name].give, INWARD, [self._reference])
+    def send(self, to: Sequence[Receiver]) -> dict[str, str]:
+        for receiver in to:
+            _call(self.actors[receiver.name].give, INWARD, [self._reference])
+        return {}
 
     def close(self) -> None:
         self._reference = None

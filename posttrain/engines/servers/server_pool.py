@@ -184,8 +184,9 @@ def check_transfer(transfer: str | None, gpus: Sequence[int], placement: GPUPlac
         )
     here = placement.learner()
     if transfer == "ipc" and tuple(gpus) != (here,):
+        learning = " ".join(str(placement.learner(place)) for place in range(placement.learners))
         raise UserError(
-            f"--weight-sync ipc sends weights within one GPU, the learner's: give --engine-devices {here} and servers "
+            f"--weight-sync ipc sends weights within one GPU, the learner's: give --engine-devices {learning} and servers "
             "of one GPU, or --weight-sync nccl"
         )
 

@@ -2,7 +2,7 @@
 
 vLLM's trainer side drives each weight sync (init once, then start / update / finish). This module has the client
 through which it calls a server, and the source from which it reads weights. It follows the documented API of
-vLLM 0.32 and is tested with fakes: no run on GPUs has been recorded yet. Differences from the other transports: weights
+vLLM 0.32 and is tested with stand-ins: no run on GPUs has been recorded yet. Differences from the other transports: weights
 are read from the learner while they are sent, so an engine that restarts within a step gets them with the next one; and
 the checksum covers only names, types and shapes, so that only the weight probe verifies the contents.
 """
@@ -13,7 +13,9 @@ import base64
 import pickle
 import socket
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
@@ -23,11 +25,14 @@ from torch import Tensor
 from posttrain.core.messages import one_line
 from posttrain.engines.pool.pool_protocol import Gone
 from posttrain.engines.servers.server_setup import checkpoint_tensors
-from posttrain.engines.weight_sync import Call, Fetched, Transport, WeightLayout, checksum_of_names
+from posttrain.engines.weight_sync import Call, Fetched, Receiver, Transport, WeightLayout, checksum_of_names
 from posttrain.models.gpu_placement import working_on
+from posttrain.models.row_shards import is_sharded
 from posttrain.models.tensor_files import size_of
 
 PIECE = 1 << 28  # bytes of weights that are sent at once within a GPU, unless one tensor has more
+AHEAD = 2  # tensors that may be gathered before an engine's sender has taken them
+LOOK_SECONDS = 0.5  # between two looks whether an engine that takes no tensor is lost
 
 Backend = Literal["nccl", "ipc"]
 
@@ -55,13 +60,56 @@ class Client:
         self.call("finish_weight_update", None)
 
 
-class CardToCard(Fetched):
-    """Transport from GPU to GPU; implements `weight_sync.Transport`. `seconds`: timeout of one weight sync."""
+class WeightFeed:
+    """The weights on their way from the thread that gathers them to the one that sends them to an engine."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[str, Tensor, torch.Event | None] | Exception | None] = SimpleQueue()
+        self._room = threading.Semaphore(AHEAD)
+
+    def give(
+        self, name: str, tensor: Tensor, event: torch.Event | None, until: float, alive: Callable[[], bool]
+    ) -> bool:
+        """Pass on a tensor as soon as there is room. Return False if there was none until then, or the reader has ended.
+
+        `event`: after which the tensor is complete; `until`: as of time.monotonic.
+        """
+        while not self._room.acquire(timeout=LOOK_SECONDS):
+            if not alive() or time.monotonic() > until:
+                return False
+        self._queue.put((name, tensor, event))
+        return True
+
+    def end(self, error: Exception | None = None) -> None:
+        """End the feed. `error`: raised where it is read, since weights are missing."""
+        self._queue.put(error)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        while (given := self._queue.get()) is not None:
+            if isinstance(given, Exception):
+                raise given
+            name, tensor, event = given
+            if event is not None:  # vLLM reads in streams of its own
+                stream = torch.cuda.current_stream(tensor.device)
+                stream.wait_event(event)
+                tensor.record_stream(stream)
+            yield name, tensor
+            del given, tensor
+            self._room.release()
+
+
+class GPUTransfer(Fetched):
+    """Transport from GPU to GPU; implements `weight_sync.Transport`.
+
+    Weights are gathered once and sent to all engines at the same time. If they are sharded, all training processes gather
+    them together, and each sends them to its own engines. An engine that is lost meanwhile then gets the next version.
+    """
 
     def __init__(self, backend: Backend, weight_layout: WeightLayout, seconds: float) -> None:
+        """`seconds`: timeout of an engine between two tensors."""
         self.backend, self.weight_layout, self.seconds = backend, weight_layout, seconds
         self._weights: Any = None
-        self._senders: dict[str, Any] = {}  # vLLM's trainer side, by the engine's name
+        self._senders: dict[str, _Sender] = {}  # by the engine's name
 
     def put(self, weights: Any, version: int) -> None:
         layout = self.weight_layout.described
@@ -72,59 +120,39 @@ class CardToCard(Fetched):
             "checksum": checksum_of_names(names, [layout["dtype"]] * len(names), shapes),
         }
 
-    def send(self, name: str, first: bool, call: Call) -> None:
-        """Send the weights in a thread, since a collective with a dead process may never return. Raises Gone."""
-        failed: list[BaseException] = []
+    def send(self, to: Sequence[Receiver]) -> dict[str, str]:
+        sharded = any(map(is_sharded, self._weights.parameters()))
+        for receiver in to:
+            if receiver.first or receiver.name not in self._senders:
+                self._senders[receiver.name] = _Sender(self.backend, self.weight_layout)
+        senders = {receiver.name: self._senders[receiver.name] for receiver in to}
+        device = self._weights.head.device
+        for receiver in to:
+            senders[receiver.name].start(receiver.name, receiver.call, device)
+        if to or sharded:
+            self._feed(list(senders.values()))
+        if sharded:
+            self.offer = None
+        lost = {name: why for name, sender in senders.items() if (why := sender.join(self.seconds)) is not None}
+        for name in lost:
+            del self._senders[name]
+        return lost
 
-        def work() -> None:
-            try:  # the current GPU and no_grad are a thread's own
-                with working_on(self._weights.head.device), torch.no_grad():
-                    if first or name not in self._senders:
-                        self._senders[name] = self._sender(name, call)
-                    self._senders[name].client.call = call
-                    self._senders[name].send_weights()
-            except BaseException as error:
-                failed.append(error)
-
-        thread = threading.Thread(target=work, name=f"weights for {name}", daemon=True)
-        thread.start()
-        thread.join(self.seconds)
-        if thread.is_alive():
-            raise Gone(f"the weights did not reach it within {self.seconds:g} s")
-        if failed:
-            raise Gone(f"the weights did not reach it ({one_line(failed[0])[:200]})") from failed[0]
-
-    def _sender(self, name: str, call: Call) -> Any:
-        """Return vLLM's trainer side, connected to a server."""
-        from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
-
-        transport = self
-
-        class Source(WeightSource):  # type: ignore[misc]
-            def metadata(self) -> list[Any]:
-                return [
-                    ParamMeta(s.name, transport.weight_layout.dtype, s.shape) for s in transport.weight_layout.stored
-                ]
-
-            def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-                for name, tensor in checkpoint_tensors(transport._weights):
-                    yield name, tensor.to(transport.weight_layout.dtype).contiguous()
-
-        if self.backend == "ipc":
-            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
-
-            # in pieces: else vLLM holds a second copy of all weights until the last one has arrived
-            how = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=self._piece())
-            return IPCTrainerWeightTransferEngine.trainer_init(how, client=Client(call), source=Source())
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
-
-        info = NCCLTrainerInitInfo(*free_address(name), 1 + world_size(call), rank=0)
-        return NCCLTrainerWeightTransferEngine.trainer_init(info, client=Client(call), source=Source())
-
-    def _piece(self) -> int:
-        """Return the bytes that are sent at once: vLLM refuses a tensor that is larger."""
-        dtype = self.weight_layout.dtype
-        return max(PIECE, *(size_of(dtype, stored.shape) for stored in self.weight_layout.stored))
+    def _feed(self, senders: list[_Sender]) -> None:
+        """Gather the weights one by one, in the order of all training processes, for the engines that still read."""
+        dtype, reading, error = self.weight_layout.dtype, senders, Gone("not all weights were gathered")
+        try:
+            with torch.no_grad():
+                for name, stored in checkpoint_tensors(self._weights):
+                    tensor = stored.to(dtype).contiguous()
+                    event = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+                    until = time.monotonic() + self.seconds
+                    reading = [s for s in reading if s.feed.give(name, tensor, event, until, s.works)]
+            for sender in reading:
+                sender.feed.end()
+        finally:
+            for sender in senders:
+                sender.feed.end(error)  # read only where the feed has not ended
 
     def done(self) -> None:
         self.offer = self._weights = None
@@ -132,6 +160,80 @@ class CardToCard(Fetched):
     def close(self) -> None:
         self.done()
         self._senders.clear()
+
+
+class _Sender:
+    """vLLM's trainer side of one engine. It works in a thread, since a collective with a dead process may never return."""
+
+    def __init__(self, backend: Backend, weight_layout: WeightLayout) -> None:
+        self.backend, self.weight_layout = backend, weight_layout
+        self.feed = WeightFeed()
+        self._trainer: Any = None
+        self._failed: list[BaseException] = []
+        self._thread = threading.Thread()
+
+    def start(self, name: str, call: Call, device: torch.device) -> None:
+        """Begin to send the weights of a new feed."""
+        self.feed = WeightFeed()
+
+        def work() -> None:
+            try:  # the current GPU and no_grad are a thread's own
+                with working_on(device), torch.no_grad():
+                    if self._trainer is None:
+                        self._trainer = self._connect(name, call)
+                    self._trainer.client.call = call
+                    self._trainer.send_weights()
+            except BaseException as error:
+                self._failed.append(error)
+
+        self._thread = threading.Thread(target=work, name=f"weights for {name}", daemon=True)
+        self._thread.start()
+
+    def works(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self, seconds: float) -> str | None:
+        """Wait until the engine has the weights. Return why it does not get them; None: it has them."""
+        self._thread.join(seconds)
+        if self.works():
+            return f"the weights did not reach it within {seconds:g} s"
+        return f"the weights did not reach it ({one_line(self._failed[0])[:200]})" if self._failed else None
+
+    def _connect(self, name: str, call: Call) -> Any:
+        """Return vLLM's trainer side, connected to a server."""
+        from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+        stored, dtype, sender = self.weight_layout.stored, self.weight_layout.dtype, self
+
+        class Source(WeightSource):  # type: ignore[misc]
+            def metadata(self) -> list[Any]:
+                return [ParamMeta(s.name, dtype, s.shape) for s in stored]
+
+            def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+                return iter(sender.feed)
+
+        if self.backend == "ipc":
+            from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
+
+            class WithinGPU(IPCTrainerWeightTransferEngine):  # type: ignore[misc]
+                """Sends to a server on this process's GPU alone, so no other training process takes part."""
+
+                def _all_gather_and_merge_handles(self, handles: list[Any]) -> list[Any]:
+                    return handles
+
+                @staticmethod
+                def _post_send_sync() -> None:
+                    torch.cuda.ipc_collect()
+
+            # in pieces: else vLLM holds a second copy of all weights until the last one has arrived. A piece has room for
+            # the largest tensor, as vLLM refuses a larger one
+            room = max(PIECE, *(size_of(dtype, s.shape) for s in stored))
+            how = IPCTrainerInitInfo(rank=0, packed=True, packed_buffer_size_bytes=room)
+            return WithinGPU.trainer_init(how, client=Client(call), source=Source())
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+
+        info = NCCLTrainerInitInfo(*free_address(name), 1 + world_size(call), rank=0)
+        return NCCLTrainerWeightTransferEngine.trainer_init(info, client=Client(call), source=Source())
 
 
 def world_size(call: Call) -> int:
@@ -155,4 +257,4 @@ def free_address(name: str) -> tuple[str, int]:
 
 
 if TYPE_CHECKING:
-    _proof: Callable[..., Transport] = CardToCard
+    _proof: Callable[..., Transport] = GPUTransfer

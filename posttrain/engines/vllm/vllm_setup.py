@@ -17,7 +17,7 @@ from posttrain.core.types import UserError
 from posttrain.engines.engine_process import EngineProcess
 from posttrain.engines.servers.server_client import ServedRun
 from posttrain.engines.servers.server_setup import SERVER, ServerSetup, words_of
-from posttrain.engines.vllm.gpu_transfer import Backend, CardToCard
+from posttrain.engines.vllm.gpu_transfer import Backend, GPUTransfer
 from posttrain.engines.vllm.vllm_client import LOGPROBS, WITH_PIL, VLLMClient
 from posttrain.engines.weight_sync import Transport, WeightLayout
 from posttrain.models.adapters.lora import LoRA
@@ -62,7 +62,7 @@ class VLLMSetup(ServerSetup):
 
     @classmethod
     def gpu_transport(cls, backend: str, layout: WeightLayout, seconds: float) -> Transport:
-        return CardToCard(cast(Backend, backend), layout, seconds)
+        return GPUTransfer(cast(Backend, backend), layout, seconds)
 
     @classmethod
     def adapt(cls, config: dict[str, Any], tokenizer_config: dict[str, Any], eos_ids: Sequence[int]) -> None:

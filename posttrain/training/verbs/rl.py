@@ -129,7 +129,7 @@ def rl(context: RunContext[RL]) -> RunParts:
     in_parts = isinstance(held_out, MixedTasks)
     held_out_tasks = held_out_number(config, Counter(map(part_of, evaluated)) if in_parts else len(evaluated))
     tasks = f"{amount(train_tasks)}, {held_out_tasks}"
-    sizes = _sizes(config, algorithm, model, tasks, engine)
+    sizes = _sizes(config, algorithm, model, tasks, engine, run.world.size)
     sizes += [*order_lines(config, order), *known.lines, *ground.lines]
     sizes += source.recording.describe(algorithm.wants, Need.REFERENCE in algorithm.needs)
     sizes += opened_teachers.lines if opened_teachers else []
@@ -294,9 +294,10 @@ def _learner(
     )
 
 
-def _sizes(config: RL, algorithm: Algorithm, model: Model, tasks: str, engine: Engine) -> list[str]:
+def _sizes(config: RL, algorithm: Algorithm, model: Model, tasks: str, engine: Engine, processes: int) -> list[str]:
     """Describe the sizes of the run, with a note on a learning rate that is far from the usual ones."""
     rollouts = config.prompts * config.group
+    each = f" in each of {processes} processes" if processes > 1 else ""
     lengths = {f"--mixture.{name}.max-tokens": own.max_tokens for name, own in parts_of(config).items()}
     lengths = lengths or {"--max-tokens": config.max_tokens}
     note: list[str] = []
@@ -308,7 +309,7 @@ def _sizes(config: RL, algorithm: Algorithm, model: Model, tasks: str, engine: E
         f"{several(config.steps, 'step')} of {several(config.prompts, 'prompt')} x {several(config.group, 'rollout')} = "
         f"{several(rollouts, 'rollout')} of at most {several(max(lengths.values()), 'token')}; "
         f"micro-batches of {microbatch_tokens(config, model)} tokens; "
-        f"{min(config.slots, rollouts)} sampled at once by {engine.backend}",
+        f"{min(config.slots, -(-rollouts // processes))} sampled at once{each} by {engine.backend}",
         *reply_length_note(lengths, model.config.context),
         *note,
         *notes_on_steps(config, algorithm),

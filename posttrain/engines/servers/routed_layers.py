@@ -31,8 +31,8 @@ class RoutedLayers:
 
     @staticmethod
     def of(model: Model) -> RoutedLayers | None:
-        """Return those of a model that replays experts, else None. Raises UserError if the layers of its routers cannot be
-        told.
+        """Return those of a model that replays experts, else None. Raises UserError if its routers are not one in each of
+        some numbered layers.
         """
         decoder = backbone_of(model)
         if not decoder.replays:

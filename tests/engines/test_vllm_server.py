@@ -223,7 +223,7 @@ class Noted(VLLMClient):
     def __init__(self, *adapters: str) -> None:
         self.calls: list[str] = []
         self.adapters = adapters
-        run = ServedRun(None, (), 64, 8, 60.0, False, {})  # type: ignore[arg-type]
+        run = ServedRun(SimpleNamespace(pictures=None), (), 64, 8, 60.0, False, {})  # type: ignore[arg-type]
         super().__init__(run, "http://here")
 
     async def _call(self, method: str, path: str, body: Any = None) -> bytes:

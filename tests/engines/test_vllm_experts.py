@@ -5,6 +5,7 @@ On a processor its second model runner works in Triton's interpreter (`interpret
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -113,6 +114,10 @@ def test_a_later_turn_has_the_experts_of_tokens_whose_keys_and_values_are_cached
             done = engine.poll()
         transcript.sample(done[0])
         transcript.observe([5 + (n + turn) % 40 for n in range(40)] if not turn else ())
+    client: Any = engine.members[0].link.wire
+    metrics = asyncio.run_coroutine_threadsafe(client._call("GET", "/metrics"), client._loop).result().decode()
+    [hits] = [line for line in metrics.splitlines() if line.startswith("vllm:prefix_cache_hits_total")]
+    assert float(hits.split()[-1]) >= BLOCK, "the second turn computes the first block of its prompt no more"
     own, theirs = np.sort(routed(policy, transcript), -1), np.sort(told(transcript), -1)
     assert (theirs[:-1] >= 0).all() and (own[:-1] == theirs[:-1]).mean() > 0.999
 

@@ -498,7 +498,7 @@ def _is_flat(model: Backed, numbers: bool = True) -> bool:
         with mixing(found), torch.enable_grad():
             last = model.inner.base_model(input_ids=ids, use_cache=False).last_hidden_state[0, -1]
             [gradient] = torch.autograd.grad((last * torch.arange(len(last)).to(last)).sum(), begins)
-    except (NotFlatError, ValueError, NotImplementedError):
+    except Exception:  # code of models raises errors of any type, such as for the mask that is missing (DeepSeek V3.2)
         return False
     finally:
         hook.remove()
@@ -563,7 +563,7 @@ def _recorded_mask(
     window = more.get("local_size") or 0
     with unset_fake_temporarily():  # numbers, also where those of a model are missing
         zero, keys = torch.tensor(0), torch.arange(3 * window + 8)
-        for query in (0, 1, window - 1, window, 3 * window + 5):
+        for query in (0, window, 3 * window + 5):
             distance = query - keys
             try:
                 seen = mask_function(zero, zero, torch.tensor(query), keys)

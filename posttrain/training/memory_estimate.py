@@ -28,6 +28,7 @@ from posttrain.models.hf.pass_memory import copied_weights, pass_bytes
 from posttrain.models.hf.transformers_folder import ACTIVATIONS
 from posttrain.models.losses.likelihood import GPU_LOGITS
 from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.native.linear import matrices_read_rounded
 from posttrain.models.native.merged_weights import copied_bytes
 from posttrain.models.native.quantized import packed_layers
 from posttrain.models.row_shards import whole_shape
@@ -150,17 +151,32 @@ def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate |
     if size.sampling is not None:
         # packed weights are sampled from as they are, see `cuda_step.fits`; copies of them are not packed
         cast_once = narrow and (size.copies > 0 or not _packed(learner))
-        engine = _engine_bytes(learner.model, size.sampling, narrow, cast_once * COPIED_SHARE * size.room)
+        most = cast_once * COPIED_SHARE * size.room
+        engine = _engine_bytes(learner.model, size.sampling, narrow, most, narrow and _samples_apart(size))
         if size.sampling.asynchronous or engine <= RESTING_SHARE * size.room:  # else it is freed before an update
             parts["engine"] = engine
-    divided = size.shares > 1 or size.tensor > 1  # an engine here samples with whole weights of its own
-    if copies := max(size.copies, int(divided and size.sampling is not None)):
-        parts["engine's weights"] = copies * (
-            4.0 * sum(whole_shape(p).numel() for p in _unique((learner.model,)))
-            if divided
-            else copied_bytes(cast(nn.Module, learner.model))
-        )
+    if size.copies or _samples_apart(size):
+        parts["engine's weights"] = _own_bytes(learner, size, narrow)
     return MemoryEstimate(parts)
+
+
+def _samples_apart(size: UpdateSize) -> bool:
+    """Return whether the engine in the learner's process samples with whole weights of its own."""
+    return size.sampling is not None and (size.copies > 0 or size.shares > 1 or size.tensor > 1)
+
+
+def _own_bytes(learner: LocalLearner, size: UpdateSize, narrow: bool) -> float:
+    """Return the bytes of the weights of the engine in the learner's process, which holds the matrices of layers in the
+    type of products, see `engine_weights.own_copy`, and of the copies that wait to be loaded.
+    """
+    model, own = cast(nn.Module, learner.model), int(_samples_apart(size))
+    whole, engine = copied_bytes(model), copied_bytes(model, narrow)
+    if size.shares > 1 or size.tensor > 1:
+        layers = [] if learner.model.decoder is None else learner.model.decoder.layers
+        rounded = matrices_read_rounded(layers) if narrow else {}
+        shapes = [(whole_shape(p).numel(), 2.0 if id(p) in rounded else 4.0) for p in _unique((model,))]
+        whole, engine = 4.0 * sum(number for number, _ in shapes), sum(number * each for number, each in shapes)
+    return own * engine + max(0, size.copies - own) * whole
 
 
 def estimate_roles(learner: LocalLearner, size: UpdateSize) -> dict[str, MemoryEstimate]:
@@ -385,9 +401,10 @@ def _unique(modules: Iterable[Any]) -> list[nn.Parameter]:
     return list({id(p): p for m in modules if m is not None for p in cast(nn.Module, m).parameters()}.values())
 
 
-def _engine_bytes(model: Any, size: SamplingSize, narrow: bool, most: float) -> float:
+def _engine_bytes(model: Any, size: SamplingSize, narrow: bool, most: float, rounded: bool = False) -> float:
     """Return the bytes of a decoding step's weights, at `most` these, and cache, see `posttrain.engines.local.cuda_step`.
-    With a model of transformers there are no other weights, and each reply has its cache while it runs.
+    With a model of transformers there are no other weights, and each reply has its cache while it runs. `rounded`: the
+    engine's own weights are in the type of products, so that only its output head is copied.
     """
     shape, number, copied = model.config, 2 if narrow else 4, 0
     if not isinstance(shape, DecoderConfig):
@@ -395,7 +412,7 @@ def _engine_bytes(model: Any, size: SamplingSize, narrow: bool, most: float) -> 
     if 2 * shape.parameters < most:
         # embedding and output head are not copied if they are in bfloat16 already
         held = 0 if model.head.dtype == torch.float32 else shape.vocab * shape.hidden * (1 if shape.tied else 2)
-        copied = 2 * (shape.parameters - held)
+        copied = 2 * (shape.vocab * shape.hidden if rounded else shape.parameters - held)
     numbers = 2 * shape.layers * shape.kv_heads * shape.head_size
     return float(copied + number * numbers * row_bucket(size.requests) * token_bucket(size.tokens))
 

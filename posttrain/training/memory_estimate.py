@@ -23,6 +23,7 @@ from posttrain.learners.local_learner import REFERENCE, LocalLearner
 from posttrain.learners.optimizer_chunks import CHUNK, wide_bytes
 from posttrain.models.adapters.adapter_writer import adapters
 from posttrain.models.backbone import Backbone, decoders_in
+from posttrain.models.critic import TwinValues
 from posttrain.models.free_memory import in_gib
 from posttrain.models.hf.pass_memory import copied_weights, pass_bytes
 from posttrain.models.hf.transformers_folder import ACTIVATIONS
@@ -45,6 +46,7 @@ NARROW_OFFER = "--weights bfloat16 with --optimizer adamw8bit"
 FLOAT8_BYTES = 9  # of a number that torchao rounds: scaled and clamped in float32, and the result
 ROW = 1024  # tokens of a row, where no option bounds them
 KL_LOGITS = 5  # float32 copies of the logits of a chunk in the backward pass of the exact KL
+SOFT_LOGITS = 5  # the same of the expected values of actions: probabilities, and of two heads the values and the least
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,8 @@ def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate |
         "gathered": _gathered_bytes(learner, narrow) if size.shares > 1 else 0.0,
         "unpacked": _unpacked_bytes((learner.model, *here.values()), narrow),
         "activations": sum(_pass_bytes(one, size, learner) for one in learning),
-        "logits": 4.0 * GPU_LOGITS * (KL_LOGITS if "kl" in size.wants else 2),
+        "logits": 4.0 * GPU_LOGITS * max(2, KL_LOGITS * ("kl" in size.wants), _soft_logits(critic)),
+        "values of actions": _action_bytes(critic, tokens),
         "compared models": sum(
             _compared_bytes(learner.others[name], tokens, narrow, name in here) for name in compared
         ),
@@ -198,8 +201,11 @@ def estimate_roles(learner: LocalLearner, size: UpdateSize) -> dict[str, MemoryE
             "copies in bfloat16": _copied_bytes(_narrowed(learner, (critic,))) * narrow,
             "unpacked": _unpacked_bytes(held, narrow),
             "activations": max([sum(kept), *passing]),
-            "logits": 4.0 * GPU_LOGITS * (bool(evaluated) or getattr(critic, "reads_policy", False)),
+            "logits": 4.0 * GPU_LOGITS * max(bool(evaluated), _soft_logits(critic)),
+            "values of actions": _action_bytes(critic, size.tokens),
         }
+        if isinstance(critic, TwinValues):
+            parts["compared models"] = _compared_bytes(learner.model, size.tokens, narrow, False)
         rounding = _rounding_bytes(learner, _unique(held), size.tokens)
         parts["rounding to float8"] = max(0.0, rounding - parts["logits"])
         if parts["weights"] and place != "cpu":
@@ -218,6 +224,20 @@ def _trained_bytes(
         "gradients": trained,
         "moments": _bytes_at_once(own, trained, size) * _moments_of_a_byte(learner),
     }
+
+
+def _soft_logits(critic: nn.Module | None) -> int:
+    """Return the copies of a chunk of logits that the expected values of actions take."""
+    return SOFT_LOGITS if isinstance(critic, TwinValues) else 0
+
+
+def _action_bytes(critic: nn.Module | None, tokens: float) -> float:
+    """Return the bytes that the values of the actions that were taken need for their gradient: both heads once more, and
+    for each token their rows, those times its hidden state, and the gradients of both.
+    """
+    if not isinstance(critic, TwinValues):
+        return 0.0
+    return critic.heads.nbytes + 4 * 4.0 * 2 * tokens * critic.heads.shape[-1]
 
 
 def _copied_bytes(parameters: Iterable[nn.Parameter]) -> float:

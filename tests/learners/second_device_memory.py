@@ -24,7 +24,7 @@ from posttrain.learners.devices import moved
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
 from posttrain.models.adapters.lora import LoRA, attach, begin
 from posttrain.models.checkpoint_folder import load_model
-from posttrain.models.critic import ValueModel
+from posttrain.models.critic import ActionValueModel, SoftStateValueModel, ValueModel
 from posttrain.models.hf.transformers_folder import load_backed
 from posttrain.models.json_files import read_json
 from posttrain.models.native.attention import SegmentAttention
@@ -92,6 +92,8 @@ class Loss:
 
     def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
         loss = -(batch.weight * outputs.logp).sum()
+        if outputs.q is not None and outputs.expected_q is not None:
+            loss = loss + (batch.weight * ((outputs.q - 1) ** 2 - outputs.expected_q)).sum()
         return loss if outputs.value is None else loss + (batch.weight * (outputs.value - 1) ** 2).sum()
 
 
@@ -187,6 +189,22 @@ def test_the_estimate_of_another_gpu_counts_the_models_that_are_there(roles: tup
     [(place, found)] = estimate_roles(ours, size).items()
     assert place == "1" and str(found).startswith(f"memory of GPU 1 ({', '.join(roles)}): about ")
     near(found, measured)
+
+
+@pytest.mark.parametrize("kind", [ActionValueModel, SoftStateValueModel])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_estimate_counts_a_critic_of_actions_with_its_copies(kind: Any, elsewhere: bool) -> None:
+    wants = ("q", "value") if kind is SoftStateValueModel else ("q",)
+
+    def with_critic() -> LocalLearner:
+        policy = new_decoder(LARGE, 0).to("cpu" if elsewhere else SECOND)
+        return LocalLearner(
+            policy, Optimization(), critic=kind(new_decoder(replace(LARGE, tied=True), 5), 0).to(SECOND)
+        )
+
+    ours, measured = peak_of(with_critic, wants)
+    size = UpdateSize(TOKENS, False, None, 1e12, elsewhere={"critic": "1"} if elsewhere else {}, wants=frozenset(wants))
+    near(estimate_roles(ours, size)["1"] if elsewhere else estimate_memory(ours, size), measured)
 
 
 # -- models that transformers computes ---------------------------------------------------------------------------------

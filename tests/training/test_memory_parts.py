@@ -177,6 +177,8 @@ def test_a_critics_backbone_has_no_output_head(folder: str) -> None:
 
     policy, head = weights("dapo"), 4.0 * 50_000 * 512
     assert weights("ppo") - policy in (policy - head + 4 * 513, 2 * policy - head + 4 * 513)  # and its reference
+    assert weights("sac") == policy + 2 * (policy - head + 2 * head), "a target copy of the whole critic"
+    assert weights("sac-v") == policy + 3 * (policy - head) + 2 * head + 2 * 4 * 513, "one of the values of states"
 
 
 def test_micro_batches_take_a_share_of_the_gpu(folder: str) -> None:

@@ -289,7 +289,6 @@ def test_layers_are_recomputed_where_they_may_not_fit_and_in_all_processes_alike
         ("-- sft --model other --float8 --precision bfloat16", "--float8 is for native decoders"),
         ("-- sft --model 7b --lora 8 --quantize nf4 --shard --processes 2", "--quantize nf4 packs whole matrices"),
         ("-- sft --model 7b --quantize nf4", "--quantize has no effect without --lora"),
-        ("-- rl --model 7b --algorithm sac", "cannot estimate the critic of sac"),
         ("-- rl --model 7b --algorithm trpo", "cannot estimate the second derivatives of trpo"),
         ("", "a training command follows two dashes: posttrain memory -- sft --model FOLDER ..."),
         ("-- eval --model 7b", "a training command follows two dashes"),

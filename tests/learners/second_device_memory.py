@@ -212,6 +212,11 @@ def test_the_estimate_counts_a_critic_of_actions_with_its_copies(kind: Any, else
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "moe_intermediate_size": 48, "vocab_size": 200,
 }  # fmt: skip
+LENGTH = 240  # tokens of the text
+LAYERS: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "qwen3_5_text": {"layer_types": [*["linear_attention"] * 3, "full_attention"]},
+}
 
 
 @pytest.fixture
@@ -228,14 +233,14 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
     ("kind", "precision"),
-    [("phi3", "float32"), ("qwen3_moe", "bfloat16")],
+    [("phi3", "float32"), ("qwen3_moe", "bfloat16"), ("gpt_oss", "float32"), ("qwen3_5_text", "float32")],
 )
 def test_the_estimate_from_a_config_alone_is_what_a_model_of_transformers_takes(
     kind: str, precision: Any, recompute: bool, tmp_path: Path, flash: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Dense, and a mixture of experts."""
-    folder, batch = tiny_models.make(kind, tmp_path, **SIZES), long_batch(160)
+    """Dense, a mixture of experts, one with windows and sinks, and a hybrid with the gated delta rule in torch."""
+    folder, batch = tiny_models.make(kind, tmp_path, **{**SIZES, **LAYERS.get(kind, {})}), long_batch(LENGTH)
     monkeypatch.setattr(memory_estimate, "GPU_LOGITS", batch.target.numel() * SIZES["vocab_size"])
 
     def backed() -> LocalLearner:
@@ -246,4 +251,4 @@ def test_the_estimate_from_a_config_alone_is_what_a_model_of_transformers_takes(
     _, measured = peak_of(backed, batches=[batch] * 3)
     ours = filled(SFT, {"tasks": "x", "precision": precision})
     shaped = shapes_of(ours, folder)
-    near(estimate_memory(shaped, UpdateSize(160, recompute, None, 1e12, row=160)), measured)
+    near(estimate_memory(shaped, UpdateSize(LENGTH, recompute, None, 1e12, row=LENGTH)), measured)

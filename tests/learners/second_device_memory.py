@@ -113,8 +113,8 @@ def peak_of(
     return ours, most[0] - before
 
 
-def near(estimate: MemoryEstimate | None, measured: int) -> None:
-    assert estimate is not None and abs(estimate.total - measured) < 0.1 * measured, (str(estimate.parts), measured)
+def near(estimate: MemoryEstimate | None, measured: int, within: float = 0.1) -> None:
+    assert estimate is not None and abs(estimate.total - measured) < within * measured, (str(estimate.parts), measured)
 
 
 @pytest.fixture(autouse=True)
@@ -204,7 +204,7 @@ def test_the_estimate_counts_a_critic_of_actions_with_its_copies(kind: Any, else
 
     ours, measured = peak_of(with_critic, wants)
     size = UpdateSize(TOKENS, False, None, 1e12, elsewhere={"critic": "1"} if elsewhere else {}, wants=frozenset(wants))
-    near(estimate_roles(ours, size)["1"] if elsewhere else estimate_memory(ours, size), measured)
+    near(estimate_roles(ours, size)["1"] if elsewhere else estimate_memory(ours, size), measured, within=0.05)
 
 
 # -- models that transformers computes ---------------------------------------------------------------------------------

@@ -23,7 +23,6 @@ from posttrain.learners.local_learner import REFERENCE, LocalLearner
 from posttrain.learners.optimizer_chunks import CHUNK, wide_bytes
 from posttrain.models.adapters.adapter_writer import adapters
 from posttrain.models.backbone import Backbone, decoders_in
-from posttrain.models.critic import TwinValues
 from posttrain.models.free_memory import in_gib
 from posttrain.models.hf.pass_memory import copied_weights, pass_bytes
 from posttrain.models.hf.transformers_folder import ACTIVATIONS
@@ -204,7 +203,7 @@ def estimate_roles(learner: LocalLearner, size: UpdateSize) -> dict[str, MemoryE
             "logits": 4.0 * GPU_LOGITS * max(bool(evaluated), _soft_logits(critic)),
             "values of actions": _action_bytes(critic, size.tokens),
         }
-        if isinstance(critic, TwinValues):
+        if _values_actions(critic):
             parts["compared models"] = _compared_bytes(learner.model, size.tokens, narrow, False)
         rounding = _rounding_bytes(learner, _unique(held), size.tokens)
         parts["rounding to float8"] = max(0.0, rounding - parts["logits"])
@@ -228,16 +227,22 @@ def _trained_bytes(
 
 def _soft_logits(critic: nn.Module | None) -> int:
     """Return the copies of a chunk of logits that the expected values of actions take."""
-    return SOFT_LOGITS if isinstance(critic, TwinValues) else 0
+    return SOFT_LOGITS if _values_actions(critic) else 0
+
+
+def _values_actions(critic: nn.Module | None) -> bool:
+    """Return whether a critic values actions, with two heads over the vocabulary."""
+    return bool(getattr(critic, "reads_policy", False))
 
 
 def _action_bytes(critic: nn.Module | None, tokens: float) -> float:
     """Return the bytes that the values of the actions that were taken need for their gradient: both heads once more, and
     for each token their rows, those times its hidden state, and the gradients of both.
     """
-    if not isinstance(critic, TwinValues):
+    if not _values_actions(critic):
         return 0.0
-    return critic.heads.nbytes + 4 * 4.0 * 2 * tokens * critic.heads.shape[-1]
+    heads: Tensor = cast(Any, critic).heads
+    return heads.nbytes + 4 * 4.0 * 2 * tokens * heads.shape[-1]
 
 
 def _copied_bytes(parameters: Iterable[nn.Parameter]) -> float:

@@ -7,7 +7,7 @@ current stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -19,6 +19,9 @@ from posttrain.core.protocols import Model
 from posttrain.learners.library_optimizer import Optimizer
 from posttrain.learners.optimizer_chunks import gradients_in_chunks
 
+ALIGNED = 64  # bytes
+SEGMENT = 1 << 31
+"""Bytes of a segment of the host's memory, but for larger tensors, and the first ones, which double."""
 LEAST = 1 << 16
 """Bytes from which an activation is moved. Copies of smaller ones would take longer than they save."""
 
@@ -30,6 +33,41 @@ def to_host(x: Tensor, place: Tensor | None = None) -> Tensor:
     if place is None:
         place = torch.empty_like(x, device="cpu", requires_grad=False, pin_memory=x.is_cuda)
     return place.copy_(x.detach(), non_blocking=x.is_cuda)
+
+
+class HostSegments:
+    """Memory of the host for tensors that remain, laid into few segments.
+
+    torch rounds each pinned tensor up to a power of two (`CachingHostAllocator.h`). A segment is one already, and what a
+    large tensor leaves of it takes others.
+    """
+
+    def __init__(self, allocate: Callable[[int], Tensor]) -> None:
+        """`allocate`: returns memory of so many bytes, uint8 [n]."""
+        self._allocate = allocate
+        self._segments: list[tuple[Tensor, int]] = []  # (memory, bytes of it that are taken)
+
+    @property
+    def bytes(self) -> int:
+        return sum(len(memory) for memory, _ in self._segments)
+
+    def place(self, x: Tensor) -> Tensor:
+        """Return memory for a copy of a tensor, without gaps between its numbers, and with the same order of
+        dimensions.
+        """
+        like = torch.empty_like(torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta"))
+        size = -(-like.nbytes // ALIGNED) * ALIGNED
+        number = next((n for n, (held, taken) in enumerate(self._segments) if len(held) - taken >= size), None)
+        if number is None:
+            number, least = len(self._segments), max(size, min(self.bytes, SEGMENT), 1)
+            self._segments.append((self._allocate(1 << (least - 1).bit_length()), 0))
+        memory, taken = self._segments[number]
+        self._segments[number] = memory, taken + size
+        return memory[taken : taken + like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
+
+
+def host_segments(pinned: bool) -> HostSegments:
+    return HostSegments(lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
 
 
 def to_device(x: Tensor, device: torch.device, stride: tuple[int, ...] | None = None) -> Tensor:
@@ -55,6 +93,8 @@ class OffloadedOptimizer:
         self.inner, self._in_chunks = inner, in_chunks
         self.param_groups = inner.param_groups
         self._host: dict[nn.Parameter, dict[str, Tensor]] = {}  # memory of the state that belongs on the device
+        devices = {p.device.type for group in inner.param_groups for p in group["params"]}
+        self._memory = host_segments(pinned="cuda" in devices)
 
     @property
     def state(self) -> Mapping[Any, dict[str, Any]]:
@@ -91,7 +131,9 @@ class OffloadedOptimizer:
         state, places = self.state.get(parameter, {}), self._host.setdefault(parameter, {})
         for name, value in state.items():
             if isinstance(value, Tensor) and value.device == parameter.device != torch.device("cpu"):
-                places[name] = state[name] = to_host(value, places.get(name))
+                if name not in places:
+                    places[name] = self._memory.place(value)
+                state[name] = to_host(value, places[name])
 
 
 @contextmanager
@@ -130,14 +172,15 @@ class HostModel:
 
     def __init__(self, model: Any, device: torch.device) -> None:
         """Move the weights to the host, and buffers, which are small, to the device of passes."""
-        kept: dict[int, nn.Parameter] = {}
+        kept, pinned = dict[int, nn.Parameter](), torch.cuda.is_available()
+        memory = host_segments(pinned)
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []
         for module in cast(nn.Module, model).modules():
             module._buffers.update({name: x.to(device) for name, x in module._buffers.items() if x is not None})
             for name, parameter in module.named_parameters(recurse=False):
                 if id(parameter) not in kept:
-                    host = parameter.detach() if parameter.device.type == "cpu" else to_host(parameter)
-                    host = host.pin_memory() if torch.cuda.is_available() else host
+                    copied = pinned or parameter.device.type != "cpu"
+                    host = to_host(parameter, memory.place(parameter)) if copied else parameter.detach()
                     kept[id(parameter)] = nn.Parameter(host, requires_grad=False)
                 self._places.append((module, name, kept[id(parameter)]))
         self._assign({id(parameter): parameter for _, _, parameter in self._places})

@@ -101,8 +101,10 @@ class Backbone(Model, Protocol):
         """
         ...
 
-    def empty_like(self) -> Self:
-        """Return a model of the same kind, not sharded, with uninitialised weights."""
+    def empty_like(self, products: torch.dtype | None = None) -> Self:
+        """Return a model of the same kind, not sharded, with uninitialised weights. `products`: type of the matrices of
+        layers; None: that of all weights.
+        """
         ...
 
     @property

@@ -10,13 +10,14 @@ T    tokens of a micro-batch    N    scored tokens    D    hidden size    V    v
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from posttrain.core.batch import Packed
+from posttrain.core.component import Need
 from posttrain.core.protocols import TRAINING, Model
 from posttrain.core.types import UserError
 from posttrain.models.backbone import Backbone
@@ -140,6 +141,13 @@ def _follow(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]], share: float) ->
 Critic = ValueModel | ActionValueModel | SoftStateValueModel
 
 
+def critic_kind(needs: Collection[Need]) -> type[Critic]:
+    """Return the kind of critic that an algorithm with these needs has."""
+    if Need.SOFT_STATE_VALUE in needs:
+        return SoftStateValueModel
+    return ActionValueModel if Need.ACTION_VALUE in needs else ValueModel
+
+
 def new_critic(
     kind: type[Critic],
     folder: Path | None,
@@ -222,5 +230,7 @@ def _read_stored(file: Path) -> dict[str, Tensor]:
 
 
 def _near_zero(shape: tuple[int, ...], hidden: int, seed: int) -> Tensor:
+    if torch.get_default_device().type == "meta":  # a model of shapes alone
+        return torch.empty(shape)
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator) * (NEAR_ZERO / hidden**0.5)

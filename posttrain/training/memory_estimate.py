@@ -28,6 +28,7 @@ from posttrain.models.hf.pass_memory import copied_weights, pass_bytes
 from posttrain.models.hf.transformers_folder import ACTIVATIONS
 from posttrain.models.losses.likelihood import GPU_LOGITS
 from posttrain.models.native.decoder_shape import DecoderConfig
+from posttrain.models.native.linear import matrices_read_rounded
 from posttrain.models.native.merged_weights import copied_bytes
 from posttrain.models.native.quantized import packed_layers
 from posttrain.models.row_shards import whole_shape
@@ -44,6 +45,7 @@ NARROW_OFFER = "--weights bfloat16 with --optimizer adamw8bit"
 FLOAT8_BYTES = 9  # of a number that torchao rounds: scaled and clamped in float32, and the result
 ROW = 1024  # tokens of a row, where no option bounds them
 KL_LOGITS = 5  # float32 copies of the logits of a chunk in the backward pass of the exact KL
+SOFT_LOGITS = 5  # the same of the expected values of actions: probabilities, and of two heads the values and the least
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,8 @@ def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate |
         "gathered": _gathered_bytes(learner, narrow) if size.shares > 1 else 0.0,
         "unpacked": _unpacked_bytes((learner.model, *here.values()), narrow),
         "activations": sum(_pass_bytes(one, size, learner) for one in learning),
-        "logits": 4.0 * GPU_LOGITS * (KL_LOGITS if "kl" in size.wants else 2),
+        "logits": 4.0 * GPU_LOGITS * max(2, KL_LOGITS * ("kl" in size.wants), _soft_logits(critic)),
+        "values of actions": _action_bytes(critic, tokens),
         "compared models": sum(
             _compared_bytes(learner.others[name], tokens, narrow, name in here) for name in compared
         ),
@@ -150,17 +153,32 @@ def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate |
     if size.sampling is not None:
         # packed weights are sampled from as they are, see `cuda_step.fits`; copies of them are not packed
         cast_once = narrow and (size.copies > 0 or not _packed(learner))
-        engine = _engine_bytes(learner.model, size.sampling, narrow, cast_once * COPIED_SHARE * size.room)
+        most = cast_once * COPIED_SHARE * size.room
+        engine = _engine_bytes(learner.model, size.sampling, narrow, most, narrow and _samples_apart(size))
         if size.sampling.asynchronous or engine <= RESTING_SHARE * size.room:  # else it is freed before an update
             parts["engine"] = engine
-    divided = size.shares > 1 or size.tensor > 1  # an engine here samples with whole weights of its own
-    if copies := max(size.copies, int(divided and size.sampling is not None)):
-        parts["engine's weights"] = copies * (
-            4.0 * sum(whole_shape(p).numel() for p in _unique((learner.model,)))
-            if divided
-            else copied_bytes(cast(nn.Module, learner.model))
-        )
+    if size.copies or _samples_apart(size):
+        parts["engine's weights"] = _own_bytes(learner, size, narrow)
     return MemoryEstimate(parts)
+
+
+def _samples_apart(size: UpdateSize) -> bool:
+    """Return whether the engine in the learner's process samples with whole weights of its own."""
+    return size.sampling is not None and (size.copies > 0 or size.shares > 1 or size.tensor > 1)
+
+
+def _own_bytes(learner: LocalLearner, size: UpdateSize, narrow: bool) -> float:
+    """Return the bytes of the weights of the engine in the learner's process, which holds the matrices of layers in the
+    type of products, see `engine_weights.own_copy`, and of the copies that wait to be loaded.
+    """
+    model, own = cast(nn.Module, learner.model), int(_samples_apart(size))
+    whole, engine = copied_bytes(model), copied_bytes(model, narrow)
+    if size.shares > 1 or size.tensor > 1:
+        layers = [] if learner.model.decoder is None else learner.model.decoder.layers
+        rounded = matrices_read_rounded(layers) if narrow else {}
+        shapes = [(whole_shape(p).numel(), 2.0 if id(p) in rounded else 4.0) for p in _unique((model,))]
+        whole, engine = 4.0 * sum(number for number, _ in shapes), sum(number * each for number, each in shapes)
+    return own * engine + max(0, size.copies - own) * whole
 
 
 def estimate_roles(learner: LocalLearner, size: UpdateSize) -> dict[str, MemoryEstimate]:
@@ -182,8 +200,11 @@ def estimate_roles(learner: LocalLearner, size: UpdateSize) -> dict[str, MemoryE
             "copies in bfloat16": _copied_bytes(_narrowed(learner, (critic,))) * narrow,
             "unpacked": _unpacked_bytes(held, narrow),
             "activations": max([sum(kept), *passing]),
-            "logits": 4.0 * GPU_LOGITS * (bool(evaluated) or getattr(critic, "reads_policy", False)),
+            "logits": 4.0 * GPU_LOGITS * max(bool(evaluated), _soft_logits(critic)),
+            "values of actions": _action_bytes(critic, size.tokens),
         }
+        if _values_actions(critic):
+            parts["compared models"] = _compared_bytes(learner.model, size.tokens, narrow, False)
         rounding = _rounding_bytes(learner, _unique(held), size.tokens)
         parts["rounding to float8"] = max(0.0, rounding - parts["logits"])
         if parts["weights"] and place != "cpu":
@@ -202,6 +223,26 @@ def _trained_bytes(
         "gradients": trained,
         "moments": _bytes_at_once(own, trained, size) * _moments_of_a_byte(learner),
     }
+
+
+def _soft_logits(critic: nn.Module | None) -> int:
+    """Return the copies of a chunk of logits that the expected values of actions take."""
+    return SOFT_LOGITS if _values_actions(critic) else 0
+
+
+def _values_actions(critic: nn.Module | None) -> bool:
+    """Return whether a critic values actions, with two heads over the vocabulary."""
+    return bool(getattr(critic, "reads_policy", False))
+
+
+def _action_bytes(critic: nn.Module | None, tokens: float) -> float:
+    """Return the bytes that the values of the actions that were taken need for their gradient: both heads once more, and
+    for each token their rows, those times its hidden state, and the gradients of both.
+    """
+    if not _values_actions(critic):
+        return 0.0
+    heads: Tensor = cast(Any, critic).heads
+    return heads.nbytes + 4 * 4.0 * 2 * tokens * heads.shape[-1]
 
 
 def _copied_bytes(parameters: Iterable[nn.Parameter]) -> float:
@@ -385,9 +426,10 @@ def _unique(modules: Iterable[Any]) -> list[nn.Parameter]:
     return list({id(p): p for m in modules if m is not None for p in cast(nn.Module, m).parameters()}.values())
 
 
-def _engine_bytes(model: Any, size: SamplingSize, narrow: bool, most: float) -> float:
+def _engine_bytes(model: Any, size: SamplingSize, narrow: bool, most: float, rounded: bool = False) -> float:
     """Return the bytes of a decoding step's weights, at `most` these, and cache, see `posttrain.engines.local.cuda_step`.
-    With a model of transformers there are no other weights, and each reply has its cache while it runs.
+    With a model of transformers there are no other weights, and each reply has its cache while it runs. `rounded`: the
+    engine's own weights are in the type of products, so that only its output head is copied.
     """
     shape, number, copied = model.config, 2 if narrow else 4, 0
     if not isinstance(shape, DecoderConfig):
@@ -395,7 +437,7 @@ def _engine_bytes(model: Any, size: SamplingSize, narrow: bool, most: float) -> 
     if 2 * shape.parameters < most:
         # embedding and output head are not copied if they are in bfloat16 already
         held = 0 if model.head.dtype == torch.float32 else shape.vocab * shape.hidden * (1 if shape.tied else 2)
-        copied = 2 * (shape.parameters - held)
+        copied = 2 * (shape.vocab * shape.hidden if rounded else shape.parameters - held)
     numbers = 2 * shape.layers * shape.kv_heads * shape.head_size
     return float(copied + number * numbers * row_bucket(size.requests) * token_bucket(size.tokens))
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from posttrain.algorithms.all_algorithms import find
+from posttrain.algorithms.policy import Algorithm
 from posttrain.config.resolve import check_bounds, check_divisions
 from posttrain.config.training import RL, SFT, Distill, Prefer, Training
 from posttrain.core.component import Need
@@ -25,7 +26,7 @@ from posttrain.models.adapters.adapter_config import is_adapter
 from posttrain.models.adapters.lora import LoRA, attach, named_targets, targets_of
 from posttrain.models.backbone import Backbone, decoders_in
 from posttrain.models.checkpoint_location import checkpoint_folder
-from posttrain.models.critic import Critic, ValueModel
+from posttrain.models.critic import Critic, ValueModel, critic_kind
 from posttrain.models.free_memory import gpu_memory, in_gib
 from posttrain.models.hf.backed import Backed
 from posttrain.models.hf.expert_parallel import divide_shapes, expert_layers
@@ -95,8 +96,8 @@ class MemoryPlan:
 def plan_memory(config: Training, room: float) -> MemoryPlan:
     """Estimate the peak of a run of these options on one GPU with `room` bytes.
 
-    Raises UserError for what the estimate does not know: critics of actions, trust regions, and models of transformers
-    whose code does more than shapes allow.
+    Raises UserError for what the estimate does not know: trust regions, and models of transformers whose code does more
+    than shapes allow.
     """
     learner, size = _sized(config, config.model or "", config.processes, room)
     found = estimate_memory(learner, size)
@@ -210,17 +211,12 @@ def shapes_of(config: Training, shape: DecoderConfig | Path) -> LocalLearner:
         algorithm = adjust(find(config.algorithm), config)
         if Need.REFERENCE in algorithm.needs and config.lora is None:  # adapters share the weights of theirs
             others[REFERENCE] = _held(_decoder(shape).requires_grad_(False), frozen)
-        unknown = "the critic" if Need.ACTION_VALUE in algorithm.needs else "the second derivatives"
-        if Need.ACTION_VALUE in algorithm.needs or algorithm.trust_region is not None:
+        if algorithm.trust_region is not None:
             raise UserError(
-                f"posttrain memory cannot estimate {unknown} of {algorithm.name} yet: give another --algorithm"
+                f"posttrain memory cannot estimate the second derivatives of {algorithm.name} yet: give another --algorithm"
             )
         if algorithm.critic is not None:
-            own = shape_of(config.critic_model) if config.critic_model else shape
-            backbone = _decoder(own, headless=True)
-            critic = ValueModel(backbone.config.hidden, None if config.critic == "shared" else backbone, 0)
-            if config.critic != "shared":
-                _held(backbone, learned, learns=True)
+            critic = _critic(config, algorithm, shape, learned)
     if isinstance(config, Distill):
         teachers = {**config.teachers, **({"teacher": config.teacher} if config.teacher else {})}
         start = resolve(config.model or "").resolve()
@@ -245,6 +241,17 @@ def shapes_of(config: Training, shape: DecoderConfig | Path) -> LocalLearner:
     product = functional.linear if config.float8 else None  # of which only the memory matters
     held_models: dict[str, Any] = {"others": others, "critic": critic}
     return LocalLearner(model, optimization(config, 1), **held_models, precision=config.precision, product=product)
+
+
+def _critic(config: RL, algorithm: Algorithm, shape: DecoderConfig | Path, learned: torch.dtype | None) -> Critic:
+    kind = critic_kind(algorithm.needs)
+    backbone = _decoder(shape_of(config.critic_model) if config.critic_model else shape, headless=True)
+    if config.critic == "shared":
+        return ValueModel(backbone.config.hidden, None, 0)
+    if kind is ValueModel:
+        return ValueModel(backbone.config.hidden, _held(backbone, learned, learns=True), 0)
+    with torch.device("meta"):
+        return cast(Any, kind)(backbone, 0)
 
 
 @dataclass(frozen=True)

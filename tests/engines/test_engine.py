@@ -6,12 +6,14 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import tiny
 from sampled import complete, ragged
+from tiny_models import make, opened
 from trees import drawn
 from update_cases import WORDS
 
@@ -27,9 +29,11 @@ from posttrain.engines.local.uncached_engine import UncachedEngine
 from posttrain.engines.request import Request
 from posttrain.engines.request import complete as ended
 from posttrain.learners.local_learner import LocalLearner, Optimization
+from posttrain.models.adapters.lora import LoRA, attach, begin, is_adapted
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.native.decoder import Decoder, causal
 from posttrain.models.native.kernels import binder, build
+from posttrain.models.native.merged_weights import copied_bytes
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.packing import collate
 
@@ -351,6 +355,36 @@ def test_an_engine_with_weights_of_its_own_samples_with_those_that_were_loaded_l
         after.logp == complete(kind(model, tokenizer), [[5, 6, 7]], how)[0].logp != before.logp and after.version == 1
     )
     assert torch.equal(model.layers[0].down.weight, kept)
+
+
+@pytest.mark.parametrize("kind", ["native", "adapted", "quantized", "granite", "qwen3_moe"])
+def test_an_engines_own_matrices_are_held_as_products_read_them_and_give_the_same_bits(
+    kind: str, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    model: Any = tiny(tokenizer)
+    if kind in ("adapted", "quantized"):
+        attach(model, LoRA(2, 4.0, quantize="int8" if kind == "quantized" else ""), lambda name: True)
+        begin(model, 0)
+    elif kind != "native":
+        model = opened(make(kind, tmp_path, vocab_size=tokenizer.vocab_size))
+    prompts, how = ragged(6)
+    wide: Any = embedded(own_copy(model), tokenizer, precision="bfloat16", filled=True)
+    narrow: Any = embedded(model, tokenizer, precision="bfloat16", own=True)
+    engines = wide, narrow, *([] if is_adapted(model) else [embedded(model, tokenizer, precision="bfloat16")])
+    for version in range(2):
+        first, *others = (complete(engine, prompts, how) for engine in engines)
+        assert all(other == first for other in others)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.mul_(1.1)
+        for engine in engines:
+            engine.load(model, version)
+    layers = {p: p.dtype for p in narrow.model.decoder.layers.parameters()} if kind == "native" else {}
+    assert {p.dtype for p in layers if p.shape[0] > 2 and p.ndim == 2} <= {torch.bfloat16}
+    sizes = [sum(p.nbytes for p in engine.model.parameters()) for engine in (wide, narrow)]
+    assert sizes == [copied_bytes(model), copied_bytes(model, narrow=True)] and sizes[1] < 0.9 * sizes[0]
+    assert narrow.model.head.dtype == torch.float32
 
 
 def test_engine_uses_the_weights_of_the_learner_at_once(model: Decoder, tokenizer: Tokenizer) -> None:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from conftest import tiny
 from processes import descendants, in_processes
 from ranks import free_port, joined
@@ -99,12 +100,14 @@ def test_processes_of_a_machine_share_the_weights_that_one_of_them_writes(tmp_pa
 
 @pytest.mark.parametrize("rank", range(5))
 def test_each_machine_has_a_writer_of_its_own(rank: int) -> None:
-    machines = ["a", "b", "a", "b", "c"]
+    machines, met = ["a", "b", "a", "b", "c"], list[int]()
 
     def gather(given: Any) -> list[Any]:
+        if given is None and not met:
+            met.append(rank), passed.clear()
         return [*machines] if given == weight_sync.machine() else [f"memory of {place}" for place in range(5)]
 
-    passed: list[str] = []
+    passed: list[str] = []  # since all processes met
     memory: Any = SimpleNamespace(
         put=lambda weights, version: passed.append("written"), offer=None,
         weight_layout=SimpleNamespace(pass_by=lambda weights: passed.append("passed by")),
@@ -114,6 +117,39 @@ def test_each_machine_has_a_writer_of_its_own(rank: int) -> None:
     transport.put(None, 0)
     writer = [0, 1, 0, 1, 4][rank]
     assert transport.offer == f"memory of {writer}" and passed == ["written" if writer == rank else "passed by"]
+    assert met, "engines of any process read the previous version until then"
+
+
+def test_machines_are_told_apart_by_host_process_numbers_and_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {weight_sync.machine()}
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_sync.socket, "gethostname", lambda: "another")
+        here.add(weight_sync.machine())
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_sync.os, "stat", lambda place: SimpleNamespace(st_ino=1))
+        here.add(weight_sync.machine())
+    monkeypatch.setattr(weight_sync.os, "getuid", lambda: 4711)
+    assert len(here | {weight_sync.machine()}) == 4
+
+
+def test_a_process_that_does_not_write_takes_part_in_gathering_each_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, gathered = tiny(LETTERS), list[Any]()
+    layout = weight_sync.WeightLayout(model, torch.float32, lambda m: m.named_parameters())
+    monkeypatch.setattr(weight_sync, "whole", lambda x: gathered.append(x) or x)
+    layout.pass_by(model)
+    assert not gathered
+    monkeypatch.setattr(weight_sync, "is_sharded", lambda x: True)
+    layout.pass_by(model)
+    assert list(map(id, gathered)) == list(map(id, model.parameters()))
+
+
+def test_the_checksum_is_that_of_the_numbers_wherever_they_are() -> None:
+    bytes_ = torch.arange(3 * 8 * weight_sync.BLOCK + 5).to(torch.uint8)
+    shifted = torch.cat((bytes_[:3], bytes_))[3:]
+    changed = bytes_.clone()
+    changed[-1] += 1
+    found = [weight_sync.checksum_of([("a", x)]) for x in (bytes_, shifted, changed)]
+    assert shifted.storage_offset() % 8 and found[0] == found[1] != found[2]
 
 
 def test_engines_of_one_process_alone_have_its_memory() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import time
@@ -21,6 +22,8 @@ from posttrain.config.training import RL
 from posttrain.core.types import Sampling, StopReason, UserError
 from posttrain.engines.engine_options import EngineOptions
 from posttrain.engines.local.local_engine import LocalEngine
+from posttrain.engines.pool.pool_protocol import Gone
+from posttrain.engines.request import Request
 from posttrain.engines.servers.adapter_sync import rank_for
 from posttrain.engines.servers.server_client import ServedRun
 from posttrain.engines.servers.server_setup import COMMAND, prepare
@@ -110,6 +113,7 @@ def test_the_options_are_those_that_a_run_names() -> None:
     four = replace(SETUP, lora_rank=8, lora_targets=("q_proj", "v_proj")).options((4, 5, 6, 7), True)
     assert four["tp-size"] == 4 and four["enable-memory-saver"] and four["max-lora-rank"] == 8
     assert four["enable-lora"] and four["lora-target-modules"] == ["q_proj", "v_proj"]
+    assert four["max-loras-per-batch"] == 2, "its check of health has none"
     assert SETUP.environment([], (), False)["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
 
 
@@ -143,6 +147,7 @@ def test_the_key_of_a_server_is_not_among_the_words_of_its_command(
         ("q_proj v_proj", {}, None),
         ("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj", {}, None),
         ("k_proj v_proj", {}, "adapters of k_proj, v_proj without q_proj"),
+        ("v_proj", {}, "adapters of v_proj without q_proj"),
         ("q_proj o_proj", {}, "adapters of q_proj without v_proj"),
         ("up_proj down_proj", {}, "adapters of up_proj without gate_proj"),
         ("c_attn", {}, "adapters of c_attn"),
@@ -209,3 +214,54 @@ def test_a_cancelled_request_is_ended_by_its_name_which_no_other_begins_with() -
     assert (found["top_p"], found["top_k"], found["repetition_penalty"]) == (1, -1, 1), (
         "whatever the server's defaults are"
     )
+
+
+def test_requests_of_two_runs_and_their_ends_have_different_names() -> None:
+    with closing(Noted()) as one, closing(Noted()) as other:
+        assert one._rid(1) != other._rid(1)
+
+
+def test_a_reply_ends_at_its_maximum_less_what_sglang_never_samples_or_in_a_way_of_the_run() -> None:
+    request = Request(1, (5, 6), Sampling(max_tokens=100, stop=("!",)))
+    most = request.budget(64) - 2
+    with closing(Noted()) as client:
+
+        def cut(count: int, **finish: Any) -> bool:
+            return client._is_cut(request, [9] * count, finish)
+
+        assert cut(most, type="length") and not cut(3, type="stop", matched=7) and not cut(3, type="stop", matched="!")
+        for count, finish in (
+            (most - 1, {"type": "length"}),
+            (3, {"type": "stop", "matched": 8}),
+            (3, {"type": "abort"}),
+        ):
+            with pytest.raises(Gone):
+                cut(count, **finish)
+
+
+def test_weights_are_loaded_without_a_cache_and_requests_go_on_after_it_is_emptied() -> None:
+    """The cache holds what other weights computed, and its memory may not be there while weights are loaded."""
+    with closing(Noted()) as client:
+        client.until("/v1/models")
+        client.calls.clear()
+
+        async def load() -> tuple[int, int]:
+            await client.pause()
+            found = await client.read_weights({"folder": "/weights", "version": 3, "checksum": 5})
+            await client.resume()
+            return found
+
+        assert asyncio.run_coroutine_threadsafe(load(), client._loop).result(60) == (3, 5)
+        (first, mode), (second, weights), (third, _), (last, body) = client.calls
+        assert (first, mode, last, body) == ("/pause_generation", {"mode": "abort"}, "/continue_generation", {})
+        assert second == "/update_weights_from_disk" and third.startswith("/flush_cache?")
+        assert weights["weight_version"] == "3" and not weights["flush_cache"] and weights["model_path"] == "/weights"
+
+
+def test_a_request_names_the_adapter_whose_version_is_loaded() -> None:
+    with closing(Noted()) as client:
+        client.until("/v1/models")
+        client.model = "policy-3"
+        client.send("submit", 0, 1, [5], [], {"temperature": 1.0, "max_tokens": 4, "stop": [], "seed": 1}, False)
+        assert client.until("/generate")["lora_path"] == "policy-3"
+        client.send("cancel", 1)

@@ -69,7 +69,10 @@ MIXED: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """State spaces beside attention, which layers of the first share."""
-OTHERS: dict[str, dict[str, Any]] = {**DROPPING, **MIXED, "phimoe": {**MOE, "router_jitter_noise": 0.01}}
+SELECTING: dict[str, Any] = {**MOE, **LATENT, "index_topk": 64, "index_n_heads": 2, "index_head_dim": 8}
+OTHERS: dict[str, dict[str, Any]] = {
+    **DROPPING, **MIXED, "phimoe": {**MOE, "router_jitter_noise": 0.01}, "glm_moe_dsa": SELECTING,
+}  # fmt: skip
 """What the table of models does not list."""
 
 _PLACES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}

@@ -24,7 +24,7 @@ from posttrain.learners.devices import moved
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
 from posttrain.models.adapters.lora import LoRA, attach, begin
 from posttrain.models.checkpoint_folder import load_model
-from posttrain.models.critic import ValueModel
+from posttrain.models.critic import ActionValueModel, SoftStateValueModel, ValueModel
 from posttrain.models.hf.transformers_folder import load_backed
 from posttrain.models.json_files import read_json
 from posttrain.models.native.attention import SegmentAttention
@@ -92,6 +92,8 @@ class Loss:
 
     def __call__(self, outputs: Outputs, batch: Batch, stats: Stats) -> Tensor:
         loss = -(batch.weight * outputs.logp).sum()
+        if outputs.q is not None and outputs.expected_q is not None:
+            loss = loss + (batch.weight * ((outputs.q - 1) ** 2 - outputs.expected_q)).sum()
         return loss if outputs.value is None else loss + (batch.weight * (outputs.value - 1) ** 2).sum()
 
 
@@ -111,8 +113,8 @@ def peak_of(
     return ours, most[0] - before
 
 
-def near(estimate: MemoryEstimate | None, measured: int) -> None:
-    assert estimate is not None and abs(estimate.total - measured) < 0.1 * measured, (str(estimate.parts), measured)
+def near(estimate: MemoryEstimate | None, measured: int, within: float = 0.1) -> None:
+    assert estimate is not None and abs(estimate.total - measured) < within * measured, (str(estimate.parts), measured)
 
 
 @pytest.fixture(autouse=True)
@@ -189,11 +191,32 @@ def test_the_estimate_of_another_gpu_counts_the_models_that_are_there(roles: tup
     near(found, measured)
 
 
+@pytest.mark.parametrize("kind", [ActionValueModel, SoftStateValueModel])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_estimate_counts_a_critic_of_actions_with_its_copies(kind: Any, elsewhere: bool) -> None:
+    wants = ("q", "value") if kind is SoftStateValueModel else ("q",)
+
+    def with_critic() -> LocalLearner:
+        policy = new_decoder(LARGE, 0).to("cpu" if elsewhere else SECOND)
+        return LocalLearner(
+            policy, Optimization(), critic=kind(new_decoder(replace(LARGE, tied=True), 5), 0).to(SECOND)
+        )
+
+    ours, measured = peak_of(with_critic, wants)
+    size = UpdateSize(TOKENS, False, None, 1e12, elsewhere={"critic": "1"} if elsewhere else {}, wants=frozenset(wants))
+    near(estimate_roles(ours, size)["1"] if elsewhere else estimate_memory(ours, size), measured, within=0.05)
+
+
 # -- models that transformers computes ---------------------------------------------------------------------------------
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "moe_intermediate_size": 48, "vocab_size": 200,
 }  # fmt: skip
+LENGTH = 240  # tokens of the text
+LAYERS: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "qwen3_5_text": {"layer_types": [*["linear_attention"] * 3, "full_attention"]},
+}
 
 
 @pytest.fixture
@@ -210,14 +233,14 @@ def flash(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(
     ("kind", "precision"),
-    [("phi3", "float32"), ("qwen3_moe", "bfloat16")],
+    [("phi3", "float32"), ("qwen3_moe", "bfloat16"), ("gpt_oss", "float32"), ("qwen3_5_text", "float32")],
 )
 def test_the_estimate_from_a_config_alone_is_what_a_model_of_transformers_takes(
     kind: str, precision: Any, recompute: bool, tmp_path: Path, flash: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Dense, and a mixture of experts."""
-    folder, batch = tiny_models.make(kind, tmp_path, **SIZES), long_batch(160)
+    """Dense, a mixture of experts, one with windows and sinks, and a hybrid with the gated delta rule in torch."""
+    folder, batch = tiny_models.make(kind, tmp_path, **{**SIZES, **LAYERS.get(kind, {})}), long_batch(LENGTH)
     monkeypatch.setattr(memory_estimate, "GPU_LOGITS", batch.target.numel() * SIZES["vocab_size"])
 
     def backed() -> LocalLearner:
@@ -228,4 +251,4 @@ def test_the_estimate_from_a_config_alone_is_what_a_model_of_transformers_takes(
     _, measured = peak_of(backed, batches=[batch] * 3)
     ours = filled(SFT, {"tasks": "x", "precision": precision})
     shaped = shapes_of(ours, folder)
-    near(estimate_memory(shaped, UpdateSize(160, recompute, None, 1e12, row=160)), measured)
+    near(estimate_memory(shaped, UpdateSize(LENGTH, recompute, None, 1e12, row=LENGTH)), measured)

@@ -114,6 +114,12 @@ def learners(rank: int, port: int, out: Path) -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
             plain.look(copied)
         torch.testing.assert_close(probe._table, plain._table, atol=2e-5, rtol=2e-5)
+        rounded: Any = own_copy(sharded.weights(), torch.bfloat16)
+        plain.look(rounded)
+        for name, weight in dict(copied.named_parameters()).items():  # type: ignore[attr-defined]
+            matrix = name.startswith("layers.") and name.endswith("weight") and weight.ndim == 2
+            held = rounded.get_parameter(name)
+            assert held.dtype == (torch.bfloat16 if matrix else torch.float32) and torch.equal(held, weight.to(held))
     narrow, wide = (layer_bytes(decoder(), way) for way in (False, True))
     assert narrow < 0.52 * wide, "the rest of a layer is small"
     (out / f"said.{rank}").write_text("equal")

@@ -439,6 +439,12 @@ def test_a_forest_knows_who_sees_whom() -> None:
     assert forest.tokens([2, 5]).tolist() == [12, 46, 47]
 
 
+@pytest.mark.parametrize("lengths", [(0,), (3, 0), (0, 3)])
+def test_an_empty_segment_is_refused(lengths: tuple[int, ...]) -> None:
+    with pytest.raises(AssertionError, match="a segment has tokens"):
+        Forest(laid(lengths, [-1, 0][: len(lengths)]))
+
+
 def test_a_segment_that_continues_itself_is_refused() -> None:
     with pytest.raises(AssertionError, match="its own ancestor"):
         Forest(Layout(TREE.tokens, TREE.position, (0, 2, 4), (2, 2, 2), (-1, 2, 1)))

@@ -48,13 +48,23 @@ def test_a_part_that_crashes_is_reported_beside_those_that_do_not(tmp_path: Path
 def test_parts_that_do_not_fit_into_the_time_are_listed(tmp_path: Path) -> None:
     code, document = measured(tmp_path, "--limit", "0")
     assert code == 1
-    assert document.count("NOT RUN") == 13
+    assert document.count("NOT RUN") == 14
 
 
 def test_every_part_begins_however_long_the_others_take() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu" / "gpu.py"), "--list"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert len(listed) == 13 and sum(int(line.split()[1]) for line in listed) <= 25 * 60
+    assert len(listed) == 14 and sum(int(line.split()[1]) for line in listed) <= 25 * 60
+
+
+@pytest.mark.slow
+def test_packed_and_padded_updates_of_each_kernel_are_measured(tmp_path: Path) -> None:
+    code, document = measured(tmp_path, "--only", "packed")
+    assert code == 0, document
+    for kind in ("gemma2", "gpt_oss", "qwen3_5_text"):
+        assert f"| {kind} |" in document and f"{kind}: rows / packed" in json.dumps(
+            [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+        )
 
 
 @pytest.mark.long  # starts some thirty runs

@@ -17,6 +17,7 @@ from posttrain.config.training import RL, SFT
 from posttrain.core.trust_region import TrustRegion
 from posttrain.core.types import UserError
 from posttrain.engines.local.engine_weights import own_copy
+from posttrain.engines.local.step_cache import row_bucket, token_bucket
 from posttrain.learners.gradient_sums import BUCKET
 from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.adapters.lora import LoRA, attach, begin
@@ -92,6 +93,27 @@ def test_copies_for_engines_that_sample_during_updates_are_counted(how: str, tok
     learner, size = LocalLearner(model, Optimization()), UpdateSize(64, False, None, H200)
     once, often = (estimate_memory(learner, replace(size, copies=copies)) for copies in (0, 3))
     assert once is not None and often is not None and often.total - once.total == 3 * held
+
+
+@pytest.mark.parametrize(("shares", "copies"), [(2, 0), (1, 1), (1, 3), (2, 3)])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_an_engine_here_holds_its_own_matrices_in_bfloat16_and_copies_that_wait_are_whole(
+    shares: int, copies: int, adapted: bool, tokenizer: Tokenizer
+) -> None:
+    model = tiny(tokenizer)
+    if adapted and shares == 1:
+        attach(model, LoRA(2, 4.0), lambda name: name.endswith("o_proj"))
+        begin(model, 0)
+    whole, narrow = (own_copy(model, products).parameters() for products in (None, torch.bfloat16))  # type: ignore[attr-defined]
+    one, other = (sum(p.nbytes for p in own) for own in (whole, narrow))
+    learner = LocalLearner(model, Optimization(), precision="bfloat16")
+    size = UpdateSize(64, False, SamplingSize(8, 16, copies > 0), H200, shares, copies=copies)
+    found = estimate_memory(learner, size)
+    assert found is not None and other < 0.9 * one
+    assert found.parts["engine's weights"] == other + max(0, copies - 1) * one
+    cache = 2 * 2 * model.config.layers * model.config.kv_heads * model.config.head_size
+    head = 2 * model.config.vocab * model.config.hidden
+    assert found.parts["engine"] == head + cache * row_bucket(8) * token_bucket(16)
 
 
 def test_an_engine_that_samples_during_updates_never_rests() -> None:

@@ -88,6 +88,34 @@ def test_what_transcripts_share_by_branching_or_from_their_beginning_is_laid_onc
         assert before < k, "a prefix stands before what continues it"
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**31), trunks=st.integers(1, 3), leaves=st.integers(1, 6),
+    shared=st.sampled_from([0, SHARED_TOKENS, 50]), read=st.sampled_from(["next", "last", "each"]),
+)  # fmt: skip
+def test_no_segment_is_empty(
+    seed: int, trunks: int, leaves: int, shared: int, read: Literal["next", "last", "each"]
+) -> None:
+    transcripts = [t for t in grown(seed, trunks, leaves, shared) if t.n_scored]
+    transcripts += [t.branch() for t in transcripts]  # branches at ends, and equal transcripts
+    for number, length in enumerate((1, 2)):  # with the shortest prompt, and replies of which nothing is fed
+        transcripts.append(Transcript())
+        transcripts[-1].observe([5])
+        transcripts[-1].sample(said(random.Random(number), length))
+    layout = pack([[t] for t in transcripts], range(len(transcripts)), read=read).layout
+    assert min(layout.length) > 0 and sum(layout.length) == len(layout.tokens)
+
+
+def test_a_transcript_that_begins_with_a_sampled_token_is_refused() -> None:
+    """Its prompt would be an empty segment, also where that token is not scored."""
+    transcript = Transcript()
+    transcript.sample(said(random.Random(0), 3), learn=False)
+    transcript.observe([7])
+    transcript.sample(said(random.Random(1), 3))
+    with pytest.raises(AssertionError, match="begins with a prompt"):
+        pack([[transcript]], [0])
+
+
 def test_rollouts_that_only_begin_alike_by_chance_share_their_prompt_alone() -> None:
     rng, prompt = random.Random(0), [5, 6, 7]
     transcripts = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
+
 from posttrain.core.protocols import Engine, Model
 from posttrain.engines.local.backed_engine import BackedEngine
 from posttrain.engines.local.engine_weights import own_copy
@@ -29,7 +31,8 @@ def embedded(
     whether memory is freed when nothing runs. `own`: sample with a copy of the weights that were loaded last; `filled`:
     `model` is already that copy, and used by nothing else.
     """
-    model, own = own_copy(model) if own else model, own or filled
+    products = torch.bfloat16 if precision == "bfloat16" else None
+    model, own = own_copy(model, products) if own else model, own or filled
     if model.decoder is None:
         return UncachedEngine(model, tokenizer, slots, precision, own)
     if model.decoder.native:

@@ -11,22 +11,28 @@ from torch import Tensor, nn
 
 from posttrain.core.protocols import Model
 from posttrain.models.adapters.lora import decoder_of, is_adapted, merge
+from posttrain.models.native.linear import matrices_read_rounded, narrow_layers
 from posttrain.models.native.merged_weights import held, plain_weights
 from posttrain.models.row_shards import is_sharded, whole
 
 
-def own_copy(model: Model) -> Model:
-    """Copy a model, with adapters merged; no update changes the copy.
+def own_copy(model: Model, products: torch.dtype | None = None) -> Model:
+    """Copy a model, with adapters merged; no update changes the copy. `products`: the type of products, in which the copy
+    holds the matrices of layers; None: as the model does. Embedding, output head, norms and biases are read in their own.
 
     If weights are sharded over processes, all processes have to call this at the same time.
     """
+    layers = () if model.decoder is None else model.decoder.layers
     if not any(map(is_sharded, model.parameters())):
-        copied: Model = copy.deepcopy(model)
+        found = matrices_read_rounded(layers if products is not None and not is_adapted(model) else ())
+        memo = {key: nn.Parameter(weight.detach().to(products, copy=True)) for key, weight in found.items()}
+        copied: Model = copy.deepcopy(model, memo)
         if is_adapted(copied):
             merge(decoder_of(copied))
+        narrow_layers(() if copied.decoder is None else copied.decoder.layers, products)
         return copied.requires_grad_(False)
     assert model.decoder is not None, "others are not sharded"
-    own = model.decoder.empty_like().requires_grad_(False)
+    own = model.decoder.empty_like(products).requires_grad_(False)
     copy_weights(own, model)
     return own
 

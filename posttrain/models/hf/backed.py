@@ -41,7 +41,7 @@ from posttrain.models.hf.probes import BEGINNING, PROBES, probe_ids
 from posttrain.models.hf.token_mixing import NAME, LayoutMixing, current_mixing, mixing
 from posttrain.models.hf.vision import PictureFeatures, Vision
 from posttrain.models.native.head import Head
-from posttrain.models.native.linear import Linear
+from posttrain.models.native.linear import Linear, narrow_layers
 from posttrain.models.native.segments import Forest
 from posttrain.models.peers import Peers
 
@@ -235,12 +235,14 @@ class Backed(nn.Module):
         own = {"scale": self.scale, "cap": self.cap, "attention": self.rows_attention}
         return {**own, "replays": self.replays}
 
-    def empty_like(self) -> Backed:
+    def empty_like(self, products: torch.dtype | None = None) -> Backed:
         config, kind = copy.deepcopy(self.inner.config), type(self.inner)
         with quiet(), torch.random.fork_rng(devices=[]):  # its random initial values are not used
             inner = kind._from_config(config, dtype=self.head.dtype, attn_implementation="eager")
         vision = None if self.vision is None else Vision(inner, self.vision.processor, self.vision.placeholders)
-        other = Backed(inner.to(self.head.device), self.config.context, self.way, vision)
+        other = Backed(inner, self.config.context, self.way, vision)
+        narrow_layers(other.layers, products)
+        inner.to(self.head.device)
         other.eos_ids, other.generation, other.scale, other.cap = self.eos_ids, self.generation, self.scale, self.cap
         other.rows_attention, other.config = self.rows_attention, self.config
         other.attend(self.attention)

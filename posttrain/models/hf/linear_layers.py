@@ -23,7 +23,7 @@ def products(inner: Any) -> Iterator[tuple[str, nn.Linear | Linear]]:
     """
     head, left = inner.get_output_embeddings(), set[str]()
     # in state-space mixers, fused kernels read the weight of the last product directly; PEFT excludes some of them too
-    mixers = {name for name, m in inner.named_modules() if {"A_log", "D"} <= m._parameters.keys()}
+    mixers = state_spaces(inner)
     if any("experts" in name and parameter.ndim == 3 for name, parameter in inner.named_parameters()):
         left.update(EXPERTS)
     for name, module in inner.named_modules():
@@ -31,6 +31,11 @@ def products(inner: Any) -> Iterator[tuple[str, nn.Linear | Linear]]:
         within = last == "out_proj" and place in mixers
         if module is not head and last not in left and not within and _is_a_product(module):
             yield name, module
+
+
+def state_spaces(inner: nn.Module) -> set[str]:
+    """Return the names of state-space mixers, such as Mamba's, by the names of their weights."""
+    return {name for name, module in inner.named_modules() if {"A_log", "D"} <= module._parameters.keys()}
 
 
 def _is_a_product(module: nn.Module) -> TypeGuard[nn.Linear | Linear]:

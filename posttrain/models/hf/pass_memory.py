@@ -216,7 +216,7 @@ class _Kept:
         return found
 
     def convolution(self, function: Callable[..., Tensor], *given: Any, **named: Any) -> Tensor:
-        return function(*given, **named)
+        return self._recurrence.convolve(function, *given, **named)
 
     def rule(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, normed: bool) -> Tensor:
         return self._recurrence.attend(q, k, v, g, beta, normed)

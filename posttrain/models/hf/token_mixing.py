@@ -21,8 +21,22 @@ from posttrain.models.hf.recurrence import Recurrence
 from posttrain.models.native.attention import AttentionVariant, SegmentAttention
 
 NAME = "posttrain"  # name of our attention in transformers
-REFUSED = ("position_bias", "chunk_size")
-"""Arguments of a layer to its attention that ours does not support."""
+ARGUMENTS = frozenset(
+    (
+        "dropout",
+        "sliding_window",
+        "softcap",
+        "s_aux",
+        "sinks",
+        "position_ids",
+        "is_causal",
+        "use_cache",
+        "output_attentions",
+    )
+)
+"""Arguments of a layer to its attention that ours reads, or that change nothing here. Others may change what short texts
+do not show, such as which keys are selected.
+"""
 CONVOLUTION, RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"
 
 
@@ -92,9 +106,8 @@ def layout_attention(
     """Compute attention for transformers' `AttentionInterface`: query [1, heads, T, size] -> [1, T, heads, size of
     values].
     """
-    for name in REFUSED:
-        if more.get(name) is not None:
-            raise NotFlatError(f"{type(module).__name__} has a {name}")
+    if unknown := sorted(name for name, value in more.items() if value is not None and name not in ARGUMENTS):
+        raise NotFlatError(f"{type(module).__name__} gives its attention {unknown[0]}")
     sinks = more.get("s_aux") if more.get("s_aux") is not None else more.get("sinks")
     how = AttentionVariant(more.get("sliding_window"), more.get("softcap"), sinks)
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))

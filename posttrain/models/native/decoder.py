@@ -30,7 +30,7 @@ from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.decoder_writer import checkpoint_tensors, save_model
 from posttrain.models.native.fused import compiles, norm_linear, rms_norm, rope, rope_heads, swiglu_linear
 from posttrain.models.native.head import Head, SharedVocabulary
-from posttrain.models.native.linear import ROUND, Embedding, Linear, give_memory, in_blocks, rounds
+from posttrain.models.native.linear import ROUND, Embedding, Linear, give_memory, in_blocks, narrow_layers, rounds
 from posttrain.models.native.weight_names import stored_pieces
 from posttrain.models.peers import Peers, copied, summed
 
@@ -249,9 +249,10 @@ class Decoder(nn.Module):
     def how_it_runs(self) -> dict[str, Any] | None:
         return None
 
-    def empty_like(self) -> Decoder:
+    def empty_like(self, products: torch.dtype | None = None) -> Decoder:
         with torch.device("meta"):  # no memory for weights that are about to be replaced
             own = Decoder(self.config).to(self.dtype)
+        narrow_layers(own.layers, products)
         give_memory(own, self.head.device)
         own.source, own.generation, own.eos_ids = self.source, self.generation, self.eos_ids
         return own

@@ -6,7 +6,7 @@ T    tokens
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -430,6 +430,28 @@ def reads_rounded(module: nn.Module) -> bool:
         adapter = module.adapter
         return module.parameter is not None and (adapter is None or adapter.magnitude is None)
     return type(module) is nn.Linear
+
+
+def matrices_read_rounded(layers: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
+    """Return the weights of layers that are read in the type of products alone, by their ids."""
+    modules = (module for layer in layers for module in layer.modules() if reads_rounded(module))
+    return {id(module.weight): cast(nn.Parameter, module.weight) for module in modules}
+
+
+def narrow_layers(layers: Iterable[nn.Module], products: torch.dtype | None) -> None:
+    """Hold the matrices of layers that no update changes in the type of products, which read the same numbers then; where
+    products have a wider type, they widen them. None: do nothing.
+    """
+    if products is None:
+        return
+    layers = list(layers)
+    for layer in layers:
+        for name, module in list(layer.named_modules()):
+            if type(module) is nn.Linear:
+                layer.set_submodule(name, LinearOfRows(module))
+    for weight in matrices_read_rounded(layers).values():
+        if weight.dtype.itemsize > products.itemsize:
+            weight.data = weight.data.to(products)
 
 
 def in_one_block() -> bool:

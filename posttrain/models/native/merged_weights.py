@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from posttrain.models.backbone import decoders_in
 from posttrain.models.native.linear import Adapter, Linear
 from posttrain.models.native.quantized import QuantizedLinear
 
@@ -49,19 +50,24 @@ def plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from _beside(model)
 
 
-def copied_bytes(model: nn.Module) -> float:
+def copied_bytes(model: nn.Module, narrow: bool = False) -> float:
     """Return the bytes of a copy of a whole model with adapters merged. A merged weight has the wider type of weight and
-    adapter; an unpacked one is float32.
+    adapter; an unpacked one is float32. `narrow`: the copy holds the matrices of layers in bfloat16.
     """
-    seen: dict[int, float] = {}
+    seen: dict[int, int] = {}
+    layers = [layer for decoder in decoders_in(model) for layer in decoder.layers] if narrow else []
+    in_layers = {id(module) for layer in layers for module in layer.modules()}
     for module in model.modules():
         if isinstance(module, Adapter):
             continue
         for parameter in module.parameters(recurse=False):
             seen[id(parameter)] = parameter.nbytes
+        most = 2 if id(module) in in_layers else 4  # bytes of a number of a matrix
         if isinstance(module, QuantizedLinear):
-            seen[id(module)] = 4.0 * module.shape.numel()
+            seen[id(module)] = most * module.shape.numel()
         elif isinstance(module, Linear) and module.adapter is not None:
             wide = torch.promote_types(module.weight.dtype, module.adapter.a.dtype)
-            seen[id(module.weight)] = module.weight.numel() * wide.itemsize
-    return sum(seen.values())
+            seen[id(module.weight)] = module.weight.numel() * min(most, wide.itemsize)
+        elif isinstance(module, Linear) or type(module) is nn.Linear:
+            seen[id(module.weight)] = module.weight.numel() * min(most, module.weight.itemsize)
+    return float(sum(seen.values()))

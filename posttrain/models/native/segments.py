@@ -17,6 +17,7 @@ class Forest:
     """
 
     def __init__(self, layout: Layout) -> None:
+        assert all(layout.length), "a segment has tokens"  # chunks and padded batches begin with a segment's first
         self._start, self._length, self.parent = layout.start, layout.length, layout.prefix
         self._children: dict[int, list[int]] = {}
         for k, parent in enumerate(layout.prefix):

@@ -40,6 +40,7 @@ def prompt_length(transcript: Transcript) -> int:
     """Return the number of tokens before the first sampled (or imitated) one."""
     for span in transcript.spans:
         if span.kind is SpanKind.SAMPLED or span.kind is SpanKind.IMITATED:
+            assert span.start, "a transcript begins with a prompt: an empty one would be an empty segment"
             return span.start
     raise AssertionError("no token in it is trained")
 

@@ -39,7 +39,7 @@ from posttrain.envs.play.load_env import is_generator_env, load_env, success_of
 from posttrain.envs.play.player import Player
 from posttrain.learners.local_learner import REFERENCE, LocalLearner, Teaching
 from posttrain.models.adapters.lora import is_adapted
-from posttrain.models.critic import ActionValueModel, Critic, SoftStateValueModel, ValueModel, new_critic
+from posttrain.models.critic import Critic, ValueModel, critic_kind, new_critic
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.checkpoint import resolve
 from posttrain.runs.run_files import WEIGHT_SYNC
@@ -346,9 +346,7 @@ def _critic(config: RL, algorithm: Algorithm, start: Path, model: Model) -> Crit
     """Load the critic that the algorithm needs, from its own checkpoint or from the policy's start."""
     if algorithm.critic is None:
         return None
-    kind: type[Critic] = ActionValueModel if Need.ACTION_VALUE in algorithm.needs else ValueModel
-    if Need.SOFT_STATE_VALUE in algorithm.needs:
-        kind = SoftStateValueModel
+    kind = critic_kind(algorithm.needs)
     folder = None if config.critic == "shared" else resolve(config.critic_model) if config.critic_model else start
     device = model.head.device if folder is None else role_device(config, CRITIC, model.head.device)
     # a target copy moves by steps that bfloat16 would round away

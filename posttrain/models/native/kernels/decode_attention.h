@@ -56,22 +56,20 @@ INLINE void attend(const enum dtype dtype, const int queries, int64_t size, int6
                 sum += weight;
             }
         share[q] = 1.0f / reduce_add(sum);
+        for (int64_t i = 0; i < padded; i += LANES) store(out + q * padded + i, broadcast(0.0f));
     }
 #define VALUES(vectors) \
-    do { \
-        vec sum[TILE_SUMS]; \
-        for (int n = 0; n < queries * vectors; n++) sum[n] = broadcast(0.0f); \
-        for (int part = 0; part < 2; part++) \
-            for (int64_t t = 0, left = visible->tokens[part]; left > 0; t += PAGE, left -= PAGE) \
-                tile_accumulate(dtype, queries, vectors, sum, left < PAGE ? left : PAGE, scores + start[part] + t, stride, 1, \
-                                element(visible->pages[part][t / PAGE], visible->values + i, dtype), LANES, padded); \
-        for (int q = 0; q < queries; q++) \
-            for (int v = 0; v < vectors; v++) store(out + q * padded + i + v * LANES, sum[q * vectors + v] * share[q]); \
-    } while (0)
-    int64_t i = 0;
-    for (; i + VECTORS * LANES <= padded; i += VECTORS * LANES) VALUES(VECTORS);
-    for (; i < padded; i += LANES) VALUES(1);
+    tile_multiply(dtype, queries, vectors, left < PAGE ? left : PAGE, scores + start[part] + t, stride, 1, \
+                  element(visible->pages[part][t / PAGE], visible->values + i, dtype), LANES, padded, out + i, padded, 1)
+    for (int part = 0; part < 2; part++)
+        for (int64_t t = 0, left = visible->tokens[part]; left > 0; t += PAGE, left -= PAGE) {
+            int64_t i = 0;
+            for (; i + VECTORS * LANES <= padded; i += VECTORS * LANES) VALUES(VECTORS);
+            for (; i < padded; i += LANES) VALUES(1);
+        }
 #undef VALUES
+    for (int q = 0; q < queries; q++)
+        for (int64_t i = 0; i < padded; i += LANES) store(out + q * padded + i, load(out + q * padded + i) * share[q]);
 }
 
 INLINE void attend_typed(const enum dtype dtype, int64_t queries, int64_t size, int64_t padded, const float *query,

@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from itertools import count as counter
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -418,16 +420,18 @@ class LocalEngine:
         """Take waiting requests from the queue: as many as fit into free slots and the limit, at least one if nothing
         runs.
         """
-        taken: list[Request] = []
-        while self.waiting and len(taken) < free:
-            both = [*taken, self.waiting[0]]
-            added = self._cache.added(list(map(self._new_tokens, both)), [request.prompt for request in both])
-            if (excess := self._occupied() + added - self._limit) > 0:
-                self.kept.trim(max(0, self.kept.bytes - math.ceil(excess)))
-                if (taken or self.running) and self._occupied() + added > self._limit:
-                    break
-            taken.append(self.waiting.popleft())
-        return taken
+        first = list(islice(self.waiting, free))
+        tokens, prompts = list(map(self._new_tokens, first)), [request.prompt for request in first]
+        occupied = self._occupied()
+
+        def excess(count: int) -> float:
+            return occupied + self._cache.added(tokens[:count], prompts[:count]) - self._limit
+
+        if first and (over := excess(len(first))) > 0:
+            self.kept.trim(max(0, self.kept.bytes - math.ceil(over)))
+            occupied = self._occupied()
+        count = bisect(range(1, len(first) + 1), 0.0, key=excess)
+        return [self.waiting.popleft() for _ in range(max(count, int(not self.running)))]
 
     def _new_tokens(self, request: Request) -> int:
         """Return the own tokens for which a waiting request needs memory when it is admitted."""

@@ -33,27 +33,25 @@ from torch import Tensor
 
 from posttrain.core.protocols import Engine, Paced
 from posttrain.core.types import Completion, Sampling, UserError
-from posttrain.engines.local.compiled_step import CompiledStep, Given, logits_in_blocks, supported
+from posttrain.engines.local.compiled_step import CompiledStep, Given, supported
 from posttrain.engines.local.cuda_step import CudaStep, decodes_in_graphs
 from posttrain.engines.local.engine_weights import copy_weights
 from posttrain.engines.local.kv_cache import FIRST_TOKENS, KVCache, Prompt, PromptPrefix, States
 from posttrain.engines.local.paged_cache import PagedCache
+from posttrain.engines.local.prefill import prefilled
 from posttrain.engines.local.prefix_cache import KEPT_BYTES, CachedPrefixes, PrefixCache
-from posttrain.engines.local.prompt_layout import PromptBlocks
 from posttrain.engines.local.running_batch import RunningBatch, Sampled
 from posttrain.engines.local.sampler import UniformTokens
 from posttrain.engines.local.step_cache import StepCache, token_bucket
 from posttrain.engines.request import Request, complete, end_ids, reached_stop, stop_window
 from posttrain.engines.throughput import Throughput
 from posttrain.models.free_memory import free_memory
-from posttrain.models.native.attention import SegmentAttention, each_alone, filled
 from posttrain.models.native.decoder import Decoder
 from posttrain.models.native.fused import compiles
 from posttrain.models.native.kernels import build
-from posttrain.models.native.linear import ROUND, in_blocks, rounds
+from posttrain.models.native.linear import ROUND, rounds
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
-PREFILL_TOKENS = 8192  # prompts are computed in batches of about this many tokens
 POLL_STEPS = 4  # decoding steps after which the caller may handle other events
 CACHE_SHARE = 0.7
 """Share of the memory that is free without the cache when sampling begins, at most which it takes if no limit is given."""
@@ -267,7 +265,10 @@ class LocalEngine:
         asked = Counter(r.prompt for r in requests)
         fresh = {r.prompt for r in requests if not self._given(r)}
         needed = (prompt for prompt in asked if prompt in fresh or prompt not in self._cache)
-        self._prefill([prompt for prompt in needed if prompt not in self.prefixes])
+        missing = [prompt for prompt in needed if prompt not in self.prefixes]
+        found, computed = prefilled(self.model, missing, self._cache, self.batch_invariant)
+        self.prefixes |= found
+        self.computed += computed
         self._cache.reserve(
             len(self.running) + len(requests),
             max(self._first_tokens(r) for r in requests),
@@ -343,44 +344,6 @@ class LocalEngine:
         assert isinstance(self._cache, KVCache)
         attend = self._cache.extend(given.slot, given.place, count)
         self.model(tokens, position, attend, tokens[:1] * 0)
-
-    def _prefill(self, prompts: list[tuple[int, ...]]) -> None:
-        blocks = PromptBlocks()
-        for prompt in prompts:
-            if blocks.tokens and blocks.tokens + blocks.missing(prompt) > PREFILL_TOKENS:
-                self._prefill_batch(blocks)
-                blocks = PromptBlocks()
-            blocks.add(prompt)
-        if blocks.tokens:
-            self._prefill_batch(blocks)
-
-    def _prefill_batch(self, blocks: PromptBlocks) -> None:
-        """Prefill and store these prompts, in one pass through the model."""
-        self.computed += blocks.tokens
-        laid, prompts = blocks.lay(self.device, joined=not self.batch_invariant), blocks.prompts
-        segments = len(laid.layout.length)
-        layout = filled(laid.layout, ROUND) if self.batch_invariant or rounds(self.device) else laid.layout
-        last = torch.tensor([laid.last(i) for i in range(len(prompts))], device=self.device)
-        attention = SegmentAttention(layout) if not self.batch_invariant else each_alone(layout, segments)
-        keys, values = [], []
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys.append(k)
-            values.append(v)
-            return attention(layer, q, k, v)
-
-        if self.batch_invariant:
-            asked = torch.cat((last, last[:1].expand(-len(last) % ROUND)))
-            with in_blocks(ROUND):
-                hidden = self.model(layout.tokens, layout.position, attend, asked)[: len(last)]
-        else:
-            hidden = self.model(layout.tokens, layout.position, attend, last)
-        logits = logits_in_blocks(self.model, hidden) if self.batch_invariant else self.model.logits(hidden)
-        k, v = torch.stack(keys).transpose(1, 2), torch.stack(values).transpose(1, 2)  # [layers, kv_heads, T, size]
-        made: dict[int, Any] = {}
-        for i, prompt in enumerate(prompts):
-            states = self._cache.store(k, v, laid.places(i), blocks.paths[i], made)
-            self.prefixes[prompt] = PromptPrefix(states, logits[i].clone())
 
     # -- memory -------------------------------------------------------------------------------------------------------
 

@@ -521,9 +521,10 @@ class EngineOptions(ReplicaOptions, total=False):
     """GPUs of engines in processes of their own (--replicas, --engine), in turn. Default: the GPUs that no training
     process uses; if there are none, the training GPUs."""
     engine_cache: float | None
-    """KV cache limit in GiB: of a server, or of the local engine's cache of episodes between turns. The local engine
-    recomputes dropped entries, bit for bit. Default: 4; for a server on GPUs that it has to itself, what it finds free,
-    and where it sleeps during updates, a fifth of the GPU."""
+    """KV cache limit in GiB, of the local engine or of a server. When the local engine's is full, the newest requests
+    wait, and are continued later. Default: 0.7 of the memory that is free when sampling begins, of which episodes
+    between turns get 4. For a server 4; on GPUs that it has to itself, what it finds free, and where it sleeps during
+    updates, a fifth of the GPU."""
     engine_timeout: float
     """Timeout of an engine in another process, in seconds, for a weight sync or a decoding step. After it, the engine
     is restarted."""

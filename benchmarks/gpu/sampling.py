@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from findings import Findings, Setting, Watch, ceilings
@@ -40,6 +41,8 @@ def sampling(setting: Setting, found: Findings) -> None:
                 _vllm(setting, table, model, tokens, counts)
     else:
         table.notes.append("vLLM is not installed here.")
+    with found.trying("long replies"):
+        _long_replies(setting, found)
 
 
 def wanted_of(bench: Bench, count: int, tokens: int, distinct: int = PROMPTS) -> list[Request]:
@@ -66,6 +69,43 @@ def _engine(setting: Setting, found: Findings, table: Table, model: str, tokens:
         _add(setting, table, label, model, wanted, seconds, watch.most())
         found.figures[f"{label}: tokens/s"] = count * tokens / seconds.median
         found.write()
+
+
+def _long_replies(setting: Setting, found: Findings) -> None:
+    """Measure replies of which a few are long: the cache grows, and with a limit requests wait again."""
+    count, tokens, short, long = (8, 4, 8, 600) if setting.tiny else (64, 4, 256, 4096)
+    table = found.table(
+        f"Sampling, {count - tokens} replies of {short} tokens and {tokens} of {long}, 1.5b, bfloat16",
+        "",
+        "tokens/s",
+        "most of the KV cache, GB",
+        "most memory, GB",
+        "times that a request waited again",
+        notes=("With a limit: a third of what the cache took without one, at least one long reply.",),
+    )
+    bench = bench_of(setting, "1.5b")
+    engine, wanted = bench.engine, wanted_of(bench, count, short)
+    wanted = [*wanted[tokens:], *((prompt, long) for prompt, _ in wanted[:tokens])]
+    limit = None
+    for label in ("no limit", "a third"):
+        engine._cache_bytes, engine.preempted = limit, 0
+        bench.sampled(wanted)
+        watch, most, room = Watch(setting), [0], engine._make_room
+
+        def seen(steps: int, room: Callable[[int], None] = room, most: list[int] = most) -> None:
+            room(steps)
+            most[0] = max(most[0], engine._cache.bytes)
+
+        engine._make_room = seen  # type: ignore[method-assign]
+        seconds = Figure.of([bench.sampled(wanted)[0] for _ in range(setting.rounds)])
+        engine._make_room = room  # type: ignore[method-assign]
+        speed = Figure.of([sum(reply for _, reply in wanted) / s for s in seconds.values])
+        again = engine.preempted // (setting.rounds + 1)
+        table.add(label, speed, number(most[0] / 1e9), number(watch.most()), str(again))
+        found.figures[f"long replies, {label}: tokens/s"] = speed.median
+        found.write()
+        alone = max(engine._cache.size(reply, len(prompt)) for prompt, reply in wanted)
+        limit = max(most[0] // 3, alone)
 
 
 def _add(

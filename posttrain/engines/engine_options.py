@@ -18,7 +18,7 @@ class EngineOptions:
     slots: int = 256  # maximum of concurrent requests of each
     precision: str = "float32"
     replicas: int = 0  # processes to start
-    cache_gib: float | None = None  # limit of the cache of each in GiB; None: see `--engine-cache`
+    cache_gib: float | None = None  # limit of the KV cache of each in GiB; None: see `--engine-cache`
     seconds: float = 120.0  # timeout of a weight sync and of a decoding step, for engines in other processes
     restarts: int = 5
     folder: Path | None = None  # folder for checkpoints on a disk that the servers read

@@ -35,6 +35,16 @@ def available_memory(device: torch.device) -> float:
     return room if own == resource.RLIM_INFINITY else min(room, float(own))
 
 
+def free_memory(device: torch.device) -> float:
+    """Return the bytes that are free on a device: of a GPU with those that torch holds for later tensors, of a processor as
+    `available_memory`.
+    """
+    if device.type != "cuda":
+        return available_memory(device)
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return float(torch.cuda.mem_get_info(device)[0] + held)
+
+
 def gpu_memory(device: torch.device) -> int:
     """Return the whole memory of a GPU in bytes; 0 for a processor."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0

@@ -6,6 +6,7 @@ of a micro-batch. Within 10% of measurements on an H200 (`tests/training/test_me
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -55,13 +56,16 @@ class SamplingSize:
     requests: int
     tokens: int  # most tokens of a reply
     asynchronous: bool = False  # it samples during updates too, and never rests
+    cache: float = math.inf  # limit of its KV cache in bytes
 
 
 def sampling_size(config: Training) -> SamplingSize | None:
     """Return the size of the sampling in the learner's process; None if it samples nothing."""
     if not isinstance(config, RL) or config.engine != "local" or config.replicas:
         return None
-    return SamplingSize(min(config.slots, config.prompts * config.group), config.max_tokens, config.async_steps > 0)
+    limit = math.inf if config.engine_cache is None else config.engine_cache * 2**30
+    requests = min(config.slots, config.prompts * config.group)
+    return SamplingSize(requests, config.max_tokens, config.async_steps > 0, limit)
 
 
 @dataclass(frozen=True)
@@ -439,7 +443,7 @@ def _engine_bytes(model: Any, size: SamplingSize, narrow: bool, most: float, rou
         held = 0 if model.head.dtype == torch.float32 else shape.vocab * shape.hidden * (1 if shape.tied else 2)
         copied = 2 * (shape.vocab * shape.hidden if rounded else shape.parameters - held)
     numbers = 2 * shape.layers * shape.kv_heads * shape.head_size
-    return float(copied + number * numbers * row_bucket(size.requests) * token_bucket(size.tokens))
+    return copied + min(size.cache, number * numbers * row_bucket(size.requests) * token_bucket(size.tokens))
 
 
 def with_recomputation(config: Training, learner: LocalLearner, size: UpdateSize) -> UpdateSize:

@@ -421,6 +421,24 @@ def test_no_graph_reads_a_cache_of_before(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_captured_steps_of_requests_that_had_to_wait_again_are_those_of_undisturbed_ones(
+    tokenizer: Tokenizer, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_engine, "FIRST_TOKENS", 64)
+    model = on_a_card(tokenizer)
+    model.eos_ids = (10**6,)
+    prompts, how = [[5, 6, 7]] * 8, [Sampling(seed=i, max_tokens=300) for i in range(8)]
+    expected = complete(stepping(model, tokenizer), prompts, how)
+    limit = 3 * stepping(model, tokenizer, precision=precision)._cache.size(300, 3)
+    engine = stepping(model, tokenizer, cache_bytes=limit, precision=precision)
+    done = complete(engine, prompts, how)
+    assert engine.preempted and [len(c.tokens) for c in done.values()] == [300] * 8
+    if precision == "float32":  # other numbers of rows round differently
+        assert_same(expected, done, atol=1e-4)
+
+
+@pytest.mark.gpu
 def test_few_graphs_are_kept(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("posttrain.engines.local.cuda_step.GRAPHS", 3)
     model, (prompts, how) = on_a_card(tokenizer), mixed(40)

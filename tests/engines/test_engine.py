@@ -449,7 +449,7 @@ def test_draws_are_never_zero() -> None:
 def test_what_requests_ask_of_sampling_is_forgotten_when_they_end() -> None:
     rows = RunningBatch(torch.device("cpu"))
     asked = [{}, {"top_p": 0.9}, {"top_k": 3, "temperature": 0.0}, {"temperature": 0.5}, {}]
-    rows.append([Request(i, (5,), Sampling(**how)) for i, how in enumerate(asked)], 64)
+    rows.append([Request(i, (5,), Sampling(**how)) for i, how in enumerate(asked)], 64, {})
 
     def noted() -> tuple[object, ...]:
         slots = None if rows.filtered_slots is None else rows.filtered_slots.tolist()
@@ -462,13 +462,13 @@ def test_what_requests_ask_of_sampling_is_forgotten_when_they_end() -> None:
     assert noted() == (True, False, False, False, None)
     rows.keep(1, [], [])
     assert noted() == (False, False, False, False, None)
-    rows.append([Request(9, (5,), Sampling(top_k=2))], 64)
+    rows.append([Request(9, (5,), Sampling(top_k=2))], 64, {})
     assert noted() == (False, False, False, True, [1])
 
 
 def test_greedy_requests_take_the_first_of_equal_tokens_whatever_they_draw() -> None:
     rows = RunningBatch(torch.device("cpu"))
-    rows.append([Request(i, (5,), Sampling(temperature=0.0 if i < 9 else 1.0, seed=i)) for i in range(18)], 64)
+    rows.append([Request(i, (5,), Sampling(temperature=0.0 if i < 9 else 1.0, seed=i)) for i in range(18)], 64, {})
     token, logp = rows.sampled(torch.zeros(18, 4), slice(0, 18), lambda: pytest.fail("none explores"))
     assert token[:9].tolist() == [0] * 9 and logp[:9].tolist() == [0.0] * 9
     assert len(set(token[9:].tolist())) > 1 and torch.allclose(logp[9:], torch.tensor(0.25).log())
@@ -490,7 +490,7 @@ def test_probabilities_that_are_no_numbers_are_told_in_one_line(tokenizer: Token
 def test_every_setting_of_a_request_moves_with_it() -> None:
     rows = RunningBatch(torch.device("cpu"))
     asked: list[dict[str, Any]] = [{}, {"top_k": 7, "top_p": 0.5, "temperature": 0.3, "seed": 9, "max_tokens": 5}]
-    rows.append([Request(i, (5,) * (i + 1), Sampling(**how)) for i, how in enumerate(asked)], 64)
+    rows.append([Request(i, (5,) * (i + 1), Sampling(**how)) for i, how in enumerate(asked)], 64, {})
     columns = {name: value for name, value in vars(rows).items() if isinstance(value, torch.Tensor) and name != "slot"}
     names = [name for name, value in columns.items() if value.shape[:1] == (2,)]
     assert {"top_k", "top_p", "temperature", "seed", "count"} <= set(names)

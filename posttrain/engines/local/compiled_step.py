@@ -1,5 +1,5 @@
-"""Decoding steps by compiled code, `decode.c`: decides whether it can be used, and packs weights, cache and requests in
-its formats.
+"""Decoding steps by compiled code, `decode.c`: decides whether it can be used, and packs weights and requests in its
+formats.
 
     B    running requests    K    inputs of a product
 """
@@ -7,17 +7,15 @@ its formats.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from posttrain.engines.local.kv_cache import KVCache, PromptPrefix
+from posttrain.engines.local.paged_cache import PagedCache
 from posttrain.engines.local.running_batch import RunningBatch
 from posttrain.models.native.decoder import Decoder, Layer
-from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.kernels import binder
 from posttrain.models.native.linear import Linear
 
@@ -177,19 +175,17 @@ class CompiledStep:
         """Free copies and buffers, since the weights may have changed, or nothing is running."""
         self._packed, self._buffers, self._rotary = None, {}, None
 
-    def __call__(self, cache: PackedCache, rows: RunningBatch, count: int) -> tuple[Tensor, slice | Tensor] | None:
+    def __call__(self, cache: PagedCache, rows: RunningBatch, count: int) -> tuple[Tensor, slice | Tensor] | None:
         """Decode one token of the first `count` requests. Return logits, float32 [n, V], and slots of the requests for
         which the caller has to sample; None: there are none.
         """
         packed = self._pack()
-        order, prompt, _ = cache.requests()
         step = self._step(
             cache,
             count,
-            order=order.data_ptr(),
+            order=cache.requests()[0].data_ptr(),
             groups=count,
             draws=1,
-            prompt=prompt.data_ptr(),
             sampled_stride=rows.tokens.shape[1],
             **{name: getattr(rows, name).data_ptr() for name in ("token", "length", *SAMPLED)},
         )
@@ -199,7 +195,7 @@ class CompiledStep:
         logits = self._buffers["logits"].view(-1, step.logits_stride)
         return logits[rows.filtered_slots, : self._decoder.config.vocab], rows.filtered_slots
 
-    def feed(self, cache: PackedCache, given: Sequence[Given]) -> None:
+    def feed(self, cache: PagedCache, given: Sequence[Given]) -> None:
         """Write keys and values of given tokens into the cache, bit-identical to decoding the tokens one by one."""
         left = list(given)
         while left:
@@ -213,19 +209,19 @@ class CompiledStep:
                 room -= len(taken[-1].tokens)
             self._feed(cache, taken)
 
-    def _feed(self, cache: PackedCache, given: Sequence[Given]) -> None:
+    def _feed(self, cache: PagedCache, given: Sequence[Given]) -> None:
         """Write keys and values of at most `FEED_ROWS` tokens."""
         packed = self._pack()
-        _, prompts, lengths = cache.requests()
-        given = sorted(given, key=lambda one: int(prompts[one.slot]))  # requests with the same prompt must be adjacent
+        by_prompt, lengths, _ = cache.requests()
+        place = by_prompt.argsort().tolist()
+        given = sorted(given, key=lambda one: place[one.slot])  # requests with the same prompt must be adjacent
         counts = torch.tensor([len(one.tokens) for one in given])
         slots = torch.tensor([one.slot for one in given], dtype=torch.int32)
-        starts = torch.tensor([one.place for one in given]) + lengths[prompts[slots.long()].long()]
+        starts = torch.tensor([one.place for one in given]) + lengths[slots.long()]
         ends = counts.cumsum(0)
         count = int(ends[-1])
         position = torch.arange(count) - (ends - counts - starts).repeat_interleave(counts)
         slot = slots.repeat_interleave(counts)
-        prompt = prompts[slot.long()]
         token = torch.tensor([token for one in given for token in one.tokens])
         order = torch.arange(count, dtype=torch.int32)
         group = torch.cat((torch.zeros(1, dtype=torch.int32), ends.to(torch.int32)))
@@ -236,7 +232,6 @@ class CompiledStep:
             group=group.data_ptr(),
             groups=len(given),
             slot=slot.data_ptr(),
-            prompt=prompt.data_ptr(),
             token=token.data_ptr(),
             length=position.data_ptr(),
         )
@@ -247,39 +242,33 @@ class CompiledStep:
             self._packed = PackedModel(self._decoder, self._dtype, self._library.lanes)
         return self._packed
 
-    def _step(self, cache: PackedCache, rows: int, **of_rows: Any) -> binder.CStep:
+    def _step(self, cache: PagedCache, rows: int, **of_rows: Any) -> binder.CStep:
         """Build the C structure of a step. `of_rows`: fields that describe the rows."""
         assert self._packed is not None
         config, library, model = self._decoder.config, self._library, self._packed.model
         threads = torch.get_num_threads()
-        _, _, prompt_length = cache.requests()
-        own_tokens, prompt_tokens = cache.own.shape[4], cache.shared.shape[4]
-        cos, sin = self._tables(cache.positions)
+        _, prompt_length, pages = cache.requests()
+        visible = pages.shape[1] * cache.page
+        cos, sin = self._tables(min(config.context, visible))
         lines = _round_up(rows)
         hidden = _round_up(config.hidden)
         qkv = _round_up((config.heads + 2 * config.kv_heads) * config.head_size)
         attended = _round_up(config.heads * config.head_size)
         inner = _round_up(config.intermediate)
         logits = _round_up(config.vocab, library.vocab_block) if of_rows.get("draws") else 0
-        scratch = library.scratch(model, own_tokens + prompt_tokens)
+        scratch = library.scratch(model, visible)
         nothing = dict.fromkeys(("group", "slot", *SAMPLED)) | {"draws": 0, "sampled_stride": 0}
         return binder.CStep(
             **{**nothing, **of_rows},
             rows=rows,
             threads=threads,
             prompt_length=prompt_length.data_ptr(),
+            pages=pages.data_ptr(),
+            pages_stride=pages.shape[1],
             eos=self._eos.data_ptr(),
             eos_count=len(self._eos),
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
-            own_keys=cache.own[0].data_ptr(),
-            own_values=cache.own[1].data_ptr(),
-            prompt_keys=cache.shared[0].data_ptr(),
-            prompt_values=cache.shared[1].data_ptr(),
-            own_slots=cache.own.shape[2],
-            own_tokens=own_tokens,
-            prompt_slots=cache.shared.shape[2],
-            prompt_tokens=prompt_tokens,
             x=self._buffer("x", lines * hidden),
             normed=self._buffer("normed", lines * hidden, self._dtype),
             qkv=self._buffer("qkv", lines * qkv),
@@ -313,38 +302,3 @@ class CompiledStep:
         if held is None or held.numel() < size:
             held = self._buffers[name] = torch.zeros(size, dtype=dtype)
         return held.data_ptr()
-
-
-# -- the cache ---------------------------------------------------------------------------------------------------------
-
-
-class PackedCache(KVCache):
-    """Cache that stores keys in blocks of one vector of tokens, [tokens / lanes, size, lanes] instead of [tokens,
-    size].
-    """
-
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
-        library = binder.decode()
-        assert library is not None
-        super().__init__(replace(config, head_size=_round_up(config.head_size, library.lanes)), dtype, device)
-        self.unit = library.lanes
-        self._requests: tuple[Tensor, Tensor, Tensor] | None = None
-
-    def requests(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (slots grouped by prompt, the prompt of each slot, the lengths of the prompts), all int32."""
-        if self._requests is None:
-            prompt = torch.tensor([self.row[prompt] for prompt in self.prompt], dtype=torch.int32)
-            lengths = torch.tensor([len(prompt) for prompt in self.row], dtype=torch.int32)
-            self._requests = prompt.argsort(stable=True).to(torch.int32), prompt, lengths
-        return self._requests
-
-    def _reseated(self) -> None:
-        super()._reseated()
-        self._requests = None
-
-    def _write(self, row: int, prefix: PromptPrefix) -> None:
-        tokens, size = prefix.k.shape[2:]
-        keys = functional.pad(prefix.k, (0, self.config.head_size - size, 0, -tokens % self.unit))
-        whole = keys.unflatten(2, (-1, self.unit)).transpose(-1, -2)  # [layers, kv_heads, blocks, size, unit]
-        self.shared[0, :, row, :, : keys.shape[2]] = whole.reshape(keys.shape)
-        self.shared[1, :, row, :, :tokens, :size] = prefix.v

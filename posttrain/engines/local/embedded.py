@@ -20,22 +20,23 @@ def embedded(
     tokenizer: Tokenizer,
     slots: int = 256,
     precision: str = "float32",
-    kept_gib: float | None = None,
+    cache_gib: float | None = None,
     rests: bool = True,
     own: bool = False,
     filled: bool = False,
 ) -> Engine:
     """Open the engine in the learner's process.
 
-    `slots`: maximum of concurrent requests. `kept_gib`: memory in GiB of the prefix cache, kept between turns. `rests`:
-    whether memory is freed when nothing runs. `own`: sample with a copy of the weights that were loaded last; `filled`:
-    `model` is already that copy, and used by nothing else.
+    `slots`: maximum of concurrent requests. `cache_gib`: limit of the KV cache in GiB, with what is kept between turns;
+    None: see `LocalEngine`. `rests`: whether memory is freed when nothing runs. `own`: sample with a copy of the weights
+    that were loaded last; `filled`: `model` is already that copy, and used by nothing else.
     """
     products = torch.bfloat16 if precision == "bfloat16" else None
     model, own = own_copy(model, products) if own else model, own or filled
     if model.decoder is None:
         return UncachedEngine(model, tokenizer, slots, precision, own)
     if model.decoder.native:
-        kept = KEPT_BYTES if kept_gib is None else int(kept_gib * 2**30)
-        return LocalEngine(cast(Any, model), tokenizer, slots, precision, kept, rests, own)
+        limit = None if cache_gib is None else int(cache_gib * 2**30)
+        kept = KEPT_BYTES if limit is None else limit
+        return LocalEngine(cast(Any, model), tokenizer, slots, precision, kept, rests, own, limit)
     return BackedEngine(cast(Any, model), tokenizer, slots, precision, own)

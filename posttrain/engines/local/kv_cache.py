@@ -1,4 +1,7 @@
-"""Key-value cache of running requests: a prompt is stored once for all of its requests, their own tokens separately.
+"""Key-value cache for torch's operations: a prompt is stored once for all of its requests, their own tokens separately.
+
+torch's products need keys that are contiguous, so a request has a slot, not pages as in `paged_cache.py`. All slots have
+the same number of tokens, which grows as tokens are sampled.
 
 The attention of a request to its prompt and to its own tokens is computed separately, and merged by the normalisers. So
 the prompt of a group takes memory and bandwidth once for all of its rollouts.
@@ -9,33 +12,36 @@ B    running requests    G    prompts in use    W    requests of the most used p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from posttrain.engines.local.running_batch import RunningBatch
 from posttrain.models.native.attention import fused, merged
 from posttrain.models.native.decoder_shape import DecoderConfig
 
+FIRST_TOKENS = 512
+"""Own tokens of a slot before it grows, if replies may be so long."""
+
 Prompt = tuple[int, ...]
+States = Any
+"""Keys and values outside of slots: a tensor [2, layers, kv_heads, tokens, size], or a tuple of pages (`paged_cache.py`)."""
+
+
+def pieces(states: States) -> tuple[Any, ...]:
+    """Return the tensors or pages of states."""
+    return states if isinstance(states, tuple) else (states,)
 
 
 @dataclass(frozen=True)
 class PromptPrefix:
-    """A computed prompt of P tokens, kept while requests with this prompt wait."""
+    """A computed prompt, kept while requests with this prompt wait."""
 
-    k: Tensor  # [layers, kv_heads, P, size]
-    v: Tensor
+    states: States
     logits: Tensor  # [V], of the first token of a reply
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.k, self.v, self.logits
-
-    def alone(self) -> PromptPrefix:
-        """Return a copy with its own memory, so that prompts computed in the same batch can be freed."""
-        return self if all(x._base is None for x in self.tensors) else PromptPrefix(*(x.clone() for x in self.tensors))
 
 
 @dataclass(frozen=True)
@@ -54,29 +60,83 @@ class KVCache:
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.dtype, self.device = config, dtype, device
-        self.unit = 1  # tokens per unit of the cache
+        self.clear()
+
+    def clear(self) -> None:
+        """Free all memory."""
         self.own = self._empty(0, 0)
         self.shared = self._empty(0, 0)
         self.row: dict[Prompt, int] = {}  # prompt in use -> its row, in the order of the rows
         self.prompt: list[Prompt] = []  # [B], prompt of each slot
         self._groups: _Groups | None = None
 
+    def __contains__(self, prompt: Prompt) -> bool:
+        return prompt in self.row
+
     @property
     def positions(self) -> int:
         """Maximum of positions of a request."""
         return min(self.config.context, self.own.shape[4] + self.shared.shape[4])
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    @property
+    def bytes(self) -> int:
+        return self.own.nbytes + self.shared.nbytes
+
+    def occupied(self, outside: int) -> int:
+        """Return the bytes in use. `outside`: those of states that no slot has."""
+        return self.bytes + outside
+
+    def size(self, own: int, prompt: int) -> int:
+        """Return the bytes of a request with so many tokens of its own and of its prompt."""
+        return self._bytes(1, own) + self._bytes(1, prompt)
+
+    def added(self, own: Sequence[int], prompts: Sequence[Prompt]) -> int:
+        """Return the bytes that requests with so many own tokens would add."""
+        rows = {*self.row, *prompts}
+        slots = self._grown_size(self.own, len(self.prompt) + len(own), max(own))
+        shared = self._grown_size(self.shared, len(rows), max(map(len, rows)))
+        return self._bytes(*slots) + self._bytes(*shared) - self.bytes
 
     def reserve(self, slots: int, own: int, prompts: int, prompt: int) -> None:
         """Make room for `slots` requests with `own` tokens, and `prompts` more prompts of at most `prompt` tokens."""
         self.own = self._grown(self.own, slots, own)
         self.shared = self._grown(self.shared, len(self.row) + prompts, prompt)
 
-    def admit(self, prompts: Sequence[Prompt], computed: dict[Prompt, PromptPrefix]) -> None:
+    def room(self, rows: RunningBatch, steps: int, slots: int, limit: Callable[[], float]) -> bool:
+        """Make room for the next `steps` tokens of every request, of `slots` ones if possible. Return False if they do not
+        fit `limit()` bytes. A cache that grows also loses the slots that it does not need any more.
+        """
+        have, count, needed = self.own.shape[4], len(self.prompt), rows.longest + steps - 1
+        if needed <= have:
+            return True
+        most, twice = limit(), max(needed, min(2 * have, rows.longest_end))
+        for size in ((slots, twice), (count, twice), (count, needed)):
+            if self._bytes(*size) + self.shared.nbytes <= most:
+                old, self.own = self.own, self._empty(0, 0)
+                if old.nbytes + self._bytes(*size) + self.shared.nbytes > most:
+                    old = old.cpu()  # both at once would not fit
+                self.own = self._empty(*self._rounded(*size))
+                self.own[:, :, :count, :, :have] = old[:, :, :count]
+                return True
+        return False
+
+    def cover(self, slot: int, tokens: int) -> None:
+        """Do nothing: `reserve` made room for the given tokens of all requests."""
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def store(self, k: Tensor, v: Tensor, places: slice | Tensor, path: Sequence[int], made: dict[int, Any]) -> Tensor:
+        """Return the keys and values of a computed prompt: of k, v [layers, kv_heads, T, size] those at `places`."""
+        return torch.stack((k[:, :, places], v[:, :, places]))
+
+    def admit(self, prompts: Sequence[Prompt], computed: Mapping[Prompt, PromptPrefix]) -> None:
         """Assign these prompts to the next slots. `computed`: has those that are not in the cache yet."""
         for prompt in dict.fromkeys(prompts):
             if prompt not in self.row:
                 row = self.row[prompt] = len(self.row)
-                self._write(row, computed[prompt])
+                self.shared[:, :, row, :, : len(prompt)] = computed[prompt].states
         self.prompt.extend(prompts)
         self._reseated()
 
@@ -84,7 +144,7 @@ class KVCache:
         """Keep the first `count` slots, after moving `source` to `to`; `filled`: maximum of own tokens of a request."""
         if source:
             index, place = (torch.tensor(slots, device=self.device) for slots in (source, to))
-            used = self.own[:, :, :, :, : self.whole(filled)]
+            used = self.own[:, :, :, :, :filled]
             used.index_copy_(2, place, used.index_select(2, index))
             for old, new in zip(source, to, strict=True):
                 self.prompt[new] = self.prompt[old]
@@ -93,12 +153,16 @@ class KVCache:
         self._reseated()
 
     def states(self, slot: int, tokens: int) -> Tensor:
-        """Copy a request's own keys and values, [2, layers, kv_heads, tokens, size], in whole units of tokens."""
-        return self.own[:, :, slot, :, : self.whole(tokens)].clone()
+        """Copy a request's own keys and values, [2, layers, kv_heads, tokens, size]."""
+        return self.own[:, :, slot, :, :tokens].clone()
 
-    def restore(self, slot: int, states: Tensor) -> None:
-        """Write the result of `states` into a slot."""
-        self.own[:, :, slot, :, : states.shape[3]] = states
+    def cut(self, states: Tensor, tokens: int) -> Tensor:
+        """Return a copy of the first `tokens` tokens of states."""
+        return states[:, :, :, :tokens].clone()
+
+    def restore(self, slot: int, states: Tensor, tokens: int) -> None:
+        """Write the first `tokens` tokens of states into a slot."""
+        self.own[:, :, slot, :, :tokens] = states[:, :, :, :tokens]
 
     def extend(self, slot: int, place: int, tokens: int) -> ExtendAttention:
         """Return the attention function for `tokens` further tokens of a request, from index `place` of its own on."""
@@ -114,16 +178,6 @@ class KVCache:
         """Drop what depends on the running requests and their slots, which have changed."""
         self._groups = None
 
-    def _write(self, row: int, prefix: PromptPrefix) -> None:
-        """Store a prompt in a row."""
-        tokens = prefix.k.shape[2]
-        self.shared[0, :, row, :, :tokens] = prefix.k
-        self.shared[1, :, row, :, :tokens] = prefix.v
-
-    def whole(self, tokens: int) -> int:
-        """Round a number of tokens up to whole units."""
-        return math.ceil(tokens / self.unit) * self.unit
-
     def _release(self, used: set[Prompt]) -> None:
         """Free the rows of prompts that no request uses; the last rows fill the gaps."""
         rows = list(self.row)
@@ -132,7 +186,7 @@ class KVCache:
                 rows.pop()
             if hole < len(rows):
                 rows[hole] = prompt = rows.pop()
-                filled = self.whole(len(prompt))
+                filled = len(prompt)
                 self.shared[:, :, hole, :, :filled] = self.shared[:, :, self.row[prompt], :, :filled]
         self.row = {prompt: row for row, prompt in enumerate(rows)}
 
@@ -161,14 +215,27 @@ class KVCache:
         shape = (2, config.layers, slots, config.kv_heads, tokens, config.head_size)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
+    def _bytes(self, slots: int, tokens: int) -> int:
+        """Return the bytes of a tensor with at least `slots` slots and `tokens` tokens."""
+        slots, tokens = self._rounded(slots, tokens)
+        return (
+            2 * self.config.layers * slots * self.config.kv_heads * tokens * self.config.head_size * self.dtype.itemsize
+        )
+
+    def _rounded(self, slots: int, tokens: int) -> tuple[int, int]:
+        """Round a size up to one that is allocated."""
+        return slots, 64 * math.ceil(tokens / 64)
+
+    def _grown_size(self, old: Tensor, slots: int, tokens: int) -> tuple[int, int]:
+        """Return slots and tokens of a tensor with at least so many."""
+        return max(slots, old.shape[2]), max(tokens, old.shape[4])
+
     def _grown(self, old: Tensor, slots: int, tokens: int) -> Tensor:
         """Return a tensor with at least `slots` slots and `tokens` tokens: `old` itself if it is large enough."""
         have, filled = old.shape[2], old.shape[4]
         if slots <= have and tokens <= filled:
             return old
-        if filled and tokens > filled:
-            tokens = max(tokens, min(self.config.context, 3 * filled // 2))  # grows in large steps: few reallocations
-        new = self._empty(max(slots, have), max(64 * math.ceil(tokens / 64), filled))
+        new = self._empty(*self._rounded(*self._grown_size(old, slots, tokens)))
         new[:, :, :have, :, :filled] = old
         return new
 

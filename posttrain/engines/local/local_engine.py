@@ -4,6 +4,9 @@ Requests wait in a queue until a slot of the cache is free. The prompt of a grou
 common prefix of different prompts is computed once. Running requests occupy the first slots, so one decoding step is
 one dense forward over them.
 
+The cache takes memory as tokens are sampled. If its limit is reached, cached prefixes are dropped first; then the request
+that was submitted last waits again (preemption). It continues later with the same tokens, which are computed again.
+
 With compiled decoding the engine is batch-invariant: the bits of a request depend neither on the other requests nor on
 the time of its arrival. Compiled code sums each row in its own order. Prompts and output heads are computed to match:
 prompts go through the model together, but with products in blocks of one size and a separate attention call each.
@@ -15,10 +18,14 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property
+from itertools import count as counter
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,26 +33,28 @@ from torch import Tensor
 
 from posttrain.core.protocols import Engine, Paced
 from posttrain.core.types import Completion, Sampling, UserError
-from posttrain.engines.local.compiled_step import CompiledStep, Given, PackedCache, logits_in_blocks, supported
+from posttrain.engines.local.compiled_step import CompiledStep, Given, supported
 from posttrain.engines.local.cuda_step import CudaStep, decodes_in_graphs
 from posttrain.engines.local.engine_weights import copy_weights
-from posttrain.engines.local.kv_cache import KVCache, Prompt, PromptPrefix
+from posttrain.engines.local.kv_cache import FIRST_TOKENS, KVCache, Prompt, PromptPrefix, States
+from posttrain.engines.local.paged_cache import PagedCache
+from posttrain.engines.local.prefill import prefilled
 from posttrain.engines.local.prefix_cache import KEPT_BYTES, CachedPrefixes, PrefixCache
-from posttrain.engines.local.prompt_layout import PromptBlocks
-from posttrain.engines.local.running_batch import RunningBatch
+from posttrain.engines.local.running_batch import RunningBatch, Sampled
 from posttrain.engines.local.sampler import UniformTokens
 from posttrain.engines.local.step_cache import StepCache, token_bucket
 from posttrain.engines.request import Request, complete, end_ids, reached_stop, stop_window
 from posttrain.engines.throughput import Throughput
-from posttrain.models.native.attention import SegmentAttention, each_alone, filled
+from posttrain.models.free_memory import free_memory
 from posttrain.models.native.decoder import Decoder
 from posttrain.models.native.fused import compiles
 from posttrain.models.native.kernels import build
-from posttrain.models.native.linear import ROUND, in_blocks, rounds
+from posttrain.models.native.linear import ROUND, rounds
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
-PREFILL_TOKENS = 8192  # prompts are computed in batches of about this many tokens
 POLL_STEPS = 4  # decoding steps after which the caller may handle other events
+CACHE_SHARE = 0.7
+"""Share of the memory that is free without the cache when sampling begins, at most which it takes if no limit is given."""
 LOOK_STEPS = 8
 """Decoding steps on CUDA between two checks for ended requests: each check waits for the card, which then waits for the next
 launch.
@@ -56,6 +65,7 @@ class LocalEngine:
     """Embedded engine of the decoder; implements `posttrain.core.protocols.Engine`. One per learner; not thread-safe.
 
     `slots`: maximum of concurrent requests. `context`: maximum of tokens of prompt and reply, at most the model's.
+    `kept_bytes`: limit of the prefix cache. `cache_bytes`: limit of the whole KV cache; None: see `CACHE_SHARE`.
     `rests`: whether memory is freed for the update when nothing runs; the next start then takes longer. `own`: the
     model belongs to the engine, and a weight sync overwrites its weights; otherwise it is the learner's.
     """
@@ -69,6 +79,7 @@ class LocalEngine:
         kept_bytes: int = KEPT_BYTES,
         rests: bool = True,
         own: bool = False,
+        cache_bytes: int | None = None,
     ) -> None:
         self.model, self.own = model, own
         self.tokenizer = tokenizer
@@ -85,6 +96,12 @@ class LocalEngine:
         self.running: list[Request] = []  # [B], the request of each slot
         self.kept = PrefixCache(kept_bytes)
         self.computed = 0  # tokens that the model has processed
+        self.preempted = 0  # number of times that a running request had to wait again
+        self._cache_bytes = cache_bytes
+        self._limit: float = math.inf  # bytes of the cache
+        self._numbers = counter()
+        self._submitted: dict[int, int] = {}  # id of a waiting or running request -> its number
+        self._begun: dict[int, Sampled] = {}  # id of a waiting request that had run before -> its reply so far
         self._pace = Throughput()
         self._resumed: dict[int, CachedPrefixes] = {}  # id of the waiting request that continues the prefix -> prefix
         self._prefix_of: dict[int, PromptPrefix] = {}  # id of a running request with `keep` -> its prompt's prefix
@@ -123,7 +140,10 @@ class LocalEngine:
             self._resumed[id] = kept
             if kept.prefix is not None:
                 self.prefixes[kept.prompt] = kept.prefix
-        self.waiting.append(request.check(self.context, self.model.config.vocab))
+        request.check(self.context, self.model.config.vocab)
+        self._check_fits(request)
+        self.waiting.append(request)
+        self._submitted[id] = next(self._numbers)
         self._wanted[request.prompt] += 1
 
     def take_over(self, id: int, prompt: Sequence[int]) -> None:
@@ -141,13 +161,15 @@ class LocalEngine:
         self._wanted = Counter(request.prompt for request in self.waiting)
         self._resumed.pop(id, None)
         self._prefix_of.pop(id, None)
+        self._begun.pop(id, None)
+        self._submitted.pop(id, None)
         if slots := [slot for slot, request in enumerate(self.running) if request.id == id]:
             self._leave(slots)
         if self.rests and not self.running and not self.waiting:
             self._rest()
 
     def copy(self, id: int, to: int, tokens: int) -> None:
-        self.kept.copy(id, to, tokens, self._cache.whole)
+        self.kept.copy(id, to, tokens, self._cache.cut)
 
     def poll(self) -> list[Completion]:
         """Decode until a request has finished, for at most a few steps. Return the completions."""
@@ -160,8 +182,7 @@ class LocalEngine:
                 free = self.slots - count
                 # Admitting few requests at a time would interrupt decoding often; wait for a batch of free slots.
                 admitting = bool(self.waiting) and (not count or free >= max(1, self.slots // 8))
-                if admitting:
-                    self._admit(free)
+                admitting = admitting and self._admit(free)
                 steps = 0 if admitting else self._decode()
                 done = self._finished()  # synchronises with the device, as reading the clock requires
                 seconds = time.perf_counter() - began
@@ -183,7 +204,8 @@ class LocalEngine:
             ([c[slots, :longest].tolist() for c in (self._rows.tokens, self._rows.logp)]) if slots else ([], [])
         )
         each = zip(slots, tokens, logps, counts, strict=True)
-        return {self.running[slot].id: (own[:count], logp[:count]) for slot, own, logp, count in each}
+        waiting = {id: (list(own), list(logp)) for id, (own, logp) in self._begun.items() if id in ids}
+        return waiting | {self.running[slot].id: (own[:count], logp[:count]) for slot, own, logp, count in each}
 
     def pace(self) -> dict[str, float]:
         return self._pace.counts()
@@ -195,6 +217,8 @@ class LocalEngine:
         self.kept.clear()
         self._resumed.clear()
         self._prefix_of.clear()
+        self._begun.clear()
+        self._submitted.clear()
         self.running.clear()
         self._free()
 
@@ -205,7 +229,7 @@ class LocalEngine:
         self._free()
 
     def _free(self) -> None:
-        self._cache = self._new_cache()
+        self._cache.clear()
         self._forget_copies()
         if self._cuda is not None:
             self._cuda.free()
@@ -217,9 +241,9 @@ class LocalEngine:
         if self._cuda is not None:
             self._cuda.changed()
 
-    def _new_cache(self) -> KVCache:
+    def _new_cache(self) -> KVCache | PagedCache:
         if self._compiled is not None:
-            return PackedCache(self.model.config, self.dtype, self.device)
+            return PagedCache(self.model.config, self.dtype)
         if self._cuda is not None:
             return StepCache(self.model.config, self.dtype, self.device, self.slots)
         # on a processor, attention with few queries is faster in float32, although it reads more memory
@@ -231,38 +255,43 @@ class LocalEngine:
 
     # -- admission ----------------------------------------------------------------------------------------------------
 
-    def _admit(self, free: int) -> None:
-        """Move waiting requests into free slots and sample their first token."""
-        requests = [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
-        requests.sort(key=lambda r: not r.own)  # requests that continue an earlier one come first
-        waiting = len(self.running) + len(requests) + len(self.waiting)
+    def _admit(self, free: int) -> bool:
+        """Move waiting requests into free slots and sample their first token. Return False if none fits the memory."""
+        if not self.running:
+            self._limit = self._memory_limit()
+        if not (requests := self._next_requests(free)):
+            return False
+        requests.sort(key=lambda r: not self._given(r))  # requests that continue an earlier one come first
         asked = Counter(r.prompt for r in requests)
-        fresh = {r.prompt for r in requests if not r.own}
-        needed = (prompt for prompt in asked if prompt in fresh or prompt not in self._cache.row)
-        self._prefill([prompt for prompt in needed if prompt not in self.prefixes])
+        fresh = {r.prompt for r in requests if not self._given(r)}
+        needed = (prompt for prompt in asked if prompt in fresh or prompt not in self._cache)
+        missing = [prompt for prompt in needed if prompt not in self.prefixes]
+        found, computed = prefilled(self.model, missing, self._cache, self.batch_invariant)
+        self.prefixes |= found
+        self.computed += computed
         self._cache.reserve(
-            min(self.slots, waiting),
-            max(len(r.own) + r.budget(self.context) for r in requests),
+            len(self.running) + len(requests),
+            max(self._first_tokens(r) for r in requests),
             len(asked),
             max(map(len, asked)),
         )
-        if self._cuda is not None:  # sizes in large steps, so that graphs remain valid
+        if isinstance(self._cache, StepCache):  # sizes in large steps, so that graphs remain valid
             self._rows.reserve(self._cache.own.shape[2], token_bucket(max(r.budget(self.context) for r in requests)))
         self._cache.admit([r.prompt for r in requests], self.prefixes)
         first = len(self.running)
         self.running.extend(requests)
-        self._rows.append(requests, self.context)
+        self._rows.append(requests, self.context, self._begun)
         for request in requests:
             if request.keep and request.prompt in self.prefixes:
-                self.prefixes[request.prompt] = self.prefixes[request.prompt].alone()
                 self._prefix_of[request.id] = self.prefixes[request.prompt]
-        begun = first + sum(bool(r.own) for r in requests)
+        begun = first + sum(bool(self._given(r)) for r in requests)
         self._go_on(range(first, begun))
         if begun < len(self.running):
             logits = torch.stack([self.prefixes[r.prompt].logits for r in self.running[begun:]])
             self._choose(logits, slice(begun, len(self.running)))
         self._wanted -= asked  # removes prompts without waiting requests
         self.prefixes = {p: x for p, x in self.prefixes.items() if p in self._wanted}
+        return True
 
     def _go_on(self, slots: range) -> None:
         """Prefill the given tokens of these slots behind their cached prefixes, except for the last token, which is
@@ -275,26 +304,31 @@ class LocalEngine:
             known[len(request.prompt), len(request.own)].append(slot)
         for slot in slots:
             request = self.running[slot]
-            kept, place = self._resumed.pop(request.id), 0
+            kept, place = self._resumed.pop(request.id, None), 0
             alike = known[len(request.prompt), len(request.own)]
-            source = next((other for other in alike if self._same_tokens(other, slot)), None)
+            replied = self._begun.pop(request.id, None)
+            source = next((other for other in alike if self._same_tokens(other, slot)), None) if not replied else None
             if source is not None:
                 copies.append((source, slot))
                 continue
             alike.append(slot)
-            if kept.states is not None:
-                self._cache.restore(slot, kept.states)
+            if kept is not None and kept.states is not None:
                 place = len(kept.own) - 1
-            if tokens := request.own[place:-1]:
+                self._cache.restore(slot, kept.states, place)
+            own = (*request.own, *replied.tokens) if replied else request.own
+            if tokens := own[place:-1]:
+                self._cache.cover(slot, len(own) - 1)
                 given.append(Given(slot, place, tokens))
         self.computed += sum(len(one.tokens) for one in given)
         if self._compiled is not None and given:
-            assert isinstance(self._cache, PackedCache)
+            assert isinstance(self._cache, PagedCache)
             self._compiled.feed(self._cache, given)
         for one in given if self._compiled is None else ():
             self._extend(one)
         for source, slot in copies:
-            self._cache.restore(slot, self._cache.states(source, len(self.running[slot].own) - 1))
+            copied = len(self.running[slot].own) - 1
+            states: States = self._cache.states(source, copied)
+            self._cache.restore(slot, states, copied)
 
     def _same_tokens(self, slot: int, other: int) -> bool:
         one, two = self.running[slot], self.running[other]
@@ -307,66 +341,133 @@ class LocalEngine:
         tokens = torch.zeros(total, dtype=torch.int64, device=self.device)
         tokens[:count] = torch.tensor(given.tokens, device=self.device)
         position = torch.arange(first, first + total, device=self.device)
+        assert isinstance(self._cache, KVCache)
         attend = self._cache.extend(given.slot, given.place, count)
         self.model(tokens, position, attend, tokens[:1] * 0)
 
-    def _prefill(self, prompts: list[tuple[int, ...]]) -> None:
-        blocks = PromptBlocks()
-        for prompt in prompts:
-            if blocks.tokens and blocks.tokens + blocks.missing(prompt) > PREFILL_TOKENS:
-                self._prefill_batch(blocks)
-                blocks = PromptBlocks()
-            blocks.add(prompt)
-        if blocks.tokens:
-            self._prefill_batch(blocks)
+    # -- memory -------------------------------------------------------------------------------------------------------
 
-    def _prefill_batch(self, blocks: PromptBlocks) -> None:
-        """Prefill and store these prompts, in one pass through the model."""
-        self.computed += blocks.tokens
-        laid, prompts = blocks.lay(self.device, joined=not self.batch_invariant), blocks.prompts
-        segments = len(laid.layout.length)
-        layout = filled(laid.layout, ROUND) if self.batch_invariant or rounds(self.device) else laid.layout
-        last = torch.tensor([laid.last(i) for i in range(len(prompts))], device=self.device)
-        attention = SegmentAttention(layout) if not self.batch_invariant else each_alone(layout, segments)
-        keys, values = [], []
+    def _given(self, request: Request) -> int:
+        """Return the number of tokens behind the prompt of a request that is admitted."""
+        return len(request.own) + len(self._begun[request.id].tokens if request.id in self._begun else ())
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys.append(k)
-            values.append(v)
-            return attention(layer, q, k, v)
+    def _first_tokens(self, request: Request) -> int:
+        """Return the own tokens of a request for which the cache makes room when it is admitted."""
+        return max(self._given(request) + 1, min(len(request.own) + request.budget(self.context), FIRST_TOKENS))
 
-        if self.batch_invariant:
-            asked = torch.cat((last, last[:1].expand(-len(last) % ROUND)))
-            with in_blocks(ROUND):
-                hidden = self.model(layout.tokens, layout.position, attend, asked)[: len(last)]
+    def _check_fits(self, request: Request) -> None:
+        """Raise UserError if a request would not fit the cache though it were alone."""
+        if self._cache_bytes is None:
+            return
+        needed = self._cache.size(len(request.own) + request.budget(self.context), len(request.prompt))
+        if needed > self._cache_bytes:
+            raise UserError(
+                f"a prompt of {request.given} tokens with a reply of up to {request.budget(self.context)} needs "
+                f"{needed / 2**30:.3g} GiB of KV cache, and --engine-cache is {self._cache_bytes / 2**30:.3g}: raise it, or "
+                "lower --max-tokens"
+            )
+
+    def _memory_limit(self) -> float:
+        """Return the limit of the cache in bytes, when nothing runs."""
+        if self._cache_bytes is not None:
+            return self._cache_bytes
+        return CACHE_SHARE * (free_memory(self.device) + self._occupied())
+
+    def _occupied(self) -> int:
+        """Return the bytes of the cache, with those of prefixes outside of slots."""
+        waiting = (CachedPrefixes((), (), prefix) for prefix in self.prefixes.values())
+        held = {id(x): x.nbytes for kept in (*self._resumed.values(), *waiting) for x in kept.parts}
+        return self._cache.occupied(self.kept.bytes + sum(held.values()))
+
+    def _next_requests(self, free: int) -> list[Request]:
+        """Take waiting requests from the queue: as many as fit into free slots and the limit, at least one if nothing
+        runs.
+        """
+        first = list(islice(self.waiting, free))
+        tokens, prompts = list(map(self._new_tokens, first)), [request.prompt for request in first]
+        occupied = self._occupied()
+
+        def excess(count: int) -> float:
+            return occupied + self._cache.added(tokens[:count], prompts[:count]) - self._limit
+
+        if first and (over := excess(len(first))) > 0:
+            self.kept.trim(max(0, self.kept.bytes - math.ceil(over)))
+            occupied = self._occupied()
+        count = bisect(range(1, len(first) + 1), 0.0, key=excess)
+        return [self.waiting.popleft() for _ in range(max(count, int(not self.running)))]
+
+    def _new_tokens(self, request: Request) -> int:
+        """Return the own tokens for which a waiting request needs memory when it is admitted."""
+        if not isinstance(self._cache, PagedCache):
+            return self._first_tokens(request)
+        kept = self._resumed.get(request.id)
+        shared = (
+            0 if kept is None or kept.states is None else (len(kept.own) - 1) // self._cache.page * self._cache.page
+        )
+        return self._given(request) + 1 - shared
+
+    def _make_room(self, steps: int) -> None:
+        """Make room for the next `steps` tokens of the running requests, of which some may have to wait again."""
+        while not self._cache.room(
+            self._rows, steps, min(self.slots, len(self.running) + len(self.waiting)), self._room_limit
+        ):
+            self._reclaim()
+
+    def _room_limit(self) -> float:
+        """Return the limit of the memory of slots. A request that is alone has none, see `_check_fits`."""
+        alone = len(self.running) == 1 and not self.kept.bytes and not self._resumed and not self._unused_prompts()
+        return math.inf if alone else self._limit - (self._occupied() - self._cache.bytes)
+
+    def _unused_prompts(self) -> list[Prompt]:
+        return [prompt for prompt in self.prefixes if prompt not in self._cache]
+
+    def _reclaim(self) -> None:
+        """Free memory of something that can be computed again."""
+        if self.kept.bytes:
+            self.kept.trim(self.kept.bytes - 1)
+        elif held := [id for id, kept in self._resumed.items() if kept.parts]:
+            self._resumed[held[-1]] = replace(self._resumed[held[-1]], prefix=None, states=None)
+        elif unused := self._unused_prompts():
+            del self.prefixes[unused[-1]]
         else:
-            hidden = self.model(layout.tokens, layout.position, attend, last)
-        logits = logits_in_blocks(self.model, hidden) if self.batch_invariant else self.model.logits(hidden)
-        k, v = torch.stack(keys).transpose(1, 2), torch.stack(values).transpose(1, 2)  # [layers, kv_heads, T, size]
-        for i, prompt in enumerate(prompts):
-            own = laid.places(i)
-            self.prefixes[prompt] = PromptPrefix(k[:, :, own], v[:, :, own], logits[i])
+            self._preempt(max(range(len(self.running)), key=lambda slot: self._submitted[self.running[slot].id]))
+
+    def _preempt(self, slot: int) -> None:
+        """Let a running request wait again."""
+        request, count = self.running[slot], int(self._rows.count[slot])
+        reply = (table[slot, :count].tolist() for table in (self._rows.tokens, self._rows.logp))
+        self._begun[request.id] = Sampled(*map(tuple, reply))
+        self._prefix_of.pop(request.id, None)
+        self.waiting.appendleft(request)
+        self._wanted[request.prompt] += 1
+        self.preempted += 1
+        self._leave([slot])
 
     # -- decoding -----------------------------------------------------------------------------------------------------
 
     def _decode(self) -> int:
         """Decode one token of every running request, or several on CUDA. Return the number of steps."""
-        count, rows = len(self.running), self._rows
+        rows = self._rows
         if self._cuda is not None:
             assert isinstance(self._cache, StepCache)
             # stop strings have to be searched for on the host after every token
-            steps = 1 if rows.needs.stop else min(LOOK_STEPS, rows.left(count))
+            steps = 1 if rows.needs.stop else min(LOOK_STEPS, rows.left(len(self.running)))
+            self._make_room(steps)
+            count = len(self.running)
             self.computed += steps * count
             self._cuda(self._cache, rows, count, steps)
             return steps
+        self._make_room(1)
+        count = len(self.running)
         self.computed += count
         if self._compiled is not None:
-            assert isinstance(self._cache, PackedCache)
+            assert isinstance(self._cache, PagedCache)
             left = self._compiled(self._cache, rows, count)
             rows.longest += 1
             if left is not None:
                 self._choose(*left)
             return 1
+        assert isinstance(self._cache, KVCache)
         attend = self._cache.step((rows.before + rows.count)[:count] - 1, rows.longest)
         hidden = self.model(rows.token[:count], rows.length[:count], attend)
         rows.advance(count)
@@ -396,6 +497,7 @@ class LocalEngine:
         completions = self._completions(out, stopped)
         for slot, completion in zip(out, completions, strict=True):
             self._keep(slot, completion)
+            del self._submitted[completion.id]
         self._leave(out)
         return completions
 

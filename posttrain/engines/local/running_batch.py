@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -33,6 +33,13 @@ class SamplingParts(NamedTuple):
     def filtered(self) -> bool:
         """Whether its tokens are drawn outside the compiled step, which knows a temperature alone."""
         return self.top_p or self.top_k or self.explores
+
+
+class Sampled(NamedTuple):
+    """The tokens of a reply so far."""
+
+    tokens: tuple[int, ...] = ()
+    logp: tuple[float, ...] = ()
 
 
 class RunningBatch:
@@ -67,6 +74,7 @@ class RunningBatch:
         self.tokens = torch.zeros(0, 0, dtype=torch.int64, device=device)  # [slots, sampled tokens]
         self.logp = torch.zeros(0, 0, dtype=torch.float32, device=device)
         self.longest = 0  # maximum of own tokens, given or sampled, tracked on the host without synchronisation
+        self.longest_end = 0  # upper bound of what `longest` may become
         self._asked: list[SamplingParts] = []  # [size]
         self._note()
 
@@ -95,17 +103,19 @@ class RunningBatch:
                 grown[:have, :width] = table
                 setattr(self, name, grown)
 
-    def append(self, requests: list[Request], context: int) -> None:
+    def append(self, requests: list[Request], context: int, begun: Mapping[int, Sampled]) -> None:
+        """Add requests. `begun`: replies of requests that had run before, by their ids."""
         sampling = [r.sampling for r in requests]
         asked = [SamplingParts.of(s) for s in sampling]
         budget = [r.budget(context) for r in requests]
+        given = [(*r.own, *begun[r.id].tokens) if r.id in begun else r.own for r in requests]
         total = self.size + len(requests)
         self.reserve(total, max(budget))
         new: dict[str, list[Any]] = {
-            "token": [r.own[-1] if r.own else 0 for r in requests],
-            "length": [len(r.prompt) + max(0, len(r.own) - 1) for r in requests],
+            "token": [own[-1] if own else 0 for own in given],
+            "length": [len(r.prompt) + max(0, len(own) - 1) for r, own in zip(requests, given, strict=True)],
             "before": [len(r.own) for r in requests],
-            "count": [0] * len(requests),
+            "count": [len(own) - len(r.own) for r, own in zip(requests, given, strict=True)],
             "seed": [s.seed for s in sampling],
             "budget": budget,
             "temperature": [s.temperature for s in sampling],
@@ -118,9 +128,14 @@ class RunningBatch:
         for kind, names in self._COLUMNS.items():
             rows = torch.tensor([new[name] for name in names], dtype=kind)
             self._tables[kind][:, self.size : total] = rows.to(self.device)
+        for row, request in enumerate(requests, self.size):
+            if request.id in begun:
+                for table, values in zip((self.tokens, self.logp), begun[request.id], strict=True):
+                    table[row, : len(values)] = torch.tensor(values, dtype=table.dtype)
         self.size = total
         # a new request samples its first token before decoding; a continued request samples it by decoding
-        self.longest = max(self.longest, *(max(1, len(r.own)) for r in requests))
+        self.longest = max(self.longest, *(max(1, len(own)) for own in given))
+        self.longest_end = max(self.longest_end, *(len(r.own) + r.budget(context) for r in requests))
         self._asked += asked
         self._note()
 
@@ -190,6 +205,7 @@ class RunningBatch:
         self.ended[count:] = True
         self.size = count
         self.longest = int((self.before + self.count)[:count].max()) if count else 0
+        self.longest_end = self.longest_end if count else 0
         self._note()
 
     def _note(self) -> None:

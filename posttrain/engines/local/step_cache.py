@@ -35,15 +35,14 @@ class StepCache(KVCache):
     """Key-value cache for at most `most` concurrent requests."""
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype, device: torch.device, most: int) -> None:
-        super().__init__(config, dtype, device)
         self.most = row_bucket(most)
+        super().__init__(config, dtype, device)
+
+    def clear(self) -> None:
+        super().clear()
         self.widest = self.prompt_tokens = 0  # W; tokens of the longest prompt in use
         self.seats = self._no_seats(0)  # int64 [3, slots]: row of a slot's prompt, number in that row, prompt's length
         self._seated = False
-
-    @property
-    def bytes(self) -> int:
-        return self.own.nbytes + self.shared.nbytes
 
     def seat(self) -> None:
         """Update `seats` if the assignment has changed. An unused slot has row -1, and sees one token of row 0."""
@@ -70,15 +69,16 @@ class StepCache(KVCache):
         super()._reseated()
         self._seated = False
 
-    def _grown(self, old: Tensor, slots: int, tokens: int) -> Tensor:
-        """Return a tensor with at least `slots` slots and `tokens` tokens, in whole buckets. A dimension that grows at
-        least doubles, up to its maximum, because all graphs have to be captured again when the cache moves.
+    def _rounded(self, slots: int, tokens: int) -> tuple[int, int]:
+        return row_bucket(slots), token_bucket(tokens)
+
+    def _grown_size(self, old: Tensor, slots: int, tokens: int) -> tuple[int, int]:
+        """Return the size in whole buckets. A dimension that grows at least doubles, up to its maximum, because all graphs
+        have to be captured again when the cache moves.
         """
         have, filled = old.shape[2], old.shape[4]
-        if slots <= have and tokens <= filled:
-            return old
         if slots > have:
-            slots = max(row_bucket(slots), min(2 * have, self.most))
+            slots = max(slots, min(2 * have, self.most))
         if tokens > filled:
-            tokens = token_bucket(max(tokens, min(2 * filled, self.config.context)))
-        return super()._grown(old, slots, tokens)
+            tokens = max(tokens, min(2 * filled, self.config.context))
+        return super()._grown_size(old, slots, tokens)

@@ -125,8 +125,9 @@ class CStep:
     groups: Int64
     slot: Pointer
     draws: Int64
-    prompt: Pointer
     prompt_length: Pointer
+    pages: Pointer
+    pages_stride: Int64
     token: Pointer
     length: Pointer
     count: Pointer
@@ -142,14 +143,6 @@ class CStep:
     eos_count: Int64
     cos: Pointer
     sin: Pointer
-    own_keys: Pointer
-    own_values: Pointer
-    prompt_keys: Pointer
-    prompt_values: Pointer
-    own_slots: Int64
-    own_tokens: Int64
-    prompt_slots: Int64
-    prompt_tokens: Int64
     x: Pointer
     normed: Pointer
     qkv: Pointer
@@ -300,6 +293,8 @@ class DecodeLibrary:
         self._scratch = _function(loaded, "decode_scratch", _int64, _pointer, _int64)
         self.lanes: int = _function(loaded, "decode_lanes", _int)()
         """float32 numbers in a vector."""
+        self.page: int = _function(loaded, "decode_page", _int)()
+        """Tokens of a page of the KV cache."""
         self.vocab_block: int = _function(loaded, "decode_vocab_block", _int)()
         """The buffer of logits has a multiple of this many rows."""
         self.bf16: bool = bool(_function(loaded, "decode_bf16", _int)())

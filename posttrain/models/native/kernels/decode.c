@@ -59,10 +59,11 @@ STRUCTURE(model, MODEL_FIELDS)
     FIELD(const int32_t *, order)         /* rows, those of one prompt side by side */ \
     FIELD(const int32_t *, group)         /* [groups + 1] where the rows of each slot begin in order; NULL: each is alone */ \
     FIELD(int64_t, groups) \
-    FIELD(const int32_t *, slot)          /* its own tokens' place in the cache; NULL: that of the row */ \
+    FIELD(const int32_t *, slot)          /* its row of the tables below; NULL: that of the row */ \
     FIELD(int64_t, draws)                 /* 0: no token is drawn, only keys and values are wanted */ \
-    FIELD(const int32_t *, prompt)        /* its prompt's place in the cache */ \
-    FIELD(const int32_t *, prompt_length) /* [prompts] */ \
+    FIELD(const int32_t *, prompt_length) /* [slots] */ \
+    FIELD(void *const *, pages)           /* [slots][pages_stride] of the KV cache: the prompt's, then its own */ \
+    FIELD(int64_t, pages_stride) \
     FIELD(int64_t *, token)               /* the last one; becomes the next */ \
     FIELD(int64_t *, length)              /* tokens of prompt and reply in the cache; becomes one more */ \
     FIELD(int64_t *, count)               /* tokens sampled; becomes one more */ \
@@ -79,15 +80,6 @@ STRUCTURE(model, MODEL_FIELDS)
     /* rotary embedding, [positions][S]; the sign is in the first half of the sines */ \
     FIELD(const float *, cos) \
     FIELD(const float *, sin) \
-    /* the KV cache: [layers][slots or prompts][kv_heads][tokens][D] */ \
-    FIELD(void *, own_keys) \
-    FIELD(void *, own_values) \
-    FIELD(const void *, prompt_keys) \
-    FIELD(const void *, prompt_values) \
-    FIELD(int64_t, own_slots) \
-    FIELD(int64_t, own_tokens) \
-    FIELD(int64_t, prompt_slots) \
-    FIELD(int64_t, prompt_tokens) \
     /* buffers, one row for each of B and some more */ \
     FIELD(float *, x)       /* the residual stream [hidden] */ \
     FIELD(void *, normed)   /* [hidden], of the model's dtype */ \
@@ -233,6 +225,8 @@ int64_t decode_scratch(const struct model *m, int64_t visible) {
     return round_up(attention > sampler ? attention : sampler, PANEL);
 }
 
+// A page of the KV cache: [keys, values][layers][kv_heads][PAGE][D].
+//
 // The new token's keys and values go into the cache, then its queries look at all that is there. A piece of work is a
 // request and a key head, which touches no other's part of the cache; of several tokens of a request one after the other,
 // so that each gives the bits that it gives alone.
@@ -242,33 +236,29 @@ static void attention(struct worker *w, int64_t layer) {
     const enum dtype dtype = (enum dtype)m->dtype;
     const float *qk_norm = m->layer[layer].qk_norm, scale = 1.0f / sqrtf((float)m->head_size);
     const int64_t size = m->head_size, padded = round_up(size, LANES), repeat = m->heads / m->kv_heads;
-    const struct attention_scratch a = attention_scratch(m, w->scratch, s->own_tokens + s->prompt_tokens);
+    const struct attention_scratch a = attention_scratch(m, w->scratch, s->pages_stride * PAGE);
     const int keys_alone = !s->draws && layer == m->layers - 1;  // nobody reads what comes behind them
     memset(a.query, 0, sizeof(float) * (size_t)(repeat * padded));  // also what pads them
     for (int64_t piece; (piece = claim(w)) < s->groups * m->kv_heads;) {
         const int64_t head = piece / s->groups, group = piece % s->groups;
+        const int64_t keys = (layer * m->kv_heads + head) * PAGE * padded, values = keys + m->layers * m->kv_heads * PAGE * padded;
         const int64_t first = s->group ? s->group[group] : group, end = s->group ? s->group[group + 1] : group + 1;
         for (int64_t at = first; at < end; at++) {
-            const int64_t row = s->order[at], slot = s->slot ? s->slot[row] : row, prompt = s->prompt[row];
-            const int64_t place = s->length[row] - s->prompt_length[prompt];
+            const int64_t row = s->order[at], slot = s->slot ? s->slot[row] : row, shared = s->prompt_length[slot];
+            const int64_t place = s->length[row] - shared;
+            void *const *prompt = s->pages + slot * s->pages_stride, *const *own = prompt + pages_of(shared);
             const float *cos = s->cos + s->length[row] * size, *sin = s->sin + s->length[row] * size;
             const float *qkv = s->qkv + row * s->qkv_stride, *value = qkv + (m->heads + m->kv_heads + head) * size;
             for (int64_t q = 0; q < repeat && !keys_alone; q++)
                 rotate_head(m, qkv + (head * repeat + q) * size, qk_norm, cos, sin, scale, a.query + q * padded);
             rotate_head(m, qkv + (m->heads + head) * size, qk_norm ? qk_norm + size : NULL, cos, sin, 1.0f, a.key);
-            const int64_t own = ((layer * s->own_slots + slot) * m->kv_heads + head) * s->own_tokens * padded;
-            const int64_t shared = ((layer * s->prompt_slots + prompt) * m->kv_heads + head) * s->prompt_tokens * padded;
-            const int64_t block = own + place / LANES * LANES * padded + place % LANES;
+            const int64_t t = place % PAGE, block = keys + t / LANES * LANES * padded + t % LANES;
             for (int64_t i = 0; i < size; i++) {
-                store_one(s->own_keys, block + i * LANES, a.key[i], dtype);
-                store_one(s->own_values, own + place * padded + i, value[i], dtype);
+                store_one(own[place / PAGE], block + i * LANES, a.key[i], dtype);
+                store_one(own[place / PAGE], values + t * padded + i, value[i], dtype);
             }
             if (keys_alone) continue;
-            const struct visible visible = {
-                {element(s->prompt_keys, shared, dtype), element(s->own_keys, own, dtype)},
-                {element(s->prompt_values, shared, dtype), element(s->own_values, own, dtype)},
-                {s->prompt_length[prompt], place + 1},
-            };
+            const struct visible visible = {{prompt, own}, {shared, place + 1}, keys, values};
             attend_all(dtype, repeat, size, padded, a.query, &visible, a.scores, a.scores_stride, a.out);
             void *out = element(s->attended, row * s->attended_stride + head * repeat * size, dtype);
             for (int64_t q = 0; q < repeat; q++)
@@ -357,6 +347,7 @@ void decode(const struct model *m, const struct step *s) {
 }
 
 int decode_lanes(void) { return LANES; }
+int decode_page(void) { return PAGE; }
 int decode_vocab_block(void) { return VOCAB_BLOCK; }
 
 // Whether there are products in bf16. The operating system lends AMX's tiles when it is asked.

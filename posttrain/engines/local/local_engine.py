@@ -40,7 +40,7 @@ from posttrain.engines.local.kv_cache import FIRST_TOKENS, KVCache, Prompt, Prom
 from posttrain.engines.local.paged_cache import PagedCache
 from posttrain.engines.local.prefill import prefilled
 from posttrain.engines.local.prefix_cache import KEPT_BYTES, CachedPrefixes, PrefixCache
-from posttrain.engines.local.running_batch import RunningBatch, Sampled
+from posttrain.engines.local.running_batch import BegunReply, RunningBatch
 from posttrain.engines.local.sampler import UniformTokens
 from posttrain.engines.local.step_cache import StepCache, token_bucket
 from posttrain.engines.request import Request, complete, end_ids, reached_stop, stop_window
@@ -101,7 +101,7 @@ class LocalEngine:
         self._limit: float = math.inf  # bytes of the cache
         self._numbers = counter()
         self._submitted: dict[int, int] = {}  # id of a waiting or running request -> its number
-        self._begun: dict[int, Sampled] = {}  # id of a waiting request that had run before -> its reply so far
+        self._begun: dict[int, BegunReply] = {}  # id of a waiting request that had run before -> its reply so far
         self._pace = Throughput()
         self._resumed: dict[int, CachedPrefixes] = {}  # id of the waiting request that continues the prefix -> prefix
         self._prefix_of: dict[int, PromptPrefix] = {}  # id of a running request with `keep` -> its prompt's prefix
@@ -436,7 +436,7 @@ class LocalEngine:
         """Let a running request wait again."""
         request, count = self.running[slot], int(self._rows.count[slot])
         reply = (table[slot, :count].tolist() for table in (self._rows.tokens, self._rows.logp))
-        self._begun[request.id] = Sampled(*map(tuple, reply))
+        self._begun[request.id] = BegunReply(*map(tuple, reply))
         self._prefix_of.pop(request.id, None)
         self.waiting.appendleft(request)
         self._wanted[request.prompt] += 1

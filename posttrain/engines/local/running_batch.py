@@ -35,7 +35,7 @@ class SamplingParts(NamedTuple):
         return self.top_p or self.top_k or self.explores
 
 
-class Sampled(NamedTuple):
+class BegunReply(NamedTuple):
     """The tokens of a reply so far."""
 
     tokens: tuple[int, ...] = ()
@@ -103,7 +103,7 @@ class RunningBatch:
                 grown[:have, :width] = table
                 setattr(self, name, grown)
 
-    def append(self, requests: list[Request], context: int, begun: Mapping[int, Sampled]) -> None:
+    def append(self, requests: list[Request], context: int, begun: Mapping[int, BegunReply]) -> None:
         """Add requests. `begun`: replies of requests that had run before, by their ids."""
         sampling = [r.sampling for r in requests]
         asked = [SamplingParts.of(s) for s in sampling]

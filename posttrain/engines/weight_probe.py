@@ -76,5 +76,5 @@ class WeightProbe:
 
     def _far(self, table: Tensor, found: Mapping[int, Completion]) -> float:
         token = torch.tensor([found[place].tokens[0] for place in range(len(found))])
-        said = torch.tensor([found[place].logp[0] for place in range(len(found))])
-        return (table.gather(-1, token[:, None]).squeeze(-1) - said).abs().max().item()
+        logp = torch.tensor([found[place].logp[0] for place in range(len(found))])
+        return (table.gather(-1, token[:, None]).squeeze(-1) - logp).abs().max().item()

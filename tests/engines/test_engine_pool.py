@@ -154,7 +154,7 @@ def test_a_group_stays_together_up_to_a_fair_share() -> None:
     assert [m.tokens for m in pool.members] == [32, 32]
     assert [len(set(own)) for own in prompts] == [2, 2], "each group's prompt is computed by one of them"
     for member in pool.members:
-        member.hello["slots"] = 100
+        member.properties["slots"] = 100
     for id in range(8, 16):
         pool.submit(id, [9], Sampling(max_tokens=1))
     pool.poll()

@@ -133,7 +133,7 @@ def test_engines_that_get_no_pictures_are_refused_with_the_one_that_does(
 
 def test_servers_make_the_learners_pixels_and_read_pictures_alone() -> None:
     blind, seeing = (
-        VLLMSetup("folder", torch.float32, 64, 8, 1 << 20, 1, sees=sees).arguments("socket", (), False)
+        VLLMSetup("folder", torch.float32, 64, 8, 1 << 20, 1, pictures=sees).arguments("socket", (), False)
         for sees in (False, True)
     )
     given = dict(itertools.pairwise(seeing))

@@ -320,7 +320,7 @@ def test_layers_that_cannot_be_told_by_number_are_refused(tokenizer: Tokenizer) 
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("", "--routing-replay needs the experts of replies: start it with --enable-return-routed-experts"),
+        ("", "--routing-replay needs a server that returns experts: start it with --enable-return-routed-experts"),
         ("no experts", "it returned no experts: start it with --enable-return-routed-experts"),
         ("more experts", r"it (returned experts of the shape|failed: ValueError)"),
         ("empty experts", "it returned experts that are not 2 different ones of the model's 4"),

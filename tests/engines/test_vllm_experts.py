@@ -126,7 +126,7 @@ def test_a_server_of_a_processor_that_cannot_return_experts_is_refused(
     policy: Backed, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
-    with pytest.raises(UserError, match="vLLM returns experts from GPUs alone: leave out --routing-replay"):
+    with pytest.raises(UserError, match="vLLM returns experts only on GPUs: leave out --routing-replay"):
         opened(policy, tokenizer, options=EngineOptions(restarts=0))
 
 

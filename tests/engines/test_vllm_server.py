@@ -249,7 +249,7 @@ class Noted(VLLMClient):
 def test_a_server_that_slept_gets_the_base_again_and_lost_adapters_are_unloaded() -> None:
     client = Noted("theirs", "posttrain-version-5")
     with closing(client):
-        assert client.answer()[0] == "hello"
+        assert client.answer()[0] == "started"
         unloaded = [call for call in client.calls if "unload" in call]
         assert unloaded == ["/v1/unload_lora_adapter posttrain-version-5"]
         base = {"version": 0, "checksum": 1, "file": "weights"}

@@ -95,9 +95,9 @@ class Fake:
             )
         elif not self.begun:
             self.begun = True
-            about = {"backend": "fake", "batch_invariant": True, "coldest": 0.0, "truncates": True, "slots": 3,
+            about = {"backend": "fake", "batch_invariant": True, "min_temperature": 0.0, "truncated_logp": True, "slots": 3,
                      "context": 64}  # fmt: skip
-            self.outbox.append(["hello", about])
+            self.outbox.append(["started", about])
         elif self.inbox:
             self.read(*self.inbox.pop(0))
         elif self.requests:

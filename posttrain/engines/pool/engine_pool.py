@@ -88,11 +88,11 @@ class EnginePool:
 
     @property
     def batch_invariant(self) -> bool:
-        return all(m.hello["batch_invariant"] for m in self.members if m.hello)
+        return all(m.properties["batch_invariant"] for m in self.members if m.properties)
 
     @property
     def backend(self) -> str:
-        kinds = dict.fromkeys(m.hello["backend"] for m in self.members if m.hello)
+        kinds = dict.fromkeys(m.properties["backend"] for m in self.members if m.properties)
         return f"{len(self.members)} engine{'s' * (len(self.members) > 1)} ({', '.join(kinds)})"
 
     def counts(self) -> dict[str, float]:
@@ -113,11 +113,14 @@ class EnginePool:
         self, id: int, prompt: Sequence[int], media: Sequence[Media], sampling: Sampling, keep: bool = False
     ) -> None:
         """See `posttrain.core.protocols.VisionEngine`."""
-        coldest = max((m.hello["coldest"] for m in self.members if m.hello), default=0.0)
-        if 0 < sampling.temperature < coldest:
-            raise UserError(f"an engine samples at temperature 0 or {coldest} and above, not at {sampling.temperature}")
+        properties = [m.properties for m in self.members if m.properties]
+        lowest = max((p["min_temperature"] for p in properties), default=0.0)
+        if 0 < sampling.temperature < lowest:
+            raise UserError(
+                f"an engine samples at temperature 0, or at {lowest} and above, not at {sampling.temperature}"
+            )
         cut = sampling.top_p != 1 or sampling.top_k > 0
-        if cut and not all(m.hello["truncates"] for m in self.members if m.hello):
+        if cut and not all(p["truncated_logp"] for p in properties):
             raise UserError(
                 "SGLang returns log-probabilities from before top-p and top-k: leave these at 1 and 0, or use another engine"
             )
@@ -308,8 +311,8 @@ class EnginePool:
         del self._queue[request.id]
         member.requests[ticket], self._submitted[request.id] = request, (member, ticket)
         member.tokens += _cost(request)
-        how, shown = asdict(request.sampling), [[m.start, m.length, m.digest] for m in request.media]
-        given = list(request.prompt), list(request.own), how, request.keep, *([shown] if shown else [])
+        how, media = asdict(request.sampling), [[m.start, m.length, m.digest] for m in request.media]
+        given = list(request.prompt), list(request.own), how, request.keep, *([media] if media else [])
         self._send(member, "submit", ticket, request.id, *given)
 
     def _send(self, member: PoolMember, *message: Any) -> bool:
@@ -350,15 +353,15 @@ class EnginePool:
 
     def _handle(self, member: PoolMember, what: str, more: list[Any]) -> None:
         """Handle one message. Raises Gone, or ValueError and similar errors if it is malformed."""
-        if what == "hello" and member.state is MemberState.STARTING:
-            (hello,) = more
-            kinds = {"backend": str, "batch_invariant": bool, "coldest": float, "truncates": bool, "slots": int,
+        if what == "started" and member.state is MemberState.STARTING:
+            (properties,) = more
+            kinds = {"backend": str, "batch_invariant": bool, "min_temperature": float, "truncated_logp": bool, "slots": int,
                      "context": int}  # fmt: skip
-            if any(type(hello[name]) is not kind for name, kind in kinds.items()):
-                raise ValueError(hello)
-            if hello["context"] < self.context:
-                raise Gone(f"its context is {hello['context']} tokens, the run's is {self.context}")
-            member.hello, member.state, member.held = hello, MemberState.STALE, None
+            if any(type(properties[name]) is not kind for name, kind in kinds.items()):
+                raise ValueError(properties)
+            if properties["context"] < self.context:
+                raise Gone(f"its context is {properties['context']} tokens, the run's is {self.context}")
+            member.properties, member.state, member.held = properties, MemberState.STALE, None
         elif what == "loaded":
             self._handle_loaded(member, *more)
         elif what == "slept" and member.sleep_requested:

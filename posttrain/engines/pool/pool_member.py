@@ -47,7 +47,7 @@ class PoolMember:
     place: EnginePlace
     link: EngineLink
     state: MemberState = MemberState.STARTING
-    hello: dict[str, Any] = field(default_factory=dict)  # properties that the engine reported at its start
+    properties: dict[str, Any] = field(default_factory=dict)  # as the engine reported them at its start
     requests: dict[int, Request] = field(default_factory=dict)  # open requests by ticket
     tokens: int = 0  # maximum of tokens of the open requests
     cancelled: set[int] = field(default_factory=set)  # tickets of cancelled requests
@@ -75,4 +75,4 @@ class PoolMember:
     @property
     def room(self) -> bool:
         """Whether the engine could begin another request soon."""
-        return len(self.requests) <= self.hello["slots"] + self.hello["slots"] // 8
+        return len(self.requests) <= self.properties["slots"] + self.properties["slots"] // 8

@@ -2,7 +2,7 @@
 
     pool -> engine   ("submit", ticket, id, prompt, own, sampling, keep), ("cancel", id), ("forget", id),
                      ("copy", id, to, tokens), ("load", offer); first of all ("setup", ...)
-    engine -> pool   ("hello", properties), ("loaded", version, checksum), ("memory", bytes) after it from a GPU,
+    engine -> pool   ("started", properties), ("loaded", version, checksum), ("memory", bytes) after it from a GPU,
                      ("done", ticket, completion),
                      ("alive",) as a heartbeat while it works, ("failed", reason) before it exits
 
@@ -68,8 +68,14 @@ class LocalHost:
         tokenizer, precision = Tokenizer.load(folder), setup["precision"]
         self.engine = embedded(self.model, tokenizer, self.slots, precision, kept, filled=True)
 
-    def hello(self) -> dict[str, Any]:
-        return {"coldest": 0.0, "truncates": True, "slots": self.slots, "context": self.model.config.context}
+    def properties(self) -> dict[str, Any]:
+        own = {
+            "min_temperature": 0.0,
+            "truncated_logp": True,
+            "slots": self.slots,
+            "context": self.model.config.context,
+        }
+        return {"backend": self.engine.backend, "batch_invariant": self.engine.batch_invariant, **own}
 
     def take(self, offer: Offer) -> tuple[int, int]:
         """Load the offered weights. The checksum is computed from the engine's own weights, after the weight sync."""
@@ -81,9 +87,8 @@ class LocalHost:
 
 def serve(host: LocalHost, wire: Wire, alive: float) -> None:
     """Serve the pool. Raises Gone when the pool is gone. `alive`: seconds between two heartbeats."""
-    engine, tickets, told = host.engine, dict[int, int](), time.monotonic()
-    about = {"backend": engine.backend, "batch_invariant": engine.batch_invariant}
-    wire.send("hello", {**about, **host.hello()})
+    engine, tickets, last_heartbeat = host.engine, dict[int, int](), time.monotonic()
+    wire.send("started", host.properties())
     while True:
         if not tickets or wire.pending:
             wait([wire], 0.001 if tickets else None)
@@ -92,9 +97,9 @@ def serve(host: LocalHost, wire: Wire, alive: float) -> None:
             _carry_out(host, wire, tickets, message)
         for done in engine.poll() if tickets else ():
             wire.send("done", tickets.pop(done.id), encode_completion(done))
-        if tickets and time.monotonic() - told > alive:
+        if tickets and time.monotonic() - last_heartbeat > alive:
             wire.send("alive")
-            told = time.monotonic()
+            last_heartbeat = time.monotonic()
 
 
 def _carry_out(host: LocalHost, wire: Wire, tickets: dict[int, int], message: Message) -> None:

@@ -32,6 +32,7 @@ from posttrain.engines.request import Request, complete, tokens_to_stop
 from posttrain.engines.servers.routed_layers import RoutedLayers
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
+RETURN_EXPERTS = "start it with --enable-return-routed-experts"
 LOOK_SECONDS = 0.2  # between questions whether the server has started
 REACH_SECONDS = 10.0  # for a server that runs already to answer
 CLOSE_SECONDS = 5.0
@@ -71,9 +72,8 @@ class ServerClient(Wire):
 
     program: ClassVar[str]  # name as users know it
     key: ClassVar[str]  # environment variable with the key of a server that runs already
-    coldest: ClassVar[float]  # lowest temperature above 0 that the server applies
-    records = "start it with --enable-return-routed-experts"  # what makes it return experts
-    truncates = True  # whether log-probabilities are those after top-p and top-k
+    min_temperature: ClassVar[float]  # lowest temperature above 0 that the server applies
+    truncated_logp = True  # whether log-probabilities are those after top-p and top-k
     adapter_calls = ""  # what the paths of calls for adapters begin with
 
     def __init__(
@@ -130,12 +130,12 @@ class ServerClient(Wire):
     def remedy(cls, path: str) -> str: ...  # what gives a server a call that it lacks
 
     @classmethod
-    def way(cls, path: str, status: int, told: str) -> str:
+    def way(cls, path: str, status: int, answer: str) -> str:
         """Return what a user can do about a refused call; nothing if that is not known."""
         if status == 401:
             return f"; set {cls.key} to the key of the server"
         # the call itself, not a model or an adapter
-        return f"; {cls.remedy(path)}" if status == 404 and "Not Found" in told else ""
+        return f"; {cls.remedy(path)}" if status == 404 and "Not Found" in answer else ""
 
     # -- what the pool calls -------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class ServerClient(Wire):
             asyncio.TaskGroup() as self._tasks,
         ):
             self._session = session
-            self._start(self._hello())
+            self._start(self._wait_until_started())
             await self._watch()
 
     def _take(self, what: str, *more: Any) -> None:
@@ -207,7 +207,7 @@ class ServerClient(Wire):
             del self._replies[id]
 
     def _start(self, work: Coroutine[Any, Any, Message | None]) -> asyncio.Task[None]:
-        async def told() -> None:
+        async def run() -> None:
             try:
                 if (answer := await work) is not None:
                     self._tell(answer)
@@ -215,7 +215,7 @@ class ServerClient(Wire):
                 self._gone = error if isinstance(error, Gone) else Gone(f"it failed: {type(error).__name__}: {error}")
                 self._wake()
 
-        return self._tasks.create_task(told())
+        return self._tasks.create_task(run())
 
     async def _in_turn(self, work: Coroutine[Any, Any, Message | None]) -> Message | None:
         async with self._turn:
@@ -244,7 +244,7 @@ class ServerClient(Wire):
                     self._tell(["alive"])
                 before = now
 
-    async def _hello(self) -> Message:
+    async def _wait_until_started(self) -> Message:
         """Wait until the server answers, and return its properties."""
         end = self._loop.time() + REACH_SECONDS
         while True:
@@ -264,15 +264,15 @@ class ServerClient(Wire):
             if adapter["id"].startswith(ADAPTER):
                 await self._drop_adapter(adapter["id"])
         self.model = self.name = model["id"]
-        about: dict[str, Any] = {"coldest": self.coldest, "truncates": self.truncates, "slots": self.run.slots}
-        about |= {"backend": self.program, "batch_invariant": False, "context": model["max_model_len"]}
-        return ["hello", about]
+        about: dict[str, Any] = {"min_temperature": self.min_temperature, "truncated_logp": self.truncated_logp}
+        about |= {"backend": self.program, "batch_invariant": False}
+        return ["started", {**about, "slots": self.run.slots, "context": model["max_model_len"]}]
 
     async def _sample(
         self, ticket: int, id: int, prompt: Sequence[int], own: Sequence[int], sampling: dict[str, Any], keep: bool,
-        shown: Sequence[Sequence[Any]] = (),
+        pictures: Sequence[Sequence[Any]] = (),
     ) -> Message:  # fmt: skip
-        media = tuple(Media(*one) for one in shown)
+        media = tuple(Media(*picture) for picture in pictures)
         request, version = Request(id, (*prompt, *own), decode_sampling(sampling), media=media), self.version
         found = await self.sample(request)
         tokens, logp, how, eos_ids = found.tokens, found.logp, request.sampling, self.run.eos_ids
@@ -295,7 +295,7 @@ class ServerClient(Wire):
         if self.run.routed is None:
             return ()
         if found.experts is None:
-            raise Gone(f"it returned no experts: {self.records}")
+            raise Gone(f"it returned no experts: {RETURN_EXPERTS}")
         return self.run.routed.split(found.experts, request.given, request.given + len(found.tokens) - 1, sampled)
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -353,7 +353,7 @@ class ServerClient(Wire):
             content = await response.read()
         if response.status != 200:
             place = path.partition("?")[0]
-            told = content[:300].decode(errors="replace")
+            answer = content[:300].decode(errors="replace")
             kind = NotReady if response.status == 503 else Gone
-            raise kind(f"{place}: {response.status} {told}{self.way(place, response.status, told)}")
+            raise kind(f"{place}: {response.status} {answer}{self.way(place, response.status, answer)}")
         return content

@@ -54,8 +54,8 @@ class ServerSetup(ABC):
     seeds: bool = False  # whether requests have seeds of their own
     token_bytes: int = 1  # of cache_bytes for each token
     lora_targets: tuple[str, ...] = ()  # ends of the names of the matrices that have adapters
-    records: bool = False  # whether replies have the experts of their tokens
-    sees: bool = False  # whether prompts have pictures
+    routed_experts: bool = False  # whether the server returns the experts of its tokens
+    pictures: bool = False  # whether prompts have pictures
 
     @abstractmethod
     def start(

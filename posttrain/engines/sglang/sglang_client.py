@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from posttrain.engines.pool.pool_protocol import Gone
 from posttrain.engines.request import Request
-from posttrain.engines.servers.server_client import Sampled, ServerClient
+from posttrain.engines.servers.server_client import RETURN_EXPERTS, Sampled, ServerClient
 
 RESERVED = 2  # tokens of its context that SGLang never samples
 MOST_STOPS = 32  # stop strings of a request; further ones are found here alone
@@ -28,25 +28,25 @@ class SGLangClient(ServerClient):
 
     program = "SGLang"
     key = "SGLANG_API_KEY"
-    coldest = 1e-6  # SGLang samples greedily below
-    truncates = False
+    min_temperature = 1e-6  # SGLang samples greedily below
+    truncated_logp = False
 
     def __init__(self, *where: Any, **how: Any) -> None:
         self._nonce = secrets.token_hex(8)  # other runs may ask the same server
         super().__init__(*where, **how)
 
     async def check(self) -> None:
-        told = await self._json("GET", "/server_info")
-        if self.run.seeds and not told["enable_deterministic_inference"]:
+        options = await self._json("GET", "/server_info")
+        if self.run.seeds and not options["enable_deterministic_inference"]:
             raise Gone("--engine-seeds needs a server that was started with --enable-deterministic-inference")
-        if self.run.routed is not None and not told["enable_return_routed_experts"]:
-            raise Gone(f"--routing-replay needs the experts of replies: {self.records}")
-        said = set()  # the greatest log-probability at two temperatures
+        if self.run.routed is not None and not options["enable_return_routed_experts"]:
+            raise Gone(f"--routing-replay needs a server that returns experts: {RETURN_EXPERTS}")
+        greatest = set()  # the greatest log-probability at two temperatures
         for temperature in (1.0, 2.0):
             how = {"temperature": temperature, "max_new_tokens": 1}
             body = {"input_ids": [0], "sampling_params": how, "return_logprob": True, "top_logprobs_num": 1}
-            said.add((await self._json("POST", "/generate", body))["meta_info"]["output_top_logprobs"][0][0][0])
-        if len(said) == 1:
+            greatest.add((await self._json("POST", "/generate", body))["meta_info"]["output_top_logprobs"][0][0][0])
+        if len(greatest) == 1:
             raise Gone("its log-probabilities are those before the temperature: start it without "
                        "SGLANG_RETURN_ORIGINAL_LOGPROB")  # fmt: skip
 
@@ -64,16 +64,16 @@ class SGLangClient(ServerClient):
             **({"lora_path": self.model} if self.model != self.name else {}),
             **({"return_routed_experts": True} if self.run.routed is not None else {}),
         }
-        told = await self._json("POST", "/generate", body)
-        about, tokens = told["meta_info"], told["output_ids"]
-        said = about["output_token_logprobs"]
-        if [token for _, token, *_ in said] != tokens:
+        answer = await self._json("POST", "/generate", body)
+        about, tokens = answer["meta_info"], answer["output_ids"]
+        logprobs = about["output_token_logprobs"]
+        if [token for _, token, *_ in logprobs] != tokens:
             raise ValueError("the log-probabilities of a reply are those of other tokens")
         if about["weight_version"] != str(self.version):
             raise Gone(f"it sampled with weights of version {about['weight_version']}, not {self.version}")
         cut = self._is_cut(request, tokens, about["finish_reason"])
         experts = self._experts(about.get("routed_experts"), request.given + len(tokens) - 1)
-        return Sampled(tokens, [float(logp) for logp, *_ in said], cut, experts)
+        return Sampled(tokens, [float(logp) for logp, *_ in logprobs], cut, experts)
 
     def _experts(self, content: str | None, computed: int) -> NDArray[np.integer] | None:
         """Decode the experts [computed, L, k], which come as int32 without their shape."""

@@ -78,7 +78,7 @@ class SGLangSetup(ServerSetup):
             "enable-memory-saver": sleeps,
             "enable-deterministic-inference": self.seeds,  # seeds have no effect without it
             "enable-lora": bool(self.lora_rank),
-            "enable-return-routed-experts": self.records,
+            "enable-return-routed-experts": self.routed_experts,
         }
         if self.cache_bytes is not None:
             given["max-total-tokens"] = self.cache_bytes // self.token_bytes

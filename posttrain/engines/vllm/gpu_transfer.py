@@ -238,10 +238,10 @@ class _Sender:
 
 def world_size(call: Call) -> int:
     """Return the number of a server's processes, each with a GPU of its own. Raises Gone for an answer that is none."""
-    told = call("get_world_size", None)  # with those of pipeline and data parallelism
-    if type(told) is not int or told < 1:
-        raise Gone(f"/get_world_size returned {told!r}, not a number of processes")
-    return told
+    size = call("get_world_size", None)  # with those of pipeline and data parallelism
+    if type(size) is not int or size < 1:
+        raise Gone(f"/get_world_size returned {size!r}, not a number of processes")
+    return size
 
 
 def free_address(name: str) -> tuple[str, int]:

@@ -20,11 +20,11 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 REMEMBERED = 64  # encoded pictures
 NEVER = -100.0
-"""Added to the logits of placeholders, which the learner gives no probability: the least that vLLM takes."""
+"""Bias of the logits of placeholders, to which the learner gives probability 0. vLLM accepts no lower value."""
 
 
-def biases(tokenizer: Tokenizer) -> dict[str, float]:
-    """Return the biases that keep a vision-language model from sampling placeholders."""
+def placeholder_bias(tokenizer: Tokenizer) -> dict[str, float]:
+    """Return the logit bias that keeps a vision-language model from sampling placeholders."""
     return {} if tokenizer.pictures is None else {str(id): NEVER for id in placeholder_ids(tokenizer.pictures.source)}
 
 

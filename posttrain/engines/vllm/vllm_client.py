@@ -13,8 +13,8 @@ import numpy as np
 
 from posttrain.engines.pool.pool_protocol import Gone
 from posttrain.engines.request import Request
-from posttrain.engines.servers.server_client import Sampled, ServerClient
-from posttrain.engines.vllm.picture_prompts import biases, with_single_placeholders
+from posttrain.engines.servers.server_client import RETURN_EXPERTS, Sampled, ServerClient
+from posttrain.engines.vllm.picture_prompts import placeholder_bias, with_single_placeholders
 
 LOGPROBS = "processed_logprobs"  # of the sampled distribution, with the temperature applied
 NEEDED = {
@@ -22,8 +22,8 @@ NEEDED = {
     "/v1/load_lora_adapter": "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
 }
 """Path of a call that a server lacks -> what gives it. Others come with VLLM_SERVER_DEV_MODE=1."""
-WITH_PIL = {"use_fast": False}  # the processor whose pixels the learner has: those of torchvision differ
-# with PIL's pixels vLLM 0.32 silently leaves out the normalization that it moves to the device
+WITH_PIL = {"use_fast": False}  # the learner processes pictures with PIL; torchvision gives slightly different pixels
+# with PIL, vLLM 0.32 silently omits the normalization that it would do on the device
 PIXELS = {"mm_processor_kwargs": WITH_PIL, "mm_device_do_normalize": False}
 """Settings of a server for pictures, as it reports them."""
 WORK = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")  # metrics that grow while a server works
@@ -34,17 +34,19 @@ class VLLMClient(ServerClient):
 
     program = "vLLM"
     key = "VLLM_API_KEY"  # as vLLM itself calls it
-    coldest = 0.01  # vLLM silently raises lower temperatures to this value
+    min_temperature = 0.01  # vLLM silently raises lower temperatures to this value
     adapter_calls = "/v1"
 
     async def check(self) -> None:
-        told = (await self._json("GET", "/server_info?config_format=json"))["vllm_config"]
-        if told["model_config"]["logprobs_mode"] != LOGPROBS:
-            raise Gone(f"it was started with another --logprobs-mode than {LOGPROBS}: start it with that one")
-        if self.run.routed is not None and not told["aux_output_config"]["enable_return_routed_experts"]:
-            raise Gone(f"--routing-replay needs the experts of replies: {self.records}")
-        shown = told["model_config"].get("multimodal_config") or {}
-        if self.run.tokenizer.pictures is not None and any(shown.get(name) != PIXELS[name] for name in PIXELS):
+        config = (await self._json("GET", "/server_info?config_format=json"))["vllm_config"]
+        if config["model_config"]["logprobs_mode"] != LOGPROBS:
+            raise Gone(
+                f"its log-probabilities are not those of the sampled distribution: start it with --logprobs-mode {LOGPROBS}"
+            )
+        if self.run.routed is not None and not config["aux_output_config"]["enable_return_routed_experts"]:
+            raise Gone(f"--routing-replay needs a server that returns experts: {RETURN_EXPERTS}")
+        multimodal = config["model_config"].get("multimodal_config") or {}
+        if self.run.tokenizer.pictures is not None and any(multimodal.get(name) != PIXELS[name] for name in PIXELS):
             raise Gone(f"its pixels are not the learner's: start it with --mm-processor-kwargs '{json.dumps(WITH_PIL)}' "
                        "--no-mm-device-do-normalize")  # fmt: skip
 
@@ -53,23 +55,23 @@ class VLLMClient(ServerClient):
         return [line for line in lines if line.startswith(WORK)]
 
     async def sample(self, request: Request) -> Sampled:
-        prompt, shown = list(request.prompt), dict[str, Any]()
+        prompt, pictures = list(request.prompt), dict[str, Any]()
         if request.media:
             prompt, parts = with_single_placeholders(self.run.tokenizer, prompt, request.media)
-            shown = {"content_parts": parts, "return_token_ids": True}
+            pictures = {"content_parts": parts, "return_token_ids": True}
         body = {
             "model": self.model,
             "token_ids": prompt,
             "sampling_params": self._parameters(request),
             "stream": False,
-            **shown,
+            **pictures,
         }
-        told = await self._json("POST", "/inference/v1/generate", body)
-        if shown and told["prompt_token_ids"] != list(request.prompt):
-            raise Gone(f"its tokens of pictures are not those of this run ({len(told['prompt_token_ids'])} of a prompt, not "
+        answer = await self._json("POST", "/inference/v1/generate", body)
+        if pictures and answer["prompt_token_ids"] != list(request.prompt):
+            raise Gone(f"its tokens of pictures are not those of this run ({len(answer['prompt_token_ids'])}, not "
                        f"{request.given}): start it with the tokenizer and the image processor of this model")  # fmt: skip
-        [choice] = told["choices"]
-        tokens, logp = choice["token_ids"], [float(told["logprob"]) for told in choice["logprobs"]["content"]]
+        [choice] = answer["choices"]
+        tokens, logp = choice["token_ids"], [float(one["logprob"]) for one in choice["logprobs"]["content"]]
         if choice["finish_reason"] not in ("stop", "length"):
             raise ValueError(f"a reply ended with {choice['finish_reason']!r}")
         routed = choice.get("routed_experts") if self.run.routed is not None else None
@@ -92,7 +94,7 @@ class VLLMClient(ServerClient):
             "detokenize": bool(how.stop),
             "skip_special_tokens": False,
             **({"seed": how.seed} if self.run.seeds else {}),
-            **({"logit_bias": never} if (never := biases(self.run.tokenizer)) else {}),
+            **({"logit_bias": bias} if (bias := placeholder_bias(self.run.tokenizer)) else {}),
         }
 
     # -- weights -------------------------------------------------------------------------------------------------------
@@ -108,8 +110,8 @@ class VLLMClient(ServerClient):
 
     async def read_weights(self, offer: dict[str, Any]) -> tuple[int, int]:
         if "file" in offer:
-            told = await self._remote("posttrain_load", layout=self.run.layout, offer=offer)
-            read = {(version, checksum) for version, checksum in told}
+            loaded = await self._remote("posttrain_load", layout=self.run.layout, offer=offer)
+            read = {(version, checksum) for version, checksum in loaded}
             if len(read) > 1:
                 raise Gone(f"its processes loaded different weights: {sorted(read)}")
             return read.pop()

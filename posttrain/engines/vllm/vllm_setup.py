@@ -32,10 +32,9 @@ PREFILL_TOKENS = 2048  # tokens of prompts that a processor computes at once, or
 GPU_SHARE = 0.05  # vLLM checks at its start that this share is free; it uses weights + cache_bytes
 # of a GPU that a server has to itself, for weights, cache and activations; new weights arrive beside them
 ALONE_SHARE = 0.85
-SECOND_RUNNER = (
-    "VLLM_USE_V2_MODEL_RUNNER"  # of it come experts; it needs Triton, which vLLM's wheels for processors lack
-)
-SHOWN = {"video": 0, "audio": 0}  # pictures alone
+SECOND_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+"""Enables the model runner that returns experts. It needs Triton, which vLLM's wheels for processors lack."""
+MEDIA_LIMITS = {"video": 0, "audio": 0}  # a prompt has pictures, but no video or audio
 LONGEST = 107 if sys.platform == "linux" else 103  # bytes in the path of a socket
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # the calls that sync weights
@@ -104,12 +103,12 @@ class VLLMSetup(ServerSetup):
             given["weight-transfer-config"] = json.dumps({"backend": self.transfer})
         if self.lora_rank:
             given |= {"enable-lora": True, "max-lora-rank": self.lora_rank, "max-loras": 1, "max-cpu-loras": 1}
-        if self.records:
+        if self.routed_experts:
             if not gpus and os.environ.get(SECOND_RUNNER) != "1":
-                raise UserError("vLLM returns experts from GPUs alone: leave out --routing-replay, or --engine vllm")
+                raise UserError("vLLM returns experts only on GPUs: leave out --routing-replay, or --engine vllm")
             given["enable-return-routed-experts"] = True
-        if self.sees:
-            given |= {"limit-mm-per-prompt": json.dumps(SHOWN), "mm-processor-kwargs": json.dumps(WITH_PIL)}
+        if self.pictures:
+            given |= {"limit-mm-per-prompt": json.dumps(MEDIA_LIMITS), "mm-processor-kwargs": json.dumps(WITH_PIL)}
             given["no-mm-device-do-normalize"] = True
         if sleeps:
             given["enable-sleep-mode"] = True
@@ -118,7 +117,7 @@ class VLLMSetup(ServerSetup):
             # processor: there prompts are computed in one piece. And compiling takes longer than it saves.
             given |= {"no-enable-chunked-prefill": True, "enforce-eager": True}
             given["max-num-batched-tokens"] = max(self.context, PREFILL_TOKENS)
-            given |= {"skip-mm-profiling": True} if self.sees else {}
+            given |= {"skip-mm-profiling": True} if self.pictures else {}
         return words_of(given)
 
     def environment(self, command: Sequence[str], gpus: Sequence[int], sleeps: bool) -> dict[str, str | None]:

@@ -498,7 +498,7 @@ class ReplicaOptions(TypedDict, total=False):
     """Options of several verbs."""
 
     slots: int
-    """Replies that are decoded at once: bounds the memory of the KV cache."""
+    """Maximum of replies that each engine decodes at once. More of them need more memory for the KV cache."""
     replicas: int
     """Sampling engines, each in a process of its own with a copy of the weights (0: none). An engine that dies is
     restarted. Samples of the local engine do not depend on their number. With 0, the local engine runs in this process,
@@ -521,10 +521,10 @@ class EngineOptions(ReplicaOptions, total=False):
     """GPUs of engines in processes of their own (--replicas, --engine), in turn. Default: the GPUs that no training
     process uses; if there are none, the training GPUs."""
     engine_cache: float | None
-    """KV cache limit in GiB, of the local engine or of a server. When the local engine's is full, the newest requests
-    wait, and are continued later. Default: 0.7 of the memory that is free when sampling begins, of which episodes
-    between turns get 4. For a server 4; on GPUs that it has to itself, what it finds free, and where it sleeps during
-    updates, a fifth of the GPU."""
+    """KV cache limit of each engine, in GiB. When the local engine's cache is full, the newest requests wait, and
+    continue later. It does not limit models that transformers computes. Default: 0.7 of the memory that is free when
+    sampling begins, with at most 4 for prefixes kept between turns. For a server 4; on GPUs that it has to itself, what
+    it finds free; if it sleeps during updates, a fifth of the GPU."""
     engine_timeout: float
     """Timeout of an engine in another process, in seconds, for a weight sync or a decoding step. After it, the engine
     is restarted."""
@@ -591,7 +591,7 @@ class RLOptions(
     step, with newer weights; its group enters an update once all its replies are complete. For environments of one
     turn."""
     routing_replay: bool
-    """Mixtures of experts: update each token with the experts that sampled it."""
+    """Mixtures of experts: update each token with the experts that computed it during sampling."""
     success: float | None
     """Reward from which a reply counts as right. It defines accuracy and pass@k. Default: the environment's own
     SUCCESS. Algorithms that imitate right replies use it too."""

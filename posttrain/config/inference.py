@@ -133,12 +133,12 @@ class ServePolicy(HardwareGroup, ChatTemplateGroup):
     requests: int = option(1024, above=0, most=1_000_000, group="scale")
     """Maximum number of requests in progress. Further ones are refused (429)."""
     slots: int = option(256, above=0, group="scale")
-    """Replies that are decoded at once, if the KV cache has room for them."""
+    """Maximum of replies that are decoded at once. If the KV cache has no room for them, the newest wait."""
     engine: Literal["local", "vllm", "sglang"] = option("local", group="scale", first_hour=True)
     """Sampling engine: local, in this process, or a server of its own: vllm, sglang."""
     engine_cache: float | None = option(None, above=0, group="scale", value="GIB")
-    """KV cache limit, in GiB. Default: 0.7 of the free memory; for a server 4, and on GPUs that it has to itself, what it
-    finds free."""
+    """KV cache limit, in GiB. It does not limit models that transformers computes in this process. Default: 0.7 of the free
+    memory; for a server 4, or on GPUs that it has to itself, what it finds free."""
     engine_timeout: float = option(120.0, above=0, most=86_400, group="scale", value="SECONDS")
     """Server: timeout of a decoding step, in seconds. After it, it is restarted, and its requests are sampled again."""
 

@@ -144,7 +144,7 @@ class ReplicaGroup(OptionGroup, group="scale"):
     """Concurrent requests, and the number of engines."""
 
     slots: int = option(256, above=0)
-    """Replies that are decoded at once: bounds the memory of the KV cache."""
+    """Maximum of replies that each engine decodes at once. More of them need more memory for the KV cache."""
     replicas: int = option(0, least=0, most=1024, on_resume="free")
     """Sampling engines, each in a process of its own with a copy of the weights (0: none). An engine that dies is
     restarted. Samples of the local engine do not depend on their number. With 0, the local engine runs in this process,

@@ -331,10 +331,10 @@ class EngineGroup(ReplicaGroup, group="scale"):
     """GPUs of engines in processes of their own (--replicas, --engine), in turn. Default: the GPUs that no
     training process uses; if there are none, the training GPUs."""
     engine_cache: float | None = option(None, above=0, value="GIB")
-    """KV cache limit in GiB, of the local engine or of a server. When the local engine's is full, the newest requests wait,
-    and are continued later. Default: 0.7 of the memory that is free when sampling begins, of which episodes between
-    turns get 4. For a server 4; on GPUs that it has to itself, what it finds free, and where it sleeps during updates, a
-    fifth of the GPU."""
+    """KV cache limit of each engine, in GiB. When the local engine's cache is full, the newest requests wait, and continue
+    later. It does not limit models that transformers computes. Default: 0.7 of the memory that is free when sampling
+    begins, with at most 4 for prefixes kept between turns. For a server 4; on GPUs that it has to itself, what it finds
+    free; if it sleeps during updates, a fifth of the GPU."""
     engine_timeout: float = option(120.0, above=0, most=86_400, value="SECONDS", on_resume="free")
     """Timeout of an engine in another process, in seconds, for a weight sync or a decoding step. After it, the engine is
     restarted."""
@@ -397,7 +397,7 @@ class RL(
     step, with newer weights; its group enters an update once all its replies are complete. For environments of one
     turn."""
     routing_replay: bool = option(False, group="sampling")
-    """Mixtures of experts: update each token with the experts that sampled it."""
+    """Mixtures of experts: update each token with the experts that computed it during sampling."""
     lr: float = option(1e-6, above=0)
     success: float | None = option(None, group="environment", value="REWARD", first_hour=True)
     """Reward from which a reply counts as right. It defines accuracy and pass@k. Default: the environment's own SUCCESS.

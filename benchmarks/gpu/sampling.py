@@ -72,7 +72,7 @@ def _engine(setting: Setting, found: Findings, table: Table, model: str, tokens:
 
 
 def _long_replies(setting: Setting, found: Findings) -> None:
-    """Measure replies of which a few are long: the cache grows, and with a limit requests wait again."""
+    """Measure replies of which a few are long: the cache grows, and with a limit requests are preempted."""
     count, tokens, short, long = (8, 4, 8, 600) if setting.tiny else (64, 4, 256, 4096)
     table = found.table(
         f"Sampling, {count - tokens} replies of {short} tokens and {tokens} of {long}, 1.5b, bfloat16",
@@ -80,7 +80,7 @@ def _long_replies(setting: Setting, found: Findings) -> None:
         "tokens/s",
         "most of the KV cache, GB",
         "most memory, GB",
-        "times that a request waited again",
+        "preemptions",
         notes=("With a limit: a third of what the cache took without one, at least one long reply.",),
     )
     bench = bench_of(setting, "1.5b")
@@ -88,7 +88,7 @@ def _long_replies(setting: Setting, found: Findings) -> None:
     wanted = [*wanted[tokens:], *((prompt, long) for prompt, _ in wanted[:tokens])]
     limit = None
     for label in ("no limit", "a third"):
-        engine._cache_bytes, engine.preempted = limit, 0
+        engine.memory.given, engine.preempted = limit, 0
         bench.sampled(wanted)
         watch, most, room = Watch(setting), [0], engine._make_room
 

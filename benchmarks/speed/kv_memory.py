@@ -41,7 +41,7 @@ class Measured:
         if running := engine.running:
             own = int(engine._rows.length[: len(running)].sum()) - sum(len(request.prompt) for request in running)
             needed = own + sum(map(len, {request.prompt for request in running}))
-            self.sizes.append((engine._occupied(), needed * self.token))
+            self.sizes.append((engine.memory.occupied, needed * self.token))
         return steps
 
     def sampled(self, what: str, texts: list[list[int]], max_tokens: int, keep: bool = True) -> dict[int, Completion]:

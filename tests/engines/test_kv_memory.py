@@ -1,7 +1,8 @@
-"""Memory of the key-value cache: it is taken as tokens are sampled, shared, bounded, and no reply tells."""
+"""Memory of the key-value cache: it is allocated as tokens are sampled, shared and limited, and changes no reply."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,10 +13,11 @@ from conftest import tiny
 from sampled import complete
 
 from posttrain.core.types import Completion, Sampling, UserError
-from posttrain.engines.local import local_engine
+from posttrain.engines.local import cache_memory, local_engine
 from posttrain.engines.local.cuda_step import CudaStep
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.local.paged_cache import PagedCache
+from posttrain.engines.local.prefix_cache import CachedPrefixes
 from posttrain.engines.local.prompt_layout import BLOCK
 from posttrain.engines.local.step_cache import StepCache
 from posttrain.models.native.decoder import Decoder, new_decoder
@@ -86,8 +88,8 @@ def asked(count: int = 10, tokens: int = 150) -> tuple[list[list[int]], list[Sam
 def test_replies_of_preempted_requests_are_those_of_undisturbed_ones(
     tokenizer: Tokenizer, mode: str, precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In compiled steps bit by bit. Some requests continue earlier ones, and end by a stop string."""
-    monkeypatch.setattr(local_engine, "FIRST_TOKENS", 64)
+    """With compiled steps they are equal bit by bit. Some requests continue earlier ones, and one has a stop string."""
+    monkeypatch.setattr(cache_memory, "FIRST_TOKENS", 64)
     model = endless(tokenizer)
 
     def talk(cache_bytes: int | None) -> tuple[dict[int, Completion], dict[int, Completion], LocalEngine]:
@@ -117,7 +119,7 @@ def test_replies_of_preempted_requests_are_those_of_undisturbed_ones(
 def test_the_request_that_came_last_waits_and_those_that_run_are_never_more_than_fit(
     tokenizer: Tokenizer, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_engine, "FIRST_TOKENS", 64)
+    monkeypatch.setattr(cache_memory, "FIRST_TOKENS", 64)
     model = endless(tokenizer)
     limit = 3 * engine_of(mode, model, tokenizer)._cache.size(640, 3)
     engine = engine_of(mode, model, tokenizer, cache_bytes=limit)
@@ -126,17 +128,17 @@ def test_the_request_that_came_last_waits_and_those_that_run_are_never_more_than
     began, ended = list[int](), list[int]()
     while engine.running or engine.waiting:
         ended += [c.id for c in engine.poll()]
-        assert engine._occupied() <= limit
+        assert engine.memory.occupied <= limit
         running = [request.id for request in engine.running]
         if len(began) < len(running):
             began = running
         waiting = [request.id for request in engine.waiting]
         assert not running or not waiting or max(running) < min(waiting), "first come, first served"
     assert engine.preempted >= 3 and len(began) > 3 and sorted(ended) == list(range(8))
-    assert not engine._begun and not engine._submitted and not engine._wanted
+    assert not engine.waiting.begun and not engine._submitted and not engine.waiting._wanted
 
 
-def test_what_a_waiting_request_has_said_can_be_read_and_cancelled(tokenizer: Tokenizer) -> None:
+def test_the_reply_so_far_of_a_preempted_request_can_be_read_and_the_request_cancelled(tokenizer: Tokenizer) -> None:
     model = endless(tokenizer)
     engine = engine_of("torch", model, tokenizer)
     for i in range(3):
@@ -195,7 +197,7 @@ def test_prompts_share_the_pages_of_their_common_blocks(tokenizer: Tokenizer) ->
 
 @needs_compiler
 def test_continued_requests_share_full_pages_and_write_to_none_of_them(tokenizer: Tokenizer) -> None:
-    """Branches of one reply, which continue it in different ways at once, see their own tokens alone."""
+    """Branches that continue one reply at the same time attend to their own tokens only."""
     model = endless(tokenizer)
     engine = engine_of("compiled", model, tokenizer)
     engine.submit(0, [5, 6, 7], Sampling(seed=1, max_tokens=2 * BLOCK + 40), keep=True)
@@ -239,7 +241,7 @@ def test_slots_of_torchs_steps_grow_with_the_longest_reply_and_become_fewer(toke
     assert max(slots * tokens for slots, tokens in sizes) <= 8 * 512
 
 
-def test_a_cache_that_cannot_be_there_twice_grows_through_the_hosts_memory(
+def test_a_cache_that_does_not_fit_into_memory_twice_grows_through_the_hosts_memory(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, moved = endless(tokenizer), list[int]()
@@ -251,11 +253,11 @@ def test_a_cache_that_cannot_be_there_twice_grows_through_the_hosts_memory(
     limit = engine._cache.size(1000, 3)
     limited = engine_of("torch", model, tokenizer, cache_bytes=limit + model.config.vocab * 4)
     limited.submit(9, [5, 6, 7], Sampling(seed=3, max_tokens=1000))
-    monkeypatch.setattr(limited, "_room_limit", lambda: float(limit))
+    monkeypatch.setattr(limited.memory, "room_limit", lambda running: float(limit))
     assert drained(limited, 1)[9].logp == expected[0].logp and moved
 
 
-def test_a_request_that_can_never_fit_is_refused_with_the_way_out(tokenizer: Tokenizer) -> None:
+def test_a_request_that_can_never_fit_is_refused_with_the_remedy(tokenizer: Tokenizer) -> None:
     model = endless(tokenizer)
     for mode in MODES:
         engine = engine_of(mode, model, tokenizer)
@@ -267,6 +269,19 @@ def test_a_request_that_can_never_fit_is_refused_with_the_way_out(tokenizer: Tok
             limited.submit(0, [5, 6, 7], Sampling(max_tokens=1180))
 
 
+def test_a_request_that_runs_alone_has_no_limit_once_nothing_else_can_be_dropped(tokenizer: Tokenizer) -> None:
+    engine = engine_of("torch", endless(tokenizer), tokenizer, cache_bytes=1 << 30)
+    engine.submit(0, [5, 6, 7], Sampling(max_tokens=20))
+    engine.poll()
+    memory, resumed = engine.memory, engine.waiting.resumed
+    assert memory.room_limit(1) == math.inf > memory.room_limit(2)
+    resumed[1] = CachedPrefixes((5,), (6,))  # its keys and values were dropped before
+    assert memory.room_limit(1) == math.inf
+    resumed[1] = CachedPrefixes((5,), (6,), states=torch.zeros(4))
+    assert memory.room_limit(1) < math.inf and memory.reclaim()
+    assert memory.room_limit(1) == math.inf and not memory.reclaim()
+
+
 def test_without_an_option_the_cache_takes_a_share_of_free_memory(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,8 +289,8 @@ def test_without_an_option_the_cache_takes_a_share_of_free_memory(
     expected = complete(engine_of("torch", model, tokenizer), *asked())
     for mode in MODES:
         engine = engine_of(mode, model, tokenizer)
-        room = engine._cache.size(600, 200) / local_engine.CACHE_SHARE
-        left: Any = lambda device, engine=engine, room=room: room - engine._occupied()  # noqa: E731
-        monkeypatch.setattr(local_engine, "free_memory", left)
+        room = engine._cache.size(600, 200) / cache_memory.CACHE_SHARE
+        left: Any = lambda device, engine=engine, room=room: room - engine.memory.occupied  # noqa: E731
+        monkeypatch.setattr(cache_memory, "free_memory", left)
         assert_same(expected, complete(engine, *asked()), bits=False)
-        assert engine._limit == pytest.approx(local_engine.CACHE_SHARE * room)
+        assert engine.memory.limit == pytest.approx(cache_memory.CACHE_SHARE * room)

@@ -331,7 +331,7 @@ def test_an_engine_without_requests_holds_no_cache(model: Decoder, tokenizer: To
     engine = LocalEngine(model, tokenizer)
     engine.submit(0, [5, 6, 7], Sampling(max_tokens=3, seed=1))
     assert engine.poll() and not engine.running
-    assert engine._cache.bytes == 0 and not engine.prefixes
+    assert engine._cache.bytes == 0 and not engine.waiting.prefixes
 
 
 def test_adamw_takes_the_steps_of_torch() -> None:

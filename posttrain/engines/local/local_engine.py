@@ -18,14 +18,11 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect
-from collections import Counter, defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import cached_property
 from itertools import count as counter
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,19 +30,20 @@ from torch import Tensor
 
 from posttrain.core.protocols import Engine, Paced
 from posttrain.core.types import Completion, Sampling, UserError
+from posttrain.engines.local.cache_memory import CacheMemory
 from posttrain.engines.local.compiled_step import CompiledStep, Given, supported
 from posttrain.engines.local.cuda_step import CudaStep, decodes_in_graphs
 from posttrain.engines.local.engine_weights import copy_weights
-from posttrain.engines.local.kv_cache import FIRST_TOKENS, KVCache, Prompt, PromptPrefix, States
+from posttrain.engines.local.kv_cache import KVCache, PromptPrefix, States
 from posttrain.engines.local.paged_cache import PagedCache
 from posttrain.engines.local.prefill import prefilled
 from posttrain.engines.local.prefix_cache import KEPT_BYTES, CachedPrefixes, PrefixCache
 from posttrain.engines.local.running_batch import BegunReply, RunningBatch
 from posttrain.engines.local.sampler import UniformTokens
 from posttrain.engines.local.step_cache import StepCache, token_bucket
+from posttrain.engines.local.waiting_requests import WaitingRequests
 from posttrain.engines.request import Request, complete, end_ids, reached_stop, stop_window
 from posttrain.engines.throughput import Throughput
-from posttrain.models.free_memory import free_memory
 from posttrain.models.native.decoder import Decoder
 from posttrain.models.native.fused import compiles
 from posttrain.models.native.kernels import build
@@ -53,8 +51,6 @@ from posttrain.models.native.linear import ROUND, rounds
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 POLL_STEPS = 4  # decoding steps after which the caller may handle other events
-CACHE_SHARE = 0.7
-"""Share of the memory that is free without the cache when sampling begins, at most which it takes if no limit is given."""
 LOOK_STEPS = 8
 """Decoding steps on CUDA between two checks for ended requests: each check waits for the card, which then waits for the next
 launch.
@@ -65,7 +61,7 @@ class LocalEngine:
     """Embedded engine of the decoder; implements `posttrain.core.protocols.Engine`. One per learner; not thread-safe.
 
     `slots`: maximum of concurrent requests. `context`: maximum of tokens of prompt and reply, at most the model's.
-    `kept_bytes`: limit of the prefix cache. `cache_bytes`: limit of the whole KV cache; None: see `CACHE_SHARE`.
+    `kept_bytes`: limit of the prefix cache. `cache_bytes`: limit of the whole KV cache; None: see `CacheMemory`.
     `rests`: whether memory is freed for the update when nothing runs; the next start then takes longer. `own`: the
     model belongs to the engine, and a weight sync overwrites its weights; otherwise it is the learner's.
     """
@@ -90,20 +86,14 @@ class LocalEngine:
         self.precision = precision
         self.eos_ids = end_ids(model, tokenizer)
         self.eos = torch.tensor(self.eos_ids, dtype=torch.int64, device=self.device)
-        self.waiting: deque[Request] = deque()
-        self._wanted: Counter[Prompt] = Counter()  # prompt -> number of waiting requests with it
-        self.prefixes: dict[Prompt, PromptPrefix] = {}
+        self.waiting = WaitingRequests()
         self.running: list[Request] = []  # [B], the request of each slot
         self.kept = PrefixCache(kept_bytes)
         self.computed = 0  # tokens that the model has processed
         self.preempted = 0  # number of times that a running request had to wait again
-        self._cache_bytes = cache_bytes
-        self._limit: float = math.inf  # bytes of the cache
         self._numbers = counter()
         self._submitted: dict[int, int] = {}  # id of a waiting or running request -> its number
-        self._begun: dict[int, BegunReply] = {}  # id of a waiting request that had run before -> its reply so far
         self._pace = Throughput()
-        self._resumed: dict[int, CachedPrefixes] = {}  # id of the waiting request that continues the prefix -> prefix
         self._prefix_of: dict[int, PromptPrefix] = {}  # id of a running request with `keep` -> its prompt's prefix
         self._rows = RunningBatch(self.device)
         self.dtype = torch.bfloat16 if precision == "bfloat16" else model.dtype
@@ -112,6 +102,7 @@ class LocalEngine:
         self._cuda = CudaStep(model, self.dtype, self.eos, lambda: self.uniform_tokens) if graphs else None
         self.batch_invariant = self._compiled is not None and compiles()
         self._cache = self._new_cache()
+        self.memory = CacheMemory(self._cache, self.kept, self.waiting, self.context, self.device, cache_bytes)
 
     @property
     def backend(self) -> str:
@@ -125,7 +116,7 @@ class LocalEngine:
         if self.own:
             copy_weights(self.model, weights)
         self.version = version
-        self.prefixes.clear()
+        self.waiting.prefixes.clear()
         self.kept.clear()
         self._forget_copies()
 
@@ -137,14 +128,14 @@ class LocalEngine:
             request = Request(id, tokens, sampling, keep=keep)
         else:
             request = Request(id, kept.prompt, sampling, tokens[len(kept.prompt) :], keep)
-            self._resumed[id] = kept
-            if kept.prefix is not None:
-                self.prefixes[kept.prompt] = kept.prefix
         request.check(self.context, self.model.config.vocab)
-        self._check_fits(request)
+        self.memory.check(request)
+        if kept is not None:
+            self.waiting.resumed[id] = kept
+            if kept.prefix is not None:
+                self.waiting.prefixes[kept.prompt] = kept.prefix
         self.waiting.append(request)
         self._submitted[id] = next(self._numbers)
-        self._wanted[request.prompt] += 1
 
     def take_over(self, id: int, prompt: Sequence[int]) -> None:
         """Note the first prompt of an episode that another engine has begun. Its next request is then computed in the
@@ -157,11 +148,8 @@ class LocalEngine:
         self.kept.take(id)
 
     def cancel(self, id: int) -> None:
-        self.waiting = deque(request for request in self.waiting if request.id != id)
-        self._wanted = Counter(request.prompt for request in self.waiting)
-        self._resumed.pop(id, None)
+        self.waiting.cancel(id)
         self._prefix_of.pop(id, None)
-        self._begun.pop(id, None)
         self._submitted.pop(id, None)
         if slots := [slot for slot, request in enumerate(self.running) if request.id == id]:
             self._leave(slots)
@@ -204,20 +192,17 @@ class LocalEngine:
             ([c[slots, :longest].tolist() for c in (self._rows.tokens, self._rows.logp)]) if slots else ([], [])
         )
         each = zip(slots, tokens, logps, counts, strict=True)
-        waiting = {id: (list(own), list(logp)) for id, (own, logp) in self._begun.items() if id in ids}
-        return waiting | {self.running[slot].id: (own[:count], logp[:count]) for slot, own, logp, count in each}
+        return self.waiting.replies(ids) | {
+            self.running[slot].id: (own[:count], logp[:count]) for slot, own, logp, count in each
+        }
 
     def pace(self) -> dict[str, float]:
         return self._pace.counts()
 
     def close(self) -> None:
         self.waiting.clear()
-        self._wanted.clear()
-        self.prefixes.clear()
         self.kept.clear()
-        self._resumed.clear()
         self._prefix_of.clear()
-        self._begun.clear()
         self._submitted.clear()
         self.running.clear()
         self._free()
@@ -258,39 +243,39 @@ class LocalEngine:
     def _admit(self, free: int) -> bool:
         """Move waiting requests into free slots and sample their first token. Return False if none fits the memory."""
         if not self.running:
-            self._limit = self._memory_limit()
-        if not (requests := self._next_requests(free)):
+            self.memory.set_limit()
+        if not (requests := self.memory.next_requests(free, least=0 if self.running else 1)):
             return False
-        requests.sort(key=lambda r: not self._given(r))  # requests that continue an earlier one come first
-        asked = Counter(r.prompt for r in requests)
-        fresh = {r.prompt for r in requests if not self._given(r)}
+        waiting = self.waiting
+        requests.sort(key=lambda r: not waiting.given(r))  # requests that continue an earlier one come first
+        asked = dict.fromkeys(r.prompt for r in requests)
+        fresh = {r.prompt for r in requests if not waiting.given(r)}
         needed = (prompt for prompt in asked if prompt in fresh or prompt not in self._cache)
-        missing = [prompt for prompt in needed if prompt not in self.prefixes]
+        missing = [prompt for prompt in needed if prompt not in waiting.prefixes]
         found, computed = prefilled(self.model, missing, self._cache, self.batch_invariant)
-        self.prefixes |= found
+        waiting.prefixes |= found
         self.computed += computed
         self._cache.reserve(
             len(self.running) + len(requests),
-            max(self._first_tokens(r) for r in requests),
+            max(self.memory.first_tokens(r) for r in requests),
             len(asked),
             max(map(len, asked)),
         )
         if isinstance(self._cache, StepCache):  # sizes in large steps, so that graphs remain valid
             self._rows.reserve(self._cache.own.shape[2], token_bucket(max(r.budget(self.context) for r in requests)))
-        self._cache.admit([r.prompt for r in requests], self.prefixes)
+        self._cache.admit([r.prompt for r in requests], waiting.prefixes)
         first = len(self.running)
         self.running.extend(requests)
-        self._rows.append(requests, self.context, self._begun)
+        self._rows.append(requests, self.context, waiting.begun)
         for request in requests:
-            if request.keep and request.prompt in self.prefixes:
-                self._prefix_of[request.id] = self.prefixes[request.prompt]
-        begun = first + sum(bool(self._given(r)) for r in requests)
+            if request.keep and request.prompt in waiting.prefixes:
+                self._prefix_of[request.id] = waiting.prefixes[request.prompt]
+        begun = first + sum(bool(waiting.given(r)) for r in requests)
         self._go_on(range(first, begun))
         if begun < len(self.running):
-            logits = torch.stack([self.prefixes[r.prompt].logits for r in self.running[begun:]])
+            logits = torch.stack([waiting.prefixes[r.prompt].logits for r in self.running[begun:]])
             self._choose(logits, slice(begun, len(self.running)))
-        self._wanted -= asked  # removes prompts without waiting requests
-        self.prefixes = {p: x for p, x in self.prefixes.items() if p in self._wanted}
+        waiting.release(requests)
         return True
 
     def _go_on(self, slots: range) -> None:
@@ -304,9 +289,9 @@ class LocalEngine:
             known[len(request.prompt), len(request.own)].append(slot)
         for slot in slots:
             request = self.running[slot]
-            kept, place = self._resumed.pop(request.id, None), 0
+            kept, place = self.waiting.resumed.pop(request.id, None), 0
             alike = known[len(request.prompt), len(request.own)]
-            replied = self._begun.pop(request.id, None)
+            replied = self.waiting.begun.pop(request.id, None)
             source = next((other for other in alike if self._same_tokens(other, slot)), None) if not replied else None
             if source is not None:
                 copies.append((source, slot))
@@ -345,101 +330,24 @@ class LocalEngine:
         attend = self._cache.extend(given.slot, given.place, count)
         self.model(tokens, position, attend, tokens[:1] * 0)
 
-    # -- memory -------------------------------------------------------------------------------------------------------
-
-    def _given(self, request: Request) -> int:
-        """Return the number of tokens behind the prompt of a request that is admitted."""
-        return len(request.own) + len(self._begun[request.id].tokens if request.id in self._begun else ())
-
-    def _first_tokens(self, request: Request) -> int:
-        """Return the own tokens of a request for which the cache makes room when it is admitted."""
-        return max(self._given(request) + 1, min(len(request.own) + request.budget(self.context), FIRST_TOKENS))
-
-    def _check_fits(self, request: Request) -> None:
-        """Raise UserError if a request would not fit the cache though it were alone."""
-        if self._cache_bytes is None:
-            return
-        needed = self._cache.size(len(request.own) + request.budget(self.context), len(request.prompt))
-        if needed > self._cache_bytes:
-            raise UserError(
-                f"a prompt of {request.given} tokens with a reply of up to {request.budget(self.context)} needs "
-                f"{needed / 2**30:.3g} GiB of KV cache, and --engine-cache is {self._cache_bytes / 2**30:.3g}: raise it, or "
-                "lower --max-tokens"
-            )
-
-    def _memory_limit(self) -> float:
-        """Return the limit of the cache in bytes, when nothing runs."""
-        if self._cache_bytes is not None:
-            return self._cache_bytes
-        return CACHE_SHARE * (free_memory(self.device) + self._occupied())
-
-    def _occupied(self) -> int:
-        """Return the bytes of the cache, with those of prefixes outside of slots."""
-        waiting = (CachedPrefixes((), (), prefix) for prefix in self.prefixes.values())
-        held = {id(x): x.nbytes for kept in (*self._resumed.values(), *waiting) for x in kept.parts}
-        return self._cache.occupied(self.kept.bytes + sum(held.values()))
-
-    def _next_requests(self, free: int) -> list[Request]:
-        """Take waiting requests from the queue: as many as fit into free slots and the limit, at least one if nothing
-        runs.
-        """
-        first = list(islice(self.waiting, free))
-        tokens, prompts = list(map(self._new_tokens, first)), [request.prompt for request in first]
-        occupied = self._occupied()
-
-        def excess(count: int) -> float:
-            return occupied + self._cache.added(tokens[:count], prompts[:count]) - self._limit
-
-        if first and (over := excess(len(first))) > 0:
-            self.kept.trim(max(0, self.kept.bytes - math.ceil(over)))
-            occupied = self._occupied()
-        count = bisect(range(1, len(first) + 1), 0.0, key=excess)
-        return [self.waiting.popleft() for _ in range(max(count, int(not self.running)))]
-
-    def _new_tokens(self, request: Request) -> int:
-        """Return the own tokens for which a waiting request needs memory when it is admitted."""
-        if not isinstance(self._cache, PagedCache):
-            return self._first_tokens(request)
-        kept = self._resumed.get(request.id)
-        shared = (
-            0 if kept is None or kept.states is None else (len(kept.own) - 1) // self._cache.page * self._cache.page
-        )
-        return self._given(request) + 1 - shared
-
     def _make_room(self, steps: int) -> None:
         """Make room for the next `steps` tokens of the running requests, of which some may have to wait again."""
-        while not self._cache.room(
-            self._rows, steps, min(self.slots, len(self.running) + len(self.waiting)), self._room_limit
+        cache, memory = self._cache, self.memory
+        while not cache.room(
+            self._rows,
+            steps,
+            min(self.slots, len(self.running) + len(self.waiting)),
+            lambda: memory.room_limit(len(self.running)),
         ):
-            self._reclaim()
-
-    def _room_limit(self) -> float:
-        """Return the limit of the memory of slots. A request that is alone has none, see `_check_fits`."""
-        alone = len(self.running) == 1 and not self.kept.bytes and not self._resumed and not self._unused_prompts()
-        return math.inf if alone else self._limit - (self._occupied() - self._cache.bytes)
-
-    def _unused_prompts(self) -> list[Prompt]:
-        return [prompt for prompt in self.prefixes if prompt not in self._cache]
-
-    def _reclaim(self) -> None:
-        """Free memory of something that can be computed again."""
-        if self.kept.bytes:
-            self.kept.trim(self.kept.bytes - 1)
-        elif held := [id for id, kept in self._resumed.items() if kept.parts]:
-            self._resumed[held[-1]] = replace(self._resumed[held[-1]], prefix=None, states=None)
-        elif unused := self._unused_prompts():
-            del self.prefixes[unused[-1]]
-        else:
-            self._preempt(max(range(len(self.running)), key=lambda slot: self._submitted[self.running[slot].id]))
+            if not memory.reclaim():
+                self._preempt(max(range(len(self.running)), key=lambda slot: self._submitted[self.running[slot].id]))
 
     def _preempt(self, slot: int) -> None:
         """Let a running request wait again."""
         request, count = self.running[slot], int(self._rows.count[slot])
         reply = (table[slot, :count].tolist() for table in (self._rows.tokens, self._rows.logp))
-        self._begun[request.id] = BegunReply(*map(tuple, reply))
+        self.waiting.put_back(request, BegunReply(*map(tuple, reply)))
         self._prefix_of.pop(request.id, None)
-        self.waiting.appendleft(request)
-        self._wanted[request.prompt] += 1
         self.preempted += 1
         self._leave([slot])
 

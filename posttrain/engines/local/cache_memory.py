@@ -1,0 +1,120 @@
+"""Memory of the embedded engine's key-value cache: its limit, which requests fit, and what is dropped to make room."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect
+from dataclasses import replace
+from itertools import islice
+
+import torch
+
+from posttrain.core.types import UserError
+from posttrain.engines.local.kv_cache import FIRST_TOKENS, KVCache, Prompt
+from posttrain.engines.local.paged_cache import PagedCache
+from posttrain.engines.local.prefix_cache import CachedPrefixes, PrefixCache
+from posttrain.engines.local.waiting_requests import WaitingRequests
+from posttrain.engines.request import Request
+from posttrain.models.free_memory import free_memory
+
+CACHE_SHARE = 0.7
+"""Default limit, as a share of the memory that is free without the cache when sampling begins."""
+
+
+class CacheMemory:
+    """Memory of slots and of the prefixes outside of them. `given`: limit in bytes; None: see `CACHE_SHARE`."""
+
+    def __init__(
+        self,
+        cache: KVCache | PagedCache,
+        kept: PrefixCache,
+        waiting: WaitingRequests,
+        context: int,
+        device: torch.device,
+        given: int | None,
+    ) -> None:
+        self.cache, self.kept, self.waiting = cache, kept, waiting
+        self.context, self.device = context, device
+        self.given = given
+        self.limit: float = math.inf  # bytes
+
+    @property
+    def occupied(self) -> int:
+        """Bytes of the cache, with those of prefixes outside of slots."""
+        waiting = (CachedPrefixes((), (), prefix) for prefix in self.waiting.prefixes.values())
+        held = {id(x): x.nbytes for kept in (*self.waiting.resumed.values(), *waiting) for x in kept.parts}
+        return self.cache.occupied(self.kept.bytes + sum(held.values()))
+
+    def check(self, request: Request) -> None:
+        """Raise UserError if a request would not fit the given limit even if it ran alone."""
+        if self.given is None:
+            return
+        needed = self.cache.size(len(request.own) + request.budget(self.context), len(request.prompt))
+        if needed > self.given:
+            raise UserError(
+                f"a prompt of {request.given} tokens with a reply of up to {request.budget(self.context)} needs "
+                f"{needed / 2**30:.3g} GiB of KV cache, and --engine-cache is {self.given / 2**30:.3g}: raise it, or "
+                "lower --max-tokens"
+            )
+
+    # -- admission ----------------------------------------------------------------------------------------------------
+
+    def set_limit(self) -> None:
+        """Set the limit, when nothing runs."""
+        share = CACHE_SHARE * (free_memory(self.device) + self.occupied) if self.given is None else None
+        self.limit = self.given if share is None else share
+
+    def first_tokens(self, request: Request) -> int:
+        """Return the own tokens of a request for which the cache makes room when it is admitted."""
+        return max(self.waiting.given(request) + 1, min(len(request.own) + request.budget(self.context), FIRST_TOKENS))
+
+    def next_requests(self, free: int, least: int) -> list[Request]:
+        """Take requests from the queue: as many as fit into `free` slots and the limit, but at least `least`."""
+        first = list(islice(self.waiting, free))
+        tokens, prompts = list(map(self._new_tokens, first)), [request.prompt for request in first]
+        occupied = self.occupied
+
+        def excess(count: int) -> float:
+            return occupied + self.cache.added(tokens[:count], prompts[:count]) - self.limit
+
+        if first and (over := excess(len(first))) > 0:
+            self.kept.trim(max(0, self.kept.bytes - math.ceil(over)))
+            occupied = self.occupied
+        count = bisect(range(1, len(first) + 1), 0.0, key=excess)
+        return [self.waiting.take() for _ in range(max(count, least))]
+
+    def _new_tokens(self, request: Request) -> int:
+        """Return the own tokens for which a waiting request needs memory when it is admitted."""
+        if not isinstance(self.cache, PagedCache):
+            return self.first_tokens(request)
+        kept, page = self.waiting.resumed.get(request.id), self.cache.page
+        shared = 0 if kept is None or kept.states is None else (len(kept.own) - 1) // page * page
+        return self.waiting.given(request) + 1 - shared
+
+    # -- running requests ---------------------------------------------------------------------------------------------
+
+    def room_limit(self, running: int) -> float:
+        """Return the limit of the memory of slots, in bytes. A request that runs alone has none once nothing else can be
+        dropped, see `check`.
+        """
+        if running == 1 and not self.kept.bytes and not self._resumed() and not self._unused_prompts():
+            return math.inf
+        return self.limit - (self.occupied - self.cache.bytes)
+
+    def reclaim(self) -> bool:
+        """Drop a prefix that no running request uses; it is computed again if needed. Return False if there is none."""
+        if self.kept.bytes:
+            self.kept.trim(self.kept.bytes - 1)
+        elif resumed := self._resumed():
+            self.waiting.resumed[resumed[-1]] = replace(self.waiting.resumed[resumed[-1]], prefix=None, states=None)
+        elif unused := self._unused_prompts():
+            del self.waiting.prefixes[unused[-1]]
+        else:
+            return False
+        return True
+
+    def _resumed(self) -> list[int]:
+        return [id for id, kept in self.waiting.resumed.items() if kept.parts]
+
+    def _unused_prompts(self) -> list[Prompt]:
+        return [prompt for prompt in self.waiting.prefixes if prompt not in self.cache]

@@ -36,9 +36,10 @@ def open_engine(
         cache = options.cache_gib
         return embedded(model, tokenizer, options.slots, options.precision, cache, rests=not serving, own=own)
     if kind != "vllm" and (decoder := backbone_of(model)).sees:
+        option = "--replicas" if kind == "local" else "--engine sglang"
         raise UserError(
-            f"{'--replicas are' if kind == 'local' else '--engine sglang is'} for text-only models, and {decoder.family} "
-            "reads pictures: use --engine vllm, or leave it out"
+            f"{option} supports text-only models, and {decoder.family} reads pictures: use --engine vllm, or leave out "
+            f"{option}"
         )
     if kind == "local":
         return open_pool(model, tokenizer, options)

@@ -589,10 +589,8 @@ class Sender:
             first = last
 
 
-@pytest.mark.parametrize("backend", ["nccl", "ipc"])
-def test_weights_from_card_to_card_follow_the_documented_calls(
-    backend: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def install_trainer(backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install stand-ins of the classes of vLLM's trainer side that a backend needs."""
     folder = "vllm.distributed.weight_transfer"
     for name in ("vllm", "vllm.distributed", folder, f"{folder}.base", f"{folder}.{backend}_engine"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -619,6 +617,13 @@ def test_weights_from_card_to_card_follow_the_documented_calls(
     own = type("Own", (Sender,), {"backend": backend, "on": on})
     monkeypatch.setattr(engine, f"{kind}TrainerWeightTransferEngine", own, raising=False)
     Sender.made.clear()
+
+
+@pytest.mark.parametrize("backend", ["nccl", "ipc"])
+def test_weights_from_card_to_card_follow_the_documented_calls(
+    backend: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_trainer(backend, monkeypatch)
     first, second = tiny(tokenizer), tiny(tokenizer, seed=1)
     transport = GPUTransfer(backend, server_layout(first, torch.float32), 20.0)
     world = World(random.Random(0), 0)

@@ -136,7 +136,7 @@ def test_a_reader_of_half_of_the_weights_fails() -> None:
 
 
 class Trainer:
-    """vLLM's trainer side, which takes what its `takes` names."""
+    """Stand-in of vLLM's trainer side, which is lost after `takes` tensors (0: never)."""
 
     def __init__(self, source: Any, takes: int) -> None:
         self.source, self.takes, self.client = source, takes, type("Client", (), {})()
@@ -183,8 +183,8 @@ def test_an_engine_that_is_lost_or_hangs_does_not_keep_the_weights_from_the_othe
     assert transport.send([to[2]]) == {} and connected == ["good", "bad", "fine", "bad", "fine"], "it started again"
 
 
-class Ends:
-    """A feed that has room for some tensors."""
+class LimitedFeed:
+    """A feed that has room for some tensors, and records how it ends."""
 
     def __init__(self, room: int) -> None:
         self.room, self.ends = room, list[Any]()
@@ -197,16 +197,16 @@ class Ends:
         self.ends.append(error)
 
 
-def test_an_engine_that_was_too_slow_does_not_take_half_of_the_weights_for_all() -> None:
+def test_an_engine_that_was_too_slow_does_not_take_part_of_the_weights_for_all_of_them() -> None:
     model = tiny(LETTERS)
     transport = GPUTransfer("nccl", server_layout(model, torch.float32), 1.0)
     transport.put(model, 0)
-    senders: list[Any] = [SimpleNamespace(feed=Ends(room), works=lambda: True) for room in (1000, 5)]
+    senders: list[Any] = [SimpleNamespace(feed=LimitedFeed(room), alive=lambda: True) for room in (1000, 5)]
     transport._feed(senders)
     whole, half = (sender.feed.ends for sender in senders)
     assert whole[0] is None and isinstance(half[0], Gone)
     broken: Any = SimpleNamespace(parameters=lambda: [], decoder=None)  # gathering fails
-    transport._weights, senders[0].feed = broken, Ends(1000)
+    transport._weights, senders[0].feed = broken, LimitedFeed(1000)
     with pytest.raises(UserError):
         transport._feed(senders[:1])
     assert isinstance(senders[0].feed.ends[0], Gone)

@@ -311,7 +311,7 @@ def test_experts_of_another_model_are_refused(change: dict[str, Any]) -> None:
 def test_layers_that_cannot_be_told_by_number_are_refused(tokenizer: Tokenizer) -> None:
     model = routing(tokenizer)
     model.routers = Routers((Router("blocks.0.gate", 0),), 4, 2)
-    with pytest.raises(UserError, match="at most one router in each numbered layer, .*: leave out --engine"):
+    with pytest.raises(UserError, match="at most one router in each numbered layer, which .*: leave out --engine"):
         RoutedLayers.of(model)
     model.replays = False
     assert RoutedLayers.of(model) is None

@@ -80,7 +80,8 @@ def routed(model: Backed, transcript: Transcript) -> np.ndarray:
     return found.taken[0].numpy()
 
 
-def told(transcript: Transcript) -> np.ndarray:
+def returned(transcript: Transcript) -> np.ndarray:
+    """Return the experts [L, M, k] that the engine returned for a transcript's tokens."""
     return np.concatenate([span.experts for span in transcript.spans if span.experts is not None])
 
 
@@ -93,7 +94,7 @@ def test_experts_of_prompts_and_replies_are_those_that_the_learner_computes(engi
         transcript = Transcript()
         transcript.observe(prompt)
         transcript.sample(completion)
-        own, theirs = np.sort(routed(policy, transcript), -1), np.sort(told(transcript), -1)
+        own, theirs = np.sort(routed(policy, transcript), -1), np.sort(returned(transcript), -1)
         assert own.shape == theirs.shape == (len(transcript), 2, 2)
         assert (theirs[-1] == -1).all(), "nothing was sampled behind the last token"
         same += int((own[:-1] == theirs[:-1]).all(-1).sum())
@@ -117,8 +118,8 @@ def test_a_later_turn_has_the_experts_of_tokens_whose_keys_and_values_are_cached
     client: Any = engine.members[0].link.wire
     metrics = asyncio.run_coroutine_threadsafe(client._call("GET", "/metrics"), client._loop).result().decode()
     [hits] = [line for line in metrics.splitlines() if line.startswith("vllm:prefix_cache_hits_total")]
-    assert float(hits.split()[-1]) >= BLOCK, "the second turn computes the first block of its prompt no more"
-    own, theirs = np.sort(routed(policy, transcript), -1), np.sort(told(transcript), -1)
+    assert float(hits.split()[-1]) >= BLOCK, "the second turn does not compute the first block of its prompt again"
+    own, theirs = np.sort(routed(policy, transcript), -1), np.sort(returned(transcript), -1)
     assert (theirs[:-1] >= 0).all() and (own[:-1] == theirs[:-1]).mean() > 0.999
 
 
@@ -139,5 +140,5 @@ def test_grpo_replays_the_experts_that_vllm_returns(folder: Path, tmp_path: Path
     for row in run.metrics:
         assert row["sampler/gap/max"] < 1e-3 and row["routing/moved"] < 0.5
     assert any(row["routing/moved"] > 0 for row in run.metrics), (
-        "the second update routes otherwise than the engine did"
+        "in the second update the routers would choose other experts than the engine recorded"
     )

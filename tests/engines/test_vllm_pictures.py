@@ -1,4 +1,4 @@
-"""vLLM samples behind pictures what the learner scores. See `make test-vllm`."""
+"""vLLM's log-probabilities of replies to prompts with pictures are the learner's. See `make test-vllm`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ import pytest
 import torch
 import torchvision_transforms
 from picture_envs import drawn, looking
-from picture_tokenizer import OF_QWEN, SPECIAL, picture_tokenizer
+from picture_tokenizer import OF_QWEN, SPECIAL, picture_prompt, picture_tokenizer
 from tiny_models import make_seeing
 from vllm_samples import needs_vllm, opened
 
 import posttrain
-from posttrain.core.pictures import PICTURES
 from posttrain.core.transcripts import SpanKind, Transcript
 from posttrain.core.types import Completion, Sampling
 from posttrain.engines.pool.engine_pool import EnginePool
@@ -80,19 +79,16 @@ def engine(policy: Backed, tokenizer: Tokenizer) -> Iterator[EnginePool]:
         yield started
 
 
-def shown(tokenizer: Tokenizer, *pictures: bytes) -> Transcript:
-    """A prompt in which each of these is between letters."""
+def picture_transcript(tokenizer: Tokenizer, *pictures: bytes) -> Transcript:
+    """Return a transcript of a prompt with these pictures."""
     transcript = Transcript()
-    digests = [PICTURES.put(picture).removeprefix("sha256:") for picture in pictures]
-    assert tokenizer.pictures is not None
-    place = tokenizer.backend.id_to_token(tokenizer.pictures.id)
-    tokens, media = tokenizer.encode_seen("ab" + f"{place}cd" * len(digests), digests, False)
+    tokens, media = picture_prompt(tokenizer, *pictures)
     transcript.observe(tokens, media=media)
     return transcript
 
 
 def sampled(engine: EnginePool, transcripts: list[Transcript], seed: int = 0, count: int = 12) -> list[Completion]:
-    """Sample behind each transcript, and add what was sampled."""
+    """Sample a reply to each transcript, and append it."""
     for id, transcript in enumerate(transcripts):
         how = Sampling(seed=seed + id, max_tokens=count)
         engine.submit_with_media(id, transcript.tokens, transcript.media, how, keep=True)
@@ -106,7 +102,7 @@ def sampled(engine: EnginePool, transcripts: list[Transcript], seed: int = 0, co
 
 
 def gap(model: Backed, transcripts: list[Transcript]) -> float:
-    """The greatest difference between the learner's and the engine's log-probability of a token, in nats."""
+    """Return the largest difference between the learner's and the engine's log-probability of a token, in nats."""
     batch = collate([[t] for t in transcripts], range(len(transcripts)), weight=torch.ones(len(transcripts)))
     (outputs,) = LocalLearner(model, Optimization()).evaluate([batch])
     assert batch.sampler_logp is not None
@@ -116,10 +112,10 @@ def gap(model: Backed, transcripts: list[Transcript]) -> float:
 PICTURES_OF = [(drawn(1),), (drawn(2),), (drawn(3, 24, 40),), (drawn(1), drawn(4, 70, 30)), ()]
 
 
-def test_log_probabilities_behind_pictures_are_the_learners(
+def test_log_probabilities_of_replies_to_pictures_are_the_learners(
     engine: EnginePool, policy: Backed, tokenizer: Tokenizer
 ) -> None:
-    transcripts = [shown(tokenizer, *pictures) for pictures in PICTURES_OF for _ in range(3)]
+    transcripts = [picture_transcript(tokenizer, *pictures) for pictures in PICTURES_OF for _ in range(3)]
     done = sampled(engine, transcripts)
     found = gap(policy, transcripts)
     print(f"{found:.1e} nats")
@@ -129,10 +125,10 @@ def test_log_probabilities_behind_pictures_are_the_learners(
 
 
 def test_pictures_change_what_is_sampled(engine: EnginePool, policy: Backed, tokenizer: Tokenizer) -> None:
-    one, other = ([shown(tokenizer, drawn(seed)) for _ in range(8)] for seed in (1, 2))
+    one, other = ([picture_transcript(tokenizer, drawn(seed)) for _ in range(8)] for seed in (1, 2))
     first, second = ([c.tokens for c in sampled(engine, those)] for those in (one, other))
     assert sum(a != b for a, b in zip(first, second, strict=True)) >= 6, "the same seeds"
-    for transcript in one:  # scored behind the other picture, the difference is seen
+    for transcript in one:  # with the other picture the learner's log-probabilities differ
         transcript.media = other[0].media
     assert gap(policy, one) > 0.1 > GAP > gap(policy, other)
 
@@ -140,9 +136,9 @@ def test_pictures_change_what_is_sampled(engine: EnginePool, policy: Backed, tok
 def test_a_picture_of_a_later_turn_is_read_behind_the_earlier_one(
     engine: EnginePool, policy: Backed, tokenizer: Tokenizer
 ) -> None:
-    transcript = shown(tokenizer, drawn(1))
+    transcript = picture_transcript(tokenizer, drawn(1))
     sampled(engine, [transcript])
-    later = shown(tokenizer, drawn(2))
+    later = picture_transcript(tokenizer, drawn(2))
     start = len(transcript)
     media = [type(m)(m.start + start, m.length, m.digest, m.grid) for m in later.media]
     transcript.observe(later.tokens, SpanKind.TOOL, media)
@@ -167,7 +163,7 @@ def test_a_server_that_makes_other_pixels_than_the_learner_is_refused(
 def test_features_of_pictures_are_those_of_the_newest_vision_tower(
     engine: EnginePool, policy: Backed, tokenizer: Tokenizer
 ) -> None:
-    transcripts = [shown(tokenizer, *pictures) for pictures in PICTURES_OF[:4]]
+    transcripts = [picture_transcript(tokenizer, *pictures) for pictures in PICTURES_OF[:4]]
     sampled(engine, transcripts)
     assert policy.vision is not None
     kept = {name: tensor.clone() for name, tensor in policy.named_parameters()}
@@ -175,9 +171,9 @@ def test_features_of_pictures_are_those_of_the_newest_vision_tower(
         with torch.no_grad():
             for parameter in policy.vision.weights():
                 parameter.mul_(1.3)
-        assert gap(policy, transcripts) > 0.05, "the change is one that shows"
+        assert gap(policy, transcripts) > 0.05, "the change is large enough to be seen"
         engine.load(policy, 1)
-        again = [shown(tokenizer, *pictures) for pictures in PICTURES_OF[:4]]
+        again = [picture_transcript(tokenizer, *pictures) for pictures in PICTURES_OF[:4]]
         sampled(engine, again)
         assert gap(policy, again) < GAP
     finally:

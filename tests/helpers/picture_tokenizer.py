@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from posttrain.core.pictures import PICTURES
+from posttrain.core.transcripts import Media
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 
 TEMPLATE = (
@@ -18,3 +20,11 @@ def picture_tokenizer(special: tuple[str, ...] = SPECIAL) -> Tokenizer:
     """Return a tokenizer with the special tokens of pictures, the third for a picture, and the chat template."""
     template = TEMPLATE.replace("<image>", special[2])
     return Tokenizer.train([LETTERS], 64, "characters", special).templated(template, "the template")
+
+
+def picture_prompt(tokenizer: Tokenizer, *pictures: bytes) -> tuple[list[int], list[Media]]:
+    """Return the tokens of a prompt with letters around each of these pictures, and the pictures' positions."""
+    digests = [PICTURES.put(picture).removeprefix("sha256:") for picture in pictures]
+    assert tokenizer.pictures is not None
+    placeholder = tokenizer.backend.id_to_token(tokenizer.pictures.id)
+    return tokenizer.encode_seen("ab" + f"{placeholder}cd" * len(digests), digests, False)

@@ -477,7 +477,7 @@ def test_an_adapter_of_a_model_that_sees_still_sees_when_it_goes_on_and_is_opene
 
 def test_engines_of_other_processes_are_not_shown_pictures(tmp_path: Path, folders: Callable[[str], Path]) -> None:
     rows = [{"id": str(n), "messages": [message((drawn(n),), "?")]} for n in range(2)]
-    with pytest.raises(UserError, match="reads pictures: use --engine vllm, or leave it out"):
+    with pytest.raises(UserError, match="reads pictures: use --engine vllm, or leave out --"):
         posttrain.rl(
             rows, lambda task, reply: 0.0, str(folders("qwen2_5_vl")), steps=1, prompts=2, group=2, max_tokens=3,
             replicas=1, env_workers=0, out=str(tmp_path), **HOW,

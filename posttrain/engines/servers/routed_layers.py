@@ -23,16 +23,16 @@ UNKNOWN = -1  # in place of an expert that was not recorded; see `posttrain.mode
 
 @dataclass(frozen=True)
 class RoutedLayers:
-    """The layers of a model that have a router."""
+    """The layers of a model that have a router, and the experts of each."""
 
     numbers: tuple[int, ...]  # [M], among all layers of the model
-    experts: int
+    experts: int  # of a layer
     taken: int  # k
 
     @staticmethod
     def of(model: Model) -> RoutedLayers | None:
-        """Return those of a model that replays experts, else None. Raises UserError if its routers are not one in each of
-        some numbered layers.
+        """Return the layers with routers of a model that replays experts, else None. Raises UserError if a layer has two
+        routers, or a router is in no numbered layer.
         """
         decoder = backbone_of(model)
         if not decoder.replays:
@@ -42,8 +42,8 @@ class RoutedLayers:
         numbers = tuple(int(place[1]) for place in places if place is not None)
         if len(numbers) < len(places) or list(numbers) != sorted(set(numbers)):
             raise UserError(
-                f"--routing-replay with servers needs at most one router in each numbered layer, unlike {decoder.family}: "
-                "leave out --engine"
+                f"--routing-replay with --engine needs at most one router in each numbered layer, which {decoder.family} "
+                "does not have: leave out --engine"
             )
         return RoutedLayers(numbers, decoder.routers.experts, decoder.routers.taken)
 
@@ -52,7 +52,7 @@ class RoutedLayers:
     ) -> tuple[NDArray[np.int16], NDArray[np.int16]]:
         """Return the experts of the sampled tokens, int16 [sampled, M, k], and of the prompt, [prompt, M, k].
 
-        `found`: integers [n, L, k]; `computed`: n; `sampled`: tokens of the reply, which may end before the server's did.
+        `found`: integers [n, L, k]; `computed`: n; `sampled`: tokens of the reply, which may be shorter than the server's.
         Raises Gone if they are not those of this model.
         """
         rows, layers, taken = found.shape if found.ndim == 3 else (0, 0, 0)

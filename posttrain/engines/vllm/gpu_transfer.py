@@ -61,7 +61,7 @@ class Client:
 
 
 class WeightFeed:
-    """The weights on their way from the thread that gathers them to the one that sends them to an engine."""
+    """Queue of weights from the thread that gathers them to the thread that sends them to an engine."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[str, Tensor, torch.Event | None] | Exception | None] = SimpleQueue()
@@ -70,9 +70,9 @@ class WeightFeed:
     def give(
         self, name: str, tensor: Tensor, event: torch.Event | None, until: float, alive: Callable[[], bool]
     ) -> bool:
-        """Pass on a tensor as soon as there is room. Return False if there was none until then, or the reader has ended.
+        """Add a tensor as soon as there is room. Return False if there is none before `until`, or the reader has ended.
 
-        `event`: after which the tensor is complete; `until`: as of time.monotonic.
+        `event`: recorded when the tensor is complete; `until`: a time of `time.monotonic`.
         """
         while not self._room.acquire(timeout=LOOK_SECONDS):
             if not alive() or time.monotonic() > until:
@@ -147,12 +147,12 @@ class GPUTransfer(Fetched):
                     tensor = stored.to(dtype).contiguous()
                     event = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
                     until = time.monotonic() + self.seconds
-                    reading = [s for s in reading if s.feed.give(name, tensor, event, until, s.works)]
+                    reading = [s for s in reading if s.feed.give(name, tensor, event, until, s.alive)]
             for sender in reading:
                 sender.feed.end()
         finally:
             for sender in senders:
-                sender.feed.end(error)  # read only where the feed has not ended
+                sender.feed.end(error)  # has no effect if the feed has ended
 
     def done(self) -> None:
         self.offer = self._weights = None
@@ -189,13 +189,13 @@ class _Sender:
         self._thread = threading.Thread(target=work, name=f"weights for {name}", daemon=True)
         self._thread.start()
 
-    def works(self) -> bool:
+    def alive(self) -> bool:
         return self._thread.is_alive()
 
     def join(self, seconds: float) -> str | None:
         """Wait until the engine has the weights. Return why it does not get them; None: it has them."""
         self._thread.join(seconds)
-        if self.works():
+        if self.alive():
             return f"the weights did not reach it within {seconds:g} s"
         return f"the weights did not reach it ({one_line(self._failed[0])[:200]})" if self._failed else None
 

@@ -92,9 +92,8 @@ def rl(context: RunContext[RL]) -> RunParts:
     success = _success(config, algorithm, env)
     train_tasks, held_out = _tasks(config, context.rows, env)
     order = task_order(config, train_tasks, success)
-    start, resumed = run.start, run.checkpoint is not None
-    assert start
-    folder = run.checkpoint or start
+    assert run.start
+    folder, resumed = run.checkpoint or run.start, run.checkpoint is not None
     ground = opened.enter_context(
         open_playground(config, env, train_tasks, device, run.path, resumed, [folder], run.world)
     )
@@ -109,7 +108,7 @@ def rl(context: RunContext[RL]) -> RunParts:
         Prompts(train_tasks, tokenizer, too_long).check()
     evaluated = fitting(held_out, ground.pool, tokenizer, too_long)
     opened_teachers = _teachers(context, algorithm, tokenizer, train_tasks, model)
-    learner = _learner(config, algorithm, model, start, opened_teachers, run.world)
+    learner = _learner(config, algorithm, model, run.start, opened_teachers, run.world)
     engine = opened.enter_context(closing(_engine(run, model, tokenizer)))
     collector = Collector(
         train_tasks,

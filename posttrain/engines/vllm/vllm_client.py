@@ -9,7 +9,7 @@ import io
 import json
 from typing import Any
 
-import numpy as np
+from numpy.lib.format import read_array
 
 from posttrain.engines.pool.pool_protocol import Gone
 from posttrain.engines.request import Request
@@ -75,7 +75,7 @@ class VLLMClient(ServerClient):
         if choice["finish_reason"] not in ("stop", "length"):
             raise ValueError(f"a reply ended with {choice['finish_reason']!r}")
         routed = choice.get("routed_experts") if self.run.routed is not None else None
-        experts = None if routed is None else np.load(io.BytesIO(base64.b64decode(routed)), allow_pickle=False)
+        experts = None if routed is None else read_array(io.BytesIO(base64.b64decode(routed)), allow_pickle=False)
         return Sampled(tokens, logp, choice["finish_reason"] == "length", experts)
 
     def _parameters(self, request: Request) -> dict[str, Any]:

@@ -61,8 +61,10 @@ class CacheMemory:
 
     def set_limit(self) -> None:
         """Set the limit, when nothing runs."""
-        share = CACHE_SHARE * (free_memory(self.device) + self.occupied) if self.given is None else None
-        self.limit = self.given if share is None else share
+        if self.given is None:
+            self.limit = CACHE_SHARE * (free_memory(self.device) + self.occupied)
+        else:
+            self.limit = self.given
 
     def first_tokens(self, request: Request) -> int:
         """Return the own tokens of a request for which the cache makes room when it is admitted."""

@@ -196,6 +196,20 @@ def test_prompts_share_the_pages_of_their_common_blocks(tokenizer: Tokenizer) ->
 
 
 @needs_compiler
+def test_a_groups_prompt_is_counted_once_and_freed_when_the_last_request_is_cancelled(tokenizer: Tokenizer) -> None:
+    engine = engine_of("compiled", endless(tokenizer), tokenizer)
+    cache, prompt = engine._cache, tuple(5 + i % 11 for i in range(2 * BLOCK))
+    assert isinstance(cache, PagedCache)
+    assert cache.added([1] * 4, [prompt] * 4) == (4 + 2) * cache.pool.page_bytes
+    engine.submit(0, prompt, Sampling(max_tokens=5), keep=True)
+    done = drained(engine, 1)[0]
+    engine.submit(0, [*prompt, *done.tokens, 6], Sampling(max_tokens=5), keep=True)
+    engine.cancel(0)
+    engine.forget(0)
+    assert not engine.waiting.prefixes and cache.pool.used == 0
+
+
+@needs_compiler
 def test_continued_requests_share_full_pages_and_write_to_none_of_them(tokenizer: Tokenizer) -> None:
     """Branches that continue one reply at the same time attend to their own tokens only."""
     model = endless(tokenizer)

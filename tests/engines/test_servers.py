@@ -308,6 +308,12 @@ def test_experts_of_another_model_are_refused(change: dict[str, Any]) -> None:
         replace(RoutedLayers((0, 2), 50, 2), **change).split(np.arange(60).reshape(10, 3, 2) % 50, 4, 10, 3)
 
 
+@pytest.mark.parametrize("kind", [float, bool])
+def test_experts_that_are_no_integers_are_refused(kind: type) -> None:
+    with pytest.raises(Gone, match="it returned experts of the shape"):
+        RoutedLayers((0, 2), 50, 2).split((np.arange(60).reshape(10, 3, 2) % 50).astype(kind), 4, 10, 3)
+
+
 def test_layers_that_cannot_be_told_by_number_are_refused(tokenizer: Tokenizer) -> None:
     model = routing(tokenizer)
     model.routers = Routers((Router("blocks.0.gate", 0),), 4, 2)

@@ -121,7 +121,7 @@ class PagedCache:
 
     def added(self, own: Sequence[int], prompts: Sequence[Prompt]) -> int:
         """Return the bytes that requests with so many own tokens would add, with a further page for each running one."""
-        new = sum(self._pages(len(prompt)) for prompt in prompts if prompt not in self)
+        new = sum(self._pages(len(prompt)) for prompt in {*prompts} - self._prompts.keys())
         return (sum(map(self._pages, own)) + new + len(self._own)) * self.pool.page_bytes
 
     def reserve(self, slots: int, own: int, prompts: int, prompt: int) -> None:

@@ -46,6 +46,9 @@ class WaitingRequests:
     def release(self, requests: Iterable[Request]) -> None:
         """Drop the prompts of requests that were taken, if no waiting request has them."""
         self._wanted -= Counter(request.prompt for request in requests)
+        self._drop_unused()
+
+    def _drop_unused(self) -> None:
         self.prefixes = {prompt: prefix for prompt, prefix in self.prefixes.items() if prompt in self._wanted}
 
     def cancel(self, id: int) -> None:
@@ -54,6 +57,7 @@ class WaitingRequests:
         self._wanted = Counter(request.prompt for request in self._queue)
         self.resumed.pop(id, None)
         self.begun.pop(id, None)
+        self._drop_unused()
 
     def clear(self) -> None:
         for held in (self._queue, self._wanted, self.prefixes, self.resumed, self.begun):

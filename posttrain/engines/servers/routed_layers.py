@@ -56,9 +56,10 @@ class RoutedLayers:
         Raises Gone if they are not those of this model.
         """
         rows, layers, taken = found.shape if found.ndim == 3 else (0, 0, 0)
-        if (rows, taken) != (computed, self.taken) or layers <= self.numbers[-1]:
+        if (rows, taken) != (computed, self.taken) or layers <= self.numbers[-1] or found.dtype.kind not in "iu":
             raise Gone(
-                f"it returned experts of the shape {list(found.shape)}, not {self.taken} in all layers of {computed} tokens"
+                f"it returned experts of the shape {list(found.shape)} and type {found.dtype}, not {self.taken} numbers in "
+                f"all layers of {computed} tokens"
             )
         routes = found[: prompt + sampled - 1, list(self.numbers)]
         first = np.sort(routes[0], -1)  # one token shows whether these are the layers with routers: others are zeros

@@ -7,8 +7,8 @@ of a micro-batch. Within 10% of measurements on an H200 (`tests/training/test_me
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from posttrain.config.training import RL, Training
 from posttrain.core.protocols import Model
-from posttrain.core.types import UserError
 from posttrain.engines.local.cuda_step import COPIED_SHARE, RESTING_SHARE
 from posttrain.engines.local.step_cache import row_bucket, token_bucket
 from posttrain.learners.host_memory import without_shared_weights
@@ -35,14 +34,6 @@ from posttrain.models.native.quantized import packed_layers
 from posttrain.models.row_shards import whole_shape
 from posttrain.training.role_devices import CRITIC, TEACHERS
 
-TIGHT = 0.95
-"""Share of a GPU's memory beyond which a run may not fit, because of fragmentation and libraries."""
-SURE = 1.1
-"""Multiple of a GPU's memory above which a run cannot fit, as estimates are within a tenth of what is measured."""
-SHARDS = 1024  # most processes that advice names
-FEW_TOKENS = 1024  # tokens of a micro-batch below which a GPU waits for the host
-LORA_OFFER = "--lora 16 with --frozen-weights bfloat16"
-NARROW_OFFER = "--weights bfloat16 with --optimizer adamw8bit"
 FLOAT8_BYTES = 9  # of a number that torchao rounds: scaled and clamped in float32, and the result
 ROW = 1024  # tokens of a row, where no option bounds them
 KL_LOGITS = 5  # float32 copies of the logits of a chunk in the backward pass of the exact KL
@@ -130,16 +121,16 @@ def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate |
     if learner.trust_region is not None:
         return None
     narrow = learner.precision == "bfloat16"
-    critic, here = _placed(learner, size)
+    critic, here = models_here(learner, size)
     compared = learner.compared(size.wants)
-    away = _fetched(learner, size)
+    away = fetched_models(learner, size)
     read = learner.model, critic, *(other for name, other in here.items() if name in compared)
     tokens = size.tokens / size.context
     learning = [*([] if learner.model.decoder is None else [learner.model.decoder]), *_decoders_that_learn(critic)]
     if not learning or not all(map(_is_known, learning)):
         return None
     parts = {
-        **_lasting(learner, size),
+        **lasting_bytes(learner, size),
         "copies in bfloat16": _copied_bytes(_narrowed(learner, read)) * (narrow and size.shares == 1),
         "gathered": _gathered_bytes(learner, narrow) if size.shares > 1 else 0.0,
         "unpacked": _unpacked_bytes((learner.model, *here.values()), narrow),
@@ -151,12 +142,12 @@ def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate |
         ),
     }
     parts["rounding to float8"] = max(
-        0.0, _rounding_bytes(learner, _unique(read), tokens) - parts["logits"]
+        0.0, _rounding_bytes(learner, unique_parameters(read), tokens) - parts["logits"]
     )  # at another time
     parts["fetched models"] = _evaluated_bytes([learner.others[name] for name in away], parts, size)
     if size.sampling is not None:
         # packed weights are sampled from as they are, see `cuda_step.fits`; copies of them are not packed
-        cast_once = narrow and (size.copies > 0 or not _packed(learner))
+        cast_once = narrow and (size.copies > 0 or not is_quantized(learner))
         most = cast_once * COPIED_SHARE * size.room
         engine = _engine_bytes(learner.model, size.sampling, narrow, most, narrow and _samples_apart(size))
         if size.sampling.asynchronous or engine <= RESTING_SHARE * size.room:  # else it is freed before an update
@@ -180,7 +171,7 @@ def _own_bytes(learner: LocalLearner, size: UpdateSize, narrow: bool) -> float:
     if size.shares > 1 or size.tensor > 1:
         layers = [] if learner.model.decoder is None else learner.model.decoder.layers
         rounded = matrices_read_rounded(layers) if narrow else {}
-        shapes = [(whole_shape(p).numel(), 2.0 if id(p) in rounded else 4.0) for p in _unique((model,))]
+        shapes = [(whole_shape(p).numel(), 2.0 if id(p) in rounded else 4.0) for p in unique_parameters((model,))]
         whole, engine = 4.0 * sum(number for number, _ in shapes), sum(number * each for number, each in shapes)
     return own * engine + max(0, size.copies - own) * whole
 
@@ -209,7 +200,7 @@ def estimate_roles(learner: LocalLearner, size: UpdateSize) -> dict[str, MemoryE
         }
         if _values_actions(critic):
             parts["compared models"] = _compared_bytes(learner.model, size.tokens, narrow, False)
-        rounding = _rounding_bytes(learner, _unique(held), size.tokens)
+        rounding = _rounding_bytes(learner, unique_parameters(held), size.tokens)
         parts["rounding to float8"] = max(0.0, rounding - parts["logits"])
         if parts["weights"] and place != "cpu":
             found[place] = MemoryEstimate(parts, f"GPU {place} ({', '.join(roles)})")
@@ -220,12 +211,12 @@ def _trained_bytes(
     learned: Iterable[Any], held: Iterable[Any], learner: LocalLearner, size: UpdateSize, sharded: Collection[int] = ()
 ) -> dict[str, float]:
     """Return the bytes of weights, gradients and moments on one GPU: `held` modules, of which `learned` ones train."""
-    held, own = list(held), _unique(learned)
-    trained = _bytes_here((p for p in own if p.requires_grad), sharded, size.shares, wide_bytes)
+    held, own = list(held), unique_parameters(learned)
+    trained = bytes_here((p for p in own if p.requires_grad), sharded, size.shares, wide_bytes)
     return {
-        "weights": _bytes_here(_unique(held), sharded, size.shares) + _packed_bytes(held),
+        "weights": bytes_here(unique_parameters(held), sharded, size.shares) + _packed_bytes(held),
         "gradients": trained,
-        "moments": _bytes_at_once(own, trained, size) * _moments_of_a_byte(learner),
+        "moments": bytes_at_once(own, trained, size) * moment_bytes_per_byte(learner),
     }
 
 
@@ -263,7 +254,7 @@ def _narrowed(learner: LocalLearner, modules: Iterable[Any]) -> list[nn.Paramete
     for decoder in (one for module in modules for one in decoders_in(module) if not one.native):
         left |= {id(p) for p in cast(nn.Module, decoder).parameters()}
         left -= {id(p) for p in copied_weights(cast(Any, decoder))}
-    return [p for p in _unique(modules) if id(p) not in left]
+    return [p for p in unique_parameters(modules) if id(p) not in left]
 
 
 def _rounding_bytes(learner: LocalLearner, parameters: Iterable[nn.Parameter], tokens: float) -> float:
@@ -278,15 +269,15 @@ def _matrices_of_layers(learner: LocalLearner) -> set[int]:
     return {id(x.parameter) for module in modules for decoder in decoders_in(module) for _, x, _ in decoder.linears()}
 
 
-def _placed(learner: LocalLearner, size: UpdateSize) -> tuple[nn.Module | None, dict[str, Model]]:
+def models_here(learner: LocalLearner, size: UpdateSize) -> tuple[nn.Module | None, dict[str, Model]]:
     """Return the critic and the frozen models, by name, that have no device of their own."""
     critic = None if CRITIC in size.elsewhere else cast(nn.Module | None, learner.critic)
     return critic, {name: other for name, other in learner.others.items() if _role(name) not in size.elsewhere}
 
 
-def _fetched(learner: LocalLearner, size: UpdateSize) -> set[str]:
+def fetched_models(learner: LocalLearner, size: UpdateSize) -> set[str]:
     """Return the names of the frozen models that are on the host in an update."""
-    _, here = _placed(learner, size)
+    _, here = models_here(learner, size)
     compared = learner.compared(size.wants)
     return {
         name
@@ -295,10 +286,10 @@ def _fetched(learner: LocalLearner, size: UpdateSize) -> set[str]:
     }
 
 
-def _lasting(learner: LocalLearner, size: UpdateSize) -> dict[str, float]:
+def lasting_bytes(learner: LocalLearner, size: UpdateSize) -> dict[str, float]:
     """Return the bytes that an update has on the GPU whatever its micro-batches are."""
-    critic, here = _placed(learner, size)
-    away, sharded = _fetched(learner, size), _sharded(learner) if size.shares > 1 else set()
+    critic, here = models_here(learner, size)
+    away, sharded = fetched_models(learner, size), sharded_parameters(learner) if size.shares > 1 else set()
     held = (learner.model, critic, *(other for name, other in here.items() if name not in away))
     return _trained_bytes((learner.model, critic), held, learner, size, sharded)
 
@@ -337,6 +328,11 @@ def _pass_bytes(decoder: Any, size: UpdateSize, learner: LocalLearner, graded: b
     return kept * size.tokens / (rows * length)
 
 
+def is_quantized(learner: LocalLearner) -> bool:
+    """Return whether the frozen weights below adapters are quantized."""
+    return bool(packed_layers((learner.model,)))
+
+
 def _packed_bytes(modules: Iterable[Any]) -> float:
     return float(sum(buffer.nbytes for layer in packed_layers(modules) for buffer in layer.buffers(recurse=False)))
 
@@ -367,23 +363,25 @@ def _evaluated_bytes(fetched: Sequence[Model], parts: Mapping[str, float], size:
     The policy's gradients, copies and activations are not there in an evaluation, nor moments of the host.
     """
     gone = ["gradients", "copies in bfloat16", "activations", *(["moments"] if "optimizer" in size.offload else [])]
-    largest = max((sum(p.nbytes for p in _unique([other])) + _packed_bytes([other]) for other in fetched), default=0)
+    largest = max(
+        (sum(p.nbytes for p in unique_parameters([other])) + _packed_bytes([other]) for other in fetched), default=0
+    )
     return max(0.0, largest - sum(parts[name] for name in gone))
 
 
-def _bytes_at_once(learned: Iterable[nn.Parameter], trained: float, size: UpdateSize) -> float:
+def bytes_at_once(learned: Iterable[nn.Parameter], trained: float, size: UpdateSize) -> float:
     """Return the bytes of the weights whose moments are on the device at once."""
     largest = max((wide_bytes(p) for p in learned if p.requires_grad), default=0)
     return min(trained, max(CHUNK, largest)) if "optimizer" in size.offload else trained
 
 
-def _moments_of_a_byte(learner: LocalLearner) -> float:
+def moment_bytes_per_byte(learner: LocalLearner) -> float:
     """Return the bytes of the optimizer's state for each byte of a gradient."""
     whole = sum(wide_bytes(p) for part in learner.parts for p in part.parameters.values())
     return learner.optimizer.moment_bytes() / max(1, whole)
 
 
-def _sharded(learner: LocalLearner) -> set[int]:
+def sharded_parameters(learner: LocalLearner) -> set[int]:
     """Return the ids of the parameters that FSDP2 shards: those of decoders, without adapters and several teachers."""
     teachers = [name for name in learner.others if name != REFERENCE]
     others = [other for name, other in learner.others.items() if len(teachers) < 2 or name not in teachers]
@@ -393,7 +391,7 @@ def _sharded(learner: LocalLearner) -> set[int]:
     return {id(p) for decoder in found for p in decoder.parameters()} - left
 
 
-def _bytes_here(
+def bytes_here(
     parameters: Iterable[nn.Parameter],
     sharded: Collection[int],
     shares: int,
@@ -425,7 +423,7 @@ def _bytes(parameters: Iterable[nn.Parameter]) -> int:
     return sum(p.nbytes for p in parameters)
 
 
-def _unique(modules: Iterable[Any]) -> list[nn.Parameter]:
+def unique_parameters(modules: Iterable[Any]) -> list[nn.Parameter]:
     """Return the parameters of these modules, shared ones once."""
     return list({id(p): p for m in modules if m is not None for p in cast(nn.Module, m).parameters()}.values())
 
@@ -444,195 +442,3 @@ def _engine_bytes(model: Any, size: SamplingSize, narrow: bool, most: float, rou
         copied = 2 * (shape.vocab * shape.hidden if rounded else shape.parameters - held)
     numbers = 2 * shape.layers * shape.kv_heads * shape.head_size
     return copied + min(size.cache, number * numbers * row_bucket(size.requests) * token_bucket(size.tokens))
-
-
-def with_recomputation(config: Training, learner: LocalLearner, size: UpdateSize) -> UpdateSize:
-    """Return the size with the recomputation that `--recompute auto` chooses: if the update may not fit otherwise."""
-    if config.recompute != "auto" or _too_large(learner, size):
-        return size
-    kept = estimate_memory(learner, size)
-    return replace(size, recompute=True) if kept is not None and kept.total > TIGHT * size.room else size
-
-
-def recomputation_lines(config: Training, size: UpdateSize) -> list[str]:
-    """Return a line if `--recompute auto` recomputes layers; else []."""
-    chosen = config.recompute == "auto" and size.recompute
-    return [
-        "layers are recomputed in the backward pass, since their activations may not fit (--recompute auto)"
-    ] * chosen
-
-
-def memory_lines(learner: LocalLearner, size: UpdateSize) -> list[str]:
-    """Return lines with the estimate, and with remedies if it may not fit. Of a model of transformers, what lasts."""
-    if learner.trust_region is not None:
-        return []
-    found = estimate_memory(learner, size)
-    if found is None:
-        lasting = MemoryEstimate(_lasting(learner, size))
-        return [str(lasting).replace("at the peak", "beside activations")]
-    roles = estimate_roles(learner, size).values()
-    return [str(found), *advice(found, learner, size), *map(str, roles)]
-
-
-def refuse_too_large(learner: LocalLearner, size: UpdateSize) -> None:
-    """Raise UserError if a run cannot fit into its GPUs, however small its micro-batches are. Those of roles
-    (`--role-devices`) are taken to have as much memory as the policy's.
-    """
-    if problem := _too_large(learner, size):
-        raise UserError(problem)
-    if problem := next(roles_too_large(learner, size), ""):
-        raise UserError(problem)
-
-
-def roles_too_large(learner: LocalLearner, size: UpdateSize) -> Iterator[str]:
-    """Yield a line for each GPU of `--role-devices` that cannot hold the models that it is given."""
-    for found in estimate_roles(learner, size).values():
-        needed = sum(found.parts[name] for name in ("weights", "gradients", "moments"))
-        if needed > SURE * size.room:
-            less = (
-                ", --offload optimizer takes less" if found.parts["moments"] and "optimizer" not in size.offload else ""
-            )
-            yield (
-                f"{found.place} would need {in_gib(needed)} beside activations, and has {in_gib(size.room)}: give the roles "
-                f"GPUs of their own or smaller models{less}"
-            )
-
-
-def _too_large(learner: LocalLearner, size: UpdateSize) -> str:
-    """Return why a run cannot fit, with options that take less; "" if it may fit."""
-    if learner.trust_region is not None:  # the moments of its optimizer stay empty
-        return ""
-    parts = _lasting(learner, size)
-    needed = sum(parts.values())
-    if needed <= SURE * size.room:
-        return ""
-    told = " + ".join(f"{name} {bytes_ / 2**30:.1f}" for name, bytes_ in parts.items() if bytes_ >= 0.05 * 2**30)
-    offers = [(way, sum(_lasting(learner, changed).values())) for way, changed in _offloaded(learner, size).items()]
-    if _can_adapt(learner):
-        offers.append((LORA_OFFER, _adapted_bytes(learner, size)))
-    if _can_narrow(learner, size):
-        offers.append((NARROW_OFFER, needed - _narrowed_bytes(learner, size)))
-    if whole := _whole_bytes(learner):
-        offers.append(("--frozen-weights bfloat16", needed - whole / 2 / size.shares))
-    ways = [f"{way} ({in_gib(less)})" for way, less in offers if less < needed]
-    ways += _more_shards(learner, size)
-    less = f": {', '.join(ways)} would take less" if ways else ": use a smaller model"
-    return f"this run needs {in_gib(needed)} ({told}) beside its activations, and the GPU has {in_gib(size.room)}{less}"
-
-
-def _more_shards(learner: LocalLearner, size: UpdateSize) -> list[str]:
-    """Return the option that shards over the fewest GPUs that hold what lasts; [] if none do."""
-    if size.tensor > 1 or size.context > 1 or size.offload or size.elsewhere:  # which refuse --shard
-        return []
-    if not learner.optimization.choice.row.by_number:  # see `OptimizerChoice.check`
-        return []
-    if learner.product is not None or _packed(learner):
-        return []
-    for shares, way in _ways_to_shard(size):
-        less = sum(_lasting(learner, replace(size, shares=shares)).values())
-        if less <= TIGHT * size.room:
-            return [f"{way} ({in_gib(less)} each)"]
-    return []
-
-
-def _ways_to_shard(size: UpdateSize) -> Iterator[tuple[int, str]]:
-    """Yield (processes that share a copy of the weights, the option for it): first with the GPUs of the run, then with
-    more, a power of two times as many.
-    """
-    new, undo = (
-        "" if size.shares > 1 else "--shard ",
-        " without --shard-size" if 1 < size.shares < size.processes else "",
-    )
-    for shares in range(size.shares + 1, size.processes):
-        if size.processes % shares == 0:
-            yield shares, f"{new}--shard-size {shares}"
-    if size.shares < size.processes:
-        yield size.processes, f"--shard{undo}"
-    shares = 2 * max(size.shares, size.processes)
-    while shares <= SHARDS:
-        yield shares, f"--shard --processes {shares}{undo} on as many GPUs"
-        shares *= 2
-
-
-def _offloaded(learner: LocalLearner, size: UpdateSize) -> dict[str, UpdateSize]:
-    """Return the sizes of updates with more on the host, by the option; {} if weights or micro-batches are divided."""
-    if not size.shares == size.tensor == size.context == 1:
-        return {}
-    whats = (
-        *(["optimizer"] if not learner.optimization.choice.row.extra else []),  # see `OptimizerChoice.check`
-        "activations",
-        *(["reference"] if REFERENCE in without_shared_weights(learner.model, learner.others) else []),
-    )
-    found = [size.offload | {what} for what in whats]
-    return {f"--offload {' '.join(sorted(offload))}": replace(size, offload=offload) for offload in found}
-
-
-def _can_adapt(learner: LocalLearner) -> bool:
-    """Return whether the policy could have adapters, and has none."""
-    return learner.model.decoder is not None and learner.model.decoder.lora is None and learner.product is None
-
-
-def _can_narrow(learner: LocalLearner, size: UpdateSize) -> bool:
-    """Return whether `NARROW_OFFER` is possible, and new."""
-    narrow = learner.precision == "bfloat16" and learner.optimization.optimizer == "adamw" and not size.offload
-    return narrow and _can_adapt(learner) and size.shares == size.tensor == size.context == 1
-
-
-def _narrowed_bytes(learner: LocalLearner, size: UpdateSize) -> float:
-    """Return by how much `NARROW_OFFER` takes less of what lasts: 2 bytes of each number of a matrix, and of AdamW's two
-    moments in float32 all but two bytes.
-    """
-    critic, here = _placed(learner, size)
-    held = [p for p in _unique((learner.model, critic, *here.values())) if p.ndim == 2 and p.dtype == torch.float32]
-    return sum((2.0 + 6.0 * p.requires_grad) * p.numel() for p in held)
-
-
-def _packed(learner: LocalLearner) -> bool:
-    """Return whether the frozen weights below adapters are quantized."""
-    return bool(packed_layers((learner.model,)))
-
-
-def _whole_bytes(learner: LocalLearner) -> float:
-    """Return the bytes of the policy's frozen matrices in float32 below adapters."""
-    if learner.model.decoder is None or learner.model.decoder.lora is None or _packed(learner):
-        return 0.0
-    frozen = (p for p in _unique((learner.model,)) if not p.requires_grad and p.ndim == 2)
-    return float(sum(p.nbytes for p in frozen if p.dtype == torch.float32))
-
-
-def _adapted_bytes(learner: LocalLearner, size: UpdateSize) -> float:
-    """Return what lasts on the GPU if the policy is frozen in bfloat16 below adapters, which are its own reference too. A
-    critic is still trained.
-    """
-    critic, here = _placed(learner, size)
-    policy = _unique((learner.model,))
-    gone = {REFERENCE, *_fetched(learner, size)}
-    known = {id(p) for p in policy}
-    kept = [p for p in _unique((critic, *(o for name, o in here.items() if name not in gone))) if id(p) not in known]
-    sharded = _sharded(learner) if size.shares > 1 else set()
-    trained = _bytes_here((p for p in kept if p.requires_grad), sharded, size.shares, wide_bytes)
-    moments = _bytes_at_once(kept, trained, size) * _moments_of_a_byte(learner)
-    narrow = _bytes_here(policy, sharded, size.shares, lambda p: min(p.nbytes, 2 * p.numel()))
-    held = narrow + _bytes_here(kept, sharded, size.shares)
-    return held + trained + moments
-
-
-def advice(found: MemoryEstimate, learner: LocalLearner, size: UpdateSize) -> list[str]:
-    """Return a line with options that save memory, if the estimate exceeds the GPU's memory; else []."""
-    if found.total <= TIGHT * size.room:
-        return []
-    if problem := _too_large(learner, size):
-        return [problem]
-    fewer = max(FEW_TOKENS, size.tokens // 4)
-    other = {
-        "--recompute layers": replace(size, recompute=True),
-        f"--tokens-per-microbatch {fewer}": replace(size, tokens=fewer),
-        **_offloaded(learner, size),
-    }
-    saving = [(way, estimate_memory(learner, changed)) for way, changed in other.items()]
-    ways = [f"{way} ({in_gib(less.total)})" for way, less in saving if less is not None and less.total < found.total]
-    if _can_adapt(learner):
-        lasting = sum(_lasting(learner, size).values()) + found.parts["copies in bfloat16"]
-        ways.append(f"{LORA_OFFER} ({in_gib(found.total - lasting + _adapted_bytes(learner, size))})")
-    told = f": {', '.join(ways)} would take less" if ways else ""
-    return [f"this may not fit into the GPU's {in_gib(size.room)}{told}"]

@@ -39,18 +39,15 @@ from posttrain.models.native.tensor_parallel import divide
 from posttrain.runs.checkpoint import resolve
 from posttrain.training.adjust import adjust
 from posttrain.training.distributed_setup import SHARD_ALONE, refuse_uneven
-from posttrain.training.memory_estimate import (
+from posttrain.training.memory_advice import (
     TIGHT,
-    MemoryEstimate,
-    UpdateSize,
     advice,
-    estimate_memory,
-    estimate_roles,
     recomputation_lines,
     refuse_too_large,
     roles_too_large,
     with_recomputation,
 )
+from posttrain.training.memory_estimate import MemoryEstimate, UpdateSize, estimate_memory, estimate_roles
 from posttrain.training.open_learner import refuse_backed, refuse_idle, refuse_packed_shards, refuse_without_lora
 from posttrain.training.preference_choice import chosen_preference
 from posttrain.training.setup import ACTIVATION_SHARE, GPU_TOKENS, optimization, tokens_of_activations

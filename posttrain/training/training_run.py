@@ -26,13 +26,8 @@ from posttrain.training.distributed_setup import open_world
 from posttrain.training.full_gpu import full_gpu_in_words
 from posttrain.training.gpu_assignment import gpu_assignment
 from posttrain.training.hooks import Hooks
-from posttrain.training.memory_estimate import (
-    UpdateSize,
-    memory_lines,
-    recomputation_lines,
-    refuse_too_large,
-    with_recomputation,
-)
+from posttrain.training.memory_advice import memory_lines, recomputation_lines, refuse_too_large, with_recomputation
+from posttrain.training.memory_estimate import UpdateSize
 from posttrain.training.memory_plan import planned, refuse_impossible
 from posttrain.training.open_learner import recompute_layers
 from posttrain.training.setup import microbatch_tokens, prepare

@@ -27,7 +27,7 @@ class World:
         self._turn = threading.Lock()
 
     def listen(self, wires: Sequence[Any], seconds: float) -> None:
-        """What happens while the pool waits, perhaps in several threads."""
+        """Let engines work while the pool waits, perhaps in several threads."""
         with self._turn:
             self.now += self.rng.choice((0.01, 0.5, 2.0))
             for engine in list(self.engines):

@@ -40,7 +40,7 @@ from posttrain.models.hf.transformers_folder import load_backed
 from posttrain.models.native.kernels import build
 from posttrain.models.row_shards import part_of, whole
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.training import memory_estimate
+from posttrain.training import memory_advice, memory_estimate
 from posttrain.training.memory_estimate import UpdateSize
 from posttrain.training.memory_plan import shapes_of
 
@@ -180,13 +180,13 @@ def memory(out: Path, together: Processes) -> None:
     weights = sum(p.nbytes for module in modules for p in module.parameters())
     moments = sum(m.nbytes for p in held for m in many.optimizer.state[p].values() if m.ndim)
     size = UpdateSize.of(SFT(expert_parallel=2), 64, 1e12, processes=2)
-    assert memory_estimate._lasting(many, size) == pytest.approx(
+    assert memory_estimate.lasting_bytes(many, size) == pytest.approx(
         {"weights": weights, "gradients": counted[-1], "moments": moments}, rel=0.01
     )
-    [line] = memory_estimate.memory_lines(many, size)
+    [line] = memory_advice.memory_lines(many, size)
     assert line.startswith("memory of the GPU: about ") and "beside activations" in line
     with pytest.raises(UserError, match=r"this run needs .* GiB \(") as caught:
-        memory_estimate.refuse_too_large(many, replace(size, room=weights / 4))
+        memory_advice.refuse_too_large(many, replace(size, room=weights / 4))
     assert "--shard" not in str(caught.value) and "--offload" not in str(caught.value), "which it refuses"
     (out / "memory").write_text("counted")
 

@@ -27,8 +27,9 @@ from posttrain.models.native.float8 import float8_product
 from posttrain.models.native.kernels import build
 from posttrain.models.native.linear import accumulating, multiplying
 from posttrain.models.tokenizer.tokenizer import Tokenizer
-from posttrain.training.memory_estimate import SamplingSize, UpdateSize, advice, estimate_memory, memory_lines
-from posttrain.training.memory_estimate import refuse_too_large as refuse
+from posttrain.training.memory_advice import advice, memory_lines
+from posttrain.training.memory_advice import refuse_too_large as refuse
+from posttrain.training.memory_estimate import SamplingSize, UpdateSize, estimate_memory
 from posttrain.training.memory_plan import shapes_of
 
 QWEN = DecoderConfig(

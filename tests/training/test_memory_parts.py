@@ -22,14 +22,8 @@ from posttrain.models.hf.pass_memory import pass_bytes
 from posttrain.models.hf.transformers_folder import ACTIVATIONS
 from posttrain.models.native.decoder import Decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
-from posttrain.training.memory_estimate import (
-    GPU_LOGITS,
-    MemoryEstimate,
-    UpdateSize,
-    estimate_memory,
-    estimate_roles,
-    roles_too_large,
-)
+from posttrain.training.memory_advice import roles_too_large
+from posttrain.training.memory_estimate import GPU_LOGITS, MemoryEstimate, UpdateSize, estimate_memory, estimate_roles
 from posttrain.training.memory_plan import plan_memory, shapes_of
 from posttrain.training.setup import ACTIVATION_SHARE
 

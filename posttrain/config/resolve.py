@@ -300,6 +300,11 @@ def _validate_engines(config: RL) -> None:
             "--launch ray is for the local engine: start servers elsewhere and give --engine-url, or leave out --engine "
             f"{config.engine}"
         )
+    if config.engine == "local" and config.weight_sync != "copied":
+        servers = "vllm or sglang" if config.weight_sync == "adapter" else "vllm"
+        raise UserError(
+            f"--weight-sync {config.weight_sync} requires --engine {servers}: add it, or leave --weight-sync out"
+        )
     if config.engine == "sglang" and config.weight_sync in ("nccl", "ipc"):
         raise UserError(
             f"--weight-sync {config.weight_sync} requires --engine vllm, since SGLang reads weights from files: leave it out"

@@ -30,8 +30,6 @@ def open_engine(
     loaded last, even if the model changes. `asynchronous`: it samples during updates too, so it cannot free its memory
     for them.
     """
-    if kind == "local" and options.weight_sync == "adapter":
-        raise UserError("--weight-sync adapter requires --engine vllm or sglang: add it, or leave --weight-sync out")
     if kind == "local" and not options.pooled:
         cache = options.cache_gib
         return embedded(model, tokenizer, options.slots, options.precision, cache, rests=not serving, own=own)

@@ -313,6 +313,10 @@ CASES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "server of another engine": (
         words("rl", engine_url="http://a:1"), ("--engine-url requires --engine vllm or sglang: add it",)
     ),
+    "weight sync of servers": (words("rl", weight_sync="ipc"), ("--weight-sync ipc requires --engine vllm: add it",)),
+    "adapters of servers": (
+        words("rl", weight_sync="adapter", lora=4), ("--weight-sync adapter requires --engine vllm or sglang: add it",),
+    ),
     "GPUs of another engine": (words("rl", engine_tensor_parallel=2), ("--engine-tensor-parallel requires --engine vllm",)),
     "Ray without engines": (words("rl", launch="ray"), ("--launch ray has no effect without --replicas: add it",)),
     "GPU transfer to SGLang": (

@@ -17,7 +17,6 @@ from vllm_samples import GAP, complete, gap, needs_vllm, opened, ragged, small
 import posttrain
 from posttrain.core.types import UserError
 from posttrain.engines.engine_options import EngineOptions
-from posttrain.engines.open_engine import open_engine
 from posttrain.engines.servers.adapter_sync import AdapterFiles, rank_for
 from posttrain.engines.vllm.vllm_setup import VLLMSetup
 from posttrain.models.adapters.adapter_writer import adapters, save_adapter
@@ -135,8 +134,6 @@ def test_what_cannot_be_handed_over_alone_is_refused_in_one_line(tokenizer: Toke
         rank_for(adapted(tiny(tokenizer), dora=True), VLLMSetup)
     with pytest.raises(UserError, match="vLLM does not support ranks above 512"):
         rank_for(adapted(tiny(tokenizer), rank=600), VLLMSetup)
-    with pytest.raises(UserError, match="--weight-sync adapter requires --engine vllm"):
-        open_engine("local", adapted(tiny(tokenizer)), tokenizer, EngineOptions(4, weight_sync="adapter"))
 
 
 def test_room_is_made_for_the_next_rank_that_vllm_knows(tokenizer: Tokenizer) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from posttrain.core.protocols import Model
-from posttrain.core.types import UserError
 from posttrain.engines.engine_options import EngineOptions
 from posttrain.engines.local.engine_weights import named_weights
 from posttrain.engines.model_manifest import backbone_of
@@ -45,10 +44,6 @@ def open_pool(model: Model, tokenizer: Tokenizer, options: EngineOptions) -> Eng
 
     Raises UserError if an engine does not start.
     """
-    if options.weight_sync != "copied":
-        raise UserError(
-            f"--weight-sync {options.weight_sync} requires --engine vllm: add it, or leave --weight-sync out"
-        )
     with ExitStack() as opened:
         own = Path(opened.enter_context(TempFolder("engines")))
         alive = min(ALIVE_SECONDS, options.seconds / 4)

@@ -98,6 +98,7 @@ class PagedCache:
         self._lengths = torch.zeros(0, dtype=torch.int32)  # [slots], tokens of the prompt
         self._room = torch.zeros(0, dtype=torch.int64)  # [slots], own tokens that fit into the slot's pages
         self._table = torch.zeros(0, 0, dtype=torch.int64)  # [slots, pages], addresses
+        self._fitting = 0  # steps for which every slot has pages
         self._order: Tensor | None = None
         self.pool.rest()
 
@@ -130,6 +131,9 @@ class PagedCache:
 
     def room(self, rows: RunningBatch, steps: int, slots: int, limit: Callable[[], float]) -> bool:
         """Take the pages of the next token of every request. Return False if they do not fit `limit()` bytes."""
+        if self._fitting:
+            self._fitting -= 1
+            return True
         count = len(self._own)
         tokens = (rows.before + rows.count)[:count]
         short = (tokens > self._room[:count]).nonzero().flatten().tolist()
@@ -137,6 +141,7 @@ class PagedCache:
             return False
         for slot in short:
             self.cover(slot, int(tokens[slot]))
+        self._fitting = int((self._room[:count] - tokens).min())
         return True
 
     def cover(self, slot: int, tokens: int) -> None:
@@ -202,7 +207,7 @@ class PagedCache:
                 table[new] = table[old]
         del self.prompt[count:], self._own[count:]
         self._prompts = {prompt: self._prompts[prompt] for prompt in set(self.prompt)}
-        self._order = None
+        self._fitting, self._order = 0, None
 
     def states(self, slot: int, tokens: int) -> Pages:
         """Return the pages of a request's first own tokens, which it does not write again."""
@@ -234,4 +239,4 @@ class PagedCache:
         pages = [*self._prompts[self.prompt[slot]], *own]
         self._grow(0, len(pages))
         self._table[slot, : len(pages)] = torch.tensor([page.address for page in pages], dtype=torch.int64)
-        self._room[slot] = len(own) * self.page
+        self._room[slot], self._fitting = len(own) * self.page, 0

@@ -175,15 +175,18 @@ class PagedCache:
         k, v [layers, kv_heads, T, size] of several prompts, of which this one has the tokens at `places` and the blocks
         `path`. `made`: the pages of blocks that other prompts share.
         """
-        index = torch.arange(k.shape[2])[places]
-        for number, block in enumerate(path):
-            if block not in made:
+        new = [block for block in path if block not in made]  # the last ones: prompts share their beginnings
+        if new:
+            whole = len(new) * self.page
+            keys, values = (x[:, :, places][:, :, (len(path) - len(new)) * BLOCK :] for x in (k, v))
+            keys, values = (functional.pad(x, (0, 0, 0, whole - x.shape[2])) for x in (keys, values))
+            keys = keys.unflatten(2, (len(new), -1, self.lanes)).transpose(-1, -2)
+            values = values.unflatten(2, (len(new), self.page))
+            for number, block in enumerate(new):
                 made[block] = page = self.pool.take()
-                at = index[number * BLOCK : (number + 1) * BLOCK]
-                keys, values = (functional.pad(x[:, :, at], (0, 0, 0, self.page - len(at))) for x in (k, v))
                 blocks = page.memory[0].view(*page.memory.shape[1:3], -1, page.memory.shape[4], self.lanes)
-                blocks[..., : keys.shape[3], :] = keys.unflatten(2, (-1, self.lanes)).transpose(-1, -2)
-                page.memory[1, ..., : values.shape[3]] = values
+                blocks[..., : keys.shape[-2], :] = keys[:, :, number]
+                page.memory[1, ..., : values.shape[-1]] = values[:, :, number]
         return tuple(made[block] for block in path)
 
     def admit(self, prompts: Sequence[Prompt], computed: Mapping[Prompt, PromptPrefix]) -> None:

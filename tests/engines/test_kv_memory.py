@@ -166,7 +166,7 @@ def test_pages_are_taken_as_tokens_are_sampled_and_freed_when_requests_end(token
         counts = engine._rows.count[: len(engine.running)].tolist()
         # the prompt is stored once; the last sampled token of each is not in the cache yet
         assert pool.used == (1 if counts else 0) + sum(-(-max(0, n - 1) // BLOCK) for n in counts)
-    assert pool.used == 0 and not pool.free, "nothing is held when nothing runs"
+    assert pool.used == 0 and len(pool.free) == pool.in_chunk, "of all chunks one is held when nothing runs"
 
 
 @needs_compiler
@@ -183,6 +183,10 @@ def test_memory_of_a_chunk_stays_while_one_of_its_pages_is_in_use(
     assert pool.used == 1 and len(pool.free) == 3
     again = [pool.take() for _ in range(3)]
     assert {page.address for page in again} < addresses and pool.used == 4 and not pool.free
+    again += [pool.take() for _ in range(4)]
+    del again, pages
+    pool.rest()
+    assert pool.used == 0 and len(pool.free) == 4, "one chunk remains for the next requests"
 
 
 @needs_compiler

@@ -72,11 +72,17 @@ class PagePool:
         return new
 
     def rest(self) -> None:
-        """Free the chunks of which no page is in use."""
-        unused = Counter(memory.untyped_storage().data_ptr() for memory in self.free)
-        kept = [memory for memory in self.free if unused[memory.untyped_storage().data_ptr()] < self.in_chunk]
+        """Free the chunks of which no page is in use. If that is all of them, one remains for the next requests."""
+        unused = Counter(map(_chunk, self.free))
+        spare = None if self.used else next(iter(unused), None)
+        kept = [memory for memory in self.free if unused[_chunk(memory)] < self.in_chunk or _chunk(memory) == spare]
         self._allocated -= len(self.free) - len(kept)
         self.free = kept
+
+
+def _chunk(memory: Tensor) -> int:
+    """Return the address of the chunk of a page's memory."""
+    return memory.untyped_storage().data_ptr()
 
 
 class PagedCache:

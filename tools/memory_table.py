@@ -16,7 +16,8 @@ from posttrain.config.resolve import filled
 from posttrain.config.training import RL, SFT, Training
 from posttrain.learners.local_learner import LocalLearner
 from posttrain.models.native.decoder_shape import DecoderConfig
-from posttrain.training.memory_estimate import TIGHT, UpdateSize, estimate_memory
+from posttrain.training.memory_advice import TIGHT
+from posttrain.training.memory_estimate import UpdateSize, estimate_memory
 from posttrain.training.memory_plan import shapes_of
 from posttrain.training.setup import ACTIVATION_SHARE, tokens_of_activations
 

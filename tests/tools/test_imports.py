@@ -1,5 +1,5 @@
-"""Who imports whom: a room imports its own floor or a lower one, no circles, a name is used once, heavy libraries have
-one home, and no test imports a test."""
+"""Who imports whom: a room imports its own floor or a lower one, no circles, a name is used once and exists, heavy
+libraries have one home, and no test imports a test."""
 
 from __future__ import annotations
 
@@ -239,6 +239,49 @@ def test_module_and_public_class_names_are_used_once() -> None:
     assert [name for name, count in modules.items() if count > 1] == []
     assert [name for name, count in classes.items() if count > 1] == []
     assert set(classes) >= SEAMS
+
+
+def bound_names(tree: ast.Module) -> set[str]:
+    """The names that a module has: what it defines, assigns or imports outside its functions and classes."""
+    found: set[str] = set()
+    waiting: list[ast.AST] = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(name.asname or name.name).split(".")[0] for name in node.names}
+        else:
+            found |= {node.id} if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else set()
+            waiting += ast.iter_child_nodes(node)
+    return found
+
+
+def missing_names(tree: ast.Module) -> list[str]:
+    """Names that a file imports from the package, also within a function, and that the package does not have."""
+    missing = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("posttrain.") and not node.level:
+            place = ROOT / str(node.module).replace(".", "/")
+            file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+            names = bound_names(tree_of(file)) if file.exists() else set()
+            for name in () if "__getattr__" in names else (name.name for name in node.names):
+                if name not in names and not (place / name).is_dir() and not (place / f"{name}.py").exists():
+                    missing.append(f"{node.lineno}: {node.module} has no {name}")
+    return missing
+
+
+def test_names_imported_from_the_package_exist() -> None:
+    """mypy checks the package and the experiments; tools, benchmarks and recipes are run by few tests."""
+    rooms = ("tests", "tools", "benchmarks", "recipes", "experiments", "notebooks", "docs")
+    for file in (file for room in rooms for file in sorted((ROOT / room).rglob("*.py"))):
+        assert missing_names(tree_of(file)) == [], str(file)
+
+
+def test_missing_name_is_found() -> None:
+    lines = ("from posttrain.core.intervals import gone", "def f():\n    from posttrain.core.gone import name",
+             "from posttrain.core import intervals", "from posttrain import api")  # fmt: skip
+    assert [len(missing_names(ast.parse(line))) for line in lines] == [1, 1, 0, 0]
 
 
 def test_no_test_imports_another() -> None:

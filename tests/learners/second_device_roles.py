@@ -17,7 +17,8 @@ from torch import Tensor
 import posttrain
 from posttrain.core.batch import Batch, Outputs, Packed, Reading, Stats
 from posttrain.learners.devices import moved
-from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
+from posttrain.learners.forward_pass import REFERENCE
+from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.critic import ActionValueModel, Critic, SoftStateValueModel, ValueModel
 from posttrain.models.losses.likelihood import Hidden
 from posttrain.models.native.decoder import new_decoder

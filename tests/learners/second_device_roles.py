@@ -121,7 +121,7 @@ def test_results_do_not_depend_on_where_models_are(kind: str, roles: str) -> Non
 def test_only_a_critic_of_actions_gets_the_output_head(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(
-        "posttrain.learners.local_learner.moved", lambda value, device: seen.append(value) or moved(value, device)
+        "posttrain.learners.forward_pass.moved", lambda value, device: seen.append(value) or moved(value, device)
     )
     learner(kind, {"critic": SECOND}).evaluate(batches(CPU), want=frozenset({"value" if kind == "values" else "q"}))
     assert any(isinstance(value, Hidden) for value in seen) == (kind == "actions")

@@ -35,6 +35,8 @@ from posttrain.engines.weight_sync import Receiver, Transport
 from posttrain.models.free_memory import release_cached_memory
 
 POLL_SECONDS = 0.005  # maximal wait of a poll
+FIRST_FAILURES = 2
+"""Losses in a row of an engine that end the run while none has ever been ready: the next start would fail as well."""
 LOOK_SECONDS = 1.0  # maximum of silence counted between two reads: in a longer time the pool itself was busy
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before the second restart in a row, doubled for each further one
 
@@ -59,7 +61,7 @@ class EnginePool:
         """Start the engines. Return when all have started, without weights yet. Raises UserError if one does not start.
 
         `seconds`: timeout for an answer of an engine; `start_seconds`: timeout of its start. `restarts`: maximum of
-        restarts in a row per engine. `closed`: called by `close`.
+        restarts in a row per engine, once one was ready. `closed`: called by `close`.
         """
         self.probe, self.context, self.vocab, self.version, self._before = probe, context, vocab, 0, -1
         self.seconds, self.start_seconds, self.restarts = seconds, start_seconds, restarts
@@ -74,6 +76,7 @@ class EnginePool:
         self._kept = PrefixCache(0)
         self._finished: list[Completion] = []
         self._weights_offered = self._started = self._resting = False
+        self._proven = False  # whether an engine was ever ready
         self._counted = {"restarts": 0, "resubmitted": 0, "duplicate_answers": 0}
         self._deviation, self._last = 0.0, "none"
         self.members: list[PoolMember] = []
@@ -238,7 +241,7 @@ class EnginePool:
                 f"no engine is left, as each failed {self.restarts + 1} times in a row (--engine-restarts {self.restarts}); "
                 f"the last failure: {self._last}"
             )
-            gone.code = 1
+            gone.code = 1 if self._proven else gone.code
             raise gone
 
     def _is_lost_for_good(self, member: PoolMember) -> bool:
@@ -419,7 +422,7 @@ class EnginePool:
         if problem is not None:
             raise Gone(f"it {problem}, after it loaded version {self.version}")
         self._deviation = max(self._deviation, far)
-        member.held, member.state = self.version, MemberState.READY
+        member.held, member.state, self._proven = self.version, MemberState.READY, True
 
     def _lose(self, member: PoolMember, why: str) -> None:
         """Mark an engine as dead and schedule its restart."""
@@ -433,6 +436,8 @@ class EnginePool:
         if not self._started:
             raise UserError(message)
         member.failures += 1
+        if not self._proven and member.failures == FIRST_FAILURES:
+            raise UserError(f"{message}; no engine was ever ready, and this one failed {FIRST_FAILURES} times in a row")
         pause = 0.0 if member.failures == 1 else min(FIRST_PAUSE * 2 ** min(member.failures - 2, 9), LONGEST_PAUSE)
         member.restart_at = self._clock() + pause
         last = member.failures > self.restarts

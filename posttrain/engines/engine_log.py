@@ -18,10 +18,10 @@ ERROR = re.compile(
     r"(?:[A-Za-z_]\w*\.)*(?P<kind>[A-Za-z_]\w*(?:Error|Exception)): (?P<text>\S.*)"  # the end of a traceback
     r"|\S+: error: (?P<usage>\S.*)"  # argparse
     r"|\s+(?:Value error|Assertion failed), (?P<detail>\S.*?)(?: \[type=.*)?"  # pydantic, below a line without reason
+    r"|\s+(?P<input>\S.*) \[type=\w+, .*"
 )
 FOLLOWS = re.compile(
-    "root cause|initialization failed|validation errors? for|[Cc]onnection (closed|reset|refused)"
-    "|^(EngineDead|BrokenPipe|EOF|DistBackend|Cancelled)Error"
+    "root cause|initialization failed|[Cc]onnection (closed|reset|refused)|^(BrokenPipe|DistBackend)Error"
 )
 """Errors that follow from another one, often of another process."""
 
@@ -37,7 +37,7 @@ def last_error(log: Path) -> str:
         found = ERROR.fullmatch(LABELS.sub("", line).rstrip())
         if found is None:
             continue
-        told = found["usage"] or found["detail"] or f"{found['kind']}: {found['text']}"
+        told = found["usage"] or found["detail"] or found["input"] or f"{found['kind']}: {found['text']}"
         if not FOLLOWS.search(told):
             return inline(told)
     return ""

@@ -41,6 +41,12 @@ LOGS = {
         "This could be because of an issue with the checkpoint.",
         "it cannot sample from this model: leave out --engine vllm, or install a version that can",
     ),
+    "a value that an option cannot have": (
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for CacheConfig\nblock_size\n"
+        "  Input should be greater than 0 [type=greater_than, input_value=0, input_type=int]\n",
+        "Input should be greater than 0",
+        "",
+    ),
     "heads that GPUs cannot share": (
         "  Value error, Total number of attention heads (4) must be divisible by tensor parallel size (3). "
         "[type=value_error, input_value=ArgsKwargs((), {'model_co... 'shutdown_timeout': 0}), input_type=ArgsKwargs]\n",
@@ -86,6 +92,9 @@ def test_the_scheduler_of_sglang_says_why_the_server_ended(tmp_path: Path) -> No
         "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.\n\n"
         "[2026-11-29 21:00:01 TP1] Scheduler hit an exception: Traceback (most recent call last):\n"
         "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:40123\n\n"
+        "[2026-11-29 21:00:01 TP2] Scheduler hit an exception: Traceback (most recent call last):\n"
+        "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3690, remote process exited\n\n"
+        "BrokenPipeError: [Errno 32] Broken pipe\n"
         "[2026-11-29 21:00:01] Received sigquit from a child process. It usually means the child failed.\n"
     )
     error = last_error(tmp_path / "log")

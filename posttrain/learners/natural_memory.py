@@ -23,9 +23,8 @@ from posttrain.models.losses.likelihood import GPU_LOGITS, Hidden, exact_kl
 from posttrain.models.native.decoder import Decoder
 from posttrain.models.native.kernels import build
 
-VECTORS = (
-    5  # [P] beside a product: gradient, parameters before the step, and of conjugate gradient x, residual, direction
-)
+VECTORS = 5
+"""Vectors [P] beside a product: gradient, parameters before the step, and x, residual and direction of conjugate gradient."""
 FEW = 2, 4  # layers that run: each further one takes as much as those between
 
 

@@ -24,7 +24,7 @@ from posttrain.models.native.decoder import Decoder
 from posttrain.models.native.kernels import build
 
 VECTORS = 5
-"""Vectors [P] beside a product: gradient, parameters before the step, and x, residual and direction of conjugate gradient."""
+"""[P] beside a product: gradient, parameters before the step, and x, residual and direction of conjugate gradient."""
 FEW = 2, 4  # layers that run: each further one takes as much as those between
 
 

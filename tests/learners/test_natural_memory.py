@@ -1,7 +1,7 @@
 """The memory estimate of a natural step (TRPO) is near the bytes of the tensors that one has.
 
 They are counted on a processor without compiled code, in tensors with numbers, over a whole update: gradients, conjugate
-gradient with its products, and line search. Not on the second device, whose wrapped tensors outlive some that autograd frees.
+gradient with its products, and line search. On the second device wrapped tensors outlive some that autograd frees.
 """
 
 from __future__ import annotations

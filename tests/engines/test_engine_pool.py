@@ -343,6 +343,7 @@ def test_an_engine_that_the_weights_did_not_reach_is_lost_at_once(monkeypatch: p
     pool.load(1, 1)
     assert told[0] == "the engine 1 is lost: no way; it restarts in 0 s" and world.engines[1].ended
     assert not world.engines[1].inbox and pool.members[0].state is MemberState.READY
+    assert told[-1].endswith("it is not restarted before another engine is ready") and len(told) < 4
     monkeypatch.setattr(transport, "send", send)
     until(pool, lambda: pool.members[1].state is MemberState.READY)
 

@@ -374,8 +374,8 @@ def test_a_server_that_ends_at_its_first_weights_twice_in_a_row_ends_the_run(
 ) -> None:
     monkeypatch.setenv(FAULT, NO_LOAD + "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
     said = (
-        r"the engine 0 is lost: .*: OutOfMemoryError: CUDA out of memory\. .*: give it GPUs of its own .*--engine-devices"
-        r".*; no engine was ever ready, and this one failed 2 times in a row"
+        r"no engine is left, as each failed 2 times in a row and none was ever ready; the last failure: .*: "
+        r"OutOfMemoryError: CUDA out of memory\. .*: give it GPUs of its own .*--engine-devices"
     )
     with leaves_no_process(), pytest.raises(UserError, match=said) as told:
         server.opened(tiny(tokenizer), tokenizer, EngineOptions(replicas=1, restarts=5))

@@ -100,7 +100,8 @@ def test_the_estimate_is_within_a_tenth_of_the_bytes_of_an_update(
     assert stats.means()["trust_region/kl"] > 0
     found = estimate_memory(ours, UpdateSize(rows * length, False, None, 1e12, row=length))
     assert found is not None and found.parts["second derivatives"] > 0
-    assert abs(found.total - held - count.most) < 0.1 * (held + count.most), (str(found.parts), held, count.most)
+    within = 0.03 if length == 24 else 0.1  # a vector too many is a fourteenth
+    assert abs(found.total - held - count.most) < within * (held + count.most), (str(found.parts), held, count.most)
 
 
 def test_layers_that_are_left_out_are_counted_like_those_that_run(monkeypatch: pytest.MonkeyPatch) -> None:

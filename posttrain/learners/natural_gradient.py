@@ -40,6 +40,7 @@ def conjugate_gradient(product: Callable[[Tensor], Tensor], b: Tensor, iteration
         share = square / direction.dot(moved)
         x = x + share * direction
         residual = residual - share * moved
+        del moved  # the next product needs the memory
         new = residual.dot(residual)
         direction = residual + (new / square) * direction
         square = new
@@ -61,17 +62,20 @@ def search(
     `gradient` [P]: of the objective to maximise; `product`: Fisher-vector product; `measure(step)`: returns (gain of
     the objective, KL) at parameters + step.
     """
-    nothing = SearchResult(torch.zeros_like(gradient), 0.0, 0.0, -1)
     if not bool(gradient.any()):
-        return nothing
+        return _no_step(gradient)
     direction = conjugate_gradient(product, gradient, iterations, damping)
     curvature = direction.dot(product(direction) + damping * direction).item()
     if curvature <= 0:
-        return nothing
+        return _no_step(gradient)
     full = direction * (2 * delta / curvature) ** 0.5
     for halved in range(halvings + 1):
         step = full * 0.5**halved
         gain, kl = measure(step)
         if gain > 0 and kl <= delta:
             return SearchResult(step, gain, kl, halved)
-    return nothing
+    return _no_step(gradient)
+
+
+def _no_step(gradient: Tensor) -> SearchResult:
+    return SearchResult(torch.zeros_like(gradient), 0.0, 0.0, -1)

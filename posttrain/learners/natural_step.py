@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,14 @@ from posttrain.core.trust_region import TrustRegion
 from posttrain.learners.natural_gradient import search
 from posttrain.models.adapters.lora import frozen_copy
 from posttrain.models.losses.likelihood import Hidden, Temperature, exact_kl
+
+
+def fisher_product(kl: Callable[[], Tensor], parameters: Sequence[nn.Parameter], vector: Tensor, total: Tensor) -> None:
+    """Add to `total` [P] the product of a vector [P] with the second derivatives of a KL."""
+    with sdpa_kernel(SDPBackend.MATH):  # other kernels have no second derivative
+        first = torch.autograd.grad(kl(), parameters, create_graph=True)
+        along = torch.cat([g.flatten() for g in first]).dot(vector)
+        total += torch.cat([g.flatten() for g in torch.autograd.grad(along, parameters)])
 
 
 @dataclass(frozen=True)
@@ -44,14 +53,13 @@ class NaturalStep:
         own_tokens = float(sum(batch.target.numel() for batch in self.batches))
         tokens = world.sum(torch.tensor(own_tokens, device=device)).item()
 
+        def mean_kl(batch: Batch) -> Tensor:
+            return self._kl(before, batch) / tokens
+
         def product(vector: Tensor) -> Tensor:
             total = torch.zeros_like(vector)
             for batch in self.batches:
-                with sdpa_kernel(SDPBackend.MATH):  # other kernels have no second derivative
-                    kl = self._kl(before, batch) / tokens
-                    first = torch.autograd.grad(kl, parameters, create_graph=True)
-                    along = torch.cat([g.flatten() for g in first]).dot(vector)
-                    total += torch.cat([g.flatten() for g in torch.autograd.grad(along, parameters)])
+                fisher_product(partial(mean_kl, batch), parameters, vector, total)
             return world.sum(total)
 
         def measure(step: Tensor) -> tuple[float, float]:

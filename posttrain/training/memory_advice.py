@@ -43,8 +43,10 @@ NARROW_OFFER = "--weights bfloat16 with --optimizer adamw8bit"
 
 
 def with_recomputation(config: Training, learner: LocalLearner, size: UpdateSize) -> UpdateSize:
-    """Return the size with the recomputation that `--recompute auto` chooses: if the update may not fit otherwise."""
-    if config.recompute != "auto" or _too_large(learner, size):
+    """Return the size with the recomputation that `--recompute auto` chooses: if the update may not fit otherwise. Second
+    derivatives need all activations at once.
+    """
+    if config.recompute != "auto" or learner.trust_region is not None or _too_large(learner, size):
         return size
     kept = estimate_memory(learner, size)
     return replace(size, recompute=True) if kept is not None and kept.total > TIGHT * size.room else size
@@ -60,8 +62,6 @@ def recomputation_lines(config: Training, size: UpdateSize) -> list[str]:
 
 def memory_lines(learner: LocalLearner, size: UpdateSize) -> list[str]:
     """Return lines with the estimate, and with remedies if it may not fit. Of a model of transformers, what lasts."""
-    if learner.trust_region is not None:
-        return []
     found = estimate_memory(learner, size)
     if found is None:
         lasting = MemoryEstimate(lasting_bytes(learner, size))
@@ -96,8 +96,6 @@ def roles_too_large(learner: LocalLearner, size: UpdateSize) -> Iterator[str]:
 
 def _too_large(learner: LocalLearner, size: UpdateSize) -> str:
     """Return why a run cannot fit, with options that take less; "" if it may fit."""
-    if learner.trust_region is not None:  # the moments of its optimizer stay empty
-        return ""
     parts = lasting_bytes(learner, size)
     needed = sum(parts.values())
     if needed <= SURE * size.room:
@@ -123,6 +121,8 @@ def _more_shards(learner: LocalLearner, size: UpdateSize) -> list[str]:
     if size.tensor > 1 or size.context > 1 or size.offload or size.elsewhere:  # which refuse --shard
         return []
     if not learner.optimization.choice.row.by_number:  # see `OptimizerChoice.check`
+        return []
+    if learner.trust_region is not None:  # see `NOT_DIVIDED`
         return []
     if learner.product is not None or is_quantized(learner):
         return []
@@ -158,7 +158,7 @@ def _offloaded(learner: LocalLearner, size: UpdateSize) -> dict[str, UpdateSize]
         return {}
     whats = (
         *(["optimizer"] if not learner.optimization.choice.row.extra else []),  # see `OptimizerChoice.check`
-        "activations",
+        *(["activations"] if learner.trust_region is None else []),  # second derivatives read them again and again
         *(["reference"] if REFERENCE in without_shared_weights(learner.model, learner.others) else []),
     )
     found = [size.offload | {what} for what in whats]
@@ -173,6 +173,7 @@ def _can_adapt(learner: LocalLearner) -> bool:
 def _can_narrow(learner: LocalLearner, size: UpdateSize) -> bool:
     """Return whether `NARROW_OFFER` is possible, and new."""
     narrow = learner.precision == "bfloat16" and learner.optimization.optimizer == "adamw" and not size.offload
+    narrow = narrow and learner.trust_region is None
     return narrow and _can_adapt(learner) and size.shares == size.tensor == size.context == 1
 
 
@@ -226,7 +227,7 @@ def advice(found: MemoryEstimate, learner: LocalLearner, size: UpdateSize) -> li
         return [problem]
     fewer = max(FEW_TOKENS, size.tokens // 4)
     other = {
-        "--recompute layers": replace(size, recompute=True),
+        **({"--recompute layers": replace(size, recompute=True)} if learner.trust_region is None else {}),
         f"--tokens-per-microbatch {fewer}": replace(size, tokens=fewer),
         **_offloaded(learner, size),
     }

@@ -21,6 +21,7 @@ from posttrain.engines.local.step_cache import row_bucket, token_bucket
 from posttrain.learners.forward_pass import REFERENCE
 from posttrain.learners.host_memory import without_shared_weights
 from posttrain.learners.local_learner import LocalLearner
+from posttrain.learners.natural_memory import VECTORS, product_bytes
 from posttrain.learners.optimizer_chunks import CHUNK, wide_bytes
 from posttrain.models.adapters.adapter_writer import adapters
 from posttrain.models.backbone import Backbone, decoders_in
@@ -116,10 +117,10 @@ def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate |
     """Estimate the peak of an update on a GPU, which the policy's engine shares. It is in the backward pass: buckets of
     gradients, which several processes sum after it, are smaller than its activations and logits.
 
-    None for a model of transformers with numbers, whose passes are counted without, and for a trust region, whose second
-    derivatives keep every operation of a pass.
+    None for a model of transformers with numbers, whose passes are counted without, and for a trust region of a model that
+    is not a plain native decoder. With one it may be in the natural step, see `natural_bytes`.
     """
-    if learner.trust_region is not None:
+    if learner.trust_region is not None and not _has_natural_estimate(learner):
         return None
     narrow = learner.precision == "bfloat16"
     critic, here = models_here(learner, size)
@@ -155,7 +156,33 @@ def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate |
             parts["engine"] = engine
     if size.copies or _samples_apart(size):
         parts["engine's weights"] = _own_bytes(learner, size, narrow)
-    return MemoryEstimate(parts)
+    found = MemoryEstimate(parts)
+    if learner.trust_region is None:
+        return found
+    natural = MemoryEstimate({**parts, **natural_bytes(learner, size, parts)})
+    return max(found, natural, key=lambda one: one.total)
+
+
+def _has_natural_estimate(learner: LocalLearner) -> bool:
+    return learner.model.decoder is not None and learner.model.decoder.native and not is_quantized(learner)
+
+
+def natural_bytes(learner: LocalLearner, size: UpdateSize, parts: Mapping[str, float]) -> dict[str, float]:
+    """Return those bytes of a natural step (TRPO) that differ from `parts`, those of the gradients before it. It has the
+    gradient as a vector, and a copy of the policy that no step changes. Nothing of the other models is computed.
+    """
+    own = unique_parameters((learner.model,))
+    vector = float(sum(p.nbytes for p in own if p.requires_grad))
+    rows = max(1, size.tokens // (length := min(size.row, size.tokens)))
+    adapted = learner.model.decoder is not None and learner.model.decoder.lora is not None
+    done = ("activations", "logits", "copies in bfloat16", "values of actions", "compared models", "unpacked")
+    return {
+        **dict.fromkeys(done, 0.0),
+        "weights": parts["weights"] + (vector if adapted else sum(p.nbytes for p in own)),
+        "gradients": parts["gradients"] - vector,
+        "vectors": VECTORS * vector,
+        "second derivatives": product_bytes(cast(Any, learner.model), rows, length) * size.tokens / (rows * length),
+    }
 
 
 def _samples_apart(size: UpdateSize) -> bool:
@@ -217,8 +244,17 @@ def _trained_bytes(
     return {
         "weights": bytes_here(unique_parameters(held), sharded, size.shares) + _packed_bytes(held),
         "gradients": trained,
-        "moments": bytes_at_once(own, trained, size) * moment_bytes_per_byte(learner),
+        "moments": _moment_bytes(own, trained, learner, size),
     }
+
+
+def _moment_bytes(learned: Sequence[nn.Parameter], trained: float, learner: LocalLearner, size: UpdateSize) -> float:
+    """Return the bytes of moments on the device. The policy has none if a trust region makes its step."""
+    if learner.trust_region is not None:
+        policy = {id(p) for p in unique_parameters((learner.model,))}
+        learned = [p for p in learned if id(p) not in policy]
+        trained = float(sum(wide_bytes(p) for p in learned if p.requires_grad))
+    return bytes_at_once(learned, trained, size) * moment_bytes_per_byte(learner)
 
 
 def _soft_logits(critic: nn.Module | None) -> int:

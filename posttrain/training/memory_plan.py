@@ -20,6 +20,7 @@ from posttrain.algorithms.policy import Algorithm
 from posttrain.config.resolve import check_bounds, check_divisions
 from posttrain.config.training import RL, SFT, Distill, Prefer, Training
 from posttrain.core.component import Need
+from posttrain.core.trust_region import TrustRegion
 from posttrain.core.types import UserError
 from posttrain.learners.forward_pass import REFERENCE
 from posttrain.learners.local_learner import LocalLearner
@@ -94,8 +95,8 @@ class MemoryPlan:
 def plan_memory(config: Training, room: float) -> MemoryPlan:
     """Estimate the peak of a run of these options on one GPU with `room` bytes.
 
-    Raises UserError for what the estimate does not know: trust regions, and models of transformers whose code does more
-    than shapes allow.
+    Raises UserError for what the estimate does not know: trust regions of other models than native decoders, and models of
+    transformers whose code does more than shapes allow.
     """
     learner, size = _sized(config, config.model or "", config.processes, room)
     found = estimate_memory(learner, size)
@@ -202,6 +203,7 @@ def shapes_of(config: Training, shape: DecoderConfig | Path) -> LocalLearner:
         _held(model, learned, learns=True)
     others: dict[str, Decoder | Backed] = {}
     critic: Critic | None = None
+    region: TrustRegion | None = None
     moves = isinstance(config, Prefer) and chosen_preference(config).moving is not None
     if moves and config.lora is None:
         others[REFERENCE] = _held(_decoder(shape).requires_grad_(False), frozen)
@@ -209,9 +211,11 @@ def shapes_of(config: Training, shape: DecoderConfig | Path) -> LocalLearner:
         algorithm = adjust(find(config.algorithm), config)
         if Need.REFERENCE in algorithm.needs and config.lora is None:  # adapters share the weights of theirs
             others[REFERENCE] = _held(_decoder(shape).requires_grad_(False), frozen)
-        if algorithm.trust_region is not None:
+        region = algorithm.trust_region
+        if region is not None and not (model.native and config.quantize is None):
             raise UserError(
-                f"posttrain memory cannot estimate the second derivatives of {algorithm.name} yet: give another --algorithm"
+                f"posttrain memory knows the second derivatives of {algorithm.name} for native decoders without --quantize "
+                "only: give another --algorithm"
             )
         if algorithm.critic is not None:
             critic = _critic(config, algorithm, shape, learned)
@@ -238,7 +242,8 @@ def shapes_of(config: Training, shape: DecoderConfig | Path) -> LocalLearner:
         )
     product = functional.linear if config.float8 else None  # of which only the memory matters
     held_models: dict[str, Any] = {"others": others, "critic": critic}
-    return LocalLearner(model, optimization(config, 1), **held_models, precision=config.precision, product=product)
+    how_to_learn = replace(optimization(config, 1), trust_region=region)
+    return LocalLearner(model, how_to_learn, **held_models, precision=config.precision, product=product)
 
 
 def _critic(config: RL, algorithm: Algorithm, shape: DecoderConfig | Path, learned: torch.dtype | None) -> Critic:

@@ -66,10 +66,11 @@ class Interleaved:
         calm = World(self.rng, 0)  # it is a mistake of the user's if they do not even start
         self.world, self.transport = calm, Put(calm)
         self.pool = pool_of(calm, self.rng.randrange(1, 4), self.transport)
-        calm.mishaps = self.rng.randrange(12)
         self.open: dict[int, int] = {}  # id -> how often it was asked for and not answered
         self.answers = Counter[int]()
         self.next, self.version = 0, 0
+        self.load()  # or are never ready
+        calm.mishaps = self.rng.randrange(12)
 
     def load(self) -> None:
         self.version += 1
@@ -342,8 +343,53 @@ def test_an_engine_that_the_weights_did_not_reach_is_lost_at_once(monkeypatch: p
     pool.load(1, 1)
     assert told[0] == "the engine 1 is lost: no way; it restarts in 0 s" and world.engines[1].ended
     assert not world.engines[1].inbox and pool.members[0].state is MemberState.READY
+    assert told[-1].endswith("it is not restarted before another engine is ready") and len(told) < 4
     monkeypatch.setattr(transport, "send", send)
     until(pool, lambda: pool.members[1].state is MemberState.READY)
+
+
+@pytest.mark.parametrize(("restarts", "starts"), [(0, 1), (1, 2), (9, 2)])
+def test_engines_that_were_never_ready_end_the_run_when_one_fails_again(restarts: int, starts: int) -> None:
+    """As a mistake of the user's, which no launcher should repeat: each start would end in the same way."""
+    world = World(random.Random(0), 0)
+    pool = pool_of(world, 1, Put(world), restarts)
+    pool.members[0].link.act = lambda: setattr(pool.members[0].link, "closed", True)  # type: ignore[attr-defined]
+    opened = pool.members[0].place.open
+
+    def dying() -> Any:
+        engine: Any = opened()
+        read = engine.read
+        engine.read = lambda what, *more: setattr(engine, "closed", True) if what == "load" else read(what, *more)
+        return engine
+
+    pool.members[0].place.open = dying  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="it is gone") as told:
+        pool.load(1, 1)
+    assert told.value.code == 2 and len(world.engines) == starts
+
+
+def test_an_engine_has_its_whole_budget_once_one_was_ready() -> None:
+    world, said = World(random.Random(0), 0), list[str]()
+    pool = pool_of(world, 2, Put(world), restarts=3)
+    pool.say = said.append
+    world.engines[1].closed = True  # before it was ready, as it will be each time
+    opened = pool.members[1].place.open
+
+    def dead() -> Any:
+        engine: Any = opened()
+        engine.closed = True
+        return engine
+
+    pool.load(1, 1)
+    assert pool.members[0].state is MemberState.READY
+    pool.members[1].link.closed = True  # type: ignore[attr-defined]
+    pool.members[1].place.open = dead  # type: ignore[method-assign]
+    until(pool, lambda: bool(said) and said[-1].endswith("it is not restarted"))
+    world.engines[0].closed = True
+    pool.members[0].place.open = dead  # type: ignore[method-assign]
+    with pytest.raises(UserError, match="no engine is left, as each failed 4 times in a row") as told:
+        until(pool, lambda: False)
+    assert told.value.code == 1
 
 
 def test_the_weight_probe_is_told_who_had_the_version_before(monkeypatch: pytest.MonkeyPatch) -> None:

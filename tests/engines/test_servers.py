@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny
-from fake_server import FAULT
+from fake_server import FAULT, NO_LOAD, NO_START
 from inference_servers import SGLANG, VLLM, StandIn, leaves_no_process, ragged, sampled, server_of, until
 from processes import descendants
 from rl_sources import digits
@@ -351,6 +351,35 @@ def test_without_the_program_the_message_says_how_to_get_it(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=f"pip install {server.setup.package}"):
         server.opened(tiny(tokenizer), tokenizer, EngineOptions(replicas=1))
+
+
+UNKNOWN_MODEL = "ValueError: Model architectures ['Odd'] are not supported for now. Supported architectures: ..."
+
+
+def test_a_server_that_cannot_start_ends_the_run_with_the_error_of_its_log_and_the_fix(
+    server: StandIn, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FAULT, NO_START + UNKNOWN_MODEL)
+    said = (
+        rf"the engine 0 is lost: its process has ended \(exit code 1\): {re.escape(UNKNOWN_MODEL)}: it cannot sample from "
+        rf"this model: leave out --engine {server.setup.package}, .*; its output is in .*\.log"
+    )
+    with leaves_no_process(), pytest.raises(UserError, match=said) as told:
+        server.opened(tiny(tokenizer), tokenizer, EngineOptions(replicas=1))
+    assert told.value.code == 2
+
+
+def test_a_server_that_ends_at_its_first_weights_twice_in_a_row_ends_the_run(
+    server: StandIn, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(FAULT, NO_LOAD + "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.")
+    said = (
+        r"no engine is left, as each failed 2 times in a row and none was ever ready; the last failure: .*: "
+        r"OutOfMemoryError: CUDA out of memory\. .*: give it GPUs of its own .*--engine-devices"
+    )
+    with leaves_no_process(), pytest.raises(UserError, match=said) as told:
+        server.opened(tiny(tokenizer), tokenizer, EngineOptions(replicas=1, restarts=5))
+    assert told.value.code == 2 and capsys.readouterr().err.count("it restarts in 0 s") == 1
 
 
 def test_an_interrupted_start_leaves_no_process(

@@ -32,6 +32,7 @@ from posttrain.models.weight_files import write_weights
 from posttrain.system.temp_folders import TempFolder
 
 FAULT = "FAKE_SERVER"
+NO_START, NO_LOAD = "ends at its start: ", "ends at new weights: "  # faults, followed by what is in the log
 SLOW_SECONDS = 0.3  # of a slow server to fall asleep
 
 
@@ -43,6 +44,13 @@ def routes(tokens: int) -> NDArray[np.uint8] | None:
     first = np.arange(tokens + (fault == "more experts"))[:, None] + np.arange(3)
     found = np.stack([first % 4, (first + 1) % 4], -1).astype(np.uint8)
     return found * (fault != "empty experts")
+
+
+def end_if(fault: str) -> None:
+    """End the process as one that has failed, if that is the fault."""
+    if (own := os.environ.get(FAULT, "")).startswith(fault):
+        print(own.removeprefix(fault), flush=True)
+        os._exit(1)
 
 
 def installed(folder: Path, module: str, stand_in: str) -> None:
@@ -79,12 +87,14 @@ class FakeServer:
         self.sleeping = False
 
     def load_tensors(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        end_if(NO_LOAD)
         tensors = {name: tensor.clone() for name, tensor in weights}
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         write_weights(shapes, tensors.items(), self.folder, torch.float32)
         self.model, self.engine = load_model(self.folder), None
 
     def load_checkpoint(self, path: str) -> None:
+        end_if(NO_LOAD)
         if os.path.realpath(path) != os.path.realpath(self.folder):
             for file in Path(path).glob("*.safetensors"):
                 (self.folder / file.name).write_bytes(file.read_bytes())
@@ -179,6 +189,7 @@ def prepare(what: object) -> None:
     """Begin as a server's process does: with a process for its engine, and a line in its log."""
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)  # the engine
     print("fake server with", json.dumps(what), flush=True)
+    end_if(NO_START)
     if os.environ.get(FAULT) == "slow start":
         time.sleep(1000)
     torch.set_num_threads(1)

@@ -213,11 +213,22 @@ def test_the_estimate_counts_a_critic_of_actions_with_its_copies(kind: Any, else
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "moe_intermediate_size": 48, "vocab_size": 200,
 }  # fmt: skip
-LENGTH = 240  # tokens of the text
+LENGTH = 160  # tokens of the text
 LAYERS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "qwen3_5_text": {"layer_types": [*["linear_attention"] * 3, "full_attention"]},
 }
+
+
+def test_opening_a_model_of_transformers_leaves_only_its_weights_on_the_device(tmp_path: Path) -> None:
+    """Not what a pass over the probes kept, from which the model's activations are measured."""
+    folder = tiny_models.make("phi3", tmp_path, **SIZES)
+    gc.collect()
+    before = bytes_held()
+    model = load_backed(folder, read_json(folder / "config.json"), device=SECOND)
+    gc.collect()
+    held = [*model.parameters(), *model.buffers()]
+    assert model.kept_per_token > 0 and bytes_held() - before <= sum(x.nbytes for x in held) + 64
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from posttrain.learners.router_losses import RouterLosses
 from posttrain.models.critic import ValueModel
 from posttrain.models.hf import expert_parallel
 from posttrain.models.hf.expert_parallel import divide_experts
-from posttrain.models.hf.pass_memory import _Count, pass_bytes
+from posttrain.models.hf.pass_memory import ByteCount, pass_bytes
 from posttrain.models.hf.transformers_folder import load_backed
 from posttrain.models.native.kernels import build
 from posttrain.models.row_shards import part_of, whole
@@ -203,7 +203,7 @@ def planned(out: Path, together: Processes) -> None:
         parameter.grad = torch.zeros_like(parameter)
     layout = segments((length, -1))
     layout = replace(layout, position=torch.arange(length), experts=torch.tensor([0, 2]).expand(length, 2, 2))
-    real.replays, compiled, count = True, build.used(), _Count(real)
+    real.replays, compiled, count = True, build.used(), ByteCount(real)
     build.use(False)  # compiled attention fills the heads of a tiny model up
     with count, real.peers.meeting():  # type: ignore[union-attr]
         states = real.hidden(layout, torch.arange(length))

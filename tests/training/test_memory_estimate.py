@@ -144,13 +144,6 @@ def test_what_processes_sum_at_once_is_less_than_what_the_backward_pass_had() ->
     assert found is not None and found.parts["logits"] > 2 * BUCKET
 
 
-def test_a_trust_region_has_no_estimate() -> None:
-    learner = learner_of(QWEN)
-    learner.trust_region = TrustRegion()
-    assert estimate_memory(learner, UpdateSize(1, False, None, H200)) is None
-    assert memory_lines(learner, UpdateSize(1, False, None, H200)) == []
-
-
 @pytest.fixture
 def compiled() -> Iterator[None]:
     """With compiled operations, as on a GPU, also where an earlier test's run had none."""
@@ -283,5 +276,6 @@ def test_a_refusal_names_nothing_that_other_options_exclude() -> None:
     learner.optimization = replace(learner.optimization, optimizer="lion")  # which --shard refuses
     with pytest.raises(UserError, match="use a smaller model"):
         refuse(learner, size)
-    learner.trust_region = TrustRegion()  # without moments
-    refuse(learner, size)
+    whole = learner_of(QWEN_7B)
+    whole.trust_region = TrustRegion()  # without moments
+    refuse(whole, replace(size, room=60 * 2.0**30))

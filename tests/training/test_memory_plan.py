@@ -289,7 +289,10 @@ def test_layers_are_recomputed_where_they_may_not_fit_and_in_all_processes_alike
         ("-- sft --model other --float8 --precision bfloat16", "--float8 is for native decoders"),
         ("-- sft --model 7b --lora 8 --quantize nf4 --shard --processes 2", "--quantize nf4 packs whole matrices"),
         ("-- sft --model 7b --quantize nf4", "--quantize has no effect without --lora"),
-        ("-- rl --model 7b --algorithm trpo", "cannot estimate the second derivatives of trpo"),
+        (
+            "-- rl --model 7b --algorithm trpo --lora 4 --quantize int8",
+            "the second derivatives of trpo for native decoders",
+        ),
         ("", "a training command follows two dashes: posttrain memory -- sft --model FOLDER ..."),
         ("-- eval --model 7b", "a training command follows two dashes"),
         ("--gpu-memory 0 -- sft --model 7b", "--gpu-memory"),

@@ -35,6 +35,8 @@ from posttrain.engines.weight_sync import Receiver, Transport
 from posttrain.models.free_memory import release_cached_memory
 
 POLL_SECONDS = 0.005  # maximal wait of a poll
+FIRST_RESTARTS = 1
+"""Most restarts in a row of an engine while none has ever been ready: a further start would fail as well."""
 LOOK_SECONDS = 1.0  # maximum of silence counted between two reads: in a longer time the pool itself was busy
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds before the second restart in a row, doubled for each further one
 
@@ -59,7 +61,7 @@ class EnginePool:
         """Start the engines. Return when all have started, without weights yet. Raises UserError if one does not start.
 
         `seconds`: timeout for an answer of an engine; `start_seconds`: timeout of its start. `restarts`: maximum of
-        restarts in a row per engine. `closed`: called by `close`.
+        restarts in a row per engine, once one was ready. `closed`: called by `close`.
         """
         self.probe, self.context, self.vocab, self.version, self._before = probe, context, vocab, 0, -1
         self.seconds, self.start_seconds, self.restarts = seconds, start_seconds, restarts
@@ -74,6 +76,7 @@ class EnginePool:
         self._kept = PrefixCache(0)
         self._finished: list[Completion] = []
         self._weights_offered = self._started = self._resting = False
+        self._proven = False  # whether an engine was ever ready
         self._counted = {"restarts": 0, "resubmitted": 0, "duplicate_answers": 0}
         self._deviation, self._last = 0.0, "none"
         self.members: list[PoolMember] = []
@@ -234,24 +237,28 @@ class EnginePool:
             except Gone as error:
                 self._lose(member, str(error))
         if all(map(self._is_lost_for_good, self.members)):
-            gone = UserError(
-                f"no engine is left, as each failed {self.restarts + 1} times in a row (--engine-restarts {self.restarts}); "
-                f"the last failure: {self._last}"
-            )
-            gone.code = 1
+            why = f"(--engine-restarts {self.restarts})" if self._proven else "and none was ever ready"
+            times = "once" if self._budget == 0 else f"{self._budget + 1} times in a row"
+            gone = UserError(f"no engine is left, as each failed {times} {why}; the last failure: {self._last}")
+            gone.code = 1 if self._proven else gone.code
             raise gone
+
+    @property
+    def _budget(self) -> int:
+        """Most restarts in a row of an engine."""
+        return self.restarts if self._proven else min(self.restarts, FIRST_RESTARTS)
 
     def _is_lost_for_good(self, member: PoolMember) -> bool:
         """Return whether an engine cannot recover: it has no restarts left, or needs weights that are gone."""
         lacks = self._weights_offered and member.place.transport.offer is None and not member.awaited
         lacks = lacks and not self._resting  # the next weights follow
-        spent = member.state is MemberState.DEAD and member.failures > self.restarts
+        spent = member.state is MemberState.DEAD and member.failures > self._budget
         return spent or (member.state is MemberState.STALE and lacks)
 
     def _start_again(self) -> None:
         now = self._clock()
         for member in () if self._resting else self.members:  # while they rest, the learner has the memory
-            if member.state is MemberState.DEAD and member.failures <= self.restarts and now >= member.restart_at:
+            if member.state is MemberState.DEAD and member.failures <= self._budget and now >= member.restart_at:
                 release_cached_memory()  # an engine on the learner's GPU needs room to start
                 member.state, member.link = MemberState.STARTING, member.place.open()
                 self._counted["restarts"] += 1
@@ -419,7 +426,7 @@ class EnginePool:
         if problem is not None:
             raise Gone(f"it {problem}, after it loaded version {self.version}")
         self._deviation = max(self._deviation, far)
-        member.held, member.state = self.version, MemberState.READY
+        member.held, member.state, self._proven = self.version, MemberState.READY, True
 
     def _lose(self, member: PoolMember, why: str) -> None:
         """Mark an engine as dead and schedule its restart."""
@@ -435,8 +442,9 @@ class EnginePool:
         member.failures += 1
         pause = 0.0 if member.failures == 1 else min(FIRST_PAUSE * 2 ** min(member.failures - 2, 9), LONGEST_PAUSE)
         member.restart_at = self._clock() + pause
-        last = member.failures > self.restarts
-        self.say(f"{message}; {'it is not restarted' if last else f'it restarts in {pause:g} s'}")
+        last = member.failures > self._budget
+        never = "it is not restarted" + " before another engine is ready" * (self._budget < self.restarts)
+        self.say(f"{message}; {never if last else f'it restarts in {pause:g} s'}")
 
     def _end(self, member: PoolMember) -> None:
         """End an engine, and remove its log; one that was lost has ended already."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from posttrain.engines.engine_log import last_error
 from posttrain.engines.engine_process import CLOSE_SECONDS, EngineProcess
 from posttrain.engines.pool.pool_member import EngineLink
 from posttrain.engines.pool.pool_protocol import Wire
@@ -35,9 +37,11 @@ class _ProcessLink:
         return ended(self.process, kept)
 
 
-def ended(process: EngineProcess, kept: bool, seconds: float = CLOSE_SECONDS) -> str:
-    """End an engine's process. Return how it has ended, and the place of its log if that is `kept`. `seconds`: for the
-    process to exit by itself.
+def ended(
+    process: EngineProcess, kept: bool, seconds: float = CLOSE_SECONDS, fix: Callable[[str], str] = lambda error: ""
+) -> str:
+    """End an engine's process. Return how it has ended, with the error in its log, and the place of the log if that is
+    `kept`. `seconds`: for the process to exit by itself. `fix`: returns what a user can do about an error, if it is known.
     """
     if not kept:
         process.leave(seconds)
@@ -47,6 +51,8 @@ def ended(process: EngineProcess, kept: bool, seconds: float = CLOSE_SECONDS) ->
     if not process.log.stat().st_size:
         process.log.unlink()
         return how
+    if error := last_error(process.log):
+        how += f": {error}" + (f": {known}" if (known := fix(error)) else "")
     return f"{how}; its output is in {process.log}"
 
 

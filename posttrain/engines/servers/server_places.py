@@ -40,14 +40,17 @@ class OwnServer:
     def open(self) -> EngineLink:
         # servers of one seed give their nth requests the same random numbers, so equal prompts the same replies
         seed = seed_of(self.setup.seed, self.setup.client.program, next(self._starts)) % SEEDS
-        return _Link(*replace(self.setup, seed=seed).start(self.run, self.folder / self.name, self.gpus, self.sleeps))
+        setup = replace(self.setup, seed=seed)
+        return _Link(*setup.start(self.run, self.folder / self.name, self.gpus, self.sleeps), setup.fix)
 
 
 class _Link:
-    def __init__(self, process: EngineProcess | None, wire: ServerClient) -> None:
-        """`process`: None for a server that somebody else has started, whose end the client notices."""
+    def __init__(
+        self, process: EngineProcess | None, wire: ServerClient, fix: Callable[[str], str] = lambda error: ""
+    ) -> None:
+        """`process`: None for a server that somebody else has started, whose end the client notices. `fix`: see `ended`."""
         self.process: Any = process
-        self.wire = wire
+        self.wire, self.fix = wire, fix
 
     def look(self) -> None:
         if self.process is not None and self.process.child.ended:
@@ -55,7 +58,7 @@ class _Link:
 
     def end(self, kept: bool) -> str:
         self.wire.close()
-        return "" if self.process is None else ended(self.process, kept, 0.0)
+        return "" if self.process is None else ended(self.process, kept, 0.0, self.fix)
 
 
 class GivenServer:

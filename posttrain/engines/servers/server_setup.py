@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,26 @@ from posttrain.models.tokenizer.tokenizer import Tokenizer
 SERVER = "posttrain.engines.servers.server_setup:main"
 COMMAND = "POSTTRAIN_SERVER_COMMAND"  # environment variable with the arguments of Python, as JSON
 PACKAGES = str(Path(__file__).parents[3])  # where a server finds this package
+FIXES = (
+    (
+        "architectures? .*(not supported|failed to be inspected|was supported)|does not recognize this architecture",
+        "it cannot sample from this model: leave out --engine {package}, or install a version that can",
+    ),
+    (
+        "unrecognized arguments|invalid choice|unexpected keyword",
+        "install {program} as the guide says (docs/guides/vllm.md)",
+    ),
+    ("[Ww]orld size|attention heads.*divisible|tp_size|tensor.parallel", "give another --engine-tensor-parallel"),
+    (
+        "[Ff]ree memory on device|out of memory",
+        "give it GPUs of its own (--engine-devices), or a smaller --engine-cache",
+    ),
+    (
+        "max seq len|cache blocks|KV cache|[Nn]ot enough memory",
+        "give a larger --engine-cache, or more GPUs of each server (--engine-tensor-parallel)",
+    ),
+)
+"""Parts of the errors of servers, and what a user can do about them."""
 BLOCK = 128  # tokens in a block of vLLM's cache on processors: the largest supported size
 
 
@@ -86,6 +107,12 @@ class ServerSetup(ABC):
         matrices.
         """
         return "DoRA" if lora.dora else None
+
+    @classmethod
+    def fix(cls, error: str) -> str:
+        """Return what a user can do about an error in a server's log; "" if that is not known."""
+        known = (fix for part, fix in FIXES if re.search(part, error))
+        return next(known, "").format(package=cls.package, program=cls.client.program)
 
     def environment(self, command: Sequence[str], gpus: Sequence[int], sleeps: bool) -> dict[str, str | None]:
         """Return the environment variables of a server, in addition to those of this process; None: without this one."""

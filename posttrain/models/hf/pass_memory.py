@@ -75,7 +75,7 @@ def without_numbers(model: Backed) -> Iterator[tuple[Backed, list[int]]]:
     first, count = kinds[:last], Counter(kinds)
     several = Counter(first)
     with FakeTensorMode(allow_non_fake_inputs=True), _Grouped(), _not_packed():
-        _give_no_memory(short)
+        give_no_memory(short)
         # the last one of a kind represents all that are left out
         yield (
             short,
@@ -83,7 +83,7 @@ def without_numbers(model: Backed) -> Iterator[tuple[Backed, list[int]]]:
         )
 
 
-def _give_no_memory(model: nn.Module) -> None:
+def give_no_memory(model: nn.Module) -> None:
     """Move a model from "meta" to a processor without numbers."""
     known: dict[int, Any] = {}  # weights may be tied
 
@@ -129,7 +129,7 @@ def _counted(
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.empty_like(parameter)  # of the micro-batches before
-    count, before, kept = _Count(model), list[int](), list[int]()
+    count, before, kept = ByteCount(model), list[int](), list[int]()
     for layer in model.layers:
         layer.register_forward_pre_hook(lambda *given: before.append(count.held))
         layer.register_forward_hook(lambda *given: kept.append(count.held - before[-1]))
@@ -151,7 +151,7 @@ def _counted(
     return count.most, kept[: len(model.layers)]  # a recomputed layer calls its hooks again
 
 
-class _Count(TorchDispatchMode):
+class ByteCount(TorchDispatchMode):
     """Counts the bytes of the tensors that operations make, without copies of weights in another type."""
 
     def __init__(self, model: nn.Module) -> None:

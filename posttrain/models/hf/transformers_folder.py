@@ -428,7 +428,7 @@ def _kept_per_token(model: Backed) -> float:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # an operation that held its own result would never be freed
 
     layout, at = probe(model)
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

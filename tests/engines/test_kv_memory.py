@@ -354,3 +354,21 @@ def test_without_an_option_the_cache_takes_a_share_of_free_memory(
         monkeypatch.setattr(cache_memory, "free_memory", left)
         assert_same(expected, complete(engine, *asked()), bits=False)
         assert engine.memory.limit == pytest.approx(cache_memory.CACHE_SHARE * room)
+
+
+@needs_compiler
+def test_the_default_limit_is_the_same_after_many_requests_as_before_them(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server's pool keeps its memory, which is not free for others then."""
+    engine = engine_of("compiled", endless(tokenizer), tokenizer, rests=False)
+    cache, limits = engine._cache, list[float]()
+    assert isinstance(cache, PagedCache)
+    cache.pool.in_chunk = 4
+    monkeypatch.setattr(cache_memory, "free_memory", lambda device: 100 * cache.pool.page_bytes - cache.held)
+    for _ in range(2):
+        for i in range(8):
+            engine.submit(i, [5, 6, 7], Sampling(seed=i, max_tokens=200))
+        drained(engine, 8)
+        limits.append(engine.memory.limit)
+    assert limits[1] == limits[0] == cache_memory.CACHE_SHARE * 100 * cache.pool.page_bytes and cache.held > cache.bytes

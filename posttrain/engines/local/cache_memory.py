@@ -64,7 +64,8 @@ class CacheMemory:
     def set_limit(self) -> None:
         """Set the limit, when nothing runs."""
         if self.given is None:
-            self.limit = CACHE_SHARE * (free_memory(self.device) + self.occupied)
+            held = self.cache.held if isinstance(self.cache, PagedCache) else self.occupied
+            self.limit = CACHE_SHARE * (free_memory(self.device) + held)
         else:
             self.limit = self.given
 

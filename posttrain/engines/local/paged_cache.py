@@ -53,17 +53,17 @@ class PagePool:
         self.page_bytes = dtype.itemsize * torch.Size(shape).numel()
         self.in_chunk = max(1, CHUNK // self.page_bytes)
         self.free: list[Tensor] = []  # memory of pages, the last one is used next
-        self._allocated = 0
+        self.allocated = 0  # number of pages
 
     @property
     def used(self) -> int:
         """Number of pages in use."""
-        return self._allocated - len(self.free)
+        return self.allocated - len(self.free)
 
     def take(self) -> Page:
         if not self.free:
             self.free += torch.empty(self.in_chunk, *self.shape, dtype=self.dtype).unbind()[::-1]
-            self._allocated += self.in_chunk
+            self.allocated += self.in_chunk
         return Page(self.free.pop(), self)
 
     def copy(self, page: Page) -> Page:
@@ -76,7 +76,7 @@ class PagePool:
         unused = Counter(map(_chunk, self.free))
         spare = None if self.used else next(iter(unused), None)
         kept = [memory for memory in self.free if unused[_chunk(memory)] < self.in_chunk or _chunk(memory) == spare]
-        self._allocated -= len(self.free) - len(kept)
+        self.allocated -= len(self.free) - len(kept)
         self.free = kept
 
 
@@ -117,6 +117,11 @@ class PagedCache:
     def bytes(self) -> int:
         """Bytes of all pages in use, by running requests and by others."""
         return self.pool.used * self.pool.page_bytes
+
+    @property
+    def held(self) -> int:
+        """Bytes of all pages, in use or not: memory that is not free for others."""
+        return self.pool.allocated * self.pool.page_bytes
 
     def size(self, own: int, prompt: int) -> int:
         """Return the bytes of a request with so many tokens of its own and of its prompt."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,11 @@ QUICK: dict[str, Any] = {
 
 @needs_compiler
 def test_a_run_has_the_same_bits_with_another_cache_and_may_be_resumed_with_it(
-    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     model = tiny(tokenizer, context=256)
     save_model(model, tmp_path / "model")
     tokenizer.save(tmp_path / "model")
-    preempted = list[int]()
-    preempt = LocalEngine._preempt
-    monkeypatch.setattr(
-        LocalEngine, "_preempt", lambda engine, slot: (preempted.append(slot), preempt(engine, slot))[1]
-    )
 
     def trained(name: str, steps: int, **how: Any) -> Any:
         return posttrain.rl(
@@ -44,14 +40,18 @@ def test_a_run_has_the_same_bits_with_another_cache_and_may_be_resumed_with_it(
         weights = tmp_path / name / "checkpoints/step-000003/model.safetensors"
         return [(tmp_path / name / "metrics.jsonl").read_bytes(), weights.read_bytes()]
 
+    def preempted(name: str) -> list[float]:
+        rows = map(json.loads, (tmp_path / name / "timing.jsonl").read_text().splitlines())
+        return [row["decoding/preempted"] for row in rows]
+
     trained("whole", 3)
-    assert not preempted
+    assert preempted("whole") == [0, 0, 0]
     page = LocalEngine(model, tokenizer)._cache.size(1, 0) / 2**30
     trained("small", 1, engine_cache=5 * page)
-    assert preempted
     with pytest.raises(
         posttrain.UserError, match=r"--engine-cache is .*: raise it.*; .*continue after step 1 .*--resume"
     ):
         trained("small", 3, engine_cache=page, resume=True)
     trained("small", 3, engine_cache=6 * page, resume=True)
     assert record("small") == record("whole")
+    assert preempted("small")[0] > 0

@@ -136,7 +136,7 @@ class ServePolicy(HardwareGroup, ChatTemplateGroup):
     """Maximum of replies that are decoded at once. If the KV cache has no room for them, the newest wait."""
     engine: Literal["local", "vllm", "sglang"] = option("local", group="scale", first_hour=True)
     """Sampling engine: local, in this process, or a server of its own: vllm, sglang."""
-    engine_cache: float | None = option(None, above=0, group="scale", value="GIB")
+    engine_cache: float | None = option(None, above=0, most=100_000, group="scale", value="GIB")
     """KV cache limit, in GiB. It does not limit models that transformers computes in this process. Default: 0.7 of the free
     memory; for a server 4, or on GPUs that it has to itself, what it finds free."""
     engine_timeout: float = option(120.0, above=0, most=86_400, group="scale", value="SECONDS")

@@ -51,7 +51,7 @@ class EnvLimitGroup(OptionGroup, group="environment"):
 
     env_timeout: float = option(10.0, above=0, most=86_400, value="SECONDS", on_resume="free")
     """Timeout of one call of the environment, in seconds. A call that exceeds it makes the reward invalid."""
-    env_memory: float = option(4.0, least=0, value="GIB", on_resume="free")
+    env_memory: float = option(4.0, least=0, most=100_000, value="GIB", on_resume="free")
     """Memory limit of an environment process, in GiB (0: none). A process that exceeds it makes the reward invalid."""
 
 

@@ -330,7 +330,7 @@ class EngineGroup(ReplicaGroup, group="scale"):
     engine_devices: tuple[int, ...] = option((), value="GPU", on_resume="free")
     """GPUs of engines in processes of their own (--replicas, --engine), in turn. Default: the GPUs that no
     training process uses; if there are none, the training GPUs."""
-    engine_cache: float | None = option(None, above=0, value="GIB")
+    engine_cache: float | None = option(None, above=0, most=100_000, value="GIB", on_resume="free")
     """KV cache limit of each engine, in GiB. When the local engine's cache is full, the newest requests wait, and continue
     later. It does not limit models that transformers computes. Default: 0.7 of the memory that is free when sampling
     begins, with at most 4 for prefixes kept between turns. For a server 4; on GPUs that it has to itself, what it finds

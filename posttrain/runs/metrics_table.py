@@ -239,6 +239,7 @@ _TIMING = (
     Metric("decoding/{requests}/steps", "Decoding steps at {requests} requests", "count", "Decoding steps with this number of running requests, up to twice as many."),
     Metric("decoding/{requests}/rows", "Tokens decoded at {requests} requests", "tokens", "Tokens sampled in those steps."),
     Metric("decoding/{requests}/seconds", "Seconds of decoding at {requests} requests", "seconds", "Time of those steps."),
+    Metric("decoding/preempted", "Preempted requests", "count", "Times that a running request had to wait again, because the KV cache was full (`--engine-cache`)."),
     Metric("reading/tokens", "Tokens of prefill", "tokens", "Tokens of prompts and observations that the engine read."),
     Metric("reading/seconds", "Seconds of prefill", "seconds", "Time in which the engine read them."),
     *(Metric(f"engines/{what}", f"Engines: {what.replace('_', ' ')}", "count", meaning) for what, meaning in {

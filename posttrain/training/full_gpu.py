@@ -1,4 +1,4 @@
-"""The message for a GPU whose memory is full: what takes it, and which options take less."""
+"""The message for a GPU or a machine whose memory is full: what takes it, and which options take less."""
 
 from __future__ import annotations
 
@@ -11,23 +11,30 @@ import torch
 
 from posttrain.config.training import RL, Training
 from posttrain.core.types import UserError
-from posttrain.models.free_memory import ALLOCATOR
+from posttrain.models.free_memory import ALLOCATOR, in_gib
 
+HOST = "DefaultCPUAllocator"  # in torch's words for a tensor that does not fit into the memory of the machine
 FRAGMENTS = 1.0  # GiB that torch keeps in pieces too small for a tensor, from which on larger pieces may help
 
 
 @contextmanager
 def full_gpu_in_words(config: Training) -> Iterator[None]:
-    """Context in which a full GPU is a UserError with exit code 1: a restarted run may get further."""
+    """Context in which full memory is a UserError with exit code 1: a restarted run may get further."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and HOST not in str(error):
+            raise
         full = UserError(_message(config, str(error)))
         full.code = 1
         raise full from error
 
 
 def _message(config: Training, told: str) -> str:
+    if HOST in told or not told:
+        size = re.search(r"allocate (\d+) bytes", told)
+        more = f": there is no room for {in_gib(int(size[1]))} more" if size else ""
+        return f"the machine's memory is full{more}; try {', '.join(_ways(config, told))}"
     found = re.search(r"Tried to allocate ([\d.]+ \wiB)\. (GPU \d+) has a total capacity of ([\d.]+ \wiB)", told)
     own = re.search(r"([\d.]+ \wiB) is allocated by PyTorch", told)
     others = [f"{size} of another process" for size in re.findall(r"Process \d+ has ([\d.]+ \wiB) memory in use", told)]
@@ -48,7 +55,9 @@ def _ways(config: Training, told: str) -> Iterator[str]:
     ):
         yield f"--offload {' '.join(sorted(missing))}"
     if isinstance(config, RL):
-        yield "fewer --slots" if config.engine == "local" and not config.replicas else "less --engine-cache"
+        if config.engine == "local" and not config.replicas:
+            yield "fewer --slots"
+        yield "less --engine-cache"
     unused = re.search(r"([\d.]+) GiB is reserved by PyTorch but unallocated", told)
     set_already = any("expandable_segments:True" in os.environ.get(name, "") for name in ALLOCATOR)
     shared = getattr(config, "weight_sync", "") == "ipc"  # most systems forbid to share such memory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from posttrain.cli.main import main
 from posttrain.config.option_groups import GROUPS, OptionGroup, options_of
 from posttrain.config.training import RL, Distill, Training
 from posttrain.config.verbs import VERBS, load
-from posttrain.core.component import option
+from posttrain.core.component import option, setting_of
 
 KINDS: tuple[type[Any], ...] = tuple(load(command.options) for command in COMMANDS if command.options)
 BY_NAME = pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
@@ -139,6 +139,14 @@ def test_every_option_has_a_group_and_a_text_that_answers_what_it_does(kind: typ
         assert not re.match(r"(What|How|Whose|Whether|As in) ", told.help), (told.name, told.help)
     for name, flag in kind.flags().items() if hasattr(kind, "flags") else ():
         assert flag.help.endswith(".") and not re.match(r"(What|Whose|Whether) ", flag.help), (name, flag.help)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_an_option_in_gib_has_a_bound_so_that_its_bytes_are_a_number(kind: type[Any]) -> None:
+    declared = {f.name: setting_of(f).bounds for f in fields(kind)}
+    for name in [o.name for o in options_of(kind) if o.value == "GIB"]:
+        most = declared[name].most
+        assert most is not None and most <= 2**20, name
 
 
 def test_an_option_that_another_class_overrides_keeps_its_group_text_and_first_hour() -> None:

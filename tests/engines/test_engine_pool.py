@@ -860,6 +860,17 @@ def test_a_run_with_replicas_of_which_one_is_killed_is_the_run_without(
     assert len(killed) == 1 == timing[-1]["engines/restarts"] and all(row["engines/probe_gap"] < 1e-5 for row in timing)
 
 
+def test_a_request_that_no_engine_can_carry_out_ends_the_run_in_one_line_and_no_engine(
+    start: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with (
+        leaves_no_process(),
+        pytest.raises(UserError, match=r"^a prompt of .* and --engine-cache is .*raise it") as caught,
+    ):
+        run(tmp_path / "run", start, replicas=2, engine_cache=1e-5)
+    assert caught.value.code == 2 and "is lost" not in capfd.readouterr().err
+
+
 def test_a_run_that_loses_all_its_engines_saves_and_says_how_to_go_on(
     start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

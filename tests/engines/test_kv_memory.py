@@ -204,7 +204,7 @@ def test_a_groups_prompt_is_counted_once_and_freed_when_the_last_request_is_canc
     engine = engine_of("compiled", endless(tokenizer), tokenizer)
     cache, prompt = engine._cache, tuple(5 + i % 11 for i in range(2 * BLOCK))
     assert isinstance(cache, PagedCache)
-    assert cache.added([1] * 4, [prompt] * 4) == (4 + 2) * cache.pool.page_bytes
+    assert cache.added([1] * 4, [len(prompt)]) == (4 + 2) * cache.pool.page_bytes
     engine.submit(0, prompt, Sampling(max_tokens=5), keep=True)
     done = drained(engine, 1)[0]
     engine.submit(0, [*prompt, *done.tokens, 6], Sampling(max_tokens=5), keep=True)
@@ -243,6 +243,48 @@ def test_continued_requests_share_full_pages_and_write_to_none_of_them(tokenizer
     engine.forget(0)
     engine.close()
     assert pool.used == 0
+
+
+@needs_compiler
+def test_prefixes_of_requests_that_wait_are_dropped_for_those_before_them(tokenizer: Tokenizer) -> None:
+    model = endless(tokenizer)
+    page = engine_of("compiled", model, tokenizer)._cache.size(1, 0)
+    engine = engine_of("compiled", model, tokenizer, cache_bytes=16 * page)
+    cache = engine._cache
+    assert isinstance(cache, PagedCache)
+    replies = {}
+    for i in range(4):
+        engine.submit(i, [5 + i, *[6] * 64], Sampling(seed=i, max_tokens=100), keep=True)
+        replies |= drained(engine, 1)
+    assert cache.pool.used == 4 * (2 + 2)
+    for i in range(10, 16):
+        engine.submit(i, [i], Sampling(seed=i, max_tokens=70))
+    for i in range(4):
+        engine.submit(i, [5 + i, *[6] * 64, *replies[i].tokens, 9], Sampling(seed=i, max_tokens=9), keep=True)
+    for _ in range(2):
+        engine.poll()
+    running = [request.id for request in engine.running]
+    assert {*range(10, 16)} < {*running} and cache.pool.used <= 16
+
+
+@needs_compiler
+def test_a_computed_prompt_takes_memory_once_whoever_uses_it(tokenizer: Tokenizer) -> None:
+    """Whether requests with it run, wait, or arrive later."""
+    model, prompt = endless(tokenizer), [5 + i % 11 for i in range(4 * BLOCK)]
+    page = engine_of("compiled", model, tokenizer)._cache.size(1, 0)
+    engine = engine_of("compiled", model, tokenizer, slots=2, cache_bytes=7 * page)
+    cache = engine._cache
+    assert isinstance(cache, PagedCache)
+    engine.submit(0, prompt, Sampling(seed=0, max_tokens=40))
+    engine.poll()
+    for i in range(1, 5):
+        engine.submit(i, prompt, Sampling(seed=i, max_tokens=37 if i == 1 else 40))  # 0 and 1 end together
+    engine.poll()
+    assert [len(engine.running), cache.pool.used] == [2, 4 + 2], "it was computed again for its first logits only"
+    drained(engine, 2)
+    assert not engine.running and engine.waiting.prefixes and cache.pool.used == 4
+    engine.poll()
+    assert [len(engine.running), cache.pool.used] == [2, 4 + 2]
 
 
 @pytest.mark.parametrize("mode", ["torch", "steps"])
@@ -312,3 +354,21 @@ def test_without_an_option_the_cache_takes_a_share_of_free_memory(
         monkeypatch.setattr(cache_memory, "free_memory", left)
         assert_same(expected, complete(engine, *asked()), bits=False)
         assert engine.memory.limit == pytest.approx(cache_memory.CACHE_SHARE * room)
+
+
+@needs_compiler
+def test_the_default_limit_is_the_same_after_many_requests_as_before_them(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server's pool keeps its memory, which is not free for others then."""
+    engine = engine_of("compiled", endless(tokenizer), tokenizer, rests=False)
+    cache, limits = engine._cache, list[float]()
+    assert isinstance(cache, PagedCache)
+    cache.pool.in_chunk = 4
+    monkeypatch.setattr(cache_memory, "free_memory", lambda device: 100 * cache.pool.page_bytes - cache.held)
+    for _ in range(2):
+        for i in range(8):
+            engine.submit(i, [5, 6, 7], Sampling(seed=i, max_tokens=200))
+        drained(engine, 8)
+        limits.append(engine.memory.limit)
+    assert limits[1] == limits[0] == cache_memory.CACHE_SHARE * 100 * cache.pool.page_bytes and cache.held > cache.bytes

@@ -1,4 +1,4 @@
-"""A GPU that is full ends a run in a line that names what takes less, with the last step saved."""
+"""Full memory, of a GPU or of the machine, ends a run in a line that names what takes less, with the last step saved."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ TOLD = (
 )
 
 
-def said(config: Any, told: str = TOLD) -> str:
+def said(config: Any, told: str = TOLD, kind: type[Exception] = torch.OutOfMemoryError) -> str:
     with pytest.raises(UserError) as found, full_gpu_in_words(config):
-        raise torch.OutOfMemoryError(told)
+        raise kind(told)
     assert found.value.code == 1
     return str(found.value)
 
@@ -38,6 +38,7 @@ def test_the_message_names_what_takes_the_memory_and_options_that_are_not_used_y
         monkeypatch.delenv(name, raising=False)
     full = "GPU 3 has 79.11 GiB and no room for 2.00 GiB more (50.12 GiB of tensors, 20.50 GiB of another process)"
     ways = "--tokens-per-microbatch 2048 or less, --recompute layers, --offload activations optimizer, fewer --slots"
+    ways += ", less --engine-cache"
     pieces = "PYTORCH_ALLOC_CONF=expandable_segments:True in the environment, as 6.33 GiB are in pieces"
     assert said(RL()) == f"the GPU's memory is full: {full}; try {ways}, {pieces}"
     assert pieces not in said(RL(engine="vllm", weight_sync="ipc"))
@@ -47,6 +48,17 @@ def test_the_message_names_what_takes_the_memory_and_options_that_are_not_used_y
     assert said(SFT(recompute="layers"), "HIP out of memory").startswith(
         "the GPU's memory is full: HIP out of memory; try "
     )
+
+
+def test_full_memory_of_the_machine_is_a_line_too_and_other_errors_stay_what_they_are() -> None:
+    with pytest.raises(RuntimeError) as real:  # a tensor of 2 EiB
+        torch.empty(1 << 61, dtype=torch.uint8)
+    assert said(RL(), str(real.value), RuntimeError).startswith(
+        "the machine's memory is full: there is no room for 2,147,483,648.0 GiB more; try --tokens-per-microbatch"
+    )
+    assert said(SFT(), "", MemoryError).startswith("the machine's memory is full; try --tokens-per-microbatch")
+    with pytest.raises(RuntimeError, match="^shapes differ$"), full_gpu_in_words(RL()):
+        raise RuntimeError("shapes differ")
 
 
 def test_a_run_whose_gpu_is_full_ends_in_a_line_with_its_last_step_saved(

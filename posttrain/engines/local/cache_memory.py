@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -41,9 +41,11 @@ class CacheMemory:
     @property
     def occupied(self) -> int:
         """Bytes of the cache, with those of prefixes outside of slots."""
+        if isinstance(self.cache, PagedCache):
+            return self.cache.bytes  # all prefixes are pages
         waiting = (CachedPrefixes((), (), prefix) for prefix in self.waiting.prefixes.values())
         held = {id(x): x.nbytes for kept in (*self.waiting.resumed.values(), *waiting) for x in kept.parts}
-        return self.cache.occupied(self.kept.bytes + sum(held.values()))
+        return self.cache.bytes + self.kept.bytes + sum(held.values())
 
     def check(self, request: Request) -> None:
         """Raise UserError if a request would not fit the given limit even if it ran alone."""
@@ -62,7 +64,8 @@ class CacheMemory:
     def set_limit(self) -> None:
         """Set the limit, when nothing runs."""
         if self.given is None:
-            self.limit = CACHE_SHARE * (free_memory(self.device) + self.occupied)
+            held = self.cache.held if isinstance(self.cache, PagedCache) else self.occupied
+            self.limit = CACHE_SHARE * (free_memory(self.device) + held)
         else:
             self.limit = self.given
 
@@ -71,19 +74,24 @@ class CacheMemory:
         return max(self.waiting.given(request) + 1, min(len(request.own) + request.budget(self.context), FIRST_TOKENS))
 
     def next_requests(self, free: int, least: int) -> list[Request]:
-        """Take requests from the queue: as many as fit into `free` slots and the limit, but at least `least`."""
-        first = list(islice(self.waiting, free))
-        tokens, prompts = list(map(self._new_tokens, first)), [request.prompt for request in first]
+        """Take requests from the queue: as many as fit into `free` slots and the limit, but at least `least`. Prefixes of
+        other requests are dropped for them.
+        """
+        taken: list[Request] = []
+        own: list[int] = []
+        new: dict[Prompt, int] = {}  # prompt that needs memory -> its tokens
         occupied = self.occupied
-
-        def excess(count: int) -> float:
-            return occupied + self.cache.added(tokens[:count], prompts[:count]) - self.limit
-
-        if first and (over := excess(len(first))) > 0:
-            self.kept.trim(max(0, self.kept.bytes - math.ceil(over)))
-            occupied = self.occupied
-        count = bisect(range(1, len(first) + 1), 0.0, key=excess)
-        return [self.waiting.take() for _ in range(max(count, least))]
+        for request in islice(self.waiting, free):
+            taken.append(request)
+            own.append(self._new_tokens(request))
+            if self._is_new(request.prompt):
+                new[request.prompt] = len(request.prompt)
+            while (full := occupied + self.cache.added(own, [*new.values()]) > self.limit) and self.reclaim(taken):
+                occupied = self.occupied
+            if full:
+                taken.pop()
+                break
+        return [self.waiting.take() for _ in range(max(len(taken), least))]
 
     def _new_tokens(self, request: Request) -> int:
         """Return the own tokens for which a waiting request needs memory when it is admitted."""
@@ -92,6 +100,11 @@ class CacheMemory:
         kept, page = self.waiting.resumed.get(request.id), self.cache.page
         shared = 0 if kept is None or kept.states is None else (len(kept.own) - 1) // page * page
         return self.waiting.given(request) + 1 - shared
+
+    def _is_new(self, prompt: Prompt) -> bool:
+        """Return whether a prompt needs memory when it is admitted. A slot has its own copy, pages are shared."""
+        computed = isinstance(self.cache, PagedCache) and prompt in self.waiting.prefixes
+        return prompt not in self.cache and not computed
 
     # -- running requests ---------------------------------------------------------------------------------------------
 
@@ -103,20 +116,24 @@ class CacheMemory:
             return math.inf
         return self.limit - (self.occupied - self.cache.bytes)
 
-    def reclaim(self) -> bool:
-        """Drop a prefix that no running request uses; it is computed again if needed. Return False if there is none."""
+    def reclaim(self, besides: Sequence[Request] = ()) -> bool:
+        """Drop a prefix that neither a running request nor one of `besides` uses; it is computed again if needed. Return
+        False if there is none.
+        """
         if self.kept.bytes:
             self.kept.trim(self.kept.bytes - 1)
-        elif resumed := self._resumed():
+        elif resumed := self._resumed(besides):
             self.waiting.resumed[resumed[-1]] = replace(self.waiting.resumed[resumed[-1]], prefix=None, states=None)
-        elif unused := self._unused_prompts():
+        elif unused := self._unused_prompts(besides):
             del self.waiting.prefixes[unused[-1]]
         else:
             return False
         return True
 
-    def _resumed(self) -> list[int]:
-        return [id for id, kept in self.waiting.resumed.items() if kept.parts]
+    def _resumed(self, besides: Sequence[Request] = ()) -> list[int]:
+        needed = {request.id for request in besides}
+        return [id for id, kept in self.waiting.resumed.items() if kept.parts and id not in needed]
 
-    def _unused_prompts(self) -> list[Prompt]:
-        return [prompt for prompt in self.waiting.prefixes if prompt not in self.cache]
+    def _unused_prompts(self, besides: Sequence[Request] = ()) -> list[Prompt]:
+        needed = {request.prompt for request in besides}
+        return [prompt for prompt in self.waiting.prefixes if prompt not in self.cache and prompt not in needed]

@@ -84,19 +84,15 @@ class KVCache:
     def bytes(self) -> int:
         return self.own.nbytes + self.shared.nbytes
 
-    def occupied(self, outside: int) -> int:
-        """Return the bytes in use. `outside`: those of states that no slot has."""
-        return self.bytes + outside
-
     def size(self, own: int, prompt: int) -> int:
         """Return the bytes of a request with so many tokens of its own and of its prompt."""
         return self._bytes(1, own) + self._bytes(1, prompt)
 
-    def added(self, own: Sequence[int], prompts: Sequence[Prompt]) -> int:
-        """Return the bytes that requests with so many own tokens would add."""
-        rows = {*self.row, *prompts}
+    def added(self, own: Sequence[int], prompts: Sequence[int]) -> int:
+        """Return the bytes that requests with so many own tokens, and so many of new prompts, would add."""
         slots = self._grown_size(self.own, len(self.prompt) + len(own), max(own))
-        shared = self._grown_size(self.shared, len(rows), max(map(len, rows)))
+        longest = max((*map(len, self.row), *prompts))
+        shared = self._grown_size(self.shared, len(self.row) + len(prompts), longest)
         return self._bytes(*slots) + self._bytes(*shared) - self.bytes
 
     def reserve(self, slots: int, own: int, prompts: int, prompt: int) -> None:
@@ -127,7 +123,9 @@ class KVCache:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def store(self, k: Tensor, v: Tensor, places: slice | Tensor, path: Sequence[int], made: dict[int, Any]) -> Tensor:
+    def store(
+        self, prompt: Prompt, k: Tensor, v: Tensor, places: slice | Tensor, path: Sequence[int], made: dict[int, Any]
+    ) -> Tensor:
         """Return the keys and values of a computed prompt: of k, v [layers, kv_heads, T, size] those at `places`."""
         return torch.stack((k[:, :, places], v[:, :, places]))
 

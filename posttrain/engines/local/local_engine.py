@@ -197,7 +197,7 @@ class LocalEngine:
         }
 
     def pace(self) -> dict[str, float]:
-        return self._pace.counts()
+        return {**self._pace.counts(), "decoding/preempted": self.preempted}
 
     def close(self) -> None:
         self.waiting.clear()

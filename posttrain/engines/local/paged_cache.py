@@ -53,17 +53,17 @@ class PagePool:
         self.page_bytes = dtype.itemsize * torch.Size(shape).numel()
         self.in_chunk = max(1, CHUNK // self.page_bytes)
         self.free: list[Tensor] = []  # memory of pages, the last one is used next
-        self._allocated = 0
+        self.allocated = 0  # number of pages
 
     @property
     def used(self) -> int:
         """Number of pages in use."""
-        return self._allocated - len(self.free)
+        return self.allocated - len(self.free)
 
     def take(self) -> Page:
         if not self.free:
             self.free += torch.empty(self.in_chunk, *self.shape, dtype=self.dtype).unbind()[::-1]
-            self._allocated += self.in_chunk
+            self.allocated += self.in_chunk
         return Page(self.free.pop(), self)
 
     def copy(self, page: Page) -> Page:
@@ -76,7 +76,7 @@ class PagePool:
         unused = Counter(map(_chunk, self.free))
         spare = None if self.used else next(iter(unused), None)
         kept = [memory for memory in self.free if unused[_chunk(memory)] < self.in_chunk or _chunk(memory) == spare]
-        self._allocated -= len(self.free) - len(kept)
+        self.allocated -= len(self.free) - len(kept)
         self.free = kept
 
 
@@ -118,18 +118,20 @@ class PagedCache:
         """Bytes of all pages in use, by running requests and by others."""
         return self.pool.used * self.pool.page_bytes
 
-    def occupied(self, outside: int) -> int:
-        """Return the bytes in use. `outside`: those of states that no slot has, which are pages too."""
-        return self.bytes
+    @property
+    def held(self) -> int:
+        """Bytes of all pages, in use or not: memory that is not free for others."""
+        return self.pool.allocated * self.pool.page_bytes
 
     def size(self, own: int, prompt: int) -> int:
         """Return the bytes of a request with so many tokens of its own and of its prompt."""
         return (self._pages(own) + self._pages(prompt)) * self.pool.page_bytes
 
-    def added(self, own: Sequence[int], prompts: Sequence[Prompt]) -> int:
-        """Return the bytes that requests with so many own tokens would add, with a further page for each running one."""
-        new = sum(self._pages(len(prompt)) for prompt in {*prompts} - self._prompts.keys())
-        return (sum(map(self._pages, own)) + new + len(self._own)) * self.pool.page_bytes
+    def added(self, own: Sequence[int], prompts: Sequence[int]) -> int:
+        """Return the bytes that requests with so many own tokens, and so many of new prompts, would add, with a further page
+        for each running one.
+        """
+        return (sum(map(self._pages, (*own, *prompts))) + len(self._own)) * self.pool.page_bytes
 
     def reserve(self, slots: int, own: int, prompts: int, prompt: int) -> None:
         """Make room in the tables; pages are taken as they are needed."""
@@ -175,12 +177,16 @@ class PagedCache:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def store(self, k: Tensor, v: Tensor, places: slice | Tensor, path: Sequence[int], made: dict[int, Page]) -> Pages:
-        """Write the keys and values of a computed prompt into pages.
+    def store(
+        self, prompt: Prompt, k: Tensor, v: Tensor, places: slice | Tensor, path: Sequence[int], made: dict[int, Page]
+    ) -> Pages:
+        """Write the keys and values of a computed prompt into pages, unless it has them already.
 
         k, v [layers, kv_heads, T, size] of several prompts, of which this one has the tokens at `places` and the blocks
         `path`. `made`: the pages of blocks that other prompts share.
         """
+        if prompt in self:
+            return self._prompts[prompt]
         new = [block for block in path if block not in made]  # the last ones: prompts share their beginnings
         if new:
             whole = len(new) * self.page

@@ -62,5 +62,5 @@ def _batch(
     logits = logits_in_blocks(model, hidden) if batch_invariant else model.logits(hidden)
     k, v = torch.stack(keys).transpose(1, 2), torch.stack(values).transpose(1, 2)  # [layers, kv_heads, T, size]
     made: dict[int, Any] = {}
-    stored = [cache.store(k, v, laid.places(i), blocks.paths[i], made) for i in range(len(prompts))]
+    stored = [cache.store(p, k, v, laid.places(i), blocks.paths[i], made) for i, p in enumerate(prompts)]
     return {p: PromptPrefix(x, logits[i].clone()) for i, (p, x) in enumerate(zip(prompts, stored, strict=True))}

@@ -156,8 +156,8 @@ class EnginePool:
             self._send(member, "cancel", id)
 
     def poll(self) -> list[Completion]:
-        """Return the requests that have finished, after a short wait. Raises UserError (exit code 1) if no engine is
-        left.
+        """Return the requests that have finished, after a short wait. Raises UserError if an engine refuses one, and (exit
+        code 1) if no engine is left.
         """
         self._exchange(POLL_SECONDS if self._queue or self._submitted else 0.0)
         done, self._finished = self._finished, []
@@ -351,6 +351,8 @@ class EnginePool:
         for what, *more in messages:
             try:
                 self._handle(member, what, more)
+            except UserError:
+                raise
             except (TypeError, ValueError, KeyError) as error:
                 raise Gone(f"it sent a message that cannot be read ({what[:20]!r})") from error
         member.silent = 0.0 if messages or not member.awaited else member.silent + passed
@@ -377,6 +379,10 @@ class EnginePool:
             member.memory = float(more[0]) / 1e9
         elif what == "done":
             self._handle_done(member, *more)
+        elif what == "refused":
+            ticket, reason = more
+            if ticket in member.requests or ticket in member.probe:
+                raise UserError(f"{reason:.400}")
         elif what == "failed":
             raise Gone(f"it failed: {more[0]:.400}")
         elif what != "alive":

@@ -3,7 +3,7 @@
     pool -> engine   ("submit", ticket, id, prompt, own, sampling, keep), ("cancel", id), ("forget", id),
                      ("copy", id, to, tokens), ("load", offer); first of all ("setup", ...)
     engine -> pool   ("started", properties), ("loaded", version, checksum), ("memory", bytes) after it from a GPU,
-                     ("done", ticket, completion),
+                     ("done", ticket, completion), ("refused", ticket, reason) of a request that it cannot carry out,
                      ("alive",) as a heartbeat while it works, ("failed", reason) before it exits
 
 It also samples while the pool does not listen. A server of vLLM or SGLang gets the same messages through a client of its
@@ -23,6 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from posttrain.core.types import UserError
 from posttrain.engines.local.embedded import embedded
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.engines.pool.pool_protocol import Gone, Message, Wire, decode_sampling, encode_completion, wait
@@ -108,8 +109,12 @@ def _carry_out(host: LocalHost, wire: Wire, tickets: dict[int, int], message: Me
         ticket, id, prompt, own, sampling, keep = more
         if own and isinstance(host.engine, LocalEngine):
             host.engine.take_over(id, prompt)
-        host.engine.submit(id, [*prompt, *own], decode_sampling(sampling), keep)
-        tickets[id] = ticket
+        try:
+            host.engine.submit(id, [*prompt, *own], decode_sampling(sampling), keep)
+        except UserError as error:  # no other engine, nor this one after a restart, would accept it
+            wire.send("refused", ticket, str(error))
+        else:
+            tickets[id] = ticket
     elif what == "cancel":
         host.engine.cancel(*more)
         tickets.pop(more[0], None)

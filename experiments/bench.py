@@ -29,7 +29,8 @@ from posttrain.engines.local.embedded import embedded
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.load_env import is_generator_env, load_env
 from posttrain.envs.play.player import Player
-from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
+from posttrain.learners.forward_pass import REFERENCE
+from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.critic import Critic, ValueModel, new_critic
 from posttrain.models.tokenizer.tokenizer import Tokenizer

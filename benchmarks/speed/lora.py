@@ -31,7 +31,8 @@ from posttrain.core.batch import Batch
 from posttrain.core.protocols import Alone
 from posttrain.core.transcripts import Transcript
 from posttrain.core.types import Completion, StopReason
-from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
+from posttrain.learners.forward_pass import REFERENCE
+from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.native.decoder import new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.training.adjust import adjust

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from posttrain.core.protocols import Learner, Model
+from posttrain.learners.forward_pass import REFERENCE
 from posttrain.learners.gradient_sums import sum_gradients
-from posttrain.learners.local_learner import REFERENCE, Optimization
+from posttrain.learners.local_learner import Optimization
 from posttrain.learners.lockstep import LockstepLearner
 from posttrain.learners.process_group import Processes
 from posttrain.learners.process_mesh import ProcessMesh

@@ -20,8 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from posttrain.core.protocols import Learner, Model, World
+from posttrain.learners.forward_pass import REFERENCE
 from posttrain.learners.gradient_sums import sum_gradients
-from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
+from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.learners.lockstep import LockstepLearner
 from posttrain.learners.process_group import Processes
 from posttrain.learners.sharded_decoder import forget_order, gathered, open_shards

@@ -11,8 +11,9 @@ import torch
 
 from posttrain.config.training import Training
 from posttrain.core.types import UserError
+from posttrain.learners.forward_pass import REFERENCE
 from posttrain.learners.host_memory import without_shared_weights
-from posttrain.learners.local_learner import REFERENCE, LocalLearner
+from posttrain.learners.local_learner import LocalLearner
 from posttrain.learners.optimizer_chunks import wide_bytes
 from posttrain.models.free_memory import in_gib
 from posttrain.training.memory_estimate import (

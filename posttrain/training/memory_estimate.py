@@ -18,8 +18,9 @@ from posttrain.config.training import RL, Training
 from posttrain.core.protocols import Model
 from posttrain.engines.local.cuda_step import COPIED_SHARE, RESTING_SHARE
 from posttrain.engines.local.step_cache import row_bucket, token_bucket
+from posttrain.learners.forward_pass import REFERENCE
 from posttrain.learners.host_memory import without_shared_weights
-from posttrain.learners.local_learner import REFERENCE, LocalLearner
+from posttrain.learners.local_learner import LocalLearner
 from posttrain.learners.natural_memory import VECTORS, product_bytes
 from posttrain.learners.optimizer_chunks import CHUNK, wide_bytes
 from posttrain.models.adapters.adapter_writer import adapters

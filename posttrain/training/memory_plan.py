@@ -22,7 +22,8 @@ from posttrain.config.training import RL, SFT, Distill, Prefer, Training
 from posttrain.core.component import Need
 from posttrain.core.trust_region import TrustRegion
 from posttrain.core.types import UserError
-from posttrain.learners.local_learner import REFERENCE, LocalLearner
+from posttrain.learners.forward_pass import REFERENCE
+from posttrain.learners.local_learner import LocalLearner
 from posttrain.models.adapters.adapter_config import is_adapter
 from posttrain.models.adapters.lora import LoRA, attach, named_targets, targets_of
 from posttrain.models.backbone import Backbone, decoders_in

@@ -13,8 +13,9 @@ from posttrain.config.training import RL, Training
 from posttrain.core.protocols import Model, World
 from posttrain.core.types import UserError
 from posttrain.learners.data_parallel import DataParallelLearner
+from posttrain.learners.forward_pass import REFERENCE
 from posttrain.learners.host_memory import without_shared_weights
-from posttrain.learners.local_learner import REFERENCE, Optimization
+from posttrain.learners.local_learner import Optimization
 from posttrain.learners.router_losses import RouterLosses
 from posttrain.models.adapters.adapter_config import is_adapter
 from posttrain.models.adapters.adapter_folder import base_named, fingerprint, read_adapter, read_note

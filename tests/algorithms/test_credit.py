@@ -36,7 +36,7 @@ from posttrain.core.component import Need, RunLimits
 from posttrain.core.rollouts import Rollout
 from posttrain.core.transcripts import Transcript
 from posttrain.core.types import Completion, StopReason, Task, UserError
-from posttrain.learners.local_learner import REFERENCE
+from posttrain.learners.forward_pass import REFERENCE
 from posttrain.models.losses.likelihood import Hidden, exact_kl, soft_values
 from posttrain.models.native.decoder import causal
 from posttrain.models.native.head import Head

@@ -54,7 +54,8 @@ from posttrain.core.component import Need
 from posttrain.core.rollouts import Rollout
 from posttrain.core.transcripts import Transcript
 from posttrain.core.types import Completion, StopReason, Task, UserError
-from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
+from posttrain.learners.forward_pass import REFERENCE
+from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.critic import ActionValueModel, SoftStateValueModel, ValueModel
 from posttrain.models.losses.likelihood import token_logp
 from posttrain.models.native.decoder import Decoder, causal

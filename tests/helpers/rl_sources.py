@@ -21,7 +21,8 @@ from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.envs.demonstration import demonstrate
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.player import Player
-from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization, Teaching
+from posttrain.learners.forward_pass import REFERENCE, Teaching
+from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.critic import Critic
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.adjust import adjust

@@ -29,7 +29,8 @@ from posttrain.core.types import Completion, Env, Sampling, StopReason
 from posttrain.engines.local.local_engine import LocalEngine
 from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.player import Player
-from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization, Teaching
+from posttrain.learners.forward_pass import REFERENCE, Teaching
+from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.critic import ActionValueModel, Critic, SoftStateValueModel, ValueModel
 from posttrain.models.native.decoder import Decoder
 from posttrain.models.tokenizer.tokenizer import Tokenizer

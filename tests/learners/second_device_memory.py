@@ -21,7 +21,8 @@ from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.core.transcripts import Transcript
 from posttrain.learners import host_memory, optimizer_chunks
 from posttrain.learners.devices import moved
-from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
+from posttrain.learners.forward_pass import REFERENCE
+from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.adapters.lora import LoRA, attach, begin
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.critic import ActionValueModel, SoftStateValueModel, ValueModel

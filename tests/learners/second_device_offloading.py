@@ -17,7 +17,8 @@ from torch import Tensor
 from posttrain.core.batch import Batch, Outputs, Stats
 from posttrain.learners import host_memory, optimizer_chunks
 from posttrain.learners.devices import moved
-from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
+from posttrain.learners.forward_pass import REFERENCE
+from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.critic import ValueModel
 from posttrain.models.native.decoder import new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig

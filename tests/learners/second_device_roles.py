@@ -17,7 +17,8 @@ from torch import Tensor
 import posttrain
 from posttrain.core.batch import Batch, Outputs, Packed, Reading, Stats
 from posttrain.learners.devices import moved
-from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
+from posttrain.learners.forward_pass import REFERENCE
+from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.critic import ActionValueModel, Critic, SoftStateValueModel, ValueModel
 from posttrain.models.losses.likelihood import Hidden
 from posttrain.models.native.decoder import new_decoder
@@ -120,7 +121,7 @@ def test_results_do_not_depend_on_where_models_are(kind: str, roles: str) -> Non
 def test_only_a_critic_of_actions_gets_the_output_head(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(
-        "posttrain.learners.local_learner.moved", lambda value, device: seen.append(value) or moved(value, device)
+        "posttrain.learners.forward_pass.moved", lambda value, device: seen.append(value) or moved(value, device)
     )
     learner(kind, {"critic": SECOND}).evaluate(batches(CPU), want=frozenset({"value" if kind == "values" else "q"}))
     assert any(isinstance(value, Hidden) for value in seen) == (kind == "actions")

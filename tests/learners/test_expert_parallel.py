@@ -28,7 +28,8 @@ from posttrain.core.types import UserError
 from posttrain.engines.local.engine_weights import own_copy
 from posttrain.learners import process_group
 from posttrain.learners.expert_parallel_learner import ExpertParallelLearner
-from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
+from posttrain.learners.forward_pass import REFERENCE
+from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.learners.process_group import Processes
 from posttrain.learners.process_mesh import open_mesh
 from posttrain.learners.router_losses import RouterLosses

@@ -26,12 +26,12 @@ def tried(which: str, *what: str) -> None:
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_on_a_second_device() -> None:
     tried("not long", "memory", "offloading", "roles", "sums")
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_every_verb_on_a_second_device() -> None:
     tried("not long", "verbs")
 

@@ -26,8 +26,9 @@ from posttrain.core.protocols import Alone
 from posttrain.core.types import UserError
 from posttrain.engines.local.engine_weights import own_copy
 from posttrain.learners import process_group
+from posttrain.learners.forward_pass import REFERENCE
 from posttrain.learners.fsdp import FSDPLearner
-from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
+from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.learners.process_group import Processes
 from posttrain.models import checkpoint_folder
 from posttrain.models.adapters.adapter_writer import adapters

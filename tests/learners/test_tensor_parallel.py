@@ -27,7 +27,8 @@ from posttrain.core.transcripts import Transcript
 from posttrain.core.types import UserError
 from posttrain.learners import process_group
 from posttrain.learners.data_parallel import DataParallelLearner
-from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
+from posttrain.learners.forward_pass import REFERENCE
+from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.learners.process_group import Processes
 from posttrain.learners.process_mesh import ProcessMesh, open_mesh
 from posttrain.learners.tensor_parallel_learner import TensorParallelLearner

@@ -14,7 +14,8 @@ from torch import nn
 
 from posttrain.config.resolve import filled
 from posttrain.config.training import RL, SFT, Distill
-from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
+from posttrain.learners.forward_pass import REFERENCE
+from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.critic import ValueModel
 from posttrain.models.hf import pass_memory
 from posttrain.models.hf.backed import Backed

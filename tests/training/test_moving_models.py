@@ -20,7 +20,8 @@ from update_cases import WORDS
 
 import posttrain
 from posttrain.cli.main import main
-from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
+from posttrain.learners.forward_pass import REFERENCE
+from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.models.native.decoder import causal, new_decoder
 from posttrain.models.native.decoder_writer import save_model

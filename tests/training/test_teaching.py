@@ -27,7 +27,8 @@ from posttrain.core.batch import Stats
 from posttrain.core.rollouts import Rollout
 from posttrain.core.transcripts import SpanKind, Transcript
 from posttrain.core.types import Task, UserError
-from posttrain.learners.local_learner import LocalLearner, Optimization, Teaching
+from posttrain.learners.forward_pass import Teaching
+from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.native.decoder import Decoder, causal, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.decoder_writer import save_model

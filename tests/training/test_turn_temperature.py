@@ -32,7 +32,8 @@ from posttrain.envs.play.env_pool import EnvPool
 from posttrain.envs.play.episode import Episode
 from posttrain.envs.play.player import Player
 from posttrain.envs.play.task_temperature import check_temperatures, task_temperature
-from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization, Teaching
+from posttrain.learners.forward_pass import REFERENCE, Teaching
+from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.native.decoder_writer import save_model
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.record.rollout_reading import read_rollouts, rows_of

@@ -19,7 +19,8 @@ from posttrain.core.batch import Stats
 from posttrain.core.rollouts import Rollout
 from posttrain.core.transcripts import Transcript
 from posttrain.core.types import Completion, StopReason
-from posttrain.learners.local_learner import REFERENCE, LocalLearner, Optimization
+from posttrain.learners.forward_pass import REFERENCE
+from posttrain.learners.local_learner import LocalLearner, Optimization
 from posttrain.models.checkpoint_folder import load_model
 from posttrain.training.adjust import adjust
 from posttrain.training.sources import minibatches

@@ -27,7 +27,7 @@ from posttrain.core.token_probe import TokenSink
 from posttrain.core.transcripts import Transcript
 from posttrain.core.types import StopReason, Task, UserError
 from posttrain.envs.demonstration import demonstrate, demonstrate_steps, last_alone
-from posttrain.learners.local_learner import REFERENCE
+from posttrain.learners.forward_pass import REFERENCE
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.training.sources.example_recording import ExampleRecording
 from posttrain.training.sources.example_source import ExampleSource

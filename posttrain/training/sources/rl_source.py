@@ -23,7 +23,7 @@ from posttrain.core.component import Need
 from posttrain.core.protocols import Learner, Source
 from posttrain.core.rollouts import Fate, Rollout
 from posttrain.core.transcripts import Transcript
-from posttrain.learners.local_learner import REFERENCE
+from posttrain.learners.forward_pass import REFERENCE
 from posttrain.training.sources.async_rollouts import StepQueue
 from posttrain.training.sources.collector import Collector
 from posttrain.training.sources.credit_assignment import Credited, credit

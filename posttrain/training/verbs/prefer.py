@@ -18,7 +18,8 @@ from posttrain.core.types import UserError
 from posttrain.data.mixed_tasks import AnyTasks, MixedTasks
 from posttrain.data.preference_examples import to_compared, to_judged
 from posttrain.data.tasks import Stream
-from posttrain.learners.local_learner import REFERENCE, LocalLearner
+from posttrain.learners.forward_pass import REFERENCE
+from posttrain.learners.local_learner import LocalLearner
 from posttrain.models.adapters.lora import is_adapted
 from posttrain.models.checkpoint_summary import outline
 from posttrain.models.native.fused import compiles

@@ -37,7 +37,8 @@ from posttrain.envs.builtin import unscored
 from posttrain.envs.play.group_rewards import scores_groups
 from posttrain.envs.play.load_env import is_generator_env, load_env, success_of
 from posttrain.envs.play.player import Player
-from posttrain.learners.local_learner import REFERENCE, LocalLearner, Teaching
+from posttrain.learners.forward_pass import REFERENCE, Teaching
+from posttrain.learners.local_learner import LocalLearner
 from posttrain.models.adapters.lora import is_adapted
 from posttrain.models.critic import Critic, ValueModel, critic_kind, new_critic
 from posttrain.models.tokenizer.tokenizer import Tokenizer

@@ -52,7 +52,7 @@ from posttrain.training.memory_advice import (
 from posttrain.training.memory_estimate import MemoryEstimate, UpdateSize, estimate_memory, estimate_roles
 from posttrain.training.open_learner import refuse_backed, refuse_idle, refuse_packed_shards, refuse_without_lora
 from posttrain.training.preference_choice import chosen_preference
-from posttrain.training.setup import ACTIVATION_SHARE, GPU_TOKENS, optimization, tokens_of_activations
+from posttrain.training.setup import GPU_TOKENS, activation_share, optimization, tokens_of_activations
 from posttrain.training.weight_types import frozen_type, refuse_useless, trained_type
 
 ESTIMATED = (SFT, RL, Prefer, Distill)
@@ -142,7 +142,11 @@ def _sized(config: Training, model: str, processes: int, room: float) -> tuple[L
     shape = shape_of(model)
     refuse_packed_shards(config, resolve(model))
     learner = shapes_of(config, shape)
-    fitting = tokens_of_activations(shape, room * ACTIVATION_SHARE) if isinstance(shape, DecoderConfig) else GPU_TOKENS
+    fitting = (
+        tokens_of_activations(shape, room * activation_share(config))
+        if isinstance(shape, DecoderConfig)
+        else GPU_TOKENS
+    )
     tokens = config.tokens_per_microbatch or fitting
     size = UpdateSize.of(config, tokens, room, _wants(config), processes)
     return learner, with_recomputation(config, learner, size)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from posttrain.algorithms.all_algorithms import find
 from posttrain.config.inference import Evaluation, Label, Sample
 from posttrain.config.row_options import Data
 from posttrain.config.training import RL, Training
@@ -45,6 +46,9 @@ TRIAL_TURNS = 8  # turns of a rehearsed episode; an environment may wait for a w
 LARGE_MODEL = 50_000_000  # parameters from which micro-batches on a CPU are smaller
 GPU_TOKENS = 8192  # tokens of a micro-batch on a GPU if the size of its activations is unknown
 ACTIVATION_SHARE = 0.2  # share of a GPU's memory for the activations of a micro-batch
+SECOND_DERIVATIVES = (
+    24  # times as much as activations: what a trust region keeps for each token, estimated at 0.5B and 1.5B
+)
 MOST_BEYOND = 1.05  # tokenizer's size / vocabulary: some checkpoints lack tokens that no text uses
 SAMPLE_REPLIES = ("42", "<think>\n6 x 7 = 42\n</think>\n\\boxed{42}", *(form % 42 for form in FORMS.values()))
 
@@ -125,7 +129,13 @@ def microbatch_tokens(config: Training, model: Model) -> int:
     shape = model.config
     if device.type != "cuda" or not isinstance(shape, DecoderConfig):
         return GPU_TOKENS
-    return tokens_of_activations(shape, gpu_memory(device) * ACTIVATION_SHARE)
+    return tokens_of_activations(shape, gpu_memory(device) * activation_share(config))
+
+
+def activation_share(config: Training) -> float:
+    """Return the share of a GPU's memory for the activations of a micro-batch."""
+    region = isinstance(config, RL) and find(config.algorithm).trust_region is not None
+    return ACTIVATION_SHARE / (SECOND_DERIVATIVES if region else 1)
 
 
 def tokens_of_activations(shape: DecoderConfig, room: float) -> int:

@@ -183,6 +183,15 @@ def test_micro_batches_take_a_share_of_the_gpu(folder: str) -> None:
     assert plan.tokens < 32_768 and 0.8 * ACTIVATION_SHARE < share <= ACTIVATION_SHARE
 
 
+@pytest.mark.parametrize("room", [40e9, 80e9])
+def test_micro_batches_of_a_natural_step_leave_room_for_its_second_derivatives(folder: str, room: float) -> None:
+    options = {"tasks": "x", "env": "e", "model": folder, "algorithm": "trpo", "precision": "bfloat16"}
+    plan = plan_memory(filled(RL, options), room)
+    share = plan.found.parts["second derivatives"] / room
+    assert share < 0.4 and (plan.tokens == 1024 or share > 0.05), (plan.tokens, share)
+    assert plan.tokens < plan_memory(filled(RL, options | {"algorithm": "grpo"}), room).tokens
+
+
 def test_a_teacher_that_adapters_leave_as_it_is_is_held_once(folder: str) -> None:
     def weights(**teacher: str) -> float:
         options = {"tasks": "x", "model": folder, "lora": 4, **teacher}

@@ -164,8 +164,10 @@ class Conversion:
             return [column for name in names if not _blank(row.get(column := self.fields.get(name, name)))]
 
         if self.convert is not None and self.left_out:  # our own, for comparisons: it reads any columns
-            there = [name for name, value in row.items() if not _blank(value)]
-            return f"of columns {', '.join(map(repr, there[:8]))}"
+            named = [f"{key} from {column!r}" for key, column in self.fields.items()]
+            there = [name for name, value in row.items() if not _blank(value) and name not in self.fields.values()]
+            others = [f"{'other ' if named else 'of '}columns {', '.join(map(repr, there[:8]))}"] if there else []
+            return ", ".join([*named, *others])
         if self.convert is not None:
             return f"{_name(self.convert)} makes the tasks"
         if "response" in task and not {"prompt", "messages"} & task.keys():

@@ -55,11 +55,9 @@ def find_checkpoint(name: str | Path) -> Path | HubName:
             f"{name} is an address, and a model's weights are read from this machine: give a folder, or org/name"
         )
     if named is None:
-        if known := _similar(folder):
-            raise UserError(f"{name}: no such folder or GGUF file{known}")
         raise UserError(
-            f"{name}: no such folder: give a folder with config.json, model.safetensors and tokenizer.json, a .gguf file, "
-            "or a model of the Hugging Face hub (org/name, org/name@revision)"
+            f"{name}: no such folder{_similar(folder)}: give a folder with config.json, model.safetensors and "
+            "tokenizer.json, a .gguf file, or a model of the Hugging Face hub (org/name, org/name@revision)"
         )
     return named
 

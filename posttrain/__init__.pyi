@@ -186,9 +186,10 @@ class HeldOutOptions(TypedDict, total=False):
     """Options of several verbs."""
 
     held_out: float
-    """Share of the tasks to keep out of training, for evaluation. Each prompt is held out with this probability, which
-    depends on its text and --split-seed alone: new rows never move old ones, and of few tasks the number may be far
-    from the share. In eval: evaluate on this share only, as training with the same --held-out and --split-seed does."""
+    """Share of the tasks that training leaves out, and evaluations use. Each prompt is held out with this probability,
+    which depends on its text and --split-seed alone: new rows never move old ones, and of few tasks the number may be
+    far from the share. In eval: evaluate on this share only, as training with the same --held-out and --split-seed
+    does."""
     split_seed: int | None
     """Seed that chooses the held-out tasks. Default: --seed in training; in eval, that of the checkpoint's own run.
     Give runs with different seeds the same --split-seed to compare them on the same tasks."""

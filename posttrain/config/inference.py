@@ -154,7 +154,7 @@ class Check(StepRewardGroup, EnvLimitGroup, Data):
     """With --model: the maximum number of tokens in a reply that the run will have, to check that the tasks' own replies
     fit."""
     limit: int | None = option(4, above=0, most=1e12, first_hour=True)
-    """Read only the first N rows, and try the first few tasks."""
+    """Read only the first N rows. The first few of them are tried."""
     replies: str | None = option(None, group="data", first_hour=True, value="FILE")
     """Text file of sample replies, one per line. Default: each task's own answer, and some hostile replies."""
     verifiers: bool = option(False, group="environment", first_hour=True)

@@ -131,7 +131,7 @@ class HeldOutGroup(OptionGroup, group="evaluation"):
     """Tasks that are kept for evaluation."""
 
     held_out: float = option(0.0, least=0, below=1, first_hour=True, value="SHARE")
-    """Share of the tasks to keep out of training, for evaluation. Each prompt is held out with this probability, which
+    """Share of the tasks that training leaves out, and evaluations use. Each prompt is held out with this probability, which
     depends on its text and --split-seed alone: new rows never move old ones, and of few tasks the number may be far
     from the share. In eval: evaluate on this share only, as training with the same --held-out and --split-seed does."""
     split_seed: int | None = option(None, least=-(2**62), most=2**62)

@@ -140,6 +140,13 @@ def reshaped(row: Row) -> Row:
     return row
 
 
+def column_of_messages(row: Row) -> str | None:
+    """Return the first column of a row that is a list of messages, or of turns of ShareGPT; None without one."""
+    return next(
+        (name for name, value in row.items() if isinstance(value, list) and value and all(map(_is_turn, value))), None
+    )
+
+
 def _with_lists(row: Row) -> Row:
     """Return the row with lists of messages where a column has one message, or has turns of ShareGPT."""
     changed: dict[str, Any] = {}

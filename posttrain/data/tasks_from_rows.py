@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import string
 import sys
 import sysconfig
@@ -29,7 +30,7 @@ from posttrain.core.types import ROLES, Task, UserError
 from posttrain.data.arrow_store import digest
 from posttrain.data.chat_prompts import unlearned, without_marks
 from posttrain.data.row_files import Row
-from posttrain.data.row_shapes import CONVERTED, LIKE, WHOLE, reshaped, shape_of
+from posttrain.data.row_shapes import CONVERTED, LIKE, WHOLE, column_of_messages, reshaped, shape_of
 from posttrain.data.rows import no_column, quoted_names, value_in
 
 Pattern = list[tuple[str, str | None]]  # a template: pairs of literal text and the column after it
@@ -163,8 +164,10 @@ class Conversion:
             return [column for name in names if not _blank(row.get(column := self.fields.get(name, name)))]
 
         if self.convert is not None and self.left_out:  # our own, for comparisons: it reads any columns
-            there = [name for name, value in row.items() if not _blank(value)]
-            return f"of columns {', '.join(map(repr, there[:8]))}"
+            named = [f"{key} from {column!r}" for key, column in self.fields.items()]
+            there = [name for name, value in row.items() if not _blank(value) and name not in self.fields.values()]
+            others = [f"{'other ' if named else 'of '}columns {', '.join(map(repr, there[:8]))}"] if there else []
+            return ", ".join([*named, *others])
         if self.convert is not None:
             return f"{_name(self.convert)} makes the tasks"
         if "response" in task and not {"prompt", "messages"} & task.keys():
@@ -490,11 +493,14 @@ def _met(task: Task, need: Sequence[str], row: Row | None = None) -> Task:
     if "response" in missing and {"chosen", "rejected"} <= task.keys():
         raise _pairs(task)
     if missing:
-        there = [str(key)[:40] for key, value in (task if row is None else row).items() if not _blank(value)]
+        row = task if row is None else row
+        there = [str(key)[:40] for key, value in row.items() if not _blank(value)]
         has = quoted_names(there[:12]) + (", ..." if len(there) > 12 else "") or "nothing"
         like = {name: next((like for like in LIKE.get(name, ()) if like in there), "COLUMN") for name in missing}
         named = " ".join(f"--fields.{name} {column}" for name, column in like.items())
-        if {"prompt", "response"} <= {*need} and "COLUMN" in like.values():
+        if "prompt" in missing and (talk := column_of_messages(row)) is not None:
+            named = f"--fields.messages {shlex.quote(talk)}"
+        elif {"prompt", "response"} <= {*need} and "COLUMN" in like.values():
             named += ", or that of a text to train as a whole: --fields.text COLUMN"
         raise UserError(f"no {' and no '.join(missing)}; the row has: {has}; name its column: {named}")
     if "response" in need:

@@ -43,7 +43,7 @@ def find_checkpoint(name: str | Path) -> Path | HubName:
         raise UserError(f"{place!r:.80} is not a checkpoint, or part of one: {one_line(error)}") from None
     if folder.suffix == SUFFIX:
         if not there:
-            raise UserError(f"{name}: no such GGUF file: correct the path")
+            raise UserError(f"{name}: no such GGUF file{_similar(folder) or ': correct the path'}")
         return folder
     if there:
         raise UserError(f"{name} is a file: give the checkpoint folder that holds it")
@@ -56,8 +56,8 @@ def find_checkpoint(name: str | Path) -> Path | HubName:
         )
     if named is None:
         raise UserError(
-            f"{name}: no such folder: give a folder with config.json, model.safetensors and tokenizer.json, a .gguf file, "
-            "or a model of the Hugging Face hub (org/name, org/name@revision)"
+            f"{name}: no such folder{_similar(folder)}: give a folder with config.json, model.safetensors and "
+            "tokenizer.json, a .gguf file, or a model of the Hugging Face hub (org/name, org/name@revision)"
         )
     return named
 
@@ -76,9 +76,17 @@ def _not_here(folder: Path) -> str:
     """
     if not folder.parent.is_dir():
         return ""
-    beside = [str(other) for other in folder.parent.iterdir() if other.is_dir()]
-    known = near(str(folder), beside) or " (a model is a folder, a .gguf file, or org/name of the hub)"
+    known = _similar(folder) or " (a model is a folder, a .gguf file, or org/name of the hub)"
     return f"there is no folder {folder}{known}; and on the hub: "
+
+
+def _similar(folder: Path) -> str:
+    """Return "; did you mean ...?" if a folder or GGUF file beside a missing one has a similar name, else ""."""
+    try:
+        beside = [other.name for other in folder.parent.iterdir() if other.suffix == SUFFIX or other.is_dir()]
+    except OSError:  # no folder either, or one that cannot be read
+        return ""
+    return near(folder.name, beside).replace("mean '", f"mean '{str(folder).removesuffix(folder.name)}")
 
 
 def pinned(path: Path) -> Path:

@@ -95,7 +95,7 @@ class RewardModelService:
     @property
     def description(self) -> str:
         count = sum(p.numel() for p in self.model.parameters())
-        centred = f", {self.model.offset:+g} to every score ({OFFSET})" if self.model.offset else ""
+        centred = f", adds {self.model.offset:+g} to every score ({OFFSET})" if self.model.offset else ""
         return f"{self.folder}, {count:,} parameters, context {self.model.config.context}{centred}"
 
     def submit(self, id: int, content: Any) -> None:

@@ -28,6 +28,7 @@ from posttrain.training.memory_estimate import (
     lasting_bytes,
     models_here,
     moment_bytes_per_byte,
+    samples_apart,
     sharded_parameters,
     unique_parameters,
 )
@@ -165,6 +166,19 @@ def _offloaded(learner: LocalLearner, size: UpdateSize) -> dict[str, UpdateSize]
     return {f"--offload {' '.join(sorted(offload))}": replace(size, offload=offload) for offload in found}
 
 
+def _served(found: MemoryEstimate, size: UpdateSize) -> dict[str, UpdateSize]:
+    """Return the size of updates whose engine, with whole weights of its own, is a server on other GPUs, by the options
+    for it: divided among so many GPUs that its weights take at most half of each; {} for other engines.
+    """
+    if not samples_apart(size):
+        return {}
+    gpus = 1
+    while found.parts["engine's weights"] / gpus > size.room / 2:
+        gpus *= 2
+    divided = f" --engine-tensor-parallel {gpus}" if gpus > 1 else ""
+    return {f"--engine vllm{divided} on other GPUs": replace(size, sampling=None)}
+
+
 def _can_adapt(learner: LocalLearner) -> bool:
     """Return whether the policy could have adapters, and has none."""
     return learner.model.decoder is not None and learner.model.decoder.lora is None and learner.product is None
@@ -227,6 +241,7 @@ def advice(found: MemoryEstimate, learner: LocalLearner, size: UpdateSize) -> li
         return [problem]
     fewer = max(FEW_TOKENS, size.tokens // 4)
     other = {
+        **_served(found, size),
         **({"--recompute layers": replace(size, recompute=True)} if learner.trust_region is None else {}),
         f"--tokens-per-microbatch {fewer}": replace(size, tokens=fewer),
         **_offloaded(learner, size),

@@ -151,10 +151,10 @@ def estimate_memory(learner: LocalLearner, size: UpdateSize) -> MemoryEstimate |
         # packed weights are sampled from as they are, see `cuda_step.fits`; copies of them are not packed
         cast_once = narrow and (size.copies > 0 or not is_quantized(learner))
         most = cast_once * COPIED_SHARE * size.room
-        engine = _engine_bytes(learner.model, size.sampling, narrow, most, narrow and _samples_apart(size))
+        engine = _engine_bytes(learner.model, size.sampling, narrow, most, narrow and samples_apart(size))
         if size.sampling.asynchronous or engine <= RESTING_SHARE * size.room:  # else it is freed before an update
             parts["engine"] = engine
-    if size.copies or _samples_apart(size):
+    if size.copies or samples_apart(size):
         parts["engine's weights"] = _own_bytes(learner, size, narrow)
     found = MemoryEstimate(parts)
     if learner.trust_region is None:
@@ -185,7 +185,7 @@ def natural_bytes(learner: LocalLearner, size: UpdateSize, parts: Mapping[str, f
     }
 
 
-def _samples_apart(size: UpdateSize) -> bool:
+def samples_apart(size: UpdateSize) -> bool:
     """Return whether the engine in the learner's process samples with whole weights of its own."""
     return size.sampling is not None and (size.copies > 0 or size.shares > 1 or size.tensor > 1)
 
@@ -194,7 +194,7 @@ def _own_bytes(learner: LocalLearner, size: UpdateSize, narrow: bool) -> float:
     """Return the bytes of the weights of the engine in the learner's process, which holds the matrices of layers in the
     type of products, see `engine_weights.own_copy`, and of the copies that wait to be loaded.
     """
-    model, own = cast(nn.Module, learner.model), int(_samples_apart(size))
+    model, own = cast(nn.Module, learner.model), int(samples_apart(size))
     whole, engine = copied_bytes(model), copied_bytes(model, narrow)
     if size.shares > 1 or size.tensor > 1:
         layers = [] if learner.model.decoder is None else learner.model.decoder.layers

@@ -22,6 +22,8 @@ from posttrain.config.training import RL, SFT, Distill, Prefer, Training
 from posttrain.core.component import Need
 from posttrain.core.trust_region import TrustRegion
 from posttrain.core.types import UserError
+from posttrain.engines.local.prefix_cache import KEPT_BYTES
+from posttrain.engines.servers.server_pool import RESTING_SHARE
 from posttrain.learners.forward_pass import REFERENCE
 from posttrain.learners.local_learner import LocalLearner
 from posttrain.models.adapters.adapter_config import is_adapter
@@ -49,7 +51,14 @@ from posttrain.training.memory_advice import (
     roles_too_large,
     with_recomputation,
 )
-from posttrain.training.memory_estimate import MemoryEstimate, UpdateSize, estimate_memory, estimate_roles
+from posttrain.training.memory_estimate import (
+    MemoryEstimate,
+    UpdateSize,
+    estimate_memory,
+    estimate_roles,
+    lasting_bytes,
+    unique_parameters,
+)
 from posttrain.training.open_learner import refuse_backed, refuse_idle, refuse_packed_shards, refuse_without_lora
 from posttrain.training.preference_choice import chosen_preference
 from posttrain.training.setup import GPU_TOKENS, activation_share, optimization, tokens_of_activations
@@ -69,6 +78,7 @@ class MemoryPlan:
     notes: Sequence[str]  # what --recompute auto chooses
     advice: Sequence[str]  # options that would take less, where it may not fit
     roles: tuple[MemoryEstimate, ...] = ()  # of the GPUs that --role-devices names
+    servers: MemoryEstimate | None = None  # of a GPU that vLLM or SGLang servers share with a learner
 
     @property
     def lines(self) -> Iterator[str]:
@@ -86,6 +96,13 @@ class MemoryPlan:
         for role in self.roles:
             less = "" if role.total <= TIGHT * self.room else "; it may not fit: give the roles GPUs of their own"
             yield f"{role}{less}"
+        if self.servers is not None:
+            less = (
+                ""
+                if self.servers.total <= TIGHT * self.room
+                else "; it may not fit: give the servers GPUs of their own"
+            )
+            yield f"{self.servers}{less}"
 
     @property
     def fits(self) -> bool:
@@ -102,9 +119,36 @@ def plan_memory(config: Training, room: float) -> MemoryPlan:
     found = estimate_memory(learner, size)
     assert found is not None, "the shapes are known"
     told = (*advice(found, learner, size), *roles_too_large(learner, size))
-    return MemoryPlan(
-        found, room, size.tokens, recomputation_lines(config, size), told, tuple(estimate_roles(learner, size).values())
-    )
+    roles = tuple(estimate_roles(learner, size).values())
+    servers = _beside_servers(config, found, learner, size)
+    return MemoryPlan(found, room, size.tokens, recomputation_lines(config, size), told, roles, servers)
+
+
+def _beside_servers(
+    config: Training, update: MemoryEstimate, learner: LocalLearner, size: UpdateSize
+) -> MemoryEstimate | None:
+    """Estimate a GPU that a learner shares with vLLM or SGLang servers that the run starts, while they sample; None for
+    other engines, and where `--engine-devices` gives servers their GPUs. `update`: the peak of an update, beside which
+    they sample with `--async-steps`; otherwise they sleep then.
+
+    Each process starts one or more. On as many GPUs as processes, each GPU has a part of as many servers as a server has
+    parts (`GPUPlacement.engines_on`), so dividing them saves no weights there.
+    """
+    if not isinstance(config, RL) or config.engine == "local" or config.engine_url or config.engine_devices:
+        return None
+    beside, each = config.async_steps > 0, max(1, -(-config.replicas // size.processes))
+    number = 2 if config.precision == "bfloat16" else 4
+    numbers = sum(p.numel() for p in unique_parameters((_decoder(shape_of(config.model or "")),)))
+    if config.engine_cache is not None:
+        caches = config.engine_cache * 2**30 * each * config.engine_tensor_parallel
+    else:
+        caches = KEPT_BYTES * each if beside else max(KEPT_BYTES, RESTING_SHARE * size.room)
+    parts = {
+        "learner": update.total if beside else sum(lasting_bytes(learner, size).values()),
+        "servers' weights": float(number * numbers * each),
+        "their caches": float(caches),
+    }
+    return MemoryEstimate(parts, f"a GPU shared with {config.engine} servers")
 
 
 def refuse_impossible(config: Training, start: Path | None, processes: int, device: torch.device) -> None:

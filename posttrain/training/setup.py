@@ -292,8 +292,8 @@ def rehearse(
         columns = [name for name in next(iter(tasks.examples())) if name != "id"]
         why = "".join(f", as {line.rstrip('?')}" for line in missing_column(reason, columns))
         raise UserError(
-            f"the environment fails with every sample reply: {reason}{why}; correct it (posttrain check runs it alone), or "
-            "let it return 0 for a reply that it cannot read"
+            f"the environment fails with every sample reply: {reason}{why}; correct it (posttrain check runs it alone)"
+            + ", or let it return 0 for a reply that it cannot read" * (failures[0].kind is InvalidKind.RAISED)
         )
     warn(f"the environment scored no sample reply; the first failed: {reason} (try it with posttrain check)")
     return first

@@ -142,7 +142,8 @@ def test_state_tells_how_a_run_ended(runs: Path, tmp_path: Path, capsys: pytest.
     assert state() == "ended"
     assert state(steps=50) == "interrupted"
     assert state(final={}) == "failed"
-    assert state(end=None).startswith("killed")
+    assert state(end=None, config={**about["config"], "save_every": 7}).startswith("killed")
+    assert "none: one is saved every 7 steps (--save-every)" in shown(capsys, str(tmp_path))
     (tmp_path / "health.jsonl").write_text('{"step": 20, "name": "entropy", "message": "it fell"}\n')
     assert state(steps=50, config={**about["config"], "health": "stop"}) == "stopped by the health check"
 

@@ -213,6 +213,10 @@ def test_what_was_taken_for_what_is_told() -> None:
     assert to_tasks([row], need=()).taken() == "the environment makes the prompts"
     assert to_tasks([{"prompt": [USER]}]).taken() == "messages from 'prompt'"
     assert to_tasks([row], convert=lambda row: {"prompt": "x"}).taken() == "<lambda> makes the tasks"
+    compared: Any = {"convert": lambda row: {"prompt": "x"}, "left_out": "ties"}
+    assert to_tasks([row], **compared).taken() == "of columns 'question', 'reply', 'answer'"
+    told = to_tasks([row], **compared, fields={"prompt": "question", "chosen": "answer"}).taken()
+    assert told == "prompt from 'question', chosen from 'answer', other columns 'reply'"
 
 
 def test_a_conversation_named_as_the_response_is_answered_with_its_column() -> None:

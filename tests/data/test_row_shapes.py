@@ -210,6 +210,18 @@ def test_columns_to_name_are_told(row: dict[str, Any], named: str) -> None:
     assert shape_of({"question": "a"}) == "questions: --fields.prompt question reads them as prompts"
 
 
+def test_a_column_of_messages_under_another_name_is_told() -> None:
+    turns = said(("system", "S"), ("user", "a"), ("assistant", "b"))
+    row = {"id": "1", "tags": ["x"], "my chat": turns, "note": "c"}
+    with pytest.raises(UserError, match="name its column: --fields.messages 'my chat'$"):
+        only(row)
+    with pytest.raises(UserError, match="name its column: --fields.messages 'my chat'$"):
+        only({**row, "my chat": turns[:2]}, ("prompt",))
+    assert only(row, fields={"messages": "my chat"})["messages"] == turns
+    with pytest.raises(UserError, match="name its column: --fields.prompt COLUMN"):
+        only({**row, "my chat": ["a", "b"]})
+
+
 def test_shapes_are_named_by_their_columns() -> None:
     names = {
         "prompts": {"prompt": "a"},

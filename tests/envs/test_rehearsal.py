@@ -76,8 +76,11 @@ def test_a_reward_that_scores_no_sample_reply_is_warned_of_with_its_reason() -> 
     ],
 )
 def test_a_reward_whose_code_fails_for_every_reply_is_refused(reward: Any, reason: str) -> None:
-    with pytest.raises(UserError, match=f"fails with every sample reply: .*{reason}"):
+    with pytest.raises(UserError, match=f"fails with every sample reply: .*{reason}") as caught:
         said(reward)
+    assert ("let it return 0" in str(caught.value)) == ("KeyError" in reason), (
+        "only an exception may be about the reply"
+    )
 
 
 def test_a_reward_whose_exceptions_depend_on_the_reply_is_warned_of() -> None:

@@ -14,6 +14,7 @@ from places import DATA
 
 from posttrain.core.types import UserError
 from posttrain.models.checkpoint_folder import load_model
+from posttrain.models.checkpoint_location import find_checkpoint
 from posttrain.models.native.decoder import Decoder, causal, new_decoder
 from posttrain.models.native.decoder_shape import DecoderConfig
 from posttrain.models.native.decoder_writer import checkpoint_tensors, save_model
@@ -340,6 +341,20 @@ def test_no_model_imports_the_compiler_of_torch_for_its_memory(
     save_model(tiny(tokenizer), tmp_path, tokenizer)
     for precision in (torch.float32, torch.bfloat16):
         assert load_model(tmp_path, precision).empty_like().dtype == precision  # type: ignore[union-attr]
+
+
+def test_a_misspelt_model_is_told_the_folder_or_gguf_file_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "small.gguf").touch()
+    (tmp_path / "small.json").touch()
+    for name, meant in {"small.ggu": "small.gguf", "smal.gguf": "small.gguf", "./runs/fist": "runs/first"}.items():
+        with pytest.raises(UserError, match=f"no such .*; did you mean '{meant}'"):
+            find_checkpoint(name)
+    with pytest.raises(UserError, match="no such GGUF file: correct the path"):
+        find_checkpoint(tmp_path / "runs" / "small.gguf")  # whatever the folders before it
 
 
 def test_a_missing_folder_is_named_with_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

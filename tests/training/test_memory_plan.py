@@ -416,3 +416,36 @@ def test_advice_names_no_option_that_is_refused_beside_others(models: Path, how:
     (whole,) = plan_memory(config(SFT, **kept), 24 * GIB).advice
     (divided,) = plan_memory(config(SFT, processes=2, **kept, **how), room * GIB).advice
     assert "--offload" in whole and "--recompute layers" in divided and "--offload" not in divided
+
+
+def test_servers_that_share_a_gpu_have_weights_and_caches_beside_what_lasts(models: Path) -> None:
+    given: dict[str, Any] = {"model": "7b", "env": "e", **ADAPTED}
+    alone = plan_memory(config(RL, **given), 80 * GIB)
+    assert (
+        alone.servers is None
+        and plan_memory(config(RL, **given, engine="vllm", engine_devices=(1,)), 1e11).servers is None
+    )
+    weights = 2 * 7_615_616_512.0  # Qwen2.5 7B in bfloat16
+    last = sum(alone.found.parts[name] for name in ("weights", "gradients", "moments"))
+    asked: dict[str, tuple[dict[str, Any], float, float]] = {
+        "asleep in updates": ({}, last, 16 * GIB),
+        "a cache of a given size": ({"engine_cache": 30.0}, last, 30 * GIB),
+        "two": ({"engine_cache": 30.0, "replicas": 2}, last + weights, 60 * GIB),
+        # each of two processes starts one, and both have a part on both GPUs
+        "divided": ({"engine_cache": 10.0, "engine_tensor_parallel": 2, "processes": 2}, last, 20 * GIB),
+    }
+    for name, (options, learner, caches) in asked.items():
+        found = plan_memory(config(RL, **given, engine="vllm", **options), 80 * GIB)
+        assert found.servers is not None, name
+        assert found.servers.total == pytest.approx(learner + weights + caches, rel=1e-3), name
+        assert found.lines and ("may not fit" in [*found.lines][-1]) == (found.servers.total > 76 * GIB), name
+    beside = plan_memory(config(RL, **given, engine="vllm", async_steps=1), 80 * GIB)
+    assert beside.servers is not None
+    assert beside.servers.total == pytest.approx(beside.found.total + weights + 4 * GIB, rel=1e-3)
+
+
+def test_an_engine_with_whole_weights_beside_shards_is_offered_other_gpus(models: Path) -> None:
+    given: dict[str, Any] = {"model": "7b", "env": "e", "processes": 8, "shard": True}
+    found = plan_memory(config(RL, **given), 24 * GIB)
+    served = plan_memory(config(RL, **given, engine="vllm", recompute="layers"), 24 * GIB).found
+    assert f"--engine vllm --engine-tensor-parallel 2 on other GPUs ({served.total / GIB:.1f} GiB)" in found.advice[0]

@@ -58,7 +58,9 @@ def page(run: RunSummary) -> list[str]:
         lines.append(_line("signal", f"{run.no_signal:.0%} of the rollouts in groups with equal rewards: no signal"))
     lines += _findings(run)
     lines += [_line(name, _reply(one)) for name, one in (("best", run.best), ("worst", run.worst)) if one is not None]
-    lines.append(_line("checkpoint", str(run.checkpoint or "none")))
+    every = config.get("save_every")
+    none = f"none: one is saved every {every} steps (--save-every)" if every else "none"
+    lines.append(_line("checkpoint", str(run.checkpoint or none)))
     lines += [f"{label:<{LABEL}}{command}" for label, command in run.commands().items()]
     return lines
 
@@ -137,7 +139,7 @@ def _reply(row: dict[str, Any]) -> str:
 
 def listing(runs: Sequence[tuple[Path, RunSummary | str]], above: Path) -> Table:
     """Return the table of a folder's runs. A text in place of a run: why it cannot be read."""
-    columns = ["run", "verb", "model", "steps", "held out", "found", "age"]
+    columns = ["run", "verb", "model", "steps", "held out", "findings", "age"]
     rows: list[list[Any]] = []
     for folder, run in runs:
         name = fitted(str(folder.relative_to(above)), 18)

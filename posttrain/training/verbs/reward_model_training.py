@@ -189,5 +189,7 @@ def lines(report: dict[str, Any]) -> Sequence[str]:
             f"verdict                {'' if better else 'not shown to be '}better than a guess: {beside}{advice}"
         )
     if parts := report.get("by_margin"):
-        said.append("accuracy by margin     " + ", ".join(f"{p['accuracy']:.2f} (to {p['most']:.2f})" for p in parts))
+        said.append(
+            "accuracy by margin     " + ", ".join(f"{p['accuracy']:.2f} (up to {p['most']:.2f})" for p in parts)
+        )
     return said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -347,13 +348,14 @@ def test_without_an_option_the_cache_takes_a_share_of_free_memory(
 ) -> None:
     model = endless(tokenizer)
     expected = complete(engine_of("torch", model, tokenizer), *asked())
-    for mode in MODES:
+    for mode, sharers in product(MODES, (1, 3)):
         engine = engine_of(mode, model, tokenizer)
-        room = engine._cache.size(600, 200) / cache_memory.CACHE_SHARE
+        engine.memory.sharers = sharers
+        room = sharers * engine._cache.size(600, 200) / cache_memory.CACHE_SHARE
         left: Any = lambda device, engine=engine, room=room: room - engine.memory.occupied  # noqa: E731
         monkeypatch.setattr(cache_memory, "free_memory", left)
         assert_same(expected, complete(engine, *asked()), bits=False)
-        assert engine.memory.limit == pytest.approx(cache_memory.CACHE_SHARE * room)
+        assert engine.memory.limit == pytest.approx(engine._cache.size(600, 200))
 
 
 @needs_compiler

@@ -17,7 +17,7 @@ from posttrain.config.training import RL
 from posttrain.core.protocols import Alone
 from posttrain.core.types import Sampling, UserError
 from posttrain.engines.pool.replica import LocalHost
-from posttrain.engines.pool.replicas import placement_of
+from posttrain.engines.pool.replicas import _on_devices, placement_of
 from posttrain.engines.serving.engine_thread import EngineThread
 from posttrain.models.gpu_placement import GPUPlacement, gpus_of_roles, visible_name
 from posttrain.models.native.kernels import build
@@ -168,6 +168,22 @@ def test_threads_that_sample_work_on_the_gpu_of_the_run(current: CurrentGPU, mon
 
     asyncio.run(ask())
     assert begun == [2]
+
+
+@pytest.mark.parametrize(
+    ("device", "placement", "expected"),
+    [
+        ("cpu", GPUPlacement(0), ["cpu 3", "cpu 3", "cpu 3"]),
+        ("cpu", GPUPlacement(0, learners=2), ["cpu 6", "cpu 6", "cpu 6"]),  # of which each has three engines
+        ("cuda:0", GPUPlacement(4), ["cuda:1 1", "cuda:2 1", "cuda:3 1"]),
+        ("cuda:0", GPUPlacement(3), ["cuda:1 2", "cuda:2 1", "cuda:1 2"]),
+    ],
+)
+def test_engines_know_how_many_of_them_share_a_memory(
+    device: str, placement: GPUPlacement, expected: list[str]
+) -> None:
+    found = _on_devices({"device": device, "sharers": 1}, 3, placement)
+    assert [f"{setup['device']} {setup['sharers']}" for setup in found] == expected
 
 
 def test_an_engine_in_another_process_works_on_its_gpu(current: CurrentGPU, monkeypatch: pytest.MonkeyPatch) -> None:

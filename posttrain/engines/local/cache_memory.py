@@ -36,6 +36,7 @@ class CacheMemory:
         self.cache, self.kept, self.waiting = cache, kept, waiting
         self.context, self.device = context, device
         self.given = given
+        self.sharers = 1  # engines in processes of their own that take their caches from the same memory
         self.limit: float = math.inf  # bytes
 
     @property
@@ -65,7 +66,7 @@ class CacheMemory:
         """Set the limit, when nothing runs."""
         if self.given is None:
             held = self.cache.held if isinstance(self.cache, PagedCache) else self.occupied
-            self.limit = CACHE_SHARE * (free_memory(self.device) + held)
+            self.limit = CACHE_SHARE / self.sharers * (free_memory(self.device) + held)
         else:
             self.limit = self.given
 

@@ -68,6 +68,8 @@ class LocalHost:
         self.read, self.slots, kept = read, setup["slots"], setup["cache_gib"]
         tokenizer, precision = Tokenizer.load(folder), setup["precision"]
         self.engine = embedded(self.model, tokenizer, self.slots, precision, kept, filled=True)
+        if isinstance(self.engine, LocalEngine):
+            self.engine.memory.sharers = setup["sharers"]
 
     def properties(self) -> dict[str, Any]:
         own = {

@@ -36,6 +36,7 @@ def setup_of(model: Model, tokenizer: Tokenizer, folder: Path, options: EngineOp
         "folder": str(folder), "context": model.config.context, "eos_ids": list(model.eos_ids),
         "slots": options.slots, "precision": options.precision, "cache_gib": options.cache_gib, "threads": threads,
         "compiled": build.used(), "device": str(model.head.device), "backed": backbone_of(model).how_it_runs(),
+        "sharers": 1,
     }  # fmt: skip
 
 
@@ -62,7 +63,7 @@ def open_pool(model: Model, tokenizer: Tokenizer, options: EngineOptions) -> Eng
             memory = shared_writer(SharedMemory(weight_layout), options.world)
             opened.callback(memory.close)
             placement = placement_of(options, model.head.device)
-            setups = [_on_device(setup, number, placement) for number in range(options.replicas)]
+            setups = _on_devices(setup, options.replicas, placement)
             places = [LocalProcess(str(number), setup, memory) for number, setup in enumerate(setups)]
         sizes, closed = (model.config.context, model.config.vocab), opened.pop_all().close
         return EnginePool(
@@ -85,9 +86,12 @@ def probe_of(model: Model, precision: str) -> WeightProbe:
     return WeightProbe(model, LIMIT_BFLOAT16 if precision == "bfloat16" else LIMIT)
 
 
-def _on_device(setup: dict[str, Any], number: int, placement: GPUPlacement) -> dict[str, Any]:
-    """Assign a GPU to a replica."""
-    return {**setup, "device": f"cuda:{placement.engine(number)}"} if setup["device"].startswith("cuda") else setup
+def _on_devices(setup: dict[str, Any], replicas: int, placement: GPUPlacement) -> list[dict[str, Any]]:
+    """Return the setups of replicas, each with its device, and the number of engines that share its memory."""
+    if not setup["device"].startswith("cuda"):
+        return [{**setup, "sharers": replicas * placement.learners}] * replicas
+    devices = [f"cuda:{placement.engine(number)}" for number in range(replicas)]
+    return [{**setup, "device": device, "sharers": devices.count(device)} for device in devices]
 
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from posttrain.core import user_files
 from posttrain.core.messages import inline
 
 TAIL = 1 << 18  # bytes of a log that are read: other processes of a server may write much after the one that failed
@@ -30,7 +31,7 @@ def last_error(log: Path) -> str:
     """Return the last error in a log that does not follow from another one, without the labels of its line; "" if
     there is none.
     """
-    with open(log, "rb") as file:
+    with user_files.opened(log) as file:
         file.seek(max(0, log.stat().st_size - TAIL))
         lines = file.read().decode(errors="replace").splitlines()
     for line in reversed(lines):

@@ -24,7 +24,9 @@ from posttrain.models.native.decoder import Decoder
 from posttrain.models.native.kernels import build
 
 VECTORS = 5
-"""[P] beside a product: gradient, parameters before the step, and x, residual and direction of conjugate gradient."""
+"""Vectors [P] that are held beside a product: the gradient, the parameters before the step, and three of the conjugate
+gradient (x, residual, direction).
+"""
 FEW = 2, 4  # layers that run: each further one takes as much as those between
 
 
@@ -50,7 +52,7 @@ def _product_bytes(model: Decoder, rows: int, length: int) -> float:
 
 
 def _counted(model: Decoder, layers: int, rows: int, length: int) -> int:
-    """Return those bytes for the first layers of a model."""
+    """Return the bytes of `product_bytes` for the first layers of a model."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     short = _without_numbers(model, layers)

@@ -35,7 +35,7 @@ from posttrain.runs.terminal.notices import tell
 from posttrain.runs.tracking.tracker import Status
 from posttrain.runs.tracking.trackers import Trackers
 from posttrain.system.worker_thread import WorkerThread
-from posttrain.training.full_gpu import full_gpu_in_words
+from posttrain.training.full_memory import full_memory_in_words
 from posttrain.training.gpu_use import gpus_by_role, peaks, speed
 from posttrain.training.hooks import Hooks
 from posttrain.training.loop import FinishedStep, interruptible, train
@@ -132,7 +132,7 @@ class Trainer:
         try:
             chosen = [one for one in chosen_options(self.config) if one.split(" ")[0] not in IN_SIZES]
             self._begin([*_in_short(formula), f"options: {', '.join(chosen)}", *sizes])
-            with interruptible(self.display.note) as interrupted, full_gpu_in_words(self.config):
+            with interruptible(self.display.note) as interrupted, full_memory_in_words(self.config):
                 self._train(objective, interrupted)
                 self._wait_for_checkpoint()
                 stopped = self.stopping and self.done < self.steps and self.stop_reason is None

@@ -23,7 +23,7 @@ from posttrain.models.free_memory import gpu_memory
 from posttrain.models.tokenizer.tokenizer import Tokenizer
 from posttrain.runs.run_folder import RunFolder
 from posttrain.training.distributed_setup import open_world
-from posttrain.training.full_gpu import full_gpu_in_words
+from posttrain.training.full_memory import full_memory_in_words
 from posttrain.training.gpu_assignment import gpu_assignment
 from posttrain.training.hooks import Hooks
 from posttrain.training.memory_advice import memory_lines, recomputation_lines, refuse_too_large, with_recomputation
@@ -81,7 +81,7 @@ def run_training(
         validate(config)  # first, as a command that lacks an option is no reason to delete the run in --out
     with (
         open_world(config) as world,
-        full_gpu_in_words(config),
+        full_memory_in_words(config),
         RunFolder(config, rows, env, world) as run,
         ExitStack() as resources,
     ):

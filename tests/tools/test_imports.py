@@ -1,5 +1,5 @@
-"""Who imports whom: a room imports its own floor or a lower one, no circles, a name is used once and exists, heavy
-libraries have one home, and no test imports a test."""
+"""Imports: a room imports its own floor or a lower one, without circles; a name is used once, and exists; heavy libraries
+have one home; no test imports a test."""
 
 from __future__ import annotations
 

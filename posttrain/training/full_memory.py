@@ -18,7 +18,7 @@ FRAGMENTS = 1.0  # GiB that torch keeps in pieces too small for a tensor, from w
 
 
 @contextmanager
-def full_gpu_in_words(config: Training) -> Iterator[None]:
+def full_memory_in_words(config: Training) -> Iterator[None]:
     """Context in which full memory is a UserError with exit code 1: a restarted run may get further."""
     try:
         yield

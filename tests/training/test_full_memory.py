@@ -13,7 +13,7 @@ import posttrain
 from posttrain.config.training import RL, SFT
 from posttrain.core.types import UserError
 from posttrain.learners.local_learner import LocalLearner
-from posttrain.training.full_gpu import full_gpu_in_words
+from posttrain.training.full_memory import full_memory_in_words
 
 # as torch writes it: c10/cuda/CUDACachingAllocator.cpp
 TOLD = (
@@ -25,7 +25,7 @@ TOLD = (
 
 
 def said(config: Any, told: str = TOLD, kind: type[Exception] = torch.OutOfMemoryError) -> str:
-    with pytest.raises(UserError) as found, full_gpu_in_words(config):
+    with pytest.raises(UserError) as found, full_memory_in_words(config):
         raise kind(told)
     assert found.value.code == 1
     return str(found.value)
@@ -57,7 +57,7 @@ def test_full_memory_of_the_machine_is_a_line_too_and_other_errors_stay_what_the
         "the machine's memory is full: there is no room for 2,147,483,648.0 GiB more; try --tokens-per-microbatch"
     )
     assert said(SFT(), "", MemoryError).startswith("the machine's memory is full; try --tokens-per-microbatch")
-    with pytest.raises(RuntimeError, match="^shapes differ$"), full_gpu_in_words(RL()):
+    with pytest.raises(RuntimeError, match="^shapes differ$"), full_memory_in_words(RL()):
         raise RuntimeError("shapes differ")
 
 
